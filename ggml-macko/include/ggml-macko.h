@@ -1,0 +1,183 @@
+// ggml-macko: sparse weights for stock llama.cpp. The whole C API; no ggml type appears here, so cffi can bind it.
+//
+// Conventions
+//   - Functions return ggml_macko_status unless said otherwise; on an error ggml_macko_last_error() has one line of text,
+//     valid until the next call of this library on the same thread. Nothing throws, aborts or prints.
+//   - Matrices are row-major, rows x cols, cols = ggml's ne[0]. Types are ggml type ids (enum ggml_macko_type).
+//   - n_threads <= 0 means all cores.
+//   - The file format is FORMAT.md.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#ifdef __cplusplus
+#define GGML_MACKO_API extern "C" __attribute__((visibility("default")))
+#else
+#define GGML_MACKO_API __attribute__((visibility("default")))
+#endif
+
+enum ggml_macko_status {
+    GGML_MACKO_STATUS_OK                = 0,
+    // the call
+    GGML_MACKO_STATUS_BAD_ARGUMENT      = 1,  // a null pointer, a negative count, a shape that does not fit
+    GGML_MACKO_STATUS_OUT_OF_MEMORY     = 2,
+    GGML_MACKO_STATUS_VERSION_MISMATCH  = 3,  // the running llama.cpp is not the one the plugin was built for
+    GGML_MACKO_STATUS_CANCELLED         = 4,  // a progress callback said stop
+    GGML_MACKO_STATUS_LOAD_FAILED       = 5,  // llama.cpp refused a model that passed our checks
+    // the file system
+    GGML_MACKO_STATUS_IO                = 10, // errno text is in the message
+    GGML_MACKO_STATUS_NOT_A_FILE        = 11, // directory, FIFO, device
+    GGML_MACKO_STATUS_TRUNCATED         = 12, // the file ends before what its header declares
+    GGML_MACKO_STATUS_FILE_CHANGED      = 13, // size, inode or mtime changed while it was read
+    // GGUF structure
+    GGML_MACKO_STATUS_BAD_MAGIC         = 20,
+    GGML_MACKO_STATUS_BAD_GGUF_VERSION  = 21, // other than 3, or big-endian
+    GGML_MACKO_STATUS_LIMIT             = 22, // beyond a limit of FORMAT.md section 4
+    GGML_MACKO_STATUS_BAD_KEY           = 23, // malformed or reserved key
+    GGML_MACKO_STATUS_DUPLICATE_KEY     = 24,
+    GGML_MACKO_STATUS_BAD_KEY_TYPE      = 25, // wrong value type for a known key
+    GGML_MACKO_STATUS_BAD_KEY_VALUE     = 26, // value out of the range that llama.cpp survives
+    GGML_MACKO_STATUS_MISSING_KEY       = 27,
+    GGML_MACKO_STATUS_BAD_ALIGNMENT     = 28,
+    GGML_MACKO_STATUS_BAD_NAME          = 29, // tensor name empty, too long or not printable
+    GGML_MACKO_STATUS_DUPLICATE_TENSOR  = 30, // the same name twice, or both dense X and sparse X.*
+    GGML_MACKO_STATUS_BAD_TYPE          = 31, // unknown ggml type
+    GGML_MACKO_STATUS_BAD_SHAPE         = 32,
+    GGML_MACKO_STATUS_BAD_OFFSET        = 33, // hole, overlap or misalignment in the data section
+    GGML_MACKO_STATUS_TRAILING_DATA     = 34,
+    GGML_MACKO_STATUS_SPLIT_FILE        = 35,
+    GGML_MACKO_STATUS_UNSUPPORTED_ARCH  = 36,
+    // sparse description
+    GGML_MACKO_STATUS_NOT_SPARSE        = 40, // no macko.version key
+    GGML_MACKO_STATUS_FORMAT_VERSION    = 41, // written by a newer version
+    GGML_MACKO_STATUS_BAD_FORMAT        = 42, // unknown format name, delta_bits or value type
+    GGML_MACKO_STATUS_MISSING_COMPONENT = 43,
+    GGML_MACKO_STATUS_BAD_COMPONENT     = 44, // wrong type, rank, length or place; unknown suffix
+    // payload
+    GGML_MACKO_STATUS_BAD_ROW_PTR       = 50,
+    GGML_MACKO_STATUS_BAD_COLUMN        = 51, // deltas walk past the last column
+    GGML_MACKO_STATUS_NOT_CANONICAL     = 52,
+    GGML_MACKO_STATUS_NOT_FINITE        = 53,
+    GGML_MACKO_STATUS_BAD_NNZ           = 54,
+};
+
+// the ggml type ids that values may have
+enum ggml_macko_type {
+    GGML_MACKO_TYPE_F32  = 0,
+    GGML_MACKO_TYPE_F16  = 1,
+    GGML_MACKO_TYPE_BF16 = 30,
+};
+
+// ---- library ----
+
+// text of the last error on this thread; never NULL
+GGML_MACKO_API const char * ggml_macko_last_error(void);
+// "GGML_MACKO_STATUS_..." of a code; "unknown" for others
+GGML_MACKO_API const char * ggml_macko_status_name(int status);
+// version of this package, for example "0.1.0"
+GGML_MACKO_API const char * ggml_macko_version(void);
+// the llama-cpp-python version and the ggml version whose headers the plugin was built with
+GGML_MACKO_API const char * ggml_macko_built_for_llama_cpp_python(void);
+GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
+
+// ---- codec (FORMAT.md section 3; paper section 4) ----
+
+struct ggml_macko_matrix {
+    int64_t         rows;
+    int64_t         cols;
+    int32_t         type;       // enum ggml_macko_type
+    int32_t         delta_bits; // 1, 2, 4 or 8
+    int64_t         nnz;        // non-zeros
+    int64_t         n_stored;   // non-zeros and fillers
+    const void    * values;     // n_padded elements
+    const uint8_t * deltas;     // ggml_macko_deltas_nbytes()
+    const int32_t * row_ptr;    // rows + 1
+};
+
+// elements of values, and bytes of deltas, for n_stored entries
+GGML_MACKO_API int64_t ggml_macko_n_padded(int64_t n_stored);
+GGML_MACKO_API int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits);
+
+// what a dense matrix needs, for all four widths in one pass
+struct ggml_macko_count {
+    int64_t nnz;
+    int64_t n_stored[4]; // for delta_bits 1, 2, 4, 8
+    int64_t n_nonfinite; // Inf and NaN: such a tensor stays dense
+};
+GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, struct ggml_macko_count * count);
+// fills values (n_padded), deltas and row_ptr (rows + 1), whose sizes follow from ggml_macko_count_dense; m's pointers must be set,
+// and m->rows, cols, type, delta_bits, nnz, n_stored as counted. Fails with BAD_ARGUMENT if the counts are not those of the matrix.
+GGML_MACKO_API int ggml_macko_encode(const void * dense, const struct ggml_macko_matrix * m, int n_threads);
+// full check of an untrusted matrix; n_values, n_deltas, n_row_ptr are the lengths really there (elements, bytes, elements)
+GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads);
+// validates, then writes rows * cols dense elements; lengths as above
+GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, void * dense, int n_threads);
+
+// ---- CPU kernels on plain arrays ----
+
+// a matrix in the layout that is fastest on this CPU; owns its memory
+struct ggml_macko_cpu_matrix;
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
+GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
+// y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
+GGML_MACKO_API int  ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads);
+// name of the kernel set in use ("avx512-vbmi2", "avx512", "avx2", "portable"). Chosen once from the CPU, or by the
+// environment variable GGML_MACKO_FORCE; an unknown or unsupported name there makes the plugin refuse to load any sparse model.
+GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
+
+// ---- files ----
+
+struct ggml_macko_file; // a GGUF file, dense or sparse, whose header passed all checks
+
+// require_model: also vet the model metadata that llama.cpp reads (FORMAT.md section 5), and refuse split files
+GGML_MACKO_API int  ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
+GGML_MACKO_API void ggml_macko_file_close(struct ggml_macko_file * file);
+GGML_MACKO_API bool ggml_macko_file_is_sparse(const struct ggml_macko_file * file);
+GGML_MACKO_API int64_t ggml_macko_file_size(const struct ggml_macko_file * file);
+GGML_MACKO_API int64_t ggml_macko_file_alignment(const struct ggml_macko_file * file);
+
+struct ggml_macko_tensor_info { // a tensor of the file's own tensor table (components are tensors here)
+    const char * name;          // owned by the file
+    int32_t      type;          // ggml type id
+    int32_t      n_dims;
+    int64_t      ne[4];         // unused dimensions 1
+    int64_t      offset;        // of the data, from the start of the file
+    int64_t      nbytes;
+    int64_t      sparse_index;  // index of the sparse matrix it is a component of, or -1
+};
+GGML_MACKO_API int64_t ggml_macko_file_n_tensors(const struct ggml_macko_file * file);
+GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_tensor_info * info);
+
+struct ggml_macko_sparse_info { // a sparse matrix of the file
+    const char * name;          // dense name X
+    const char * format;        // "macko"
+    int32_t      type;          // dense ggml type
+    int32_t      delta_bits;
+    int32_t      n_dims;        // of the dense tensor
+    int64_t      ne[4];         // dense shape
+    int64_t      nnz;
+    int64_t      n_padded;
+    int64_t      nbytes;        // of all components
+    int64_t      nbytes_dense;
+    int64_t      tensor_index[3]; // values, deltas, row_ptr in the tensor table
+};
+GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
+GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
+// validates the payload of matrix i on a private copy; in blocks, so memory stays small
+GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
+
+// ---- loading into llama.cpp ----
+// begin -> llama_model_load_from_file_ptr(stream, params with load_mode NONE) -> end, all on one thread.
+
+struct ggml_macko_load;
+// vets the file and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load)
+GGML_MACKO_API int ggml_macko_load_begin(const char * path, struct ggml_macko_load ** out, FILE ** stream);
+// closes the stream and ends the current load. Returns the first error that a callback of llama.cpp ran into meanwhile, if any:
+// then free the model (if there is one) and report the message.
+GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load);
+// OK if this process's ggml (ggml_version, ggml_commit of the caller's libggml-base) is the one the plugin was built for
+GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);

@@ -1,0 +1,36 @@
+// The CPU's private layout of a sparse matrix: per row a bitmask of its columns, and its non-zeros one behind the other.
+// Made from a validated view at load time; never on file. No ggml here.
+//
+//   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
+//   row_off  rows + 1 uint32: index of the row's first value
+//   values   nnz elements of the value type, then VALUES_SLACK readable bytes
+#pragma once
+
+#include "format/macko.h"
+
+namespace macko {
+
+constexpr int64_t BITMAP_ALIGNMENT = 64; // of the memory, and of each part in it
+constexpr int64_t VALUES_SLACK     = 64; // kernels load whole vectors
+
+struct bitmap_matrix {
+    int64_t    rows;
+    int64_t    cols;
+    int32_t    type; // of values
+    uint64_t * masks;
+    uint32_t * row_off;
+    uint8_t  * values;
+};
+
+constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
+// bytes of the layout, known from the header alone
+int64_t bitmap_nbytes(const macko_desc & desc);
+// the parts inside bitmap_nbytes(desc) bytes at memory (aligned to BITMAP_ALIGNMENT)
+bitmap_matrix bitmap_bind(const macko_desc & desc, void * memory);
+// writes the view's rows. first_value = non-zeros in all rows before view.rows().row_begin. Blocks may be packed in any order and at
+// the same time; whoever packs the last rows also writes row_off[rows].
+void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
+// rows row_begin ... row_end-1 back to dense elements of m.type
+void bitmap_unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, void * dense);
+
+} // namespace macko

@@ -1,0 +1,55 @@
+// A GGUF file that passed all header checks, open for reading; and the dense file that a sparse one stands for.
+// One descriptor from vetting to the last read (no second open), pread only: a file that shrinks gives an error, not SIGBUS.
+#pragma once
+
+#include "file/gguf-header.h"
+#include "format/macko.h"
+
+#include <memory>
+#include <sys/stat.h>
+
+namespace macko {
+
+struct sparse_matrix { // FORMAT.md section 2
+    std::string name;
+    macko_desc  desc;
+    int32_t     n_dims;
+    int64_t     ne[4];
+    int64_t     n_padded;
+    int64_t     nbytes_dense;
+    size_t      values, deltas, row_ptr; // indices into gguf_header::tensors
+};
+
+struct model_file : byte_source {
+    std::string                path;
+    int                        fd = -1;
+    struct stat                opened = {};
+    gguf_header                header;
+    bool                       is_sparse = false;
+    std::vector<sparse_matrix> sparse;
+    std::vector<int64_t>       tensor_sparse_index; // per table entry: matrix it is a component of, or -1
+
+    ~model_file() override;
+    int64_t size() const override;
+    [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override; // EINTR and short reads handled
+    [[nodiscard]] int check_unchanged() const; // FILE_CHANGED if inode, size or mtime differ from `opened`
+};
+
+// regular files only (symlinks to one are followed). require_model: see ggml_macko_file_open
+[[nodiscard]] int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out);
+
+// the same checks on bytes in memory (fuzzing, tests): fills is_sparse, sparse, tensor_sparse_index from header
+[[nodiscard]] int check_sparse_tensors(model_file * file);
+// the metadata that llama.cpp would abort or misbehave on (model-keys.cpp): table of key -> type, min, max per architecture
+[[nodiscard]] int check_model_keys(const gguf_header & header);
+
+// payload of one matrix in blocks of rows of about block_bytes, in parallel: each block is read into private memory, validated, and
+// handed to consume(view, first_value) (first_value = non-zeros in earlier rows); consume may be called from several threads at once,
+// not in order. Checks row_ptr, padding and nnz as well.
+struct payload_consumer {
+    virtual ~payload_consumer() = default;
+    [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
+};
+[[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
+
+} // namespace macko

@@ -47,12 +47,9 @@ public:
     const macko_rows & rows() const { return rows_; }
     int64_t nnz() const { return nnz_; } // non-zeros in these rows
 private:
-    macko_view() = default;
     friend int validate(const macko_rows & rows, macko_view * view);
-    macko_rows rows_ = {};
+    macko_rows rows_ = {}; // no rows until validate() fills it
     int64_t    nnz_  = 0;
-public:
-    static macko_view empty() { return macko_view(); }
 };
 
 // columns in range, canonical, finite; on success *view is those rows. The caller compares the sum of nnz with desc.nnz.
@@ -60,9 +57,6 @@ public:
 
 // dense points at row_begin; (row_end - row_begin) * cols elements are written
 void decode(const macko_view & view, void * dense);
-
-// calls f(row, col, value_bits) for each non-zero of the view, rows and columns ascending
-template <typename F> void for_each_nonzero(const macko_view & view, F && f);
 
 // the code of entry k (counted from bit 0 of deltas)
 inline uint32_t delta_code(const uint8_t * deltas, int64_t k, int32_t bits) {

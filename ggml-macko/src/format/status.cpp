@@ -19,9 +19,7 @@ int fail(int status, const char * format, ...) {
 }
 
 void prefix_error(const char * prefix) {
-    char text[sizeof(last_error)];
-    snprintf(text, sizeof(text), "%s: %s", prefix, last_error);
-    memcpy(last_error, text, sizeof(text));
+    (void) !fail(GGML_MACKO_STATUS_OK, "%s: %s", prefix, last_error);
 }
 
 printable::printable(const char * name, size_t n) {

@@ -1,0 +1,313 @@
+// The C API over format, cpu and file (ggml-macko.h). Checks arguments, calls one function, keeps exceptions inside.
+// What needs ggml (loading) is in backend/load.cpp.
+#include "cpu/kernels.h"
+#include "file/model-file.h"
+#include "format/encode.h"
+
+#include <cstdlib>
+#include <memory>
+#include <omp.h>
+
+using namespace macko;
+
+static int threads(int n_threads) {
+    return n_threads > 0 ? n_threads : omp_get_max_threads();
+}
+
+// ---- library ----
+
+const char * ggml_macko_version(void) {
+    return GGML_MACKO_VERSION;
+}
+
+// ---- codec ----
+
+int64_t ggml_macko_n_padded(int64_t n_stored) {
+    return n_padded(n_stored);
+}
+
+int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits) {
+    return deltas_nbytes(n_padded(n_stored), delta_bits);
+}
+
+static macko_desc desc_of(const ggml_macko_matrix & m) {
+    return { m.rows, m.cols, m.type, m.delta_bits, m.nnz };
+}
+
+int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count) {
+    return at_c_edge([&]() -> int {
+        if (!dense || !count) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
+            return status;
+        }
+        return count_dense(dense, type, rows, cols, threads(n_threads), count);
+    });
+}
+
+int ggml_macko_encode(const void * dense, const ggml_macko_matrix * m, int n_threads) {
+    return at_c_edge([&]() -> int {
+        if (!dense || !m || !m->values || !m->deltas || !m->row_ptr) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (const int status = check_desc(desc_of(*m))) {
+            return status;
+        }
+        if (m->n_stored < m->nnz || m->n_stored > MAX_STORED) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored entries (limit %lld)", static_cast<long long>(m->n_stored), static_cast<long long>(MAX_STORED));
+        }
+        return encode(dense, *m, threads(n_threads));
+    });
+}
+
+// Validates all rows of m in ranges of rows, one range per thread, and hands each view to consume(view).
+template <typename F>
+static int validate_matrix(const ggml_macko_matrix & m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, F && consume) {
+    const macko_desc desc = desc_of(m);
+    if (!m.values || !m.deltas || !m.row_ptr) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    if (const int status = check_desc(desc)) {
+        return status;
+    }
+    if (n_row_ptr != desc.rows + 1) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row_ptr has %lld elements, not %lld", static_cast<long long>(n_row_ptr), static_cast<long long>(desc.rows + 1));
+    }
+    if (n_values < 8 || n_values > n_padded(MAX_STORED) || n_deltas != deltas_nbytes(n_values, desc.delta_bits)) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%lld values with %lld bytes of deltas", static_cast<long long>(n_values), static_cast<long long>(n_deltas));
+    }
+    if (const int status = check_row_ptr(desc, m.row_ptr, n_values)) {
+        return status;
+    }
+    if (const int status = check_padding(desc, m.row_ptr[desc.rows], m.values, m.deltas, 0, n_values, n_deltas)) {
+        return status;
+    }
+    const int                n_tasks = threads(n_threads);
+    std::vector<int>         status(static_cast<size_t>(n_tasks), GGML_MACKO_STATUS_OK);
+    std::vector<std::string> text(static_cast<size_t>(n_tasks)); // messages are per thread: carried over
+    int64_t                  nnz = 0;
+#pragma omp parallel for schedule(static) num_threads(n_tasks) reduction(+ : nnz)
+    for (int t = 0; t < n_tasks; t++) {
+        const macko_rows rows = { desc, desc.rows * t / n_tasks, desc.rows * (t + 1) / n_tasks, m.row_ptr, 0, m.values, m.deltas };
+        int & result = status[static_cast<size_t>(t)];
+        result = at_c_edge([&]() -> int {
+            macko_view view;
+            const int  bad = validate(rows, &view);
+            nnz += view.nnz();
+            return bad ? bad : consume(view);
+        });
+        if (result) {
+            text[static_cast<size_t>(t)] = ggml_macko_last_error();
+        }
+    }
+    for (size_t t = 0; t < status.size(); t++) { // the first bad row is reported, whatever the number of threads
+        if (status[t]) {
+            return fail(status[t], "%s", text[t].c_str());
+        }
+    }
+    if (nnz != desc.nnz) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz says %lld", static_cast<long long>(nnz), static_cast<long long>(desc.nnz));
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int ggml_macko_validate(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads) {
+    return at_c_edge([&]() -> int {
+        if (!m) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        return validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_threads, [](const macko_view &) { return 0; });
+    });
+}
+
+int ggml_macko_decode(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, void * dense, int n_threads) {
+    return at_c_edge([&]() -> int {
+        if (!m || !dense) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        return validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_threads, [&](const macko_view & view) {
+            decode(view, static_cast<uint8_t *>(dense) + view.rows().row_begin * m->cols * value_nbytes(m->type));
+            return 0;
+        });
+    });
+}
+
+// ---- CPU kernels ----
+
+struct ggml_macko_cpu_matrix {
+    std::unique_ptr<void, void (*)(void *)> memory = { nullptr, free };
+    int64_t                                 nbytes = 0;
+    bitmap_matrix                           bitmap = {};
+};
+
+static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
+    void * memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
+        throw std::bad_alloc();
+    }
+    return { memory, free };
+}
+
+int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, ggml_macko_cpu_matrix ** out) {
+    return at_c_edge([&]() -> int {
+        if (!m || !out) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (const int status = check_desc(desc_of(*m))) {
+            return status;
+        }
+        const char * kernels = nullptr;
+        if (const int status = cpu_kernels_select(&kernels)) {
+            return status;
+        }
+        // Where a range of rows starts among the values is known only when the ranges before it are counted: first pass count, second pass pack.
+        const int            n_tasks = threads(n_threads);
+        std::vector<int64_t> first(static_cast<size_t>(m->rows) + 1, 0); // at a range's first row: non-zeros of the range
+        int status = validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_tasks, [&](const macko_view & view) {
+            if (view.rows().row_begin < view.rows().row_end) {
+                first[static_cast<size_t>(view.rows().row_begin)] = view.nnz();
+            }
+            return 0;
+        });
+        if (status) {
+            return status;
+        }
+        int64_t sum = 0;
+        for (int64_t & n : first) {
+            const int64_t here = n;
+            n = sum;
+            sum += here;
+        }
+        auto matrix    = std::make_unique<ggml_macko_cpu_matrix>();
+        matrix->nbytes = bitmap_nbytes(desc_of(*m));
+        matrix->memory = aligned_memory(matrix->nbytes);
+        matrix->bitmap = bitmap_bind(desc_of(*m), matrix->memory.get());
+        status = validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_tasks, [&](const macko_view & view) {
+            bitmap_pack(view, first[static_cast<size_t>(view.rows().row_begin)], matrix->bitmap);
+            return 0;
+        });
+        if (status) {
+            return status; // the caller changed the arrays meanwhile
+        }
+        *out = matrix.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+void ggml_macko_cpu_matrix_free(ggml_macko_cpu_matrix * m) {
+    delete m;
+}
+
+int64_t ggml_macko_cpu_matrix_nbytes(const ggml_macko_cpu_matrix * m) {
+    return m ? m->nbytes : 0;
+}
+
+int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads) {
+    return at_c_edge([&]() -> int {
+        if (!m || !x || !y || n < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer or negative count");
+        }
+        if (n == 0) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        const bitmap_matrix & w = m->bitmap;
+        std::vector<const float *> xs(static_cast<size_t>(n));
+        std::vector<float *>       ys(static_cast<size_t>(n));
+        for (int64_t j = 0; j < n; j++) {
+            xs[static_cast<size_t>(j)] = x + j * w.cols;
+            ys[static_cast<size_t>(j)] = y + j * w.rows;
+        }
+        const auto           scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
+        const mul_mat_params p       = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get() };
+#pragma omp parallel num_threads(threads(n_threads))
+        mul_mat_thread(p, omp_get_thread_num(), omp_get_num_threads());
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+const char * ggml_macko_cpu_kernels(void) {
+    const char * name = "";
+    return cpu_kernels_select(&name) ? "" : name;
+}
+
+// ---- files ----
+
+struct ggml_macko_file {
+    std::unique_ptr<model_file> model;
+};
+
+int ggml_macko_file_open(const char * path, bool require_model, ggml_macko_file ** out) {
+    return at_c_edge([&]() -> int {
+        if (!path || !out) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        auto file = std::make_unique<ggml_macko_file>();
+        if (const int status = model_file_open(path, require_model, &file->model)) {
+            return status;
+        }
+        *out = file.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+void ggml_macko_file_close(ggml_macko_file * file) {
+    delete file;
+}
+
+bool ggml_macko_file_is_sparse(const ggml_macko_file * file) {
+    return file->model->is_sparse;
+}
+
+int64_t ggml_macko_file_size(const ggml_macko_file * file) {
+    return file->model->header.file_size;
+}
+
+int64_t ggml_macko_file_alignment(const ggml_macko_file * file) {
+    return file->model->header.alignment;
+}
+
+int64_t ggml_macko_file_n_tensors(const ggml_macko_file * file) {
+    return static_cast<int64_t>(file->model->header.tensors.size());
+}
+
+int64_t ggml_macko_file_n_sparse(const ggml_macko_file * file) {
+    return static_cast<int64_t>(file->model->sparse.size());
+}
+
+int ggml_macko_file_tensor(const ggml_macko_file * file, int64_t i, ggml_macko_tensor_info * info) {
+    if (!file || !info || i < 0 || i >= ggml_macko_file_n_tensors(file)) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no tensor %lld", static_cast<long long>(i));
+    }
+    const gguf_tensor & t = file->model->header.tensors[static_cast<size_t>(i)];
+    *info = { t.name.c_str(), t.type, t.n_dims, { t.ne[0], t.ne[1], t.ne[2], t.ne[3] }, t.offset, t.nbytes, file->model->tensor_sparse_index[static_cast<size_t>(i)] };
+    return GGML_MACKO_STATUS_OK;
+}
+
+int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_sparse_info * info) {
+    if (!file || !info || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
+    }
+    const sparse_matrix & s = file->model->sparse[static_cast<size_t>(i)];
+    const auto          & t = file->model->header.tensors;
+    *info = { s.name.c_str(), "macko", s.desc.type, s.desc.delta_bits, s.n_dims, { s.ne[0], s.ne[1], s.ne[2], s.ne[3] }, s.desc.nnz, s.n_padded,
+              t[s.values].nbytes + t[s.deltas].nbytes + t[s.row_ptr].nbytes, s.nbytes_dense,
+              { static_cast<int64_t>(s.values), static_cast<int64_t>(s.deltas), static_cast<int64_t>(s.row_ptr) } };
+    return GGML_MACKO_STATUS_OK;
+}
+
+int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n_threads) {
+    struct discard : payload_consumer {
+        int consume(const macko_view &, int64_t) override { return GGML_MACKO_STATUS_OK; }
+    };
+    return at_c_edge([&]() -> int {
+        if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
+        }
+        discard consumer;
+        if (const int status = read_payload(*file->model, file->model->sparse[static_cast<size_t>(i)], threads(n_threads), consumer)) {
+            return status;
+        }
+        return file->model->check_unchanged();
+    });
+}

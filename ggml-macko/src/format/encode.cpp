@@ -1,0 +1,226 @@
+// Dense to MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows are dealt to threads in contiguous ranges.
+#include "format/encode.h"
+
+#include <cstring>
+#include <omp.h>
+#include <vector>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace macko {
+
+namespace {
+
+// bit i set where v[i] has any bit set, for n <= 64 elements
+inline uint64_t nonzero_mask_any(const uint16_t * v, int64_t n) {
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < n; i++) {
+        mask |= static_cast<uint64_t>(v[i] != 0) << i;
+    }
+    return mask;
+}
+
+inline uint64_t nonzero_mask_any(const uint32_t * v, int64_t n) {
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < n; i++) {
+        mask |= static_cast<uint64_t>(v[i] != 0) << i;
+    }
+    return mask;
+}
+
+#if defined(__SSE2__)
+inline __m128i zero_lanes16(const void * v) {
+    return _mm_cmpeq_epi16(_mm_loadu_si128(static_cast<const __m128i *>(v)), _mm_setzero_si128());
+}
+inline __m128i zero_lanes32(const void * v) {
+    return _mm_cmpeq_epi32(_mm_loadu_si128(static_cast<const __m128i *>(v)), _mm_setzero_si128());
+}
+inline uint64_t nonzero_mask_64(const uint16_t * v) {
+    uint64_t zero = 0;
+    for (int i = 0; i < 4; i++) {
+        const __m128i bytes = _mm_packs_epi16(zero_lanes16(v + 16 * i), zero_lanes16(v + 16 * i + 8));
+        zero |= static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(bytes))) << (16 * i);
+    }
+    return ~zero;
+}
+inline uint64_t nonzero_mask_64(const uint32_t * v) {
+    uint64_t zero = 0;
+    for (int i = 0; i < 4; i++) {
+        const uint32_t * p  = v + 16 * i;
+        const __m128i    lo = _mm_packs_epi32(zero_lanes32(p), zero_lanes32(p + 4));
+        const __m128i    hi = _mm_packs_epi32(zero_lanes32(p + 8), zero_lanes32(p + 12));
+        zero |= static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(lo, hi)))) << (16 * i);
+    }
+    return ~zero;
+}
+#else
+template <typename T> inline uint64_t nonzero_mask_64(const T * v) { return nonzero_mask_any(v, 64); }
+#endif
+
+// f(col) for each non-zero of a row, columns ascending
+template <typename T, typename F> inline void for_each_column(const T * row, int64_t cols, F && f) {
+    int64_t c = 0;
+    for (; c + 64 <= cols; c += 64) {
+        for (uint64_t mask = nonzero_mask_64(row + c); mask; mask &= mask - 1) {
+            f(c + __builtin_ctzll(mask));
+        }
+    }
+    for (uint64_t mask = nonzero_mask_any(row + c, cols - c); mask; mask &= mask - 1) {
+        f(c + __builtin_ctzll(mask));
+    }
+}
+
+template <typename T> void count_row(const T * row, int64_t cols, T exponent, ggml_macko_count * count) {
+    int64_t nnz = 0, next = 0, fill1 = 0, fill2 = 0, fill4 = 0, fill8 = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        const int64_t gap = col - next;
+        nnz++;
+        fill1 += gap >> 1;
+        fill2 += gap >> 2;
+        fill4 += gap >> 4;
+        fill8 += gap >> 8;
+        next = col + 1;
+    });
+    int64_t special = 0;
+    for (int64_t c = 0; c < cols; c++) {
+        special += (row[c] & exponent) == exponent;
+    }
+    count->nnz += nnz;
+    count->n_stored[0] += nnz + fill1;
+    count->n_stored[1] += nnz + fill2;
+    count->n_stored[2] += nnz + fill4;
+    count->n_stored[3] += nnz + fill8;
+    count->n_nonfinite += special;
+}
+
+template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count) {
+    int64_t nnz = 0, n1 = 0, n2 = 0, n4 = 0, n8 = 0, special = 0;
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz, n1, n2, n4, n8, special)
+    for (int64_t r = 0; r < rows; r++) {
+        ggml_macko_count c = {};
+        count_row(dense + r * cols, cols, exponent, &c);
+        nnz += c.nnz;
+        n1 += c.n_stored[0];
+        n2 += c.n_stored[1];
+        n4 += c.n_stored[2];
+        n8 += c.n_stored[3];
+        special += c.n_nonfinite;
+    }
+    *count = { nnz, { n1, n2, n4, n8 }, special };
+}
+
+// Appends codes at a bit position. The first and the last byte of a thread's range may belong to two threads: they are or-ed in.
+class code_writer {
+public:
+    code_writer(uint8_t * deltas, int64_t bit) : out_(deltas + bit / 8), n_bits_(static_cast<int>(bit & 7)), shared_(true) {}
+    void put(uint32_t code, int bits) {
+        buffer_ |= code << n_bits_;
+        n_bits_ += bits;
+        if (n_bits_ == 8) { // widths divide 8: a code never crosses a byte
+            flush();
+        }
+    }
+    void finish() {
+        shared_ = true;
+        if (n_bits_ > 0) {
+            flush();
+        }
+    }
+private:
+    void flush() {
+        if (shared_) {
+            __atomic_fetch_or(out_, static_cast<uint8_t>(buffer_), __ATOMIC_RELAXED);
+        } else {
+            *out_ = static_cast<uint8_t>(buffer_);
+        }
+        out_++;
+        buffer_ = 0;
+        n_bits_ = 0;
+        shared_ = false;
+    }
+    uint8_t * out_;
+    uint32_t  buffer_ = 0;
+    int       n_bits_;
+    bool      shared_;
+};
+
+template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix & m, int n_threads) {
+    auto * values  = static_cast<T *>(const_cast<void *>(m.values));
+    auto * deltas  = const_cast<uint8_t *>(m.deltas);
+    auto * row_ptr = const_cast<int32_t *>(m.row_ptr);
+    const int      bits     = m.delta_bits;
+    const uint32_t max_code = (1u << bits) - 1;
+
+    std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
+    int64_t nnz_total = 0;
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
+    for (int64_t r = 0; r < m.rows; r++) {
+        int64_t next = 0, n = 0, nnz = 0;
+        for_each_column(dense + r * m.cols, m.cols, [&](int64_t col) {
+            n += 1 + ((col - next) >> bits);
+            nnz++;
+            next = col + 1;
+        });
+        n_row[static_cast<size_t>(r)] = n;
+        nnz_total += nnz;
+    }
+    int64_t n_stored = 0;
+    for (int64_t r = 0; r < m.rows; r++) {
+        row_ptr[r] = static_cast<int32_t>(n_stored);
+        n_stored += n_row[static_cast<size_t>(r)];
+        if (n_stored > m.n_stored) {
+            break;
+        }
+    }
+    if (n_stored != m.n_stored || nnz_total != m.nnz) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)", static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
+    }
+    row_ptr[m.rows] = static_cast<int32_t>(n_stored);
+
+    const int64_t padded = n_padded(n_stored);
+    memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
+    memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
+#pragma omp parallel num_threads(n_threads)
+    {
+        const int64_t begin = m.rows * omp_get_thread_num() / omp_get_num_threads();
+        const int64_t end   = m.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
+        code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
+        T           * v = values + row_ptr[begin];
+        for (int64_t r = begin; r < end; r++) {
+            const T * row  = dense + r * m.cols;
+            int64_t   next = 0;
+            for_each_column(row, m.cols, [&](int64_t col) {
+                int64_t gap = col - next;
+                for (; gap > max_code; gap -= max_code + 1) {
+                    codes.put(max_code, bits);
+                    *v++ = 0;
+                }
+                codes.put(static_cast<uint32_t>(gap), bits);
+                *v++ = row[col];
+                next = col + 1;
+            });
+        }
+        codes.finish();
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace
+
+int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count) {
+    if (type == GGML_MACKO_TYPE_F32) {
+        count_rows(static_cast<const uint32_t *>(dense), rows, cols, uint32_t(0x7f800000), n_threads, count);
+    } else {
+        count_rows(static_cast<const uint16_t *>(dense), rows, cols, static_cast<uint16_t>(type == GGML_MACKO_TYPE_F16 ? 0x7c00 : 0x7f80), n_threads, count);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
+    return m.type == GGML_MACKO_TYPE_F32 ? encode_rows(static_cast<const uint32_t *>(dense), m, n_threads)
+                                         : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
+}
+
+} // namespace macko

@@ -152,7 +152,7 @@ def test_progress_callback_that_stops_leaves_the_library_unusable(pair):
     assert greedy(open_model(pair[1]), 8)
 
 
-def test_wrong_llama_cpp_version_is_not_named(pair, monkeypatch):
+def test_wrong_llama_cpp_version_is_not_named(pair):
     code = f"""
 import llama_cpp
 llama_cpp.__version__ = "0.3.1"

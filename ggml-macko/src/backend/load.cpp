@@ -62,16 +62,13 @@ int ggml_macko_load_begin(const char * path, ggml_macko_load ** out, FILE ** str
         if (load::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
-        const char * kernels = nullptr;
+        auto l = std::make_unique<ggml_macko_load>();
+        if (const int status = model_file_open_sparse(path, &l->file_)) {
+            return status;
+        }
+        const char * kernels = nullptr; // only now: a wrong GGML_MACKO_FORCE is no concern of dense models
         if (const int status = cpu_kernels_select(&kernels)) {
             return status;
-        }
-        auto l = std::make_unique<ggml_macko_load>();
-        if (const int status = model_file_open(path, true, &l->file_)) {
-            return status;
-        }
-        if (!l->file_->is_sparse) {
-            return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no macko.version key)", path);
         }
         if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {
             return status;

@@ -205,3 +205,45 @@ def test_bench_prints_no_figures(tmp_path, macko):
     assert "(1.00x)" in table.out and "pp8 t/s" in table.out
     done = macko("bench", "-m", tmp_path / "missing.gguf")
     assert done.code == 1 and "missing.gguf" in done.err
+
+
+def test_file_that_is_not_sparse_gets_our_error(tmp_path, macko, capfd, monkeypatch):
+    """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong GGML_MACKO_FORCE."""
+    import llama_cpp
+
+    text = tmp_path / "text.gguf"
+    text.write_text("not a model")
+    other_arch = generators.write_gguf(tmp_path / "other.gguf", generators.tiny_tensors())
+    for path in (text, other_arch):
+        with pytest.raises(ValueError, match="Failed to load model from file") as e:
+            open_model(path)
+        assert not isinstance(e.value, errors.MackoError)
+    code = f"""
+from ggml_macko import Llama, errors
+Llama({str(generators.DEMO)!r}, verbose=False)("The", max_tokens=1)
+try:
+    Llama({str(tmp_path / "s.gguf")!r}, verbose=False)
+except errors.MackoError as e:
+    print(e)"""
+    assert macko("convert", generators.DEMO, tmp_path / "s.gguf").code == 0
+    monkeypatch.setenv("GGML_MACKO_FORCE", "abacus")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "abacus" in done.stdout, done
+    assert llama_cpp.__version__ == bindings.built_for_llama_cpp_python()
+
+
+def test_check_tensors_looks_at_handles(tmp_path, macko):
+    """A caller that asks llama.cpp to check tensor data must not get its check of our placeholders."""
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko import register
+
+    register()
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    for _ in range(20):  # the placeholder is random: it is a NaN now and then
+        params = api.llama_model_default_params()
+        params.check_tensors = True
+        model = api.llama_model_load_from_file(str(sparse).encode(), params)
+        assert model and params.check_tensors
+        api.llama_model_free(model)

@@ -317,11 +317,12 @@ def print_totals(model: Model, plans: list, options: Options) -> None:
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(plans)} tensor(s) stay dense, see above")
+    n = sum(p.tensor.n_elements for p in plans if p.count)
     negative = sum(p.n_negative_zeros for p in plans)
-    if negative and not options.drop_negative_zeros:  # training with a mask leaves them: w * 0 is -0.0 for a negative w
-        n = sum(p.tensor.n_elements for p in plans if p.count)
+    if negative > n / 1000 and not options.drop_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w
         console.log(
-            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; --drop-negative-zeros makes the file smaller"
+            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
+            "--drop-negative-zeros makes the file smaller"
         )
 
 

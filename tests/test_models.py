@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 
 import gguf
 import numpy as np
@@ -13,6 +17,7 @@ import pytest
 
 import generators
 from ggml_macko import bindings, errors, perplexity
+from ggml_macko.gguf_files import type_name
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 PROMPT = "abc def"
@@ -270,3 +275,42 @@ def test_check_tensors_looks_at_handles(tmp_path, macko):
         model = api.llama_model_load_from_file(str(sparse).encode(), params)
         assert model and params.check_tensors
         api.llama_model_free(model)
+
+
+def test_server_does_not_open_sparse_models(tmp_path, macko):
+    """python -m ggml_macko.server is llama_cpp.server, with its options, and answers like the model in this process."""
+    for name in ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings"):
+        pytest.importorskip(name, reason="needs pip install llama-cpp-python[server]")
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "ggml_macko.server", "--model", str(sparse), "--n_ctx", "512", "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        body = json.dumps({"prompt": "The function returns", "max_tokens": 12, "temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        for _ in range(300):
+            assert server.poll() is None, "the server ended"
+            try:
+                answer = json.load(urllib.request.urlopen(request, timeout=60))
+                break
+            except urllib.error.URLError:
+                time.sleep(0.2)
+        want = open_model(generators.DEMO)("The function returns", max_tokens=12, temperature=0)
+        assert answer["choices"][0]["text"] == want["choices"][0]["text"]
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@pytest.mark.parametrize(
+    "type_id, name",
+    [(0, "f32"), (1, "f16"), (30, "bf16"), (8, "q8_0"), (12, "q4_K"), (16, "iq2_xxs"), (999, "type 999")],
+    [(0, "f32"), (1, "f16"), (30, "bf16"), (8, "q8_0"), (12, "q4_K"), (16, "iq2_xxs"), (999, "type 999")],
+)
+def test_type_is_not_spelt_as_in_llama_cpp(type_id, name):
+    assert type_name(type_id) == name

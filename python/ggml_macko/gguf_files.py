@@ -132,10 +132,9 @@ def type_name(type_id: int) -> str:
     import gguf
 
     try:
-        name = gguf.GGMLQuantizationType(type_id).name
+        return gguf.GGMLQuantizationType(type_id).name.lower().replace("_k", "_K")
     except ValueError:  # gguf-py may know fewer types than llama.cpp
         return f"type {type_id}"
-    return name if re.search(r"_K|IQ|TQ", name) else name.lower()
 
 
 def _identity(file: Path | int | os.stat_result) -> tuple:

@@ -310,7 +310,6 @@ def test_server_does_not_open_sparse_models(tmp_path, macko):
 @pytest.mark.parametrize(
     "type_id, name",
     [(0, "f32"), (1, "f16"), (30, "bf16"), (8, "q8_0"), (12, "q4_K"), (16, "iq2_xxs"), (999, "type 999")],
-    [(0, "f32"), (1, "f16"), (30, "bf16"), (8, "q8_0"), (12, "q4_K"), (16, "iq2_xxs"), (999, "type 999")],
 )
 def test_type_is_not_spelt_as_in_llama_cpp(type_id, name):
     assert type_name(type_id) == name

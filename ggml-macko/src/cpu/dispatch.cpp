@@ -95,9 +95,16 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
     return rows <= panels ? x_layout::rows : x_layout::panels;
 }
 
+constexpr int64_t COUNTER_NBYTES = 64;
+
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
     constexpr int64_t widest = 16; // panels are padded to whole vectors
-    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float));
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) + COUNTER_NBYTES;
+}
+
+// the next part to be done, shared by the threads of a multiplication; behind what the kernels use of scratch
+static int * part_counter(const mul_mat_params & p) {
+    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) - COUNTER_NBYTES);
 }
 
 // first row of part i of n: parts are contiguous and stream about the same number of bytes
@@ -126,12 +133,20 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
         return; // all threads see the same params, so none waits at a barrier
     }
     const x_layout layout = choose_layout(set.costs, p);
+    int * counter = part_counter(p);
+    if (ith == 0) {
+        *counter = 0;
+    }
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
-    const int64_t begin = part_begin(p, ith, nth);
-    const int64_t end   = ith + 1 == nth ? p.row_end : part_begin(p, ith + 1, nth);
-    if (begin < end) {
-        set.multiply(p, layout, begin, end);
+    // More parts than threads, taken as threads get free: cores do not run equally fast. Panels are read once a part, so these are larger.
+    const int n_parts = nth == 1 ? 1 : nth * (layout == x_layout::panels ? 4 : 8);
+    for (int part; (part = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < n_parts;) {
+        const int64_t begin = part_begin(p, part, n_parts);
+        const int64_t end   = part + 1 == n_parts ? p.row_end : part_begin(p, part + 1, n_parts);
+        if (begin < end) {
+            set.multiply(p, layout, begin, end);
+        }
     }
 #pragma omp barrier
 }

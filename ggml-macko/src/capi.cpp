@@ -4,14 +4,16 @@
 #include "file/model-file.h"
 #include "format/encode.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <omp.h>
 
 using namespace macko;
 
-static int threads(int n_threads) {
-    return n_threads > 0 ? n_threads : omp_get_max_threads();
+// all cores for n_threads <= 0, but no more than there is work for: starting a thread costs as much as some 64 Ki elements
+static int threads(int n_threads, int64_t elements) {
+    return n_threads > 0 ? n_threads : static_cast<int>(std::min<int64_t>(omp_get_max_threads(), 1 + elements / 65536));
 }
 
 // ---- library ----
@@ -42,7 +44,7 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
         if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
             return status;
         }
-        return count_dense(dense, type, rows, cols, threads(n_threads), count);
+        return count_dense(dense, type, rows, cols, threads(n_threads, rows * cols), count);
     });
 }
 
@@ -57,7 +59,7 @@ int ggml_macko_encode(const void * dense, const ggml_macko_matrix * m, int n_thr
         if (m->n_stored < m->nnz || m->n_stored > MAX_STORED) {
             return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored entries (limit %lld)", static_cast<long long>(m->n_stored), static_cast<long long>(MAX_STORED));
         }
-        return encode(dense, *m, threads(n_threads));
+        return encode(dense, *m, threads(n_threads, m->rows * m->cols));
     });
 }
 
@@ -83,7 +85,7 @@ static int validate_matrix(const ggml_macko_matrix & m, int64_t n_values, int64_
     if (const int status = check_padding(desc, m.row_ptr[desc.rows], m.values, m.deltas, 0, n_values, n_deltas)) {
         return status;
     }
-    const int                n_tasks = threads(n_threads);
+    const int                n_tasks = threads(n_threads, desc.rows * desc.cols);
     std::vector<int>         status(static_cast<size_t>(n_tasks), GGML_MACKO_STATUS_OK);
     std::vector<std::string> text(static_cast<size_t>(n_tasks)); // messages are per thread: carried over
     int64_t                  nnz = 0;
@@ -162,7 +164,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
             return status;
         }
         // Where a range of rows starts among the values is known only when the ranges before it are counted: first pass count, second pass pack.
-        const int            n_tasks = threads(n_threads);
+        const int            n_tasks = threads(n_threads, m->rows * m->cols);
         std::vector<int64_t> first(static_cast<size_t>(m->rows) + 1, 0); // at a range's first row: non-zeros of the range
         int status = validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_tasks, [&](const macko_view & view) {
             if (view.rows().row_begin < view.rows().row_end) {
@@ -220,7 +222,7 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
         }
         const auto           scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
         const mul_mat_params p       = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get() };
-#pragma omp parallel num_threads(threads(n_threads))
+#pragma omp parallel num_threads(threads(n_threads, w.rows * w.cols))
         mul_mat_thread(p, omp_get_thread_num(), omp_get_num_threads());
         return GGML_MACKO_STATUS_OK;
     });
@@ -304,8 +306,9 @@ int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n
         if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
         }
-        discard consumer;
-        if (const int status = read_payload(*file->model, file->model->sparse[static_cast<size_t>(i)], threads(n_threads), consumer)) {
+        discard               consumer;
+        const sparse_matrix & m = file->model->sparse[static_cast<size_t>(i)];
+        if (const int status = read_payload(*file->model, m, threads(n_threads, m.desc.rows * m.desc.cols), consumer)) {
             return status;
         }
         return file->model->check_unchanged();

@@ -176,8 +176,9 @@ GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_fil
 struct ggml_macko_load;
 // vets the file and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load)
 GGML_MACKO_API int ggml_macko_load_begin(const char * path, struct ggml_macko_load ** out, FILE ** stream);
-// closes the stream and ends the current load. Returns the first error that a callback of llama.cpp ran into meanwhile, if any:
-// then free the model (if there is one) and report the message.
-GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load);
-// OK if this process's ggml (ggml_version, ggml_commit of the caller's libggml-base) is the one the plugin was built for
+// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for params.vocab_only.
+// On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of ours, or LOAD_FAILED
+// if there is no model) free the model, if there is one, and report the message.
+GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load, bool model_loaded, bool with_weights);
+// OK if ggml_version (ggml_version() of the running libggml-base) is the one the plugin was built for; else VERSION_MISMATCH naming both
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);

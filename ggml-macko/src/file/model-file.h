@@ -40,10 +40,14 @@ struct model_file : byte_source {
 
 // the same checks on bytes in memory (fuzzing, tests): fills is_sparse, sparse, tensor_sparse_index from header
 [[nodiscard]] int check_sparse_tensors(model_file * file);
+// the tensor table of the dense file: each sparse matrix as one tensor at the place of its first component. Offsets are 0.
+std::vector<gguf_tensor> dense_tensors(const model_file & file);
 // the metadata that llama.cpp would abort or misbehave on (model-keys.cpp): table of key -> type, min, max per architecture
 [[nodiscard]] int check_model_keys(const gguf_header & header);
+// the same for the types of the tensors that llama.cpp gets to see (dense_tensors)
+[[nodiscard]] int check_model_tensors(const std::vector<gguf_tensor> & tensors);
 
-// payload of one matrix in blocks of rows of about block_bytes, in parallel: each block is read into private memory, validated, and
+// payload of one matrix in blocks of rows of about 512 KiB, in parallel: each block is read into private memory, validated, and
 // handed to consume(view, first_value) (first_value = non-zeros in earlier rows); consume may be called from several threads at once,
 // not in order. Checks row_ptr, padding and nnz as well.
 struct payload_consumer {
@@ -51,5 +55,7 @@ struct payload_consumer {
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
 };
 [[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
+// the same without the file system (fuzzing, tests); tensors are those of header
+[[nodiscard]] int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
 
 } // namespace macko

@@ -1,0 +1,38 @@
+"""Unpacks the llama.cpp headers of one llama-cpp-python source distribution: VERSION OUT_DIR.
+
+pip fetches the archive (its cache is used). Nothing of it is kept but the headers, ggml's CMakeLists.txt (version number) and the licence.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+WANTED = re.compile(r"[^/]+/vendor/llama\.cpp/((?:include|ggml/include|ggml/src)/[^/]+\.h|ggml/CMakeLists\.txt|LICENSE)$")
+
+
+def main(version: str, out_dir: str) -> None:
+    out = pathlib.Path(out_dir)
+    with tempfile.TemporaryDirectory() as tmp:
+        requirement = f"llama-cpp-python=={version}"
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp, requirement],
+            check=True,
+            stdout=sys.stderr,
+        )
+        (archive,) = pathlib.Path(tmp).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                match = WANTED.match(member.name)
+                if match and member.isfile():
+                    target = out / match.group(1)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(tar.extractfile(member).read())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,29 @@
+# Headers of the llama.cpp inside the pinned llama-cpp-python (ggml-backend-impl.h is in no wheel). Sets
+#   LLAMA_CPP_PYTHON_VERSION  the pin in pyproject.toml
+#   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h
+#   LLAMA_CPP_GGML_VERSION    what ggml_version() of that tree returns
+string(REGEX MATCH "\"llama-cpp-python==([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
+set(LLAMA_CPP_PYTHON_VERSION ${CMAKE_MATCH_1})
+
+if(GGML_MACKO_LLAMA_CPP_DIR)
+    set(LLAMA_CPP_DIR ${GGML_MACKO_LLAMA_CPP_DIR})
+else()
+    set(LLAMA_CPP_DIR ${CMAKE_CURRENT_BINARY_DIR}/llama-cpp-python-${LLAMA_CPP_PYTHON_VERSION})
+    if(NOT EXISTS ${LLAMA_CPP_DIR}/ggml/CMakeLists.txt)
+        message(STATUS "fetching the headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}")
+        execute_process(
+            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/fetch_llama_cpp_headers.py ${LLAMA_CPP_PYTHON_VERSION} ${LLAMA_CPP_DIR}
+            RESULT_VARIABLE failed)
+        if(failed)
+            message(FATAL_ERROR "no headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}; set GGML_MACKO_LLAMA_CPP_DIR to its llama.cpp source tree")
+        endif()
+    endif()
+endif()
+
+file(READ ${LLAMA_CPP_DIR}/ggml/CMakeLists.txt ggml_cmake)
+set(LLAMA_CPP_GGML_VERSION "")
+foreach(part MAJOR MINOR PATCH)
+    string(REGEX MATCH "GGML_VERSION_${part} ([0-9]+)" _ "${ggml_cmake}")
+    list(APPEND LLAMA_CPP_GGML_VERSION ${CMAKE_MATCH_1})
+endforeach()
+list(JOIN LLAMA_CPP_GGML_VERSION "." LLAMA_CPP_GGML_VERSION)

@@ -1,0 +1,142 @@
+#include "backend/load.h"
+#include "cpu/kernels.h"
+
+#include <cstring>
+#include <omp.h>
+
+struct ggml_macko_load : macko::load {};
+
+namespace macko {
+
+static thread_local load * current_load = nullptr;
+
+load * load::current() {
+    return current_load;
+}
+
+const sparse_matrix * load::find(const ggml_tensor * tensor) const {
+    const auto it = by_name_.find(tensor->name);
+    if (it == by_name_.end()) {
+        return nullptr;
+    }
+    const sparse_matrix & m = *it->second;
+    const bool same = tensor->type == m.desc.type && !tensor->view_src && !memcmp(tensor->ne, m.ne, sizeof(m.ne));
+    return same ? &m : nullptr;
+}
+
+int load::receive(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, payload_consumer & consumer) {
+    const int status = at_c_edge([&]() -> int {
+        const sparse_matrix * matrix = find(tensor);
+        const int64_t         index  = offset == 0 && size == ggml_nbytes(tensor) ? virtual_->match_handle(data, size) : -1;
+        if (!matrix || index != matrix - file_->sparse.data()) {
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file", printable(tensor->name).text);
+        }
+        if (const int bad = read_payload(*file_, *matrix, omp_get_max_threads(), consumer)) {
+            return bad;
+        }
+        loaded_[static_cast<size_t>(index)] = true;
+        return GGML_MACKO_STATUS_OK;
+    });
+    if (status) {
+        keep_error(status);
+    }
+    return status;
+}
+
+void load::keep_error(int status) {
+    if (!status_) {
+        status_ = status;
+        error_  = ggml_macko_last_error();
+    }
+}
+
+} // namespace macko
+
+using namespace macko;
+
+int ggml_macko_load_begin(const char * path, ggml_macko_load ** out, FILE ** stream) {
+    return at_c_edge([&]() -> int {
+        if (!path || !out || !stream) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (load::current()) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
+        }
+        const char * kernels = nullptr;
+        if (const int status = cpu_kernels_select(&kernels)) {
+            return status;
+        }
+        auto l = std::make_unique<ggml_macko_load>();
+        if (const int status = model_file_open(path, true, &l->file_)) {
+            return status;
+        }
+        if (!l->file_->is_sparse) {
+            return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no macko.version key)", path);
+        }
+        if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {
+            prefix_error(path);
+            return status;
+        }
+        l->loaded_.assign(l->file_->sparse.size(), false);
+        for (const sparse_matrix & m : l->file_->sparse) {
+            l->by_name_.emplace(m.name, &m);
+        }
+        l->stream_ = l->virtual_->open_stream();
+        if (!l->stream_) {
+            prefix_error(path);
+            return GGML_MACKO_STATUS_IO;
+        }
+        *stream              = l->stream_;
+        macko::current_load  = l.get();
+        *out                 = l.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weights) {
+    return at_c_edge([&]() -> int {
+        if (!l || load::current() != l) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "load_end on a load that is not running on this thread");
+        }
+        const std::unique_ptr<ggml_macko_load> owner(l);
+        macko::current_load = nullptr;
+        fclose(l->stream_); // before exit handlers could run its hooks
+        const std::string & path = l->file_->path;
+        if (l->status_) {
+            return fail(l->status_, "%s: %s", path.c_str(), l->error_.c_str());
+        }
+        if (const int status = l->virtual_->status()) {
+            prefix_error(path.c_str());
+            return status;
+        }
+        if (const int status = l->file_->check_unchanged()) {
+            return status;
+        }
+        if (!model_loaded) {
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why", path.c_str());
+        }
+        for (size_t i = 0; with_weights && i < l->loaded_.size(); i++) {
+            if (!l->loaded_[i]) { // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
+                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin", path.c_str(),
+                            l->file_->sparse[i].name.c_str());
+            }
+        }
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_check_ggml(const char * ggml_version) {
+    if (!ggml_version || strcmp(ggml_version, GGML_MACKO_GGML_VERSION) != 0) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "ggml-macko %s was built for ggml %s (llama-cpp-python %s), but ggml %s is running", ggml_macko_version(),
+                    GGML_MACKO_GGML_VERSION, GGML_MACKO_LLAMA_CPP_PYTHON_VERSION, ggml_version ? printable(ggml_version).text : "(none)");
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+const char * ggml_macko_built_for_llama_cpp_python(void) {
+    return GGML_MACKO_LLAMA_CPP_PYTHON_VERSION;
+}
+
+const char * ggml_macko_built_for_ggml(void) {
+    return GGML_MACKO_GGML_VERSION;
+}

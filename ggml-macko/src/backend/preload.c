@@ -1,0 +1,77 @@
+// LD_PRELOAD shim: lets any program that is linked to libllama.so open sparse GGUFs with llama_model_load_from_file.
+// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run` sets it).
+// It has no library dependency of its own: the plugin is opened when the first model is loaded, by the ggml that the program runs.
+#define _GNU_SOURCE
+#include "ggml-macko.h"
+#include "llama.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+typedef struct llama_model * (*load_from_file_t)(const char *, struct llama_model_params);
+typedef struct llama_model * (*load_from_file_ptr_t)(FILE *, struct llama_model_params);
+typedef void (*model_free_t)(struct llama_model *);
+typedef void * (*backend_load_t)(const char *);
+typedef int (*load_begin_t)(const char *, struct ggml_macko_load **, FILE **);
+typedef int (*load_end_t)(struct ggml_macko_load *, bool, bool);
+typedef const char * (*last_error_t)(void);
+
+static struct {
+    load_begin_t load_begin;
+    load_end_t   load_end;
+    last_error_t last_error;
+} plugin; // all zero: no plugin, sparse files cannot be opened
+
+static void load_plugin(void) {
+    const char   * path         = getenv("GGML_MACKO_PLUGIN");
+    backend_load_t backend_load = (backend_load_t) dlsym(RTLD_DEFAULT, "ggml_backend_load");
+    if (!path || !backend_load) {
+        fprintf(stderr, "ggml-macko: %s\n", path ? "this program has no shared libggml" : "GGML_MACKO_PLUGIN is not set");
+        return;
+    }
+    void * library = backend_load(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (!library) {
+        fprintf(stderr, "ggml-macko: ggml did not accept the plugin %s\n", path);
+        return;
+    }
+    plugin.last_error = (last_error_t) dlsym(library, "ggml_macko_last_error");
+    plugin.load_end   = (load_end_t) dlsym(library, "ggml_macko_load_end");
+    plugin.load_begin = (load_begin_t) dlsym(library, "ggml_macko_load_begin");
+}
+
+__attribute__((visibility("default"))) struct llama_model * llama_model_load_from_file(const char * path, struct llama_model_params params) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, load_plugin);
+    const load_from_file_t     original  = (load_from_file_t) dlsym(RTLD_NEXT, "llama_model_load_from_file");
+    const load_from_file_ptr_t from_ptr  = (load_from_file_ptr_t) dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr");
+    const model_free_t         free_func = (model_free_t) dlsym(RTLD_NEXT, "llama_model_free");
+    if (!original || !from_ptr || !free_func) {
+        fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
+        return NULL;
+    }
+    if (!plugin.load_begin) {
+        return original(path, params);
+    }
+    struct ggml_macko_load * load   = NULL;
+    FILE                   * stream = NULL;
+    const int begun = plugin.load_begin(path, &load, &stream);
+    if (begun == GGML_MACKO_STATUS_NOT_SPARSE) {
+        return original(path, params);
+    }
+    if (begun) {
+        fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
+        return NULL;
+    }
+    params.load_mode = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
+    struct llama_model * model = from_ptr(stream, params);
+    if (plugin.load_end(load, model != NULL, !params.vocab_only)) {
+        fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
+        if (model) {
+            free_func(model);
+        }
+        return NULL;
+    }
+    return model;
+}

@@ -1,0 +1,54 @@
+// The registry entry that ggml_backend_load finds: devices of this plugin, and a refusal of any ggml but the one it was built for
+// (backend structs have no version of their own; GGML_BACKEND_API_VERSION does not cover their layout).
+#include "backend/devices.h"
+#include "backend/log.h"
+#include "ggml-macko.h"
+
+#include <cstring>
+
+namespace macko {
+
+namespace {
+
+const char * reg_get_name(ggml_backend_reg_t) {
+    return "MACKO";
+}
+
+size_t reg_get_device_count(ggml_backend_reg_t) {
+    return 1;
+}
+
+ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
+    return index == 0 ? cpu_device(reg) : nullptr;
+}
+
+void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
+    if (!strcmp(name, "ggml_backend_set_n_threads")) {
+        return reinterpret_cast<void *>(cpu_set_n_threads);
+    }
+    return nullptr;
+}
+
+ggml_backend_reg_t registry() {
+    static ggml_backend_reg reg = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ {
+            /* .get_name         = */ reg_get_name,
+            /* .get_device_count = */ reg_get_device_count,
+            /* .get_device       = */ reg_get_device,
+            /* .get_proc_address = */ reg_get_proc_address,
+        },
+        /* .context     = */ nullptr,
+    };
+    if (ggml_macko_check_ggml(ggml_version())) {
+        log_error("%s\n", ggml_macko_last_error());
+        return nullptr;
+    }
+    return &reg;
+}
+
+} // namespace
+
+} // namespace macko
+
+GGML_BACKEND_DL_IMPL(macko::registry)

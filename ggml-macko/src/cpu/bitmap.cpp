@@ -1,0 +1,130 @@
+#include "cpu/bitmap.h"
+
+#include <cstring>
+
+namespace macko {
+
+static int64_t align_part(int64_t n) {
+    return (n + BITMAP_ALIGNMENT - 1) & ~(BITMAP_ALIGNMENT - 1);
+}
+
+static int64_t masks_nbytes(const macko_desc & desc)   { return align_part(desc.rows * mask_words(desc.cols) * 8); }
+static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
+
+int64_t bitmap_nbytes(const macko_desc & desc) {
+    return masks_nbytes(desc) + row_off_nbytes(desc) + align_part(desc.nnz * value_nbytes(desc.type) + VALUES_SLACK);
+}
+
+bitmap_matrix bitmap_bind(const macko_desc & desc, void * memory) {
+    uint8_t * base = static_cast<uint8_t *>(memory);
+    bitmap_matrix m;
+    m.rows    = desc.rows;
+    m.cols    = desc.cols;
+    m.type    = desc.type;
+    m.masks   = reinterpret_cast<uint64_t *>(base);
+    m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
+    m.values  = base + masks_nbytes(desc) + row_off_nbytes(desc);
+    return m;
+}
+
+// the mask of entries first ... last-1 of a row; fillers advance the column and set no bit
+template <int BITS, typename T>
+static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, int64_t last, uint64_t * mask, int64_t words) {
+    int64_t  col  = -1;
+    int64_t  at   = 0; // word that `bits` belongs to
+    uint64_t bits = 0;
+    for (int64_t k = first; k < last; k++) {
+        col += delta_code(deltas, k, BITS) + 1;
+        if (col >> 6 != at) { // taken once in 64 columns, not per entry
+            mask[at++] = bits;
+            bits = 0;
+            for (; at < col >> 6; at++) {
+                mask[at] = 0;
+            }
+        }
+        bits |= static_cast<uint64_t>(values[k] != 0) << (col & 63);
+    }
+    for (; at < words; at++) {
+        mask[at] = bits;
+        bits = 0;
+    }
+}
+
+// packs the non-zeros of n entries into dst; returns how many
+template <typename T> static int64_t pack_values(const T * values, int64_t n, T * dst) {
+    int64_t n_zero = 0;
+    for (int64_t k = 0; k < n; k++) {
+        n_zero += values[k] == 0;
+    }
+    if (n_zero == 0) {
+        memcpy(dst, values, static_cast<size_t>(n) * sizeof(T));
+        return n;
+    }
+    // no branch: a filler is overwritten by the next entry, and the last of a row is a non-zero (canonical)
+    int64_t m = 0;
+    for (int64_t k = 0; k < n; k++) {
+        dst[m] = values[k];
+        m += values[k] != 0;
+    }
+    return m;
+}
+
+template <int BITS, typename T> static void pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst) {
+    const macko_rows & rows   = view.rows();
+    const int64_t      words  = mask_words(dst.cols);
+    const T          * values = static_cast<const T *>(rows.values);
+    T                * out    = reinterpret_cast<T *>(dst.values) + first_value;
+    for (int64_t r = rows.row_begin; r < rows.row_end; r++) {
+        const int64_t first = rows.row_ptr[r] - rows.base;
+        const int64_t last  = rows.row_ptr[r + 1] - rows.base;
+        dst.row_off[r] = static_cast<uint32_t>(out - reinterpret_cast<T *>(dst.values));
+        pack_mask<BITS>(rows.deltas, values, first, last, dst.masks + r * words, words);
+        if (last > first) {
+            out += pack_values(values + first, last - first, out);
+        }
+    }
+    if (rows.row_end == dst.rows) {
+        dst.row_off[dst.rows] = static_cast<uint32_t>(out - reinterpret_cast<T *>(dst.values));
+    }
+}
+
+template <typename T> static void pack_type(const macko_view & view, int64_t first_value, const bitmap_matrix & dst) {
+    switch (view.rows().desc.delta_bits) {
+        case 1:  pack<1, T>(view, first_value, dst); break;
+        case 2:  pack<2, T>(view, first_value, dst); break;
+        case 4:  pack<4, T>(view, first_value, dst); break;
+        default: pack<8, T>(view, first_value, dst); break;
+    }
+}
+
+void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst) {
+    if (value_nbytes(dst.type) == 4) {
+        pack_type<uint32_t>(view, first_value, dst);
+    } else {
+        pack_type<uint16_t>(view, first_value, dst);
+    }
+}
+
+template <typename T> static void unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, T * dense) {
+    const int64_t words = mask_words(m.cols);
+    for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
+        const uint64_t * mask   = m.masks + r * words;
+        const T        * values = reinterpret_cast<const T *>(m.values) + m.row_off[r];
+        memset(dense, 0, static_cast<size_t>(m.cols) * sizeof(T));
+        for (int64_t word = 0; word < words; word++) {
+            for (uint64_t bits = mask[word]; bits; bits &= bits - 1) {
+                dense[word * 64 + __builtin_ctzll(bits)] = *values++;
+            }
+        }
+    }
+}
+
+void bitmap_unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, void * dense) {
+    if (value_nbytes(m.type) == 4) {
+        unpack(m, row_begin, row_end, static_cast<uint32_t *>(dense));
+    } else {
+        unpack(m, row_begin, row_end, static_cast<uint16_t *>(dense));
+    }
+}
+
+} // namespace macko

@@ -1,0 +1,143 @@
+// Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the instruction set.
+#include "cpu/dispatch.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+namespace macko {
+
+// ---- choice ----
+
+struct candidate {
+    const kernel_set * set;
+    bool               supported; // by the CPU, and by the operating system that saves its registers
+};
+
+static const candidate * candidates(int * n) {
+#if defined(__x86_64__)
+    static const bool avx2   = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+                            && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
+    static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+                            && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    static const bool vbmi2  = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    static const candidate all[] = {{&kernels_avx512_vbmi2, vbmi2}, {&kernels_avx512, avx512}, {&kernels_avx2, avx2}, {&kernels_portable, true}};
+#else
+    static const candidate all[] = {{&kernels_portable, true}};
+#endif
+    *n = static_cast<int>(sizeof(all) / sizeof(all[0]));
+    return all;
+}
+
+const kernel_set * supported_kernel_set(int i) {
+    int n;
+    const candidate * all = candidates(&n);
+    for (int k = 0; k < n; k++) {
+        if (all[k].supported && i-- == 0) {
+            return all[k].set;
+        }
+    }
+    return nullptr;
+}
+
+// the environment is read once: all matrices of a process use the same set
+struct selection {
+    const kernel_set * set; // nullptr: the name in `forced` is unknown or not supported here
+    char               forced[64];
+    bool               known;
+};
+
+static const selection & select_once() {
+    static selection      chosen;
+    static std::once_flag once;
+    std::call_once(once, [] {
+        const char * forced = getenv("GGML_MACKO_FORCE");
+        if (!forced || !*forced) {
+            chosen.set = supported_kernel_set(0);
+            return;
+        }
+        strncpy(chosen.forced, forced, sizeof(chosen.forced) - 1);
+        int n;
+        const candidate * all = candidates(&n);
+        for (int k = 0; k < n; k++) {
+            if (strcmp(forced, all[k].set->name) == 0) {
+                chosen.known = true;
+                chosen.set   = all[k].supported ? all[k].set : nullptr;
+            }
+        }
+    });
+    return chosen;
+}
+
+int cpu_kernels_select(const char ** name) {
+    const selection & chosen = select_once();
+    if (!chosen.set) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: portable, avx2, avx512, avx512-vbmi2",
+            printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set");
+    }
+    *name = chosen.set->name;
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- work ----
+
+static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
+    const bitmap_matrix & w = p.w;
+    const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
+                        / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
+    const float n      = static_cast<float>(p.n);
+    const float groups = static_cast<float>((p.n + 7) / 8);
+    const float vecs   = static_cast<float>((p.n + set.vector_width - 1) / set.vector_width);
+    const float rows   = groups * set.expand_cost + n * set.row_cost;
+    const float panels = density * (set.panel_cost + vecs * set.vector_cost);
+    return p.n == 1 || rows <= panels ? x_layout::rows : x_layout::panels;
+}
+
+int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
+    constexpr int64_t widest = 16; // panels are padded to whole vectors
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float));
+}
+
+// first row of part i of n: parts are contiguous and stream about the same number of bytes
+static int64_t part_begin(const mul_mat_params & p, int i, int n) {
+    const bitmap_matrix & w = p.w;
+    const int64_t per_row   = mask_words(w.cols) * 8 + 64; // mask, and what a row costs anyway
+    const auto bytes_before = [&](int64_t row) {
+        return (row - p.row_begin) * per_row + static_cast<int64_t>(w.row_off[row] - w.row_off[p.row_begin]) * value_nbytes(w.type);
+    };
+    const int64_t wanted = bytes_before(p.row_end) / n * i;
+    int64_t lo = p.row_begin;
+    int64_t hi = p.row_end;
+    while (lo < hi) {
+        const int64_t mid = lo + (hi - lo) / 2;
+        if (bytes_before(mid) < wanted) {
+            lo = mid + 1;
+        } else {
+            hi = mid;
+        }
+    }
+    return lo;
+}
+
+void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
+    if (p.n <= 0 || p.row_begin >= p.row_end) {
+        return; // all threads see the same params, so none waits at a barrier
+    }
+    const x_layout layout = choose_layout(set, p);
+    set.prepare(p, layout, ith, nth);
+#pragma omp barrier
+    const int64_t begin = part_begin(p, ith, nth);
+    const int64_t end   = ith + 1 == nth ? p.row_end : part_begin(p, ith + 1, nth);
+    if (begin < end) {
+        set.multiply(p, layout, begin, end);
+    }
+#pragma omp barrier
+}
+
+void mul_mat_thread(const mul_mat_params & p, int ith, int nth) {
+    const kernel_set * set = select_once().set;
+    mul_mat_thread_with(set ? *set : kernels_portable, p, ith, nth);
+}
+
+} // namespace macko

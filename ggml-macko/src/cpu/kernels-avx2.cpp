@@ -1,0 +1,106 @@
+// Kernels for AVX2 + FMA + F16C + BMI2: eight columns at a time, spread by a permutation that a table gives for each mask byte.
+#include "cpu/dispatch.h"
+
+#include <immintrin.h>
+
+namespace macko {
+namespace {
+
+// for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i is clear
+struct spread_tables {
+    alignas(64) uint8_t words[256][16]; // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
+    alignas(64) uint8_t lanes[256][8];  // for vpermps
+    alignas(64) uint8_t places[256][8]; // positions of the set bits
+};
+constexpr spread_tables make_spread_tables() {
+    spread_tables t = {};
+    for (int m = 0; m < 256; m++) {
+        int k = 0;
+        for (int i = 0; i < 8; i++) {
+            const bool set = (m >> i) & 1;
+            t.words[m][2 * i]     = set ? static_cast<uint8_t>(2 * k)     : 0x80;
+            t.words[m][2 * i + 1] = set ? static_cast<uint8_t>(2 * k + 1) : 0x80;
+            t.lanes[m][i]         = set ? static_cast<uint8_t>(k)         : 0x80;
+            if (set) {
+                t.places[m][k++] = static_cast<uint8_t>(i);
+            }
+        }
+    }
+    return t;
+}
+constexpr spread_tables tables = make_spread_tables();
+
+struct simd {
+    using vec = __m256;
+
+    static constexpr int width          = 8;
+    static constexpr int tile_vecs      = 8;
+    static constexpr int prefetch_bytes = 512;
+    template <int TYPE> static constexpr int step         = 8;
+    template <int NX>   static constexpr int rows_at_once = NX == 1 ? 2 : 1;
+
+    static vec   zero()                   { return _mm256_setzero_ps(); }
+    static vec   set1(float a)            { return _mm256_set1_ps(a); }
+    static vec   load(const float * p)    { return _mm256_loadu_ps(p); }
+    static void  store(float * p, vec v)  { _mm256_storeu_ps(p, v); }
+    static vec   add(vec a, vec b)        { return _mm256_add_ps(a, b); }
+    static vec   fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+    static float sum(vec v) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
+        const vec l = _mm256_unpacklo_ps(a, b);
+        const vec h = _mm256_unpackhi_ps(a, b);
+        lo = _mm256_permute2f128_ps(l, h, 0x20);
+        hi = _mm256_permute2f128_ps(l, h, 0x31);
+    }
+
+    static vec round_f16(vec v) {
+        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static vec round_bf16(vec v) {
+        const __m256i u    = _mm256_castps_si256(v);
+        const __m256i odd  = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i r    = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        const vec     rf   = _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+        return _mm256_blendv_ps(rf, v, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    }
+
+    template <int TYPE> static vec widen(__m128i values) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return _mm256_cvtph_ps(values);
+        } else {
+            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+        }
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            return _mm256_loadu_ps(reinterpret_cast<const float *>(p));
+        } else {
+            return widen<TYPE>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+        }
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            const __m256i lanes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[bits])));
+            const vec     all   = _mm256_permutevar8x32_ps(load_values<TYPE>(values), lanes);
+            w[0] = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
+        } else {
+            const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
+            w[0] = widen<TYPE>(_mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[bits]))));
+        }
+    }
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        const __m256i places = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.places[bits])));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int>(base))));
+    }
+};
+
+} // namespace
+} // namespace macko
+
+#include "cpu/kernels-impl.h"
+
+const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, 8, 0.3f, 0.1f, 1.0f, 0.6f};

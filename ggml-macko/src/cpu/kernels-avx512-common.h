@@ -1,0 +1,70 @@
+// Vector operations of the two AVX-512 kernel sets. Included by kernels-avx512*.cpp only, inside their own unnamed namespaces.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+// gcc 12 takes the undefined vectors inside its own AVX-512 intrinsics for mistakes (GCC bug 105593); reported where they are inlined
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+namespace macko {
+namespace {
+
+struct avx512 {
+    using vec = __m512;
+
+    static constexpr int width          = 16;
+    static constexpr int tile_vecs      = 8;
+    static constexpr int prefetch_bytes = 512;
+    template <int TYPE> static constexpr int step         = 16;
+    template <int NX>   static constexpr int rows_at_once = 2;
+
+    static vec   zero()                   { return _mm512_setzero_ps(); }
+    static vec   set1(float a)            { return _mm512_set1_ps(a); }
+    static vec   load(const float * p)    { return _mm512_loadu_ps(p); }
+    static void  store(float * p, vec v)  { _mm512_storeu_ps(p, v); }
+    static vec   add(vec a, vec b)        { return _mm512_add_ps(a, b); }
+    static vec   fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+    static float sum(vec v)               { return _mm512_reduce_add_ps(v); }
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
+        lo = _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
+        hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), b);
+    }
+
+    static vec round_f16(vec v) {
+        return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+    static vec round_bf16(vec v) {
+        const __m512i   u   = _mm512_castps_si512(v);
+        const __m512i   odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+        const __m512i   r   = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        const __mmask16 num = _mm512_cmp_ps_mask(v, v, _CMP_ORD_Q);
+        return _mm512_castsi512_ps(_mm512_mask_and_epi32(u, num, r, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    }
+
+    template <int TYPE> static vec widen(__m256i values) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return _mm512_cvtph_ps(values);
+        } else {
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+        }
+    }
+    template <int TYPE> static vec load_values(const uint8_t * p) {
+        if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
+            return _mm512_loadu_ps(p);
+        } else {
+            return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+        }
+    }
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+        w[0] = _mm512_maskz_expand_ps(static_cast<__mmask16>(bits), load_values<TYPE>(values));
+    }
+    static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
+        const __m512i all = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(base)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), all));
+    }
+};
+
+} // namespace
+} // namespace macko

@@ -1,0 +1,384 @@
+// The kernels, once, for every instruction set and value type. Each kernels-*.cpp defines `struct simd` (a thin layer of vector
+// operations) in an unnamed namespace, includes this file, and is compiled with its own -m flags.
+//
+// Everything here has internal linkage and calls no function of another header, std:: templates included: such a function could be
+// emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
+//
+// rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
+//                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
+// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For BLOCK_ROWS rows and CHUNK columns (x chunk in L1), a row's
+//                       bits become a list of columns and float weights; each entry is broadcast against the tokens of its column.
+//                       Work is in proportion to density, and a row is decoded once for a whole tile.
+#pragma once
+
+#include "cpu/dispatch.h"
+
+#pragma GCC diagnostic ignored "-Wsign-conversion" // int template arguments as array bounds
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace macko {
+namespace {
+
+using vec = simd::vec;
+constexpr int W = simd::width; // floats in a vector
+
+constexpr int TILE_VECS  = simd::tile_vecs;        // vectors of tokens in a full tile
+constexpr int TILE       = TILE_VECS * W;          // tokens in a full tile
+constexpr int CHUNK      = 8192 / TILE;            // columns whose x panel (32 KiB) stays in L1
+constexpr int BLOCK_ROWS = 32768 / TILE;           // rows whose accumulators (128 KiB, on the stack) stay in L2
+static_assert(CHUNK % 64 == 0 && BLOCK_ROWS % W == 0, "whole mask words, whole vectors of rows");
+
+constexpr int GROUP = 8; // x that meet an expanded row at once
+
+template <int TYPE> constexpr int64_t value_size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
+
+INLINE int64_t words_of(int64_t cols)          { return (cols + 63) / 64; }
+INLINE int64_t smaller(int64_t a, int64_t b)   { return a < b ? a : b; }
+
+// ---- x into scratch ----
+
+// W floats at src of which n are there, rounded to TYPE if asked
+template <int TYPE> INLINE vec load_x(const float * src, int64_t n, bool round) {
+    vec v;
+    if (n >= W) {
+        v = simd::load(src);
+    } else {
+        float part[W] = {};
+        for (int64_t i = 0; i < n; i++) {
+            part[i] = src[i];
+        }
+        v = simd::load(part);
+    }
+    if (TYPE == GGML_MACKO_TYPE_F16 && round) {
+        return simd::round_f16(v);
+    }
+    if (TYPE == GGML_MACKO_TYPE_BF16 && round) {
+        return simd::round_bf16(v);
+    }
+    return v;
+}
+
+// W rounds of perfect shuffles transpose a W x W matrix
+INLINE void transpose(vec (&v)[W]) {
+    for (int round = 1; round < W; round *= 2) {
+        vec t[W];
+        for (int i = 0; i < W / 2; i++) {
+            simd::zip(v[i], v[i + W / 2], t[2 * i], t[2 * i + 1]);
+        }
+        for (int i = 0; i < W; i++) {
+            v[i] = t[i];
+        }
+    }
+}
+
+// columns col_begin ... col_end-1 (col_begin a multiple of W) of all x; columns past cols become zero
+template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(p.w.cols) * 64;
+    for (int64_t i = 0; i < p.n; i++) {
+        float * dst = static_cast<float *>(p.scratch) + i * padded;
+        for (int64_t c = col_begin; c < col_end; c += W) {
+            const int64_t left = p.w.cols - c;
+            simd::store(dst + c, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, p.round_x));
+        }
+    }
+}
+
+template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(p.w.cols) * 64;
+    for (int64_t t = 0; t < p.n; t += TILE) {
+        const int64_t tokens = smaller(TILE, p.n - t);
+        const int64_t stride = (tokens + W - 1) / W * W;
+        float * dst = static_cast<float *>(p.scratch) + t * padded;
+        for (int64_t c = col_begin; c < col_end; c += W) {
+            const int64_t left = p.w.cols - c;
+            for (int64_t g = 0; g < tokens; g += W) {
+                vec v[W];
+                for (int i = 0; i < W; i++) {
+                    v[i] = left > 0 && g + i < tokens ? load_x<TYPE>(p.x[t + g + i] + c, left, p.round_x) : simd::zero();
+                }
+                transpose(v);
+                for (int i = 0; i < W; i++) {
+                    simd::store(dst + (c + i) * stride + g, v[i]);
+                }
+            }
+        }
+    }
+}
+
+// ---- rows layout ----
+
+// NR rows times NX x. A row's result does not depend on the rows beside it: same operations in the same order.
+template <
+    int TYPE, // of values
+    int NX,   // x at once
+    int NR    // rows at once: each x vector is loaded once for all
+>
+void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
+    constexpr int STEP = simd::step<TYPE>;
+    constexpr int VECS = STEP / W;
+    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
+
+    const int64_t words  = words_of(p.w.cols);
+    const int64_t padded = words * 64;
+    const float * x = static_cast<const float *>(p.scratch) + first_x * padded;
+
+    const uint64_t * mask[NR];
+    const uint8_t  * values[NR];
+    vec acc[NR][NX][ACCS];
+    for (int r = 0; r < NR; r++) {
+        mask[r]   = p.w.masks + (row + r) * words;
+        values[r] = p.w.values + static_cast<int64_t>(p.w.row_off[row + r]) * value_size<TYPE>;
+        for (int i = 0; i < NX; i++) {
+            for (int a = 0; a < ACCS; a++) {
+                acc[r][i][a] = simd::zero();
+            }
+        }
+    }
+    for (int64_t word = 0; word < words; word++, x += 64) {
+        uint64_t bits[NR];
+        uint64_t any = 0;
+        for (int r = 0; r < NR; r++) {
+            bits[r] = mask[r][word];
+            any |= bits[r];
+            __builtin_prefetch(values[r] + simd::prefetch_bytes);
+        }
+        if (!any) {
+            continue;
+        }
+#pragma GCC unroll 16
+        for (int s = 0; s < 64 / STEP; s++) {
+            vec w[NR][VECS];
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; r++) {
+                const uint32_t part = static_cast<uint32_t>(bits[r] >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+                simd::expand<TYPE>(values[r], part, w[r]);
+                values[r] += __builtin_popcount(part) * value_size<TYPE>;
+            }
+#pragma GCC unroll 8
+            for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 8
+                for (int i = 0; i < NX; i++) {
+                    const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 4
+                    for (int r = 0; r < NR; r++) {
+                        vec & sum = acc[r][i][(s * VECS + v) % ACCS];
+                        sum = simd::fma(w[r][v], xv, sum);
+                    }
+                }
+            }
+        }
+    }
+    for (int r = 0; r < NR; r++) {
+        for (int i = 0; i < NX; i++) {
+            for (int a = ACCS / 2; a > 0; a /= 2) {
+                for (int b = 0; b < a; b++) {
+                    acc[r][i][b] = simd::add(acc[r][i][b], acc[r][i][b + a]);
+                }
+            }
+            p.y[first_x + i][row + r - p.row_begin] = simd::sum(acc[r][i][0]);
+        }
+    }
+}
+
+template <int TYPE, int NX> void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+    constexpr int NR = simd::rows_at_once<NX>;
+    int64_t r = 0;
+    for (; r + NR <= n_rows; r += NR) {
+        dot_rows<TYPE, NX, NR>(p, row + r, first_x);
+    }
+    for (; r < n_rows; r++) {
+        dot_rows<TYPE, NX, 1>(p, row + r, first_x);
+    }
+}
+
+template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    constexpr int64_t BLOCK = 8; // rows that stay in L1 from one group of x to the next
+    const int64_t step = p.n <= GROUP ? row_end - row_begin : BLOCK;
+    for (int64_t row = row_begin; row < row_end; row += step) {
+        const int64_t n_rows = smaller(step, row_end - row);
+        for (int64_t i = 0; i < p.n; i += GROUP) {
+            switch (smaller(GROUP, p.n - i)) {
+                case 1:  multiply_group<TYPE, 1>(p, row, n_rows, i); break;
+                case 2:  multiply_group<TYPE, 2>(p, row, n_rows, i); break;
+                case 3:  multiply_group<TYPE, 3>(p, row, n_rows, i); break;
+                case 4:  multiply_group<TYPE, 4>(p, row, n_rows, i); break;
+                case 5:  multiply_group<TYPE, 5>(p, row, n_rows, i); break;
+                case 6:  multiply_group<TYPE, 6>(p, row, n_rows, i); break;
+                case 7:  multiply_group<TYPE, 7>(p, row, n_rows, i); break;
+                default: multiply_group<TYPE, 8>(p, row, n_rows, i); break;
+            }
+        }
+    }
+}
+
+// ---- panels layout ----
+
+struct entries { // the non-zeros of a row in a chunk
+    alignas(64) uint32_t col[CHUNK + 2 * W];    // within the chunk
+    alignas(64) float    weight[CHUNK + 2 * W];
+};
+
+// fills list, then zero entries up to a multiple of `multiple` (at most W); returns the number with them. Moves *values on.
+template <int TYPE> INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, const uint8_t ** values, entries & list) {
+    int n = 0;
+    for (int word = 0; word < n_words; word++) {
+        const uint64_t bits = mask[word];
+        for (int s = 0; s < 64 / W; s++) {
+            const uint32_t part = static_cast<uint32_t>(bits >> (s * W)) & ((1u << W) - 1);
+            simd::columns(part, static_cast<uint32_t>(word * 64 + s * W), list.col + n);
+            n += __builtin_popcount(part);
+        }
+    }
+    for (int i = 0; i < n; i += W) {
+        simd::store(list.weight + i, simd::load_values<TYPE>(*values + i * value_size<TYPE>));
+    }
+    *values += n * value_size<TYPE>;
+    for (; n % multiple; n++) {
+        list.col[n]    = 0;
+        list.weight[n] = 0;
+    }
+    return n;
+}
+
+// acc[NV] += sum of weight * x[col][NV] over the list. SETS entries at a time, each with its own accumulators, so that FMAs overlap.
+template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
+
+template <int NV> INLINE void accumulate(const float * x, const entries & list, int n, float * acc) {
+    vec sum[SETS<NV>][NV];
+#pragma GCC unroll 8
+    for (int s = 0; s < SETS<NV>; s++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) {
+            sum[s][v] = s == 0 ? simd::load(acc + v * W) : simd::zero();
+        }
+    }
+    for (int i = 0; i < n; i += SETS<NV>) {
+#pragma GCC unroll 8
+        for (int s = 0; s < SETS<NV>; s++) {
+            const vec     w  = simd::set1(list.weight[i + s]);
+            const float * xc = x + static_cast<int64_t>(list.col[i + s]) * (NV * W);
+#pragma GCC unroll 8
+            for (int v = 0; v < NV; v++) {
+                sum[s][v] = simd::fma(w, simd::load(xc + v * W), sum[s][v]);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; v++) {
+#pragma GCC unroll 8
+        for (int s = 1; s < SETS<NV>; s++) {
+            sum[0][v] = simd::add(sum[0][v], sum[s][v]);
+        }
+        simd::store(acc + v * W, sum[0][v]);
+    }
+}
+
+// acc is [row][NV * W]; y wants [token][row]
+template <int NV> void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token, int64_t n_tokens) {
+    for (int64_t r = 0; r < n_rows; r += W) {
+        for (int g = 0; g < NV; g++) {
+            vec v[W];
+            for (int i = 0; i < W; i++) {
+                v[i] = simd::load(acc + ((r + i) * NV + g) * W); // rows past n_rows: zeros or leftovers, not stored
+            }
+            transpose(v);
+            for (int i = 0; i < W && g * W + i < n_tokens; i++) {
+                float * dst = p.y[token + g * W + i] + (row + r - p.row_begin);
+                if (n_rows - r >= W) {
+                    simd::store(dst, v[i]);
+                } else {
+                    float part[W];
+                    simd::store(part, v[i]);
+                    for (int64_t k = 0; k < n_rows - r; k++) {
+                        dst[k] = part[k];
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <int TYPE, int NV> void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+    constexpr int     STRIDE      = NV * W;
+    constexpr int     CHUNK_WORDS = CHUNK / 64;
+    const int64_t     words       = words_of(p.w.cols);
+    const float     * x           = static_cast<const float *>(p.scratch) + token * words * 64;
+    alignas(64) float acc[BLOCK_ROWS * STRIDE];
+    const uint8_t   * values[BLOCK_ROWS];
+    entries           list;
+
+    for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS) {
+        const int64_t n_rows = smaller(BLOCK_ROWS, row_end - row);
+        for (int64_t i = 0; i < BLOCK_ROWS * STRIDE; i += W) {
+            simd::store(acc + i, simd::zero());
+        }
+        for (int64_t r = 0; r < n_rows; r++) {
+            values[r] = p.w.values + static_cast<int64_t>(p.w.row_off[row + r]) * value_size<TYPE>;
+        }
+        for (int64_t word = 0; word < words; word += CHUNK_WORDS) {
+            const int n_words = static_cast<int>(smaller(CHUNK_WORDS, words - word));
+            for (int64_t r = 0; r < n_rows; r++) {
+                const int n = decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, &values[r], list);
+                __builtin_prefetch(values[r] + 64, 0, 2); // for the next chunk, n_rows lists from now
+                accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
+            }
+        }
+        store_block<NV>(p, acc, row, n_rows, token, n_tokens);
+    }
+}
+
+template <int TYPE, int NV> void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+    if (vecs == NV) {
+        multiply_tile<TYPE, NV>(p, row_begin, row_end, token, n_tokens);
+    } else if constexpr (NV > 1) {
+        multiply_tile_of<TYPE, NV - 1>(vecs, p, row_begin, row_end, token, n_tokens);
+    }
+}
+
+template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    for (int64_t token = 0; token < p.n; token += TILE) {
+        const int64_t n_tokens = smaller(TILE, p.n - token);
+        multiply_tile_of<TYPE, TILE_VECS>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token, n_tokens);
+    }
+}
+
+// ---- entry points of kernel_set ----
+
+template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
+    if (layout == x_layout::rows) {
+        prepare_rows<TYPE>(p, col_begin, col_end);
+    } else {
+        prepare_panels<TYPE>(p, col_begin, col_end);
+    }
+}
+
+void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
+    const int64_t words = words_of(p.w.cols);
+    const int64_t begin = words * ith / nth * 64;
+    const int64_t end   = words * (ith + 1) / nth * 64;
+    switch (p.w.type) {
+        case GGML_MACKO_TYPE_F16:  prepare_type<GGML_MACKO_TYPE_F16> (p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_BF16: prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
+        default:                   prepare_type<GGML_MACKO_TYPE_F32> (p, layout, begin, end); break;
+    }
+}
+
+template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
+    if (layout == x_layout::rows) {
+        multiply_rows<TYPE>(p, row_begin, row_end);
+    } else {
+        multiply_panels<TYPE>(p, row_begin, row_end);
+    }
+}
+
+void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
+    switch (p.w.type) {
+        case GGML_MACKO_TYPE_F16:  multiply_type<GGML_MACKO_TYPE_F16> (p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_BF16: multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
+        default:                   multiply_type<GGML_MACKO_TYPE_F32> (p, layout, row_begin, row_end); break;
+    }
+}
+
+} // namespace
+} // namespace macko

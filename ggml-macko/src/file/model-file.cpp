@@ -1,0 +1,626 @@
+// Opens a GGUF file, checks what it says of sparse tensors (FORMAT.md sections 1-4), and reads payload block by block.
+// Payload is always validated on a private copy, never on the file itself: the file may change under us.
+#include "file/model-file.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cinttypes>
+#include <cstring>
+#include <fcntl.h>
+#include <mutex>
+#include <omp.h>
+#include <string_view>
+#include <unistd.h>
+
+namespace macko {
+
+constexpr int32_t  TYPE_I8        = 24; // ggml type ids of deltas and row_ptr
+constexpr int32_t  TYPE_I32       = 26;
+constexpr int64_t  FORMAT_VERSION = 1;
+constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
+static const char * const COMPONENTS[3] = { ".values", ".deltas", ".row_ptr" };
+constexpr size_t   MAX_SUFFIX     = 8;
+
+// ---- the file system ----
+
+model_file::~model_file() {
+    if (fd >= 0) {
+        close(fd);
+    }
+}
+
+int64_t model_file::size() const {
+    return opened.st_size;
+}
+
+int model_file::read(int64_t offset, void * dst, int64_t n) const {
+    uint8_t * out = static_cast<uint8_t *>(dst);
+    while (n > 0) {
+        const ssize_t got = pread(fd, out, static_cast<size_t>(n), offset);
+        if (got < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
+        }
+        if (got == 0) {
+            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")", offset, size());
+        }
+        out    += got;
+        offset += got;
+        n      -= got;
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int model_file::check_unchanged() const {
+    struct stat now = {};
+    if (fstat(fd, &now) != 0) {
+        return fail(GGML_MACKO_STATUS_IO, "%s: %s", path.c_str(), strerror(errno));
+    }
+    if (now.st_dev != opened.st_dev || now.st_ino != opened.st_ino || now.st_size != opened.st_size ||
+        now.st_mtim.tv_sec != opened.st_mtim.tv_sec || now.st_mtim.tv_nsec != opened.st_mtim.tv_nsec) {
+        return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", path.c_str());
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int open_file(const char * path, model_file * file) {
+    file->path = path;
+    // O_NONBLOCK: opening a FIFO without a writer must not hang
+    file->fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    if (file->fd < 0 || fstat(file->fd, &file->opened) != 0) {
+        return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
+    }
+    if (!S_ISREG(file->opened.st_mode)) {
+        return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_split(const gguf_header & header) {
+    const gguf_key * key = header.find("split.count");
+    int64_t count = 0;
+    if (key != nullptr && key->type != GGUF_U16) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key split.count is not a u16");
+    }
+    if (key != nullptr && header.get_int(*key, 0, &count) && count > 1) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "one of %" PRId64 " shards of a split file: merge them first", count);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_file(const char * path, bool require_model, model_file * file) {
+    if (const int status = open_file(path, file)) {
+        return status;
+    }
+    if (const int status = read_gguf_header(*file, &file->header)) {
+        return status;
+    }
+    if (const int status = check_sparse_tensors(file)) {
+        return status;
+    }
+    if (!require_model) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status = check_split(file->header)) {
+        return status;
+    }
+    if (const int status = check_model_keys(file->header)) {
+        return status;
+    }
+    return check_model_tensors(dense_tensors(*file));
+}
+
+int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out) {
+    auto file = std::make_unique<model_file>();
+    if (const int status = check_file(path, require_model, file.get())) {
+        prefix_error(path);
+        return status;
+    }
+    *out = std::move(file);
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- the macko.* keys ----
+
+static bool starts_with(std::string_view s, std::string_view prefix) {
+    return s.substr(0, prefix.size()) == prefix;
+}
+
+static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
+    static const char * const known[] = { "macko.version", "macko.min_reader_version", "macko.tensor.name", "macko.tensor.format",
+        "macko.tensor.type", "macko.tensor.ne", "macko.tensor.delta_bits", "macko.tensor.nnz" };
+    for (const gguf_key & key : header.keys) {
+        if (!starts_with(key.name, "macko.") || starts_with(key.name, "macko.prune.") || starts_with(key.name, "macko.x-")) {
+            continue;
+        }
+        const bool is_known = std::any_of(std::begin(known), std::end(known), [&](const char * name) { return key.name == name; });
+        if (!is_sparse || !is_known) {
+            return fail(GGML_MACKO_STATUS_BAD_KEY, "key %s is reserved%s", printable(key.name.c_str()).text, is_known ? ", but macko.version is missing" : "");
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int find_u32(const gguf_header & header, const char * name, int64_t * value) {
+    const gguf_key * key = header.find(name);
+    if (key == nullptr) {
+        return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing", name);
+    }
+    if (key->type != GGUF_U32) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key %s is not a u32", name);
+    }
+    return header.get_int(*key, 0, value) ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key %s is not a u32", name);
+}
+
+static int check_version(const gguf_header & header) {
+    int64_t version = 0;
+    int64_t min_reader = 0;
+    if (const int status = find_u32(header, "macko.version", &version)) {
+        return status;
+    }
+    if (const int status = find_u32(header, "macko.min_reader_version", &min_reader)) {
+        return status;
+    }
+    if (min_reader > FORMAT_VERSION) {
+        return fail(GGML_MACKO_STATUS_FORMAT_VERSION, "written by format version %" PRId64 " for readers of version %" PRId64 ", this build reads <= %" PRId64 ": upgrade",
+            version, min_reader, FORMAT_VERSION);
+    }
+    if (version < 1 || min_reader < 1 || min_reader > version) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "macko.version is %" PRId64 ", macko.min_reader_version %" PRId64, version, min_reader);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// an array key with n elements of a type; n = 0: any number but none
+static int find_array(const gguf_header & header, const char * name, gguf_type type, uint64_t n, const gguf_key ** out) {
+    const gguf_key * key = header.find(name);
+    if (key == nullptr) {
+        return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing", name);
+    }
+    if (key->type != GGUF_ARRAY || key->element_type != type) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key %s has the wrong type", name);
+    }
+    if (n != 0 ? key->n != n : key->n == 0) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has the wrong number of elements (%" PRIu64 " vs %" PRIu64 ")", name, key->n, n);
+    }
+    *out = key;
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int read_shape(const gguf_header & header, const gguf_key & key, uint64_t i, sparse_matrix * m) {
+    int64_t rows = 1;
+    m->n_dims = 1;
+    for (int d = 0; d < MAX_DIMS; d++) {
+        if (!header.get_int(key, i * MAX_DIMS + static_cast<uint64_t>(d), &m->ne[d])) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "dimension %d is larger than 2^63", d);
+        }
+        if (m->ne[d] < 1) {
+            return fail(GGML_MACKO_STATUS_BAD_SHAPE, "dimension %d is %" PRId64, d, m->ne[d]);
+        }
+        if (d > 0 && !checked_mul(rows, m->ne[d], &rows)) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "the number of rows overflows");
+        }
+        if (m->ne[d] > 1) {
+            m->n_dims = d + 1;
+        }
+    }
+    m->desc.rows = rows;
+    m->desc.cols = m->ne[0];
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_name(const std::string & name) {
+    const bool ok = !name.empty() && name.size() + MAX_SUFFIX <= MAX_NAME && std::all_of(name.begin(), name.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
+    return ok ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_BAD_NAME, "name is empty, not printable or too long (%zu vs 1...%zu bytes)", name.size(), MAX_NAME - MAX_SUFFIX);
+}
+
+// matrix i of the macko.tensor.* arrays, without its components
+struct sparse_keys {
+    const gguf_key * format, * type, * ne, * delta_bits, * nnz;
+};
+
+static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format, sparse_matrix * m) {
+    if (const int status = check_name(m->name)) {
+        return status;
+    }
+    if (format != "macko") {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' is not known to this build", printable(format.c_str(), format.size()).text);
+    }
+    int64_t type = 0;
+    int64_t bits = 0;
+    header.get_int(*keys.type,       i, &type); // u32 arrays: these two cannot fail
+    header.get_int(*keys.delta_bits, i, &bits);
+    if (type > INT32_MAX || bits > INT32_MAX) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "type %" PRId64 " or delta_bits %" PRId64 " is out of range", type, bits);
+    }
+    m->desc.type       = static_cast<int32_t>(type);
+    m->desc.delta_bits = static_cast<int32_t>(bits);
+    if (const int status = read_shape(header, *keys.ne, i, m)) {
+        return status;
+    }
+    if (!header.get_int(*keys.nnz, i, &m->desc.nnz)) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz is larger than 2^63");
+    }
+    if (const int status = check_desc(m->desc)) {
+        return status;
+    }
+    m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // check_desc: <= 16 GiB
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int read_matrices(model_file * file) {
+    const gguf_header & header = file->header;
+    sparse_keys keys = {};
+    const gguf_key * name = nullptr;
+    if (const int status = find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name)) {
+        return status;
+    }
+    if (name->n > MAX_TENSORS / 3) { // each has three components; also bounds 4 n below
+        return fail(GGML_MACKO_STATUS_LIMIT, "too many sparse tensors (%" PRIu64 " vs %" PRIu64 ")", name->n, MAX_TENSORS / 3);
+    }
+    if (const int status = find_array(header, "macko.tensor.format", GGUF_STRING, name->n, &keys.format)) {
+        return status;
+    }
+    if (const int status = find_array(header, "macko.tensor.type", GGUF_U32, name->n, &keys.type)) {
+        return status;
+    }
+    if (const int status = find_array(header, "macko.tensor.ne", GGUF_U64, 4 * name->n, &keys.ne)) {
+        return status;
+    }
+    if (const int status = find_array(header, "macko.tensor.delta_bits", GGUF_U32, name->n, &keys.delta_bits)) {
+        return status;
+    }
+    if (const int status = find_array(header, "macko.tensor.nnz", GGUF_U64, name->n, &keys.nnz)) {
+        return status;
+    }
+    std::vector<std::string> names, formats;
+    header.get_strings(*name, &names); // string arrays: cannot fail
+    header.get_strings(*keys.format, &formats);
+    file->sparse.resize(names.size());
+    for (size_t i = 0; i < names.size(); i++) {
+        file->sparse[i].name = names[i];
+        if (const int status = read_matrix(header, keys, i, formats[i], &file->sparse[i])) {
+            prefix_error(printable(names[i].c_str(), names[i].size()).text);
+            return status;
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- components ----
+
+// names and their indices, sorted: a hash table would let a file choose its collisions
+using name_index = std::vector<std::pair<std::string_view, size_t>>;
+
+static int64_t name_find(const name_index & index, std::string_view name) {
+    const auto it = std::lower_bound(index.begin(), index.end(), name, [](const auto & a, std::string_view b) { return a.first < b; });
+    return it != index.end() && it->first == name ? static_cast<int64_t>(it->second) : -1;
+}
+
+static int check_component(const gguf_tensor & t, int32_t type, int64_t n) {
+    if (t.type != type) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong type (%d vs %d)", t.name.c_str(), t.type, type);
+    }
+    if (t.n_dims != 1) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has %d dimensions, not 1", t.name.c_str(), t.n_dims);
+    }
+    if (t.ne[0] != n) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%" PRId64 " vs %" PRId64 ")", t.name.c_str(), t.ne[0], n);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// the three tensors from table entry t on are matrix m's components, and have the types and lengths they must have
+static int bind_components(model_file * file, size_t t, size_t index) {
+    sparse_matrix & m = file->sparse[index];
+    const auto & tensors = file->header.tensors;
+    for (size_t c = 0; c < 3; c++) {
+        if (t + c >= tensors.size() || tensors[t + c].name != m.name + COMPONENTS[c]) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s does not stand in its place of the tensor table", m.name.c_str(), COMPONENTS[c]);
+        }
+        file->tensor_sparse_index[t + c] = static_cast<int64_t>(index);
+    }
+    m.values   = t;
+    m.deltas   = t + 1;
+    m.row_ptr  = t + 2;
+    m.n_padded = tensors[t].ne[0];
+    const int64_t n_max = n_padded(std::min(m.desc.rows * m.desc.cols, MAX_STORED)); // each dense element is stored once at most
+    if (m.n_padded % 8 != 0 || m.n_padded > n_max) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%" PRId64 " vs a multiple of 8 <= %" PRId64 ")", tensors[t].name.c_str(), m.n_padded, n_max);
+    }
+    if (m.desc.nnz > m.n_padded) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%s: nnz (%" PRId64 " vs %" PRId64 " entries)", m.name.c_str(), m.desc.nnz, m.n_padded);
+    }
+    if (const int status = check_component(tensors[m.values], m.desc.type, m.n_padded)) {
+        return status;
+    }
+    if (const int status = check_component(tensors[m.deltas], TYPE_I8, deltas_nbytes(m.n_padded, m.desc.delta_bits))) {
+        return status;
+    }
+    return check_component(tensors[m.row_ptr], TYPE_I32, m.desc.rows + 1);
+}
+
+// a tensor that is not a component must not look like one
+static int check_not_component(const gguf_tensor & t, const name_index & sparse_names) {
+    if (name_find(sparse_names, t.name) >= 0) {
+        return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s is there both dense and sparse", t.name.c_str());
+    }
+    for (size_t dot = t.name.find('.'); dot != std::string::npos; dot = t.name.find('.', dot + 1)) {
+        if (name_find(sparse_names, std::string_view(t.name).substr(0, dot)) >= 0) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s is no component, or out of place", t.name.c_str());
+        }
+    }
+    const std::string_view suffix = std::string_view(t.name).substr(std::min(t.name.size(), t.name.rfind('.')));
+    if (std::any_of(std::begin(COMPONENTS), std::end(COMPONENTS), [&](const char * c) { return suffix == c; })) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s belongs to no sparse tensor", t.name.c_str());
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_components(model_file * file) {
+    const auto & tensors = file->header.tensors;
+    name_index sparse_names, tensor_names;
+    for (size_t i = 0; i < file->sparse.size(); i++) {
+        sparse_names.emplace_back(file->sparse[i].name, i);
+    }
+    for (size_t i = 0; i < tensors.size(); i++) {
+        tensor_names.emplace_back(tensors[i].name, i);
+    }
+    std::sort(sparse_names.begin(), sparse_names.end());
+    std::sort(tensor_names.begin(), tensor_names.end());
+    for (size_t i = 0; i < sparse_names.size(); i++) {
+        if (i > 0 && sparse_names[i].first == sparse_names[i - 1].first) {
+            return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s is twice in macko.tensor.name", file->sparse[sparse_names[i].second].name.c_str());
+        }
+    }
+    for (const sparse_matrix & m : file->sparse) {
+        for (const char * component : COMPONENTS) {
+            if (name_find(tensor_names, m.name + component) < 0) {
+                return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "%s%s is missing", m.name.c_str(), component);
+            }
+        }
+    }
+    size_t next = 0; // matrices stand in the order of macko.tensor.name
+    for (size_t t = 0; t < tensors.size();) {
+        if (next < file->sparse.size() && tensors[t].name == file->sparse[next].name + COMPONENTS[0]) {
+            if (const int status = bind_components(file, t, next)) {
+                return status;
+            }
+            next++;
+            t += 3;
+        } else {
+            if (const int status = check_not_component(tensors[t], sparse_names)) {
+                return status;
+            }
+            t++;
+        }
+    }
+    return GGML_MACKO_STATUS_OK; // all components exist, and each is bound or was refused: next == n
+}
+
+static int check_dense_size(const model_file & file) {
+    int64_t total = 0; // <= 2^16 tensors of <= 2^34 bytes: no overflow
+    for (const gguf_tensor & t : dense_tensors(file)) {
+        total += t.nbytes;
+    }
+    if (total > MAX_MODEL_BYTES) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "declares too much dense data (%" PRId64 " vs %" PRId64 " bytes)", total, MAX_MODEL_BYTES);
+    }
+    if (total / MAX_EXPANSION > file.header.file_size) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "declares %" PRId64 " dense bytes from a file of %" PRId64 " (limit %" PRId64 " x)", total, file.header.file_size, MAX_EXPANSION);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int check_sparse_tensors(model_file * file) {
+    file->is_sparse = file->header.find("macko.version") != nullptr;
+    file->sparse.clear();
+    file->tensor_sparse_index.assign(file->header.tensors.size(), -1);
+    if (!file->is_sparse) {
+        return check_reserved_keys(file->header, false);
+    }
+    if (const int status = check_version(file->header)) { // first: a newer format may have keys that we do not know
+        return status;
+    }
+    if (const int status = check_reserved_keys(file->header, true)) {
+        return status;
+    }
+    if (const int status = read_matrices(file)) {
+        return status;
+    }
+    if (const int status = check_components(file)) {
+        return status;
+    }
+    return check_dense_size(*file);
+}
+
+std::vector<gguf_tensor> dense_tensors(const model_file & file) {
+    std::vector<gguf_tensor> out;
+    for (size_t t = 0; t < file.header.tensors.size();) {
+        const int64_t index = file.tensor_sparse_index[t];
+        if (index < 0) {
+            out.push_back(file.header.tensors[t++]);
+            out.back().offset = 0;
+            continue;
+        }
+        const sparse_matrix & m = file.sparse[static_cast<size_t>(index)];
+        out.push_back({ m.name, m.desc.type, m.n_dims, { m.ne[0], m.ne[1], m.ne[2], m.ne[3] }, 0, m.nbytes_dense });
+        t += 3;
+    }
+    return out;
+}
+
+// ---- payload ----
+
+namespace {
+
+// the error of the earliest block, whichever thread met it
+struct first_error {
+    std::atomic<bool> any{false};
+    std::mutex        mutex;
+    int64_t           block  = INT64_MAX;
+    int               status = GGML_MACKO_STATUS_OK;
+    std::string       text;
+
+    void set(int64_t b, int s) noexcept {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (b < block) {
+            block  = b;
+            status = s;
+            try {
+                text = ggml_macko_last_error();
+            } catch (const std::bad_alloc &) {
+                text.clear();
+            }
+        }
+        any = true;
+    }
+};
+
+struct payload_reader {
+    const byte_source    & source;
+    const gguf_header    & header;
+    const sparse_matrix  & m;
+    std::vector<int32_t>   row_ptr;
+    std::vector<int64_t>   blocks; // first row of each block, then rows
+
+    int64_t values_offset(int64_t entry) const { return header.tensors[m.values].offset + entry * value_nbytes(m.desc.type); }
+    int64_t deltas_offset(int64_t entry) const { return header.tensors[m.deltas].offset + entry * m.desc.delta_bits / 8; } // entry % 8 == 0
+
+    int read_row_ptr() {
+        row_ptr.resize(static_cast<size_t>(m.desc.rows) + 1);
+        if (const int status = source.read(header.tensors[m.row_ptr].offset, row_ptr.data(), header.tensors[m.row_ptr].nbytes)) {
+            return status;
+        }
+        return check_row_ptr(m.desc, row_ptr.data(), m.n_padded);
+    }
+
+    int read_padding() const {
+        const int64_t n_stored  = row_ptr.back();
+        const int64_t base      = n_stored & ~int64_t(7);
+        const int64_t n_deltas  = header.tensors[m.deltas].nbytes;
+        const int64_t n_values_bytes = (m.n_padded - base) * value_nbytes(m.desc.type); // n_padded is 8 at least: <= 64 bytes
+        const int64_t n_deltas_bytes = n_deltas - base * m.desc.delta_bits / 8;
+        alignas(8) uint8_t values[64];
+        uint8_t deltas[16];
+        if (const int status = source.read(values_offset(base), values, n_values_bytes)) {
+            return status;
+        }
+        if (const int status = source.read(deltas_offset(base), deltas, n_deltas_bytes)) {
+            return status;
+        }
+        return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
+    }
+
+    // whole rows of about BLOCK_NBYTES; an empty row counts too, because a consumer works on it
+    void make_blocks() {
+        const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
+        constexpr int64_t row_nbytes = 16;
+        int64_t nbytes = 0;
+        blocks.push_back(0);
+        for (int64_t r = 0; r < m.desc.rows; r++) {
+            const int64_t n = (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 + row_nbytes;
+            if (nbytes > 0 && nbytes + n > BLOCK_NBYTES) {
+                blocks.push_back(r);
+                nbytes = 0;
+            }
+            nbytes += n;
+        }
+        blocks.push_back(m.desc.rows);
+    }
+
+    int read_block(size_t b, std::vector<uint8_t> & buffer, macko_view * view) const {
+        const int64_t row_begin = blocks[b];
+        const int64_t row_end   = blocks[b + 1];
+        const int64_t base      = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
+        const int64_t end       = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // <= n_padded
+        const int64_t n_values  = (end - base) * value_nbytes(m.desc.type);                           // multiples of 8 entries:
+        const int64_t n_deltas  = (end - base) * m.desc.delta_bits / 8;                               // whole bytes
+        const size_t  slack     = 64; // validate and consumers may load whole vectors
+        if (buffer.size() < static_cast<size_t>(n_values + n_deltas) + 2 * slack) {
+            buffer.resize(static_cast<size_t>(n_values + n_deltas) + 2 * slack);
+        }
+        uint8_t * values = buffer.data();
+        uint8_t * deltas = values + n_values + slack;
+        if (const int status = source.read(values_offset(base), values, n_values)) {
+            return status;
+        }
+        if (const int status = source.read(deltas_offset(base), deltas, n_deltas)) {
+            return status;
+        }
+        return validate({ m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas }, view);
+    }
+
+    int read_blocks(int n_threads, payload_consumer & consumer) {
+        const int64_t n_blocks = static_cast<int64_t>(blocks.size()) - 1;
+        first_error error;
+        int64_t nnz = 0; // in blocks before the current one of the ordered section
+        const int n_team = static_cast<int>(std::min<int64_t>(n_threads > 0 ? n_threads : omp_get_max_threads(), n_blocks));
+
+        #pragma omp parallel num_threads(n_team)
+        {
+            std::vector<uint8_t> buffer;
+            #pragma omp for ordered schedule(dynamic, 1)
+            for (int64_t b = 0; b < n_blocks; b++) {
+                macko_view view;
+                int status = GGML_MACKO_STATUS_OK;
+                const bool run = !error.any; // after an error the rest is only counted off
+                if (run) {
+                    status = at_c_edge([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
+                }
+                int64_t first_value = 0;
+                #pragma omp ordered
+                {
+                    first_value = nnz;
+                    nnz += view.nnz();
+                }
+                if (run && status == GGML_MACKO_STATUS_OK) {
+                    status = at_c_edge([&] { return consumer.consume(view, first_value); });
+                }
+                if (status != GGML_MACKO_STATUS_OK) {
+                    error.set(b, status);
+                }
+            }
+        }
+        if (error.any) {
+            return fail(error.status, "%s", error.text.c_str());
+        }
+        if (nnz != m.desc.nnz) {
+            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")", m.desc.nnz, nnz);
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+} // namespace
+
+int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer) {
+    const int status = at_c_edge([&]() -> int {
+        payload_reader reader = { source, header, matrix, {}, {} };
+        if (const int s = reader.read_row_ptr()) {
+            return s;
+        }
+        if (const int s = reader.read_padding()) {
+            return s;
+        }
+        reader.make_blocks();
+        return reader.read_blocks(n_threads, consumer);
+    });
+    if (status != GGML_MACKO_STATUS_OK) {
+        prefix_error(matrix.name.c_str());
+    }
+    return status;
+}
+
+int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer) {
+    const int status = read_payload(file, file.header, matrix, n_threads, consumer);
+    if (status != GGML_MACKO_STATUS_OK) {
+        prefix_error(file.path.c_str());
+    }
+    return status;
+}
+
+} // namespace macko

@@ -1,0 +1,676 @@
+// The CPU kernels against float64, element by element: every supported kernel set, value type and layout, odd shapes, hostile data.
+// All memory ends at a page without access, so a kernel that reads or writes past it dies here.
+// `test-cpu-kernels --bench` prints speeds instead, beside a dense F16 kernel.
+#include "cpu/dispatch.h"
+#include "format/encode.h"
+#include "test.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <omp.h>
+#include <string>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <vector>
+
+#if defined(__x86_64__)
+#pragma GCC diagnostic ignored "-Wuninitialized" // GCC bug 105593: undefined vectors inside AVX-512 intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#endif
+
+using namespace macko;
+
+static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
+
+// ---- memory ----
+
+// n bytes that end where access ends; 256 bytes in front are checked by intact()
+struct guarded {
+    static constexpr uint8_t CANARY = 0xA7;
+    static constexpr size_t  FRONT  = 256;
+    uint8_t * map = nullptr;
+    size_t    map_size = 0;
+    uint8_t * data = nullptr;
+
+    explicit guarded(int64_t n) {
+        const size_t page  = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        const size_t inner = (static_cast<size_t>(n) + FRONT + page - 1) / page * page;
+        map_size = inner + page;
+        map = static_cast<uint8_t *>(mmap(nullptr, map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (map == MAP_FAILED || mprotect(map + inner, page, PROT_NONE) != 0) {
+            perror("mmap");
+            exit(1);
+        }
+        data = map + inner - n;
+        memset(map, CANARY, inner);
+    }
+    guarded(const guarded &) = delete;
+    ~guarded() { munmap(map, map_size); }
+    bool intact() const { return std::all_of(data - FRONT, data, [](uint8_t b) { return b == CANARY; }); }
+    float * floats() const { return reinterpret_cast<float *>(data); }
+};
+
+// ---- numbers, by other means than the library's ----
+
+static double value_of(uint32_t bits, int32_t type) {
+    if (type == GGML_MACKO_TYPE_F16) {
+        const int    e = (bits >> 10) & 31;
+        const double m = bits & 0x3ff;
+        const double v = e == 0 ? std::ldexp(m, -24) : std::ldexp(1024 + m, e - 25);
+        return bits & 0x8000 ? -v : v;
+    }
+    const uint32_t u = type == GGML_MACKO_TYPE_BF16 ? bits << 16 : bits;
+    float f;
+    memcpy(&f, &u, sizeof(f));
+    return f;
+}
+
+// nearest value of the type, ties to even
+static double rounded(double v, int32_t type) {
+    if (type == GGML_MACKO_TYPE_F32 || v == 0) {
+        return v;
+    }
+    const int digits = type == GGML_MACKO_TYPE_F16 ? 10 : 7;
+    const int lowest = type == GGML_MACKO_TYPE_F16 ? -14 : -126;
+    const double ulp = std::ldexp(1.0, std::max(std::ilogb(v), lowest) - digits);
+    const double r   = std::nearbyint(v / ulp) * ulp;
+    return type == GGML_MACKO_TYPE_F16 && std::fabs(r) >= 65520 ? std::copysign(INFINITY, v) : r;
+}
+
+// bits of a random finite non-zero: mostly ordinary, now and then the largest, a subnormal, or -0.0
+static uint32_t random_value(rng & random, int32_t type) {
+    const uint32_t sign = type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u;
+    const uint32_t s    = random.bits() & 1 ? sign : 0;
+    switch (random.range(0, 60)) {
+        case 0:  return sign;                                                     // -0.0
+        case 1:  return s | 1;                                                    // smallest subnormal
+        case 2:  return s | (type == GGML_MACKO_TYPE_F16 ? 0x7bff : type == GGML_MACKO_TYPE_BF16 ? 0x4780 : 0x477fe000); // 65504; 65536
+        case 3:  return s | (type == GGML_MACKO_TYPE_F16 ? 0x03ff : type == GGML_MACKO_TYPE_BF16 ? 0x007f : 0x007fffff);
+        default: break;
+    }
+    if (type == GGML_MACKO_TYPE_F16) {
+        return s | static_cast<uint32_t>(random.range(5, 18) << 10 | random.range(0, 1023));
+    }
+    const uint32_t u = static_cast<uint32_t>(random.range(110, 130) << 23 | random.range(0, 0x7fffff));
+    return type == GGML_MACKO_TYPE_BF16 ? s | u >> 16 : s | u;
+}
+
+// ---- matrices ----
+
+struct matrix {
+    macko_desc            desc = {};
+    std::vector<uint32_t> bits;  // dense, row-major
+    std::vector<uint8_t>  dense; // the same in the value type
+
+    matrix(int32_t type, int64_t rows, int64_t cols) : bits(static_cast<size_t>(rows * cols)) {
+        desc = { rows, cols, type, 4, 0 };
+    }
+    void finish() {
+        const size_t size = static_cast<size_t>(value_nbytes(desc.type));
+        dense.resize(bits.size() * size);
+        for (size_t i = 0; i < bits.size(); i++) {
+            memcpy(&dense[i * size], &bits[i], size); // little-endian
+        }
+        desc.nnz = static_cast<int64_t>(bits.size()) - std::count(bits.begin(), bits.end(), 0u);
+    }
+    uint32_t & at(int64_t r, int64_t c) { return bits[static_cast<size_t>(r * desc.cols + c)]; }
+};
+
+constexpr double ONE_ELEMENT = -1; // as a density
+
+static matrix random_matrix(rng & random, int32_t type, int64_t rows, int64_t cols, double density) {
+    matrix m(type, rows, cols);
+    if (density == ONE_ELEMENT) {
+        m.at(random.range(0, rows - 1), cols - 1) = random_value(random, type);
+    } else {
+        for (uint32_t & b : m.bits) {
+            b = random.unit() < density ? random_value(random, type) : 0;
+        }
+        if (rows > 2 && density < 1) { // an empty row, and one with only the last column
+            const int64_t r = random.range(0, rows - 2);
+            for (int64_t c = 0; c < cols; c++) {
+                m.at(r, c) = m.at(r + 1, c) = 0;
+            }
+            m.at(r + 1, cols - 1) = random_value(random, type);
+        }
+    }
+    m.finish();
+    return m;
+}
+
+// packs m, in blocks of rows, last block first, as loading threads may
+static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory) {
+    macko_desc desc = m.desc;
+    desc.delta_bits = delta_bits;
+    ggml_macko_count count;
+    CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz, "nnz %ld", (long) count.nnz);
+    const int64_t n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
+    std::vector<uint8_t> values(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
+    std::vector<uint8_t> deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
+    std::vector<int32_t> row_ptr(static_cast<size_t>(desc.rows + 1));
+    const ggml_macko_matrix e = { desc.rows, desc.cols, desc.type, delta_bits, desc.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() };
+    CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
+
+    const bitmap_matrix w = bitmap_bind(desc, memory.data);
+    std::vector<macko_view> views;
+    std::vector<int64_t>    first_value = { 0 };
+    for (int64_t r = 0; r < desc.rows; r += block_rows) {
+        const int64_t base = row_ptr[static_cast<size_t>(r)] & ~7;
+        views.emplace_back();
+        const int status = validate({ desc, r, std::min(r + block_rows, desc.rows), row_ptr.data(), base,
+                                      values.data() + base * value_nbytes(desc.type), deltas.data() + base * delta_bits / 8 }, &views.back());
+        CHECK(status == 0, "%s", ggml_macko_last_error());
+        first_value.push_back(first_value.back() + views.back().nnz());
+    }
+    for (size_t i = views.size(); i-- > 0;) {
+        bitmap_pack(views[i], first_value[i], w);
+    }
+    return w;
+}
+
+static void test_pack_unpack_round_trip() {
+    rng random(1);
+    for (const int32_t type : all_types) {
+        for (const int delta_bits : { 1, 2, 4, 8 }) {
+            for (const int64_t cols : { 1, 2, 63, 64, 65, 127, 128, 129, 300, 4097 }) {
+                for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
+                    const int64_t rows  = random.range(1, 40);
+                    const matrix  m     = random_matrix(random, type, rows, cols, density);
+                    const guarded memory(bitmap_nbytes(m.desc));
+                    const bitmap_matrix w = pack(m, delta_bits, random.range(1, rows), memory);
+                    const int64_t begin = random.range(0, rows - 1);
+                    const int64_t end   = random.range(begin, rows);
+                    const int64_t row_nbytes = cols * value_nbytes(type);
+                    const guarded all(rows * row_nbytes);
+                    const guarded some((end - begin) * row_nbytes);
+                    bitmap_unpack(w, 0, rows, all.data);
+                    bitmap_unpack(w, begin, end, some.data);
+                    CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
+                        "type %d bits %d %ldx%ld density %g", type, delta_bits, (long) rows, (long) cols, density);
+                    CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes, static_cast<size_t>((end - begin) * row_nbytes)) == 0 && some.intact(),
+                        "rows %ld-%ld", (long) begin, (long) end);
+                    CHECK(w.row_off[0] == 0 && w.row_off[rows] == m.desc.nnz, "row_off %u", w.row_off[rows]);
+                }
+            }
+        }
+    }
+}
+
+// ---- multiplication ----
+
+struct problem {
+    const matrix & m;
+    bitmap_matrix  w;
+    int64_t        row_begin, row_end, n;
+    bool           round_x;
+    guarded        x;                  // [n][cols]
+    std::vector<double> want, bound;   // [n][rows]
+
+    problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n, bool round_x)
+        : m(m), w(w), row_begin(row_begin), row_end(row_end), n(n), round_x(round_x), x(n * m.desc.cols * 4) {
+        const int64_t cols = m.desc.cols;
+        const int64_t rows = row_end - row_begin;
+        std::normal_distribution<float> normal;
+        std::vector<double> rx(static_cast<size_t>(n * cols)); // [col][n]
+        for (int64_t i = 0; i < n; i++) {
+            for (int64_t c = 0; c < cols; c++) {
+                float v = normal(random.engine);
+                switch (random.range(0, 80)) {
+                    case 0: v = 65504.0f * std::copysign(1.0f, v); break;
+                    case 1: v *= 1e-6f; break; // subnormal in F16
+                    case 2: v = -0.0f; break;
+                    case 3: v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // ties between two F16 values
+                    default: break;
+                }
+                x.floats()[i * cols + c] = v;
+                rx[static_cast<size_t>(c * n + i)] = round_x ? rounded(v, m.desc.type) : v;
+            }
+        }
+        // |y - y64| <= 2 gamma sum |w x|, gamma = cols 2^-24 (sums of float FMAs in any order), and what results below 2^-126 lose
+        want.resize(static_cast<size_t>(rows * n));
+        bound.assign(want.size(), static_cast<double>(cols) * 0x1p-149);
+        for (int64_t r = 0; r < rows; r++) {
+            for (int64_t c = 0; c < cols; c++) {
+                const uint32_t b = m.bits[static_cast<size_t>((row_begin + r) * cols + c)];
+                if (b == 0) {
+                    continue;
+                }
+                const double wv = value_of(b, m.desc.type);
+                for (int64_t i = 0; i < n; i++) {
+                    const double product = wv * rx[static_cast<size_t>(c * n + i)];
+                    want[static_cast<size_t>(r * n + i)] += product;
+                    bound[static_cast<size_t>(r * n + i)] += 2 * static_cast<double>(cols) * 0x1p-24 * std::fabs(product);
+                }
+            }
+        }
+    }
+};
+
+// n rows of y, each with canaries on both sides, poisoned with NaN
+struct output {
+    static constexpr int64_t GAP = 16;
+    int64_t n, rows;
+    guarded memory;
+    std::vector<float *> y;
+
+    output(int64_t n, int64_t rows) : n(n), rows(rows), memory(n * (rows + GAP) * 4) {
+        for (int64_t i = 0; i < n; i++) {
+            y.push_back(memory.floats() + i * (rows + GAP) + GAP);
+            std::fill_n(y.back(), rows, NAN);
+        }
+    }
+    bool intact() const {
+        bool ok = memory.intact();
+        for (const float * row : y) {
+            const uint8_t * gap = reinterpret_cast<const uint8_t *>(row - GAP);
+            ok &= std::all_of(gap, gap + GAP * 4, [](uint8_t b) { return b == guarded::CANARY; });
+        }
+        return ok;
+    }
+    bool same(const output & other) const {
+        for (int64_t i = 0; i < n; i++) {
+            if (memcmp(y[static_cast<size_t>(i)], other.y[static_cast<size_t>(i)], static_cast<size_t>(rows) * 4) != 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+enum class how { dispatched, rows, panels };
+
+static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
+    const guarded scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
+    std::vector<const float *> x;
+    for (int64_t i = 0; i < p.n; i++) {
+        x.push_back(p.x.floats() + i * p.m.desc.cols);
+    }
+    const mul_mat_params params = { p.w, p.row_begin, p.row_end, p.n, x.data(), out.y.data(), p.round_x, scratch.data };
+    if (with == how::dispatched) {
+#pragma omp parallel num_threads(n_threads)
+        mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
+    } else {
+        const x_layout layout = with == how::rows ? x_layout::rows : x_layout::panels;
+        for (int i = 0; i < n_threads; i++) {
+            set.prepare(params, layout, i, n_threads);
+        }
+        set.multiply(params, layout, p.row_begin, p.row_end);
+    }
+    CHECK(out.intact() && scratch.intact() && p.x.intact(), "%s wrote outside of y or scratch", set.name);
+}
+
+static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out) {
+    double  worst = -1;
+    int64_t at    = 0;
+    for (int64_t k = 0; k < static_cast<int64_t>(p.want.size()); k++) {
+        const double got   = out.y[static_cast<size_t>(k % p.n)][k / p.n];
+        const double error = std::fabs(got - p.want[static_cast<size_t>(k)]);
+        const double over  = error <= p.bound[static_cast<size_t>(k)] ? 0 : std::isnan(error) ? INFINITY : error - p.bound[static_cast<size_t>(k)];
+        if (over > worst) {
+            worst = over;
+            at    = k;
+        }
+    }
+    CHECK(worst <= 0, "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name, what, p.m.desc.type,
+        (long) p.m.desc.rows, (long) p.m.desc.cols, (long) p.m.desc.nnz, (long) p.row_begin, (long) p.row_end, (long) p.n, p.round_x,
+        (long) (at % p.n), (long) (at / p.n), out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)], p.bound[static_cast<size_t>(at)]);
+}
+
+static void check_all_sets(const problem & p, bool threads) {
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        const int64_t rows = p.row_end - p.row_begin;
+        output one(p.n, rows), with_rows(p.n, rows), with_panels(p.n, rows);
+        multiply(*set, p, how::dispatched, 1, one);
+        multiply(*set, p, how::rows, 3, with_rows);
+        multiply(*set, p, how::panels, 3, with_panels);
+        check_result(*set, p, "rows", with_rows);
+        check_result(*set, p, "panels", with_panels);
+        CHECK(one.same(with_rows) || one.same(with_panels), "%s: one thread, neither layout's result", set->name);
+        for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {
+            output more(p.n, rows);
+            multiply(*set, p, how::dispatched, n_threads, more);
+            CHECK(one.same(more), "%s: %d threads give other bits than one (%ldx%ld n %ld)", set->name, n_threads, (long) rows, (long) p.m.desc.cols, (long) p.n);
+        }
+    }
+}
+
+static void test_every_set_against_float64() {
+    rng random(2);
+    const int64_t all_n[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 80, 97, 100, 112, 127, 128, 129, 200 };
+    const int64_t dims[]  = { 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 257, 1000, 4096 };
+    size_t next_n = 0;
+    for (const int32_t type : all_types) {
+        for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
+            for (const int64_t cols : dims) {
+                const int64_t rows = dims[random.range(0, cols > 300 ? 11 : 15)];
+                const matrix  m    = random_matrix(random, type, rows, cols, density);
+                const guarded memory(bitmap_nbytes(m.desc));
+                const bitmap_matrix w = pack(m, 4, rows, memory);
+                for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
+                    const int64_t n = all_n[next_n++ % std::size(all_n)];
+                    check_all_sets(problem(random, m, w, 0, rows, n, random.bits() & 1), k == 0);
+                }
+            }
+        }
+    }
+}
+
+// more rows than a block of any kernel, columns that end inside a chunk
+static void test_rows_beyond_one_block() {
+    rng random(3);
+    for (const int32_t type : all_types) {
+        const matrix  m = random_matrix(random, type, 1037, 333, 0.4);
+        const guarded memory(bitmap_nbytes(m.desc));
+        const bitmap_matrix w = pack(m, 4, 100, memory);
+        for (const int64_t n : { 1, 8, 20, 130 }) {
+            check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
+        }
+    }
+}
+
+// an expert is a range of rows; parts are cut by work, and a range may be smaller than the number of threads
+static void test_row_ranges() {
+    rng random(4);
+    const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
+    const guarded memory(bitmap_nbytes(m.desc));
+    const bitmap_matrix w = pack(m, 4, 96, memory);
+    for (int64_t begin = 0; begin < 96; begin += 13) {
+        for (const int64_t rows : { 0, 1, 2, 5, 12 }) {
+            check_all_sets(problem(random, m, w, begin, std::min<int64_t>(begin + rows, 96), 1 + begin % 18, true), true);
+        }
+    }
+}
+
+// x rounds as F16 and BF16 do: each x alone times 1.0, so y is the rounded x, bit for bit
+static void test_rounding_of_x_is_exact() {
+    rng random(5);
+    const int64_t cols = 64;
+    for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        matrix m(type, cols, cols);
+        for (int64_t c = 0; c < cols; c++) {
+            m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
+        }
+        m.finish();
+        const guarded memory(bitmap_nbytes(m.desc));
+        const bitmap_matrix w = pack(m, 4, cols, memory);
+        for (int k = 0; k < 100; k++) {
+            problem p(random, m, w, 0, cols, 2, true);
+            for (int64_t c = 0; c < 2 * cols; c++) { // any exponent that does not become Inf, ties included
+                const int e = static_cast<int>(random.range(type == GGML_MACKO_TYPE_F16 ? -28 : -126, type == GGML_MACKO_TYPE_F16 ? 15 : 126));
+                const float v = std::ldexp(static_cast<float>(random.range(0x400, 0x7ff) * 2 + (random.bits() & 1)) / 4096, e);
+                p.x.floats()[c] = std::fabs(v) > 65504 ? 65504.0f : random.bits() & 1 ? v : -v;
+            }
+            for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                for (const how with : { how::rows, how::panels }) {
+                    output out(2, cols);
+                    multiply(*set, p, with, 1, out);
+                    for (int64_t c = 0; c < 2 * cols; c++) {
+                        const double want = rounded(p.x.floats()[c], type);
+                        CHECK(out.y[static_cast<size_t>(c / cols)][c % cols] == want, "%s type %d: x %a gives %a, not %a", set->name, type,
+                            p.x.floats()[c], out.y[static_cast<size_t>(c / cols)][c % cols], want);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// non-finite x: no crash, and rows get something (reliability: unspecified, since a skipped zero may hide or show 0 * Inf)
+static void test_nonfinite_x_does_not_crash() {
+    rng random(6);
+    for (const int32_t type : all_types) {
+        const matrix  m = random_matrix(random, type, 33, 129, 0.5);
+        const guarded memory(bitmap_nbytes(m.desc));
+        const bitmap_matrix w = pack(m, 4, 33, memory);
+        problem p(random, m, w, 0, 33, 17, true);
+        for (int64_t c = 0; c < 129; c++) {
+            p.x.floats()[c]       = INFINITY;
+            p.x.floats()[129 + c] = NAN;
+            p.x.floats()[258 + c] = 1e30f; // Inf in F16
+        }
+        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+            for (const how with : { how::rows, how::panels }) {
+                output out(17, 33);
+                multiply(*set, p, with, 1, out);
+                for (int64_t r = 0; r < 33; r++) { // x that are finite stay right beside them
+                    for (int64_t j = 3; j < 17; j++) {
+                        const size_t k = static_cast<size_t>(r * 17 + j);
+                        CHECK(std::fabs(out.y[static_cast<size_t>(j)][r] - p.want[k]) <= p.bound[k], "%s: row %ld of x %ld", set->name, (long) r, (long) j);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// ---- choice of the kernel set ----
+
+// in a child process, since the environment is read once: prints "status name-or-message"
+static std::string selection_with(const char * forced) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return "pipe failed";
+    }
+    const pid_t child = fork();
+    if (child == 0) {
+        forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
+        const char * name = "unset";
+        const int status = cpu_kernels_select(&name);
+        setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
+        const char * again = "unset";
+        const bool same = cpu_kernels_select(&again) == status && strcmp(name, again) == 0;
+        char text[600];
+        const int n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name, same ? "" : " (changed)");
+        _exit(write(ends[1], text, static_cast<size_t>(n)) == n ? 0 : 1);
+    }
+    close(ends[1]);
+    char text[600];
+    const ssize_t n = read(ends[0], text, sizeof(text));
+    close(ends[0]);
+    int status = 0;
+    waitpid(child, &status, 0);
+    return status == 0 && n > 0 ? std::string(text, static_cast<size_t>(n)) : "child failed";
+}
+
+static void test_forced_kernel_set_is_the_one_in_use() {
+    const std::string best = supported_kernel_set(0)->name;
+    std::string got = selection_with(nullptr);
+    CHECK(got == "0 " + best, "%s", got.c_str());
+    got = selection_with("");
+    CHECK(got == "0 " + best, "%s", got.c_str());
+    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2" }) {
+        bool supported = false;
+        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+            supported |= strcmp(set->name, name) == 0;
+        }
+        got = selection_with(name);
+        const std::string want = supported ? std::string("0 ") + name : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
+        CHECK(supported ? got == want : got.compare(0, want.size(), want) == 0, "%s", got.c_str());
+    }
+    const std::string long_name(200, 'x');
+    for (const char * name : { "avx", "AVX2", "portable ", "\x1b[31m", long_name.c_str() }) {
+        got = selection_with(name);
+        CHECK(got.compare(0, 2, "1 ") == 0 && got.find("no such kernel set; valid names: portable, avx2, avx512, avx512-vbmi2") != std::string::npos
+            && got.find('\x1b') == std::string::npos, "%s", got.c_str());
+    }
+}
+
+// the set that is in use is also the one that mul_mat_thread runs
+static void test_mul_mat_thread_runs_the_selected_set() {
+    rng random(7);
+    const char * name;
+    CHECK(cpu_kernels_select(&name) == 0, "%s", ggml_macko_last_error());
+    const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
+    const guarded memory(bitmap_nbytes(m.desc));
+    const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        if (strcmp(set->name, name) == 0) {
+            output with_set(3, 64), selected(3, 64);
+            multiply(*set, p, how::dispatched, 2, with_set);
+            const guarded scratch(mul_mat_scratch_nbytes(777, 3));
+            const float * x[3] = { p.x.floats(), p.x.floats() + 777, p.x.floats() + 2 * 777 };
+            const mul_mat_params params = { p.w, 0, 64, 3, x, selected.y.data(), true, scratch.data };
+#pragma omp parallel num_threads(2)
+            mul_mat_thread(params, omp_get_thread_num(), omp_get_num_threads());
+            CHECK(selected.same(with_set), "mul_mat_thread is not %s", name);
+            check_result(*set, p, "selected", selected);
+        }
+    }
+}
+
+// ---- speed ----
+
+#if defined(__x86_64__)
+// dense F16, row-major, float x: what a sparse kernel has to beat. 4 rows x NX x in registers, AVX-512.
+template <int NX>
+__attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_t * w, int64_t cols, const float * x, float * const * y, int64_t row) {
+    __m512 acc[4][NX] = {};
+    for (int64_t c = 0; c < cols; c += 16) {
+        __m512 wv[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            wv[r] = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + (row + r) * cols + c)));
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < NX; i++) {
+            const __m512 xv = _mm512_loadu_ps(x + i * cols + c);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                acc[r][i] = _mm512_fmadd_ps(wv[r], xv, acc[r][i]);
+            }
+        }
+    }
+    for (int i = 0; i < NX; i++) {
+        for (int r = 0; r < 4; r++) {
+            y[i][row + r] = _mm512_reduce_add_ps(acc[r][i]);
+        }
+    }
+}
+
+static void dense_mul_mat(const uint16_t * w, int64_t rows, int64_t cols, int64_t n, const float * x, float * const * y, int ith, int nth) {
+    for (int64_t row = rows / 4 * ith / nth * 4; row < rows / 4 * (ith + 1) / nth * 4; row += 4) {
+        int64_t i = 0;
+        for (; i + 6 <= n; i += 6) { dense_tile<6>(w, cols, x + i * cols, y + i, row); }
+        for (; i + 3 <= n; i += 3) { dense_tile<3>(w, cols, x + i * cols, y + i, row); }
+        for (; i < n; i++)         { dense_tile<1>(w, cols, x + i * cols, y + i, row); }
+    }
+}
+#endif
+
+static double seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// median of repeated passes of f(matrix index) over n matrices, per matrix
+template <typename F> static double timed(int n_matrices, F && f) {
+    std::vector<double> times;
+    const double start = seconds();
+    while (times.size() < 3 || (seconds() - start < 0.5 && times.size() < 15)) {
+        const double t = seconds();
+        for (int i = 0; i < n_matrices; i++) {
+            f(i);
+        }
+        times.push_back((seconds() - t) / n_matrices);
+    }
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+}
+
+// usage: --bench [density,...] [n,...] [threads] [copies]; matrices in rotation, so that weights come from memory at n = 1
+static void bench(int argc, char ** argv) {
+    const auto list = [&](int i, const char * fallback) {
+        std::vector<double> v;
+        for (const char * s = argc > i ? argv[i] : fallback; *s; s += *s == ',') {
+            char * end;
+            v.push_back(strtod(s, &end));
+            s = end;
+        }
+        return v;
+    };
+    const int n_threads = static_cast<int>(list(4, "2")[0]);
+    const int copies    = static_cast<int>(list(5, "12")[0]);
+    printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns", "dense us", "GB/s", "ratio");
+    for (const auto & shape : { std::pair<int64_t, int64_t>{ 8192, 2048 }, { 2048, 8192 } }) {
+        const int64_t rows = shape.first, cols = shape.second;
+        for (const double density : list(2, "0.5,0.3,0.1")) {
+            std::vector<matrix> dense;
+            std::vector<std::unique_ptr<guarded>> memory;
+            std::vector<bitmap_matrix> w;
+            for (int i = 0; i < copies; i++) {
+                rng random(static_cast<uint64_t>(i) + 10);
+                dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
+                for (uint32_t & b : dense.back().bits) {
+                    const uint64_t u = random.bits();
+                    b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff)) : 0;
+                }
+                dense.back().finish();
+                std::vector<uint32_t>().swap(dense.back().bits);
+                memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc)));
+                w.push_back(pack(dense.back(), 4, rows, *memory.back()));
+            }
+            for (const double nd : list(3, "1,2,4,8,16,32,128,512")) {
+                const int64_t n = static_cast<int64_t>(nd);
+                std::vector<float> xs(static_cast<size_t>(n * cols)), ys(static_cast<size_t>(n * rows));
+                std::vector<const float *> x;
+                std::vector<float *> y;
+                rng random(99);
+                for (float & v : xs) {
+                    v = static_cast<float>(random.unit() - 0.5);
+                }
+                for (int64_t i = 0; i < n; i++) {
+                    x.push_back(xs.data() + i * cols);
+                    y.push_back(ys.data() + i * rows);
+                }
+                const int n_matrices = n <= 4 ? copies : 1;
+                double dense_time = NAN;
+#if defined(__x86_64__)
+                if (__builtin_cpu_supports("avx512f")) {
+                    dense_time = timed(n_matrices, [&](int i) {
+                        const uint16_t * d = reinterpret_cast<const uint16_t *>(dense[static_cast<size_t>(i)].dense.data());
+#pragma omp parallel num_threads(n_threads)
+                        dense_mul_mat(d, rows, cols, n, xs.data(), y.data(), omp_get_thread_num(), omp_get_num_threads());
+                    });
+                }
+#endif
+                const char * only = getenv("GGML_MACKO_FORCE");
+                for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
+                    if (only && strcmp(only, set->name) != 0) {
+                        continue;
+                    }
+                    const guarded scratch(mul_mat_scratch_nbytes(cols, n));
+                    const double time = timed(n_matrices, [&](int i) {
+                        const mul_mat_params params = { w[static_cast<size_t>(i)], 0, rows, n, x.data(), y.data(), true, scratch.data };
+#pragma omp parallel num_threads(n_threads)
+                        mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
+                    });
+                    const double nnz = static_cast<double>(dense[0].desc.nnz);
+                    printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, density, (long) rows, (long) cols, (long) n, time * 1e6,
+                        static_cast<double>(bitmap_nbytes(dense[0].desc)) / time * 1e-9, nnz * static_cast<double>(n) / time * 1e-9,
+                        dense_time * 1e6, 2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
+                    fflush(stdout);
+                }
+            }
+        }
+    }
+}
+
+int main(int argc, char ** argv) {
+    if (argc > 1 && strcmp(argv[1], "--bench") == 0) {
+        bench(argc, argv);
+        return 0;
+    }
+    test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
+    test_pack_unpack_round_trip();
+    test_every_set_against_float64();
+    test_rows_beyond_one_block();
+    test_row_ranges();
+    test_rounding_of_x_is_exact();
+    test_nonfinite_x_does_not_crash();
+    test_mul_mat_thread_runs_the_selected_set();
+    return test_summary("test-cpu-kernels");
+}

@@ -1,6 +1,7 @@
 // What the kernels of ops-*.cu share: launching, reductions, index arithmetic.
 #pragma once
 
+#include "cuda/common.cuh"
 #include "cuda/ops-types.cuh"
 
 namespace macko {
@@ -11,10 +12,8 @@ constexpr int WARP = 32;
 // that goes through launch() calls wait_for_previous() before it touches any memory that a kernel may have written, and exactly once,
 // also in threads that have nothing to do: the guarantee "all earlier kernels are complete" is passed on from kernel to kernel by it.
 static __device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+    cuda_wait_for_previous();
+    cuda_allow_next();
 }
 
 template <typename... PARAMS, typename... ARGS>
@@ -33,14 +32,6 @@ cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid,
     config.attrs            = &attribute;
     config.numAttrs         = ctx.overlap ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
-}
-
-static __device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        x += __shfl_xor_sync(0xffffffffu, x, offset);
-    }
-    return x;
 }
 
 static __device__ __forceinline__ float warp_max(float x) {

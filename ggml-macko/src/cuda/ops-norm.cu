@@ -43,7 +43,7 @@ __global__ void rms_norm_kernel(rms_norm_args p) {
             squares += f[k] * f[k];
         }
     }
-    squares = block_reduce(squares, partial, warp_sum, 0);
+    squares = block_reduce(squares, partial, warp_sum<>, 0);
     const float factor = 1 / sqrtf(squares / static_cast<float>(p.dst.ne[0]) + p.eps);
     const V * in  = HAS_ADD ? sum : x; // each thread reads back what it wrote itself
     const V * s   = HAS_SCALE ? reinterpret_cast<const V *>(broadcast_row(p.scale, row)) : nullptr;
@@ -109,7 +109,7 @@ __global__ void soft_max_kernel(soft_max_args p) {
         dst[i] = e; // x may be dst: element i is read for the last time above
         sum += e;
     }
-    sum = block_reduce(sum, partial, warp_sum, 0);
+    sum = block_reduce(sum, partial, warp_sum<>, 0);
     if (p.sinks) {
         sum += expf(p.sinks[row.i2] - max);
     }
@@ -128,7 +128,7 @@ __global__ void sum_rows_kernel(op_tensor x, op_tensor dst) {
     for (int64_t i = threadIdx.x; i < x.ne[0]; i += blockDim.x) {
         sum += v[i];
     }
-    sum = block_reduce(sum, partial, warp_sum, 0);
+    sum = block_reduce(sum, partial, warp_sum<>, 0);
     if (threadIdx.x == 0) {
         *reinterpret_cast<float *>(row_of(dst, row)) = sum;
     }

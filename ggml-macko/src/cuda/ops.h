@@ -30,10 +30,14 @@ struct op_tensor {
 
 struct cublas_library; // cublas.h: loaded at run time where it is installed
 
+constexpr int N_COUNTERS = 1 << 14;
+
 struct op_context {
     cudaStream_t     stream  = nullptr;
     int              cc      = 0;       // compute capability * 10, 90 = Hopper
     int              n_sm    = 0;
+    int              shared_nbytes = 0; // most that a block may ask for
+    unsigned       * counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
     bool             overlap = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
     cublas_library * cublas  = nullptr; // null where there is none
 };
@@ -134,6 +138,12 @@ cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const o
 bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
+// the same for a matrix that is not there as rows: panels of it are made in scratch, as F16 or BF16 rows
+struct row_source {
+    virtual ~row_source() = default;
+    virtual cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t stream) const = 0;
+};
+cudaError_t op_mul_mat_unpacked(const op_context & ctx, const row_source & w, tensor_type type, int64_t rows, const op_tensor & x, const op_tensor & dst, char * scratch);
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
 bool        op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch);

@@ -7,6 +7,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <mutex>
 
 namespace macko {
 
@@ -34,6 +35,40 @@ namespace macko {
         }                                           \
     } while (0)
 
+// what the launches need to know of the current device; asked once per device
+struct cuda_device_info {
+    int multiprocessors;
+    int shared_nbytes; // of one block, at most
+    int cc;            // 10 * major + minor
+};
+inline cudaError_t cuda_current_device(cuda_device_info * out) {
+    constexpr int MAX_DEVICES = 64;
+    static cuda_device_info known[MAX_DEVICES];
+    static std::once_flag   once[MAX_DEVICES];
+    static cudaError_t      error[MAX_DEVICES];
+    int device = 0;
+    CUDA_TRY(cudaGetDevice(&device));
+    if (device >= MAX_DEVICES) {
+        return cudaErrorInvalidDevice;
+    }
+    std::call_once(once[device], [&] {
+        cuda_device_info & info = known[device];
+        int major = 0, minor = 0;
+        const auto ask = [&](int * value, cudaDeviceAttr attribute) {
+            if (error[device] == cudaSuccess) {
+                error[device] = cudaDeviceGetAttribute(value, attribute, device);
+            }
+        };
+        ask(&info.multiprocessors, cudaDevAttrMultiProcessorCount);
+        ask(&info.shared_nbytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        ask(&major, cudaDevAttrComputeCapabilityMajor);
+        ask(&minor, cudaDevAttrComputeCapabilityMinor);
+        info.cc = 10 * major + minor;
+    });
+    *out = known[device];
+    return error[device];
+}
+
 #ifdef __CUDACC__
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
@@ -44,6 +79,33 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
     for (int offset = WIDTH / 2; offset > 0; offset /= 2) {
         v += __shfl_xor_sync(FULL_WARP, v, offset);
     }
+    return v;
+}
+
+// read once, kept out of L1 so that it is left to shared memory
+__device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint2 load_streaming(const uint2 * p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t load_streaming(const uint32_t * p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t load_streaming(const uint16_t * p) {
+    uint16_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint32_t load_streaming(const uint8_t * p) {
+    uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 

@@ -23,6 +23,7 @@ enum cuda_sparse_layout : int32_t {
 };
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
+constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
 
 // A matrix in device memory: pointers into one allocation of cuda_sparse_nbytes() bytes that the caller owns.
 struct cuda_sparse_matrix {
@@ -32,14 +33,24 @@ struct cuda_sparse_matrix {
     int32_t    delta_bits; // 1, 2, 4, 8
     int32_t    layout;     // enum cuda_sparse_layout
     int32_t    lanes;      // RUNS, STRIPED: 8, 16 or 32 runs per row
+    int32_t    stripe;     // STRIPED: stripe_width(cols); x repeats after 32 * stripe - 1 words. Else 0
     int32_t    overshoot;  // STRIPED: words behind the last one of x that a group may touch before it wraps
     uint8_t  * values;     // RUNS, STRIPED: 8 per group; ROWS: n_padded
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas
     uint16_t * bases;      // RUNS, STRIPED: rows * lanes
     int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry
+    int64_t    nbytes;     // from the first part to the end of the last
 };
+
+// column c = 32 * position mod (32 * width - 1), which is at least cols
+constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
 
 // bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);
+
+// for the repack and its tests: runs per row that suit the matrix, groups that RUNS or STRIPED may have, and the parts in memory
+int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded);
+cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory);
 
 } // namespace macko

@@ -69,6 +69,8 @@ public:
     [[nodiscard]] int rows(const macko_view & view);
     // after all rows: chooses the layout and makes it. The matrix is complete on return.
     [[nodiscard]] int finish(cuda_sparse_matrix * out);
+    // for tests and measurements: this layout (enum cuda_sparse_layout) and these lanes (0: the usual), or an error if it does not fit
+    [[nodiscard]] int finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes);
 
 private:
     struct impl;

@@ -566,19 +566,22 @@ static double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// median of repeated passes of f(matrix index) over n matrices, per matrix
+// seconds of f(matrix index): per matrix the best of several rotations (other programs only ever slow it down), mean over matrices
 template <typename F> static double timed(int n_matrices, F && f) {
-    std::vector<double> times;
+    std::vector<double> best(static_cast<size_t>(n_matrices), INFINITY);
     const double start = seconds();
-    while (times.size() < 3 || (seconds() - start < 0.5 && times.size() < 15)) {
-        const double t = seconds();
+    for (int pass = 0; pass < 3 || (seconds() - start < 0.7 && pass < 50); pass++) {
         for (int i = 0; i < n_matrices; i++) {
+            const double t = seconds();
             f(i);
+            best[static_cast<size_t>(i)] = std::min(best[static_cast<size_t>(i)], seconds() - t);
         }
-        times.push_back((seconds() - t) / n_matrices);
     }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    double sum = 0;
+    for (const double t : best) {
+        sum += t;
+    }
+    return sum / n_matrices;
 }
 
 // usage: --bench [density,...] [n,...] [threads] [copies]; matrices in rotation, so that weights come from memory at n = 1
@@ -639,7 +642,7 @@ static void bench(int argc, char ** argv) {
 #endif
                 const char * only = getenv("GGML_MACKO_FORCE");
                 for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
-                    if (only && strcmp(only, set->name) != 0) {
+                    if (only ? strcmp(only, set->name) != 0 : set == &kernels_portable) {
                         continue;
                     }
                     const guarded scratch(mul_mat_scratch_nbytes(cols, n));

@@ -57,12 +57,18 @@ struct avx512 {
             return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
         }
     }
+    // Hides from the compiler where v comes from. Expand and compress need it twice on AMD (Zen 5): with a memory operand they are microcoded,
+    // and with zero-masking they wait for the old content of their destination (8.5 against 3 cycles per step), which a zero source avoids.
+    template <typename V> static V in_register(V v) {
+        __asm__("" : "+v"(v));
+        return v;
+    }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
-        w[0] = _mm512_maskz_expand_ps(static_cast<__mmask16>(bits), load_values<TYPE>(values));
+        w[0] = _mm512_mask_expand_ps(in_register(zero()), static_cast<__mmask16>(bits), in_register(load_values<TYPE>(values)));
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
         const __m512i all = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(base)), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-        _mm512_storeu_si512(out, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), all));
+        _mm512_storeu_si512(out, _mm512_mask_compress_epi32(in_register(_mm512_setzero_si512()), static_cast<__mmask16>(bits), all));
     }
 };
 

@@ -117,7 +117,7 @@ template <
 void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<TYPE>;
     constexpr int VECS = STEP / W;
-    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
+    constexpr int ACCS = NX == 1 ? 2 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;

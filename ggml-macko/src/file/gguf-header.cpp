@@ -371,12 +371,12 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     }
     // without tensors there is no data section, and the file may end right behind the header
     const int64_t end        = n_tensors == 0 ? r.pos : header->data_offset + data_size;
-    const int64_t end_padded = header->data_offset + data_size_padded;
-    if (header->file_size < end) {
-        return fail(GGML_MACKO_STATUS_TRUNCATED, "the file ends at %" PRId64 ", its tensors need %" PRId64, header->file_size, end);
+    const int64_t end_padded = header->data_offset + data_size_padded; // >= end
+    if (header->file_size > end_padded) {
+        return fail(GGML_MACKO_STATUS_TRAILING_DATA, "data behind the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size, end_padded);
     }
     if (header->file_size != end && header->file_size != end_padded) {
-        return fail(GGML_MACKO_STATUS_TRAILING_DATA, "data behind the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size, end);
+        return fail(GGML_MACKO_STATUS_TRUNCATED, "the file ends at %" PRId64 ", its tensors need %" PRId64, header->file_size, end);
     }
     return GGML_MACKO_STATUS_OK;
 }

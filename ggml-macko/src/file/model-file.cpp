@@ -409,7 +409,7 @@ static int check_dense_size(const model_file & file) {
     if (total > MAX_MODEL_BYTES) {
         return fail(GGML_MACKO_STATUS_LIMIT, "declares too much dense data (%" PRId64 " vs %" PRId64 " bytes)", total, MAX_MODEL_BYTES);
     }
-    if (total / MAX_EXPANSION > file.header.file_size) {
+    if ((total + MAX_EXPANSION - 1) / MAX_EXPANSION > file.header.file_size) {
         return fail(GGML_MACKO_STATUS_LIMIT, "declares %" PRId64 " dense bytes from a file of %" PRId64 " (limit %" PRId64 " x)", total, file.header.file_size, MAX_EXPANSION);
     }
     return GGML_MACKO_STATUS_OK;

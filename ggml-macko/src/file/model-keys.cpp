@@ -568,8 +568,8 @@ int check_model_tensors(const std::vector<gguf_tensor> & tensors) {
     for (const gguf_tensor & t : tensors) {
         has_output       |= t.name == "output.weight";
         has_output_scale |= t.name == "output.scale" || t.name == "output.input_scale";
-        // norms, biases, scales, RoPE factors: ggml-cpu aborts unless they are F32. Matrices end in .weight and have two dimensions.
-        const bool is_matrix = t.n_dims >= 2 && ends_with(t.name, ".weight");
+        // norms, biases, scales, RoPE factors: ggml-cpu aborts unless they are F32. Matrices end in .weight and have several rows.
+        const bool is_matrix = t.ne[1] * t.ne[2] * t.ne[3] > 1 && ends_with(t.name, ".weight");
         if (is_matrix ? !is_matrix_type(t.type) : t.type != GGML_MACKO_TYPE_F32) {
             return fail(GGML_MACKO_STATUS_BAD_TYPE, "%s: llama.cpp cannot compute with this tensor's type (%d)", t.name.c_str(), t.type);
         }

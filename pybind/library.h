@@ -1,0 +1,57 @@
+// The library: status codes, value types, last error, versions. Same order and names as ggml-macko.h, which says what each does.
+enum ggml_macko_status {
+    GGML_MACKO_STATUS_OK                = 0,
+
+    GGML_MACKO_STATUS_BAD_ARGUMENT      = 1,
+    GGML_MACKO_STATUS_OUT_OF_MEMORY     = 2,
+    GGML_MACKO_STATUS_VERSION_MISMATCH  = 3,
+    GGML_MACKO_STATUS_CANCELLED         = 4,
+    GGML_MACKO_STATUS_LOAD_FAILED       = 5,
+
+    GGML_MACKO_STATUS_IO                = 10,
+    GGML_MACKO_STATUS_NOT_A_FILE        = 11,
+    GGML_MACKO_STATUS_TRUNCATED         = 12,
+    GGML_MACKO_STATUS_FILE_CHANGED      = 13,
+
+    GGML_MACKO_STATUS_BAD_MAGIC         = 20,
+    GGML_MACKO_STATUS_BAD_GGUF_VERSION  = 21,
+    GGML_MACKO_STATUS_LIMIT             = 22,
+    GGML_MACKO_STATUS_BAD_KEY           = 23,
+    GGML_MACKO_STATUS_DUPLICATE_KEY     = 24,
+    GGML_MACKO_STATUS_BAD_KEY_TYPE      = 25,
+    GGML_MACKO_STATUS_BAD_KEY_VALUE     = 26,
+    GGML_MACKO_STATUS_MISSING_KEY       = 27,
+    GGML_MACKO_STATUS_BAD_ALIGNMENT     = 28,
+    GGML_MACKO_STATUS_BAD_NAME          = 29,
+    GGML_MACKO_STATUS_DUPLICATE_TENSOR  = 30,
+    GGML_MACKO_STATUS_BAD_TYPE          = 31,
+    GGML_MACKO_STATUS_BAD_SHAPE         = 32,
+    GGML_MACKO_STATUS_BAD_OFFSET        = 33,
+    GGML_MACKO_STATUS_TRAILING_DATA     = 34,
+    GGML_MACKO_STATUS_SPLIT_FILE        = 35,
+    GGML_MACKO_STATUS_UNSUPPORTED_ARCH  = 36,
+
+    GGML_MACKO_STATUS_NOT_SPARSE        = 40,
+    GGML_MACKO_STATUS_FORMAT_VERSION    = 41,
+    GGML_MACKO_STATUS_BAD_FORMAT        = 42,
+    GGML_MACKO_STATUS_MISSING_COMPONENT = 43,
+    GGML_MACKO_STATUS_BAD_COMPONENT     = 44,
+
+    GGML_MACKO_STATUS_BAD_ROW_PTR       = 50,
+    GGML_MACKO_STATUS_BAD_COLUMN        = 51,
+    GGML_MACKO_STATUS_NOT_CANONICAL     = 52,
+    GGML_MACKO_STATUS_NOT_FINITE        = 53,
+    GGML_MACKO_STATUS_BAD_NNZ           = 54,
+};
+
+enum ggml_macko_type {
+    GGML_MACKO_TYPE_F32  = 0,
+    GGML_MACKO_TYPE_F16  = 1,
+    GGML_MACKO_TYPE_BF16 = 30,
+};
+
+const char * ggml_macko_last_error(void);
+const char * ggml_macko_status_name(int status);
+const char * ggml_macko_version(void);
+const char * ggml_macko_built_for_llama_cpp_python(void);
+const char * ggml_macko_built_for_ggml(void);

@@ -1,0 +1,324 @@
+"""The C library, one thin function per call: the only module that touches cffi.
+
+Checks what C cannot check (dtype, contiguity, array lengths), allocates results, turns status codes into exceptions. Takes and
+returns NumPy arrays and dataclasses; no cdata leaves this module but `Load.stream`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from . import errors
+from .formats import DELTA_BITS, TYPE_NAMES, MackoMatrix, bits_dtype, deltas_nbytes, n_padded
+
+LIBRARY_PATH = Path(__file__).with_name("libggml-macko.so")
+PRELOAD_PATH = Path(__file__).with_name("libggml-macko-preload.so")
+
+_load_lock = threading.Lock()
+
+
+def _ffi():
+    from . import _ffi as generated
+
+    return generated.ffi
+
+
+@functools.lru_cache(maxsize=None)
+def _open_library():
+    # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp loads it
+    import llama_cpp  # noqa: F401
+
+    return _ffi().dlopen(str(LIBRARY_PATH))
+
+
+def _lib():
+    with _load_lock:
+        try:
+            return _open_library()
+        except OSError as e:
+            raise errors.error(errors.VERSION_MISMATCH, f"cannot load {LIBRARY_PATH}: {e}") from e
+
+
+def _text(c_string) -> str:
+    return _ffi().string(c_string).decode("utf-8", errors="replace")
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise errors.error(status, _text(_lib().ggml_macko_last_error()))
+
+
+# ---- library ----
+
+
+def version() -> str:
+    return _text(_lib().ggml_macko_version())
+
+
+def built_for_llama_cpp_python() -> str:
+    return _text(_lib().ggml_macko_built_for_llama_cpp_python())
+
+
+def built_for_ggml() -> str:
+    return _text(_lib().ggml_macko_built_for_ggml())
+
+
+def status_name(code: int) -> str:
+    return _text(_lib().ggml_macko_status_name(code))
+
+
+def check_ggml(ggml_version: str) -> None:
+    """VersionMismatchError unless the plugin was built for this ggml."""
+    _check(_lib().ggml_macko_check_ggml(ggml_version.encode()))
+
+
+# ---- codec ----
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a dense matrix needs."""
+
+    nnz: int
+    n_stored: dict  # delta_bits -> entries
+    n_nonfinite: int
+
+
+def _dense_bits(dense: np.ndarray, type_id: int) -> np.ndarray:
+    if type_id not in TYPE_NAMES:
+        raise errors.error(errors.BAD_ARGUMENT, f"value type {type_id} is not F16, BF16 or F32")
+    if dense.ndim != 2 or dense.dtype != bits_dtype(type_id):
+        raise errors.error(
+            errors.BAD_ARGUMENT,
+            f"expected a 2-D array of {bits_dtype(type_id)} bit patterns, got {dense.dtype} {dense.shape}",
+        )
+    return np.ascontiguousarray(dense)
+
+
+def count_dense(dense: np.ndarray, type_id: int, n_threads: int = 0) -> Count:
+    """dense: bit patterns (rows, cols)."""
+    dense = _dense_bits(dense, type_id)
+    ffi = _ffi()
+    out = ffi.new("struct ggml_macko_count *")
+    _check(
+        _lib().ggml_macko_count_dense(
+            ffi.from_buffer("const void *", dense), type_id, dense.shape[0], dense.shape[1], n_threads, out
+        )
+    )
+    return Count(out.nnz, dict(zip(DELTA_BITS, out.n_stored)), out.n_nonfinite)
+
+
+def _c_matrix(m: MackoMatrix):
+    """(struct, keep-alive list). Arrays must have the dtypes of MackoMatrix; their lengths are passed to C, which checks them."""
+    for name, dtype in (("values", bits_dtype(m.type)), ("deltas", np.uint8), ("row_ptr", np.int32)):
+        array = getattr(m, name)
+        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+    ffi = _ffi()
+    c = ffi.new("struct ggml_macko_matrix *")
+    c.rows, c.cols, c.type, c.delta_bits, c.nnz, c.n_stored = m.rows, m.cols, m.type, m.delta_bits, m.nnz, m.n_stored
+    c.values = ffi.from_buffer("const void *", m.values)
+    c.deltas = ffi.from_buffer("const uint8_t *", m.deltas)
+    c.row_ptr = ffi.from_buffer("const int32_t *", m.row_ptr)
+    return c
+
+
+def encode(dense: np.ndarray, type_id: int, delta_bits: int, count: Count | None = None, n_threads: int = 0) -> MackoMatrix:
+    """dense: bit patterns (rows, cols), finite. count: count_dense of the same matrix, if the caller has it already."""
+    dense = _dense_bits(dense, type_id)
+    if delta_bits not in DELTA_BITS:
+        raise errors.error(errors.BAD_ARGUMENT, f"delta_bits is {delta_bits}, not 1, 2, 4 or 8")
+    if count is None:
+        count = count_dense(dense, type_id, n_threads)
+    if count.n_nonfinite:
+        raise errors.error(errors.NOT_FINITE, f"{count.n_nonfinite} values are not finite")
+    n_stored = count.n_stored[delta_bits]
+    m = MackoMatrix(
+        dense.shape[0],
+        dense.shape[1],
+        type_id,
+        delta_bits,
+        count.nnz,
+        n_stored,
+        np.empty(n_padded(n_stored), dtype=bits_dtype(type_id)),
+        np.empty(deltas_nbytes(n_stored, delta_bits), dtype=np.uint8),
+        np.empty(dense.shape[0] + 1, dtype=np.int32),
+    )
+    _check(_lib().ggml_macko_encode(_ffi().from_buffer("const void *", dense), _c_matrix(m), n_threads))
+    return m
+
+
+def validate(m: MackoMatrix, n_threads: int = 0) -> None:
+    _check(_lib().ggml_macko_validate(_c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads))
+
+
+def decode(m: MackoMatrix, n_threads: int = 0) -> np.ndarray:
+    """Dense bit patterns (rows, cols). m is checked in full first."""
+    c = _c_matrix(m)
+    validate(m, n_threads)  # before memory is taken for a shape that nobody has checked
+    dense = np.empty((m.rows, m.cols), dtype=bits_dtype(m.type))
+    out = _ffi().from_buffer("void *", dense, require_writable=True)
+    _check(_lib().ggml_macko_decode(c, len(m.values), len(m.deltas), len(m.row_ptr), out, n_threads))
+    return dense
+
+
+# ---- CPU kernels ----
+
+
+def cpu_kernels() -> str:
+    """Name of the kernel set in use, for example "avx2"."""
+    return _text(_lib().ggml_macko_cpu_kernels())
+
+
+class CpuMatrix:
+    """A matrix in the layout that is fastest on this CPU."""
+
+    def __init__(self, m: MackoMatrix, n_threads: int = 0):
+        self.rows, self.cols = m.rows, m.cols
+        ffi = _ffi()
+        out = ffi.new("struct ggml_macko_cpu_matrix **")
+        _check(
+            _lib().ggml_macko_cpu_matrix_init(_c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads, out)
+        )
+        self._c = ffi.gc(out[0], _lib().ggml_macko_cpu_matrix_free)
+
+    @property
+    def nbytes(self) -> int:
+        return _lib().ggml_macko_cpu_matrix_nbytes(self._c)
+
+    def mul_mat(self, x: np.ndarray, n_threads: int = 0) -> np.ndarray:
+        """x: (n, cols) float32 -> (n, rows) float32, y = x W^T."""
+        if x.ndim != 2 or x.shape[1] != self.cols or x.dtype != np.float32:
+            raise errors.error(
+                errors.BAD_ARGUMENT, f"expected float32 of shape (n, {self.cols}), got {x.dtype} {x.shape}"
+            )
+        x = np.ascontiguousarray(x)
+        y = np.empty((len(x), self.rows), dtype=np.float32)
+        ffi = _ffi()
+        _check(
+            _lib().ggml_macko_cpu_mul_mat(
+                self._c,
+                ffi.from_buffer("const float *", x),
+                ffi.from_buffer("float *", y, require_writable=True),
+                len(x),
+                n_threads,
+            )
+        )
+        return y
+
+
+# ---- files ----
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """An entry of the file's own tensor table."""
+
+    name: str
+    type: int  # ggml type id
+    ne: tuple  # ggml order, n_dims numbers
+    offset: int  # of the data, from the start of the file
+    nbytes: int
+    sparse_index: int  # of the sparse matrix that it is a component of, or -1
+
+
+@dataclass(frozen=True)
+class FileSparse:
+    """A sparse matrix of the file."""
+
+    name: str
+    format: str
+    type: int
+    delta_bits: int
+    ne: tuple  # dense shape, ggml order
+    nnz: int
+    n_padded: int
+    nbytes: int
+    nbytes_dense: int
+    tensor_index: tuple  # values, deltas, row_ptr in the tensor table
+
+
+class File:
+    """A GGUF file, dense or sparse, whose header passed all checks."""
+
+    def __init__(self, path: str | os.PathLike, require_model: bool = False):
+        ffi = _ffi()
+        out = ffi.new("struct ggml_macko_file **")
+        _check(_lib().ggml_macko_file_open(os.fsencode(path), require_model, out))
+        self._c = ffi.gc(out[0], _lib().ggml_macko_file_close)
+        self.is_sparse = bool(_lib().ggml_macko_file_is_sparse(self._c))
+        self.size = int(_lib().ggml_macko_file_size(self._c))
+        self.alignment = int(_lib().ggml_macko_file_alignment(self._c))
+
+    def close(self) -> None:
+        if self._c is not None:
+            _ffi().release(self._c)
+            self._c = None
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def tensors(self) -> list:
+        """FileTensor of each entry, in table order."""
+        info = _ffi().new("struct ggml_macko_tensor_info *")
+        out = []
+        for i in range(_lib().ggml_macko_file_n_tensors(self._c)):
+            _check(_lib().ggml_macko_file_tensor(self._c, i, info))
+            ne = tuple(info.ne[0 : info.n_dims])
+            out.append(FileTensor(_text(info.name), info.type, ne, info.offset, info.nbytes, info.sparse_index))
+        return out
+
+    def sparse(self) -> list:
+        """FileSparse of each sparse matrix."""
+        info = _ffi().new("struct ggml_macko_sparse_info *")
+        out = []
+        for i in range(_lib().ggml_macko_file_n_sparse(self._c)):
+            _check(_lib().ggml_macko_file_sparse(self._c, i, info))
+            out.append(
+                FileSparse(
+                    _text(info.name),
+                    _text(info.format),
+                    info.type,
+                    info.delta_bits,
+                    tuple(info.ne[0 : info.n_dims]),
+                    info.nnz,
+                    info.n_padded,
+                    info.nbytes,
+                    info.nbytes_dense,
+                    tuple(info.tensor_index),
+                )
+            )
+        return out
+
+    def check_payload(self, i: int, n_threads: int = 0) -> None:
+        """Full validation of sparse matrix i, in blocks of rows."""
+        _check(_lib().ggml_macko_file_check_payload(self._c, i, n_threads))
+
+
+# ---- loading into llama.cpp ----
+
+
+class Load:
+    """A load in progress on this thread. `stream` is the address of the FILE that serves the virtual dense GGUF."""
+
+    def __init__(self, path: str | os.PathLike | bytes):
+        ffi = _ffi()
+        out = ffi.new("struct ggml_macko_load **")
+        stream = ffi.new("FILE **")
+        _check(_lib().ggml_macko_load_begin(os.fsencode(path), out, stream))
+        self._c = out[0]
+        self.stream = int(ffi.cast("uintptr_t", stream[0]))
+
+    def end(self, model_loaded: bool, with_weights: bool) -> None:
+        """Closes the stream; raises what went wrong, if anything: then the caller frees the model."""
+        load, self._c = self._c, None
+        _check(_lib().ggml_macko_load_end(load, model_loaded, with_weights))

@@ -1,0 +1,37 @@
+"""How the tools talk: progress on stderr in the line style of llama-quantize, results on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+MIB = 1024 * 1024
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) -> None:
+    shape = ", ".join(f"{x:5d}" for x in (*ne, 1, 1, 1, 1)[:4])
+    log(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes / MIB:8.2f} MiB"
+
+
+def model_line(what: str, nbytes: int, n_elements: int) -> str:
+    """Like llama-quantize's "model size  =    12.34 MiB (16.01 BPW)"."""
+    return f"{what:11s} = {size(nbytes)} ({nbytes * 8 / n_elements:.2f} BPW)"
+
+
+def table(rows: list, headers: list, number_format: str = ".4f") -> str:
+    from tabulate import tabulate
+
+    return tabulate(rows, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False)
+
+
+def print_json(value: object) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    print()

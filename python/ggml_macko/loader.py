@@ -1,0 +1,114 @@
+"""Teaches the llama_cpp of this process to open sparse GGUFs: `register()`.
+
+Loads the plugin into the ggml registry that libllama uses, and puts a function in the place of llama_model_load_from_file that serves sparse files
+through the plugin. Everything else, dense models included, goes the way it always went.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from typing import Any
+
+from . import bindings, errors
+
+_lock = threading.Lock()
+_registered = False
+
+
+def register() -> None:
+    """Safe to call any number of times, from any thread.
+
+    Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
+    """
+    global _registered
+    with _lock:
+        if _registered:
+            return
+        _check_versions()
+        _load_plugin()
+        _replace_load_function()
+        _registered = True
+
+
+def _check_versions() -> None:
+    import llama_cpp
+
+    built_for = bindings.built_for_llama_cpp_python()
+    if llama_cpp.__version__ != built_for:
+        raise errors.error(
+            errors.VERSION_MISMATCH,
+            f"ggml-macko was built for llama-cpp-python {built_for}, but {llama_cpp.__version__} is installed: "
+            f"pip install llama-cpp-python=={built_for}",
+        )
+    base = ctypes.CDLL("libggml-base.so.0")  # loaded already, by llama_cpp
+    base.ggml_version.restype = ctypes.c_char_p
+    bindings.check_ggml(base.ggml_version().decode())
+
+
+def _load_plugin() -> None:
+    # not llama_cpp._ggml.libggml: that is a second copy of the library, with a registry that libllama never sees
+    ggml = ctypes.CDLL("libggml.so.0")
+    ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_load.restype = ctypes.c_void_p
+    logger = logging.getLogger("llama-cpp-python")
+    level = logger.level
+    if level == logging.NOTSET:  # no Llama yet, so nobody said how verbose to be
+        logger.setLevel(logging.WARNING)
+    try:
+        if not ggml.ggml_backend_load(str(bindings.LIBRARY_PATH).encode()):
+            raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {bindings.LIBRARY_PATH}")
+    finally:
+        logger.setLevel(level)
+
+
+def _replace_load_function() -> None:
+    import llama_cpp
+    import llama_cpp.llama_cpp as api
+
+    load_from_file = api.llama_model_load_from_file
+
+    def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
+        if not _is_sparse(path_model):
+            return load_from_file(path_model, params)
+        return _load_sparse(api, path_model, params)
+
+    api.llama_model_load_from_file = llama_model_load_from_file
+    llama_cpp.llama_model_load_from_file = llama_model_load_from_file
+
+
+def _is_sparse(path: bytes) -> bool:
+    """False for everything that is llama.cpp's to judge: dense models, split ones, files that are not there."""
+    try:
+        with bindings.File(path) as file:
+            return file.is_sparse
+    except errors.MackoError:
+        return _claims_to_be_sparse(path)
+
+
+def _claims_to_be_sparse(path: bytes) -> bool:
+    """A file that failed our checks: is it a sparse one that somebody broke? Then the error must be ours, not llama.cpp's guess."""
+    try:
+        with open(path, "rb") as f:
+            return b"macko.version" in f.read(1 << 20)
+    except OSError:
+        return False
+
+
+def _load_sparse(api: Any, path: bytes, params: Any) -> Any:
+    params = type(params).from_buffer_copy(params)  # the caller's stay as they are
+    params.load_mode = api.LLAMA_LOAD_MODE_NONE  # a stream has no descriptor to map
+    params.check_tensors = False  # it would look at handles; the plugin checks the real data, always
+    load = bindings.Load(path)
+    model = None
+    try:
+        model = api.llama_model_load_from_file_ptr(load.stream, params)
+    finally:
+        try:
+            load.end(bool(model), not params.vocab_only)
+        except errors.MackoError:
+            if model:
+                api.llama_model_free(model)
+            raise
+    return model

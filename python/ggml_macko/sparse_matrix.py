@@ -1,0 +1,124 @@
+"""SparseMatrix: MACKO on NumPy arrays, with the C codec and the C CPU kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import bindings, errors, formats
+from .formats import TYPE_BF16, TYPE_F16, TYPE_F32
+
+
+class SparseMatrix:
+    """A (rows, cols) matrix that keeps only its non-zeros.
+
+    >>> w = np.zeros((4, 64), dtype=np.float16); w[1, 3] = 2.0
+    >>> s = SparseMatrix.from_dense(w)
+    >>> s @ np.ones(64, dtype=np.float32)
+    array([0., 2., 0., 0.], dtype=float32)
+
+    The C library keeps a repacked copy for `@`, made with the first product.
+    """
+
+    def __init__(self, arrays: formats.MackoMatrix):
+        """arrays: from a file or from anywhere; they are checked in full here."""
+        bindings.validate(arrays)
+        self._init(arrays)
+
+    def _init(self, arrays: formats.MackoMatrix) -> None:
+        self.arrays = arrays
+        self._cpu: bindings.CpuMatrix | None = None
+
+    # ---- making ----
+
+    @classmethod
+    def from_dense(
+        cls, dense: np.ndarray, delta_bits: int | None = None, bf16: bool = False, n_threads: int = 0
+    ) -> SparseMatrix:
+        """dense: 2-D float16 or float32, or uint16 bit patterns with bf16=True. delta_bits None: the smallest result."""
+        bits, type_id = _to_bits(dense, bf16)
+        count = bindings.count_dense(bits, type_id, n_threads)
+        if delta_bits is None:
+            delta_bits = smallest_delta_bits(type_id, len(bits), count.n_stored)
+        self = cls.__new__(cls)
+        self._init(bindings.encode(bits, type_id, delta_bits, count, n_threads))
+        return self
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, delta_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
+        """matrix: a 2-D scipy.sparse array of float32. Its dense form must fit in memory. Stored zeros are dropped."""
+        return cls.from_dense(matrix.toarray(), delta_bits, n_threads=n_threads)
+
+    # ---- properties ----
+
+    @property
+    def shape(self) -> tuple:
+        return (self.arrays.rows, self.arrays.cols)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values; uint16 stands for BF16 bit patterns."""
+        return np.dtype({TYPE_F16: np.float16, TYPE_F32: np.float32, TYPE_BF16: np.uint16}[self.arrays.type])
+
+    @property
+    def nnz(self) -> int:
+        return self.arrays.nnz
+
+    @property
+    def density(self) -> float:
+        return self.nnz / (self.arrays.rows * self.arrays.cols)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the canonical arrays, padding and row pointers included."""
+        return self.arrays.nbytes
+
+    @property
+    def effective_density(self) -> float:
+        """nbytes over the bytes of the dense matrix."""
+        return self.nbytes * 8 / (self.arrays.rows * self.arrays.cols * formats.value_bits(self.arrays.type))
+
+    # ---- using ----
+
+    def to_dense(self, n_threads: int = 0) -> np.ndarray:
+        """Bit for bit what from_dense got."""
+        return bindings.decode(self.arrays, n_threads).view(self.dtype)
+
+    def __matmul__(self, x: np.ndarray) -> np.ndarray:
+        """x: (cols,) or (cols, n) float32; float32 result of shape (rows,) or (rows, n)."""
+        x = np.asarray(x)
+        if x.dtype != np.float32 or x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
+            raise errors.error(
+                errors.BAD_ARGUMENT,
+                f"expected float32 of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.dtype} {x.shape}",
+            )
+        if self._cpu is None:
+            self._cpu = bindings.CpuMatrix(self.arrays)
+        if x.ndim == 1:
+            return self._cpu.mul_mat(x[None, :])[0]
+        return np.ascontiguousarray(self._cpu.mul_mat(np.ascontiguousarray(x.T)).T)
+
+    def __repr__(self) -> str:
+        return (
+            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {formats.TYPE_NAMES[self.arrays.type]}, "
+            f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
+        )
+
+
+def smallest_delta_bits(type_id: int, rows: int, n_stored: dict) -> int:
+    """The width whose arrays are smallest; the narrower one if two are equal."""
+    return min(formats.DELTA_BITS, key=lambda b: (formats.matrix_nbytes(type_id, b, rows, n_stored[b]), b))
+
+
+def _to_bits(dense: np.ndarray, bf16: bool) -> tuple:
+    dense = np.asarray(dense)
+    types = {"float16": TYPE_F16, "float32": TYPE_F32}
+    type_id = TYPE_BF16 if bf16 and dense.dtype == np.uint16 else types.get(dense.dtype.name, -1)
+    if dense.ndim != 2 or type_id < 0 or (bf16 and type_id != TYPE_BF16):
+        raise errors.error(
+            errors.BAD_ARGUMENT,
+            "expected a 2-D array of float16 or float32, or of uint16 with bf16=True; "
+            f"got {dense.dtype} {dense.shape}, bf16={bf16}",
+        )
+    return np.ascontiguousarray(dense).view(formats.bits_dtype(type_id)), type_id

@@ -1,0 +1,108 @@
+"""Are two models the same, bit for bit, whatever way each is stored? `macko verify A B`."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from . import console, formats, weights
+from .gguf_files import Model, Tensor
+
+
+def first_difference(
+    a: Model, b: Model, n_threads: int = 0, metadata: bool = True, equal_zeros: bool = False
+) -> str | None:
+    """One line that names the first thing that differs, or None. Order of tensors and keys, and how they are stored, do not count.
+
+    equal_zeros: -0.0 and 0.0 count as equal.
+    """
+    if metadata:
+        keys_a, keys_b = ({k.name: k.record for k in m.keys} for m in (a, b))
+        for name in [*keys_a, *(k for k in keys_b if k not in keys_a)]:
+            if keys_a.get(name) != keys_b.get(name):
+                where = "differs" if name in keys_a and name in keys_b else f"only in {a.path if name in keys_a else b.path}"
+                return f"metadata {name}: {where}"
+    tensors_b = {t.name: t for t in b.tensors}
+    for t in a.tensors:
+        if t.name not in tensors_b:
+            return f"{t.name}: only in {a.path}"
+    names_a = {t.name for t in a.tensors}
+    for t in b.tensors:
+        if t.name not in names_a:
+            return f"{t.name}: only in {b.path}"
+    for t in a.tensors:
+        difference = tensor_difference(t, tensors_b[t.name], n_threads, equal_zeros)
+        if difference is not None:
+            return difference
+    return None
+
+
+def tensor_difference(a: Tensor, b: Tensor, n_threads: int = 0, equal_zeros: bool = False) -> str | None:
+    if (a.type, _shape(a)) != (b.type, _shape(b)):
+        return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
+    if a.sparse is None and b.sparse is None:
+        pairs = zip(a.blocks(), b.blocks())
+    else:
+        pairs = iter([(a.read(n_threads), b.read(n_threads))])
+    at = 0
+    for block_a, block_b in pairs:
+        if equal_zeros and weights.is_value_type(a.type):
+            block_a, block_b = (_positive_zeros(x, a.type) for x in (block_a, block_b))
+        if not np.array_equal(block_a, block_b):
+            return _name_byte(a, at + int(np.argmax(block_a != block_b)), block_a, block_b, at)
+        at += len(block_a)
+    return None
+
+
+def _positive_zeros(data: np.ndarray, type_id: int) -> np.ndarray:
+    bits = data.view(formats.bits_dtype(type_id))
+    return np.where(bits == formats.NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype).view(np.uint8)
+
+
+def _shape(t: Tensor) -> tuple:
+    """Dimensions of 1 at the end mean nothing in ggml."""
+    return (*t.ne, 1, 1, 1)[:4]
+
+
+def _name_byte(t: Tensor, byte: int, a: np.ndarray, b: np.ndarray, begin: int) -> str:
+    if not weights.is_value_type(t.type):
+        return f"{t.name}: first difference at byte {byte} of the data"
+    dtype = formats.bits_dtype(t.type)
+    i = byte // dtype.itemsize
+    local = i - begin // dtype.itemsize
+    x, y = a.view(dtype)[local], b.view(dtype)[local]
+    digits = dtype.itemsize * 2
+    return f"{t.name}: first difference at row {i // t.cols}, column {i % t.cols}: 0x{x:0{digits}x} against 0x{y:0{digits}x}"
+
+
+# ---- command ----
+
+HELP = "compare two models bit for bit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares two GGUF models bit for bit, each dense, sparse or split: metadata, tensor names, types, shapes, values. "
+        "Prints the first difference and exits with 1, or says that they are identical and exits with 0."
+    )
+    parser.add_argument("a", metavar="A", help="a model")
+    parser.add_argument("b", metavar="B", help="another")
+    parser.add_argument("--no-metadata", action="store_true", help="compare tensors only")
+    parser.add_argument("--equal-zeros", action="store_true", help="count -0.0 and 0.0 as equal")
+    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    with Model(args.a) as a, Model(args.b) as b:
+        difference = first_difference(a, b, args.threads, not args.no_metadata, args.equal_zeros)
+        if difference is not None:
+            print(difference)
+            return 1
+        n_sparse = [sum(t.sparse is not None for t in m.tensors) for m in (a, b)]
+        identical = "equal but for the sign of zeros" if args.equal_zeros else "identical"
+        print(
+            f"{identical}: {len(a.tensors)} tensors, {console.size(sum(t.nbytes for t in a.tensors)).strip()} of dense data "
+            f"(stored sparse: {n_sparse[0]} in A, {n_sparse[1]} in B)"
+        )
+    return 0

@@ -1,0 +1,389 @@
+// Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description, payload, cuts and
+// splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder does it, and encoded again to the
+// same bytes. Memory and time per mutant are bounded. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
+//
+//     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
+#include "file/virtual-file.h"
+#include "gguf-builder.h"
+#include "test.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <ctime>
+#include <malloc.h>
+#include <map>
+#include <new>
+
+using builder::bytes;
+using builder::layout;
+
+// ---- memory: every operator new of the process is counted ----
+
+static std::atomic<int64_t> mem_live{0};
+static std::atomic<int64_t> mem_peak{0};
+
+static void * counted_alloc(size_t n) {
+    void * p = malloc(n);
+    if (p == nullptr) {
+        throw std::bad_alloc();
+    }
+    const int64_t live = mem_live += static_cast<int64_t>(malloc_usable_size(p));
+    int64_t peak = mem_peak;
+    while (live > peak && !mem_peak.compare_exchange_weak(peak, live)) {
+    }
+    return p;
+}
+static void counted_free(void * p) {
+    if (p != nullptr) {
+        mem_live -= static_cast<int64_t>(malloc_usable_size(p));
+        free(p);
+    }
+}
+void * operator new(size_t n)                     { return counted_alloc(n); }
+void * operator new[](size_t n)                   { return counted_alloc(n); }
+void operator delete(void * p) noexcept           { counted_free(p); }
+void operator delete[](void * p) noexcept         { counted_free(p); }
+void operator delete(void * p, size_t) noexcept   { counted_free(p); }
+void operator delete[](void * p, size_t) noexcept { counted_free(p); }
+
+constexpr int64_t MEM_PER_BYTE = 4;
+constexpr int64_t MEM_CONSTANT = 1 << 20;
+
+// ---- a file in memory ----
+
+struct memory_source : macko::byte_source {
+    const bytes & data;
+    explicit memory_source(const bytes & d) : data(d) {}
+    int64_t size() const override { return static_cast<int64_t>(data.size()); }
+    int read(int64_t offset, void * dst, int64_t n) const override {
+        if (offset < 0 || n < 0 || offset > size() || n > size() - offset) {
+            fprintf(stderr, "fuzz: the library reads outside the file\n");
+            abort();
+        }
+        memcpy(dst, data.data() + offset, static_cast<size_t>(n));
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+struct null_consumer : macko::payload_consumer {
+    int consume(const macko::macko_view &, int64_t) override { return GGML_MACKO_STATUS_OK; }
+};
+
+struct decoder : macko::payload_consumer {
+    bytes   dense;
+    int64_t row_nbytes;
+    explicit decoder(const macko::sparse_matrix & m) : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
+    int consume(const macko::macko_view & view, int64_t) override {
+        macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+// all checks of a load, without the file system
+static int vet(const memory_source & source, macko::model_file * file) {
+    if (const int status = macko::read_gguf_header(source, &file->header)) {
+        return status;
+    }
+    if (const int status = macko::check_sparse_tensors(file)) {
+        return status;
+    }
+    if (const int status = macko::check_model_keys(file->header)) {
+        return status;
+    }
+    if (const int status = macko::check_model_tensors(macko::dense_tensors(*file))) {
+        return status;
+    }
+    null_consumer consumer;
+    for (const macko::sparse_matrix & m : file->sparse) {
+        if (const int status = macko::read_payload(source, file->header, m, 1, consumer)) {
+            return status;
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- what an accepted file must satisfy ----
+
+static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_matrix & m) {
+    auto component = [&](size_t i) {
+        const macko::gguf_tensor & t = file.header.tensors[i];
+        return bytes(b.begin() + t.offset, b.begin() + t.offset + t.nbytes);
+    };
+    const bytes values = component(m.values), deltas = component(m.deltas), row_ptr = component(m.row_ptr);
+    const uint64_t nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type));
+    const bytes slow = builder::decode(values, deltas, row_ptr, nb, static_cast<uint64_t>(m.desc.rows), static_cast<uint64_t>(m.desc.cols), static_cast<uint32_t>(m.desc.delta_bits));
+    decoder fast(m);
+    CHECK(macko::read_payload(memory_source(b), file.header, m, 1, fast) == GGML_MACKO_STATUS_OK, "%s", ggml_macko_last_error());
+    CHECK(fast.dense == slow, "%s: decoded differently", m.name.c_str());
+    const builder::dense_matrix dense = { m.name, { static_cast<uint64_t>(m.desc.cols), static_cast<uint64_t>(m.desc.rows) }, static_cast<uint32_t>(m.desc.type), slow };
+    const builder::components c = builder::encode(dense, static_cast<uint32_t>(m.desc.delta_bits));
+    CHECK(c.values == values && c.deltas == deltas && c.row_ptr == row_ptr && static_cast<int64_t>(c.nnz) == m.desc.nnz, "%s: accepted, but not canonical", m.name.c_str());
+}
+
+// the dense file's header is itself a good header, with the right tensors
+static void check_virtual(const macko::model_file & file) {
+    std::unique_ptr<macko::virtual_file> v;
+    if (!file.is_sparse || macko::virtual_file::create(file, &v) != GGML_MACKO_STATUS_OK) {
+        return;
+    }
+    const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
+    struct header_source : macko::byte_source { // the mutant has no descriptor: everything behind the header reads as zero
+        const macko::virtual_file & file;
+        int64_t header_size;
+        header_source(const macko::virtual_file & f, int64_t n) : file(f), header_size(n) {}
+        int64_t size() const override { return file.size(); }
+        int read(int64_t offset, void * dst, int64_t n) const override {
+            const int64_t have = std::clamp<int64_t>(header_size - offset, 0, n);
+            memset(static_cast<uint8_t *>(dst) + have, 0, static_cast<size_t>(n - have));
+            return have > 0 ? file.read_at(offset, dst, have) : GGML_MACKO_STATUS_OK;
+        }
+    };
+    int64_t data_size = 0;
+    for (const macko::gguf_tensor & t : expected) {
+        data_size = (data_size + t.nbytes + file.header.alignment - 1) & ~(file.header.alignment - 1);
+    }
+    macko::gguf_header dense;
+    CHECK(macko::read_gguf_header(header_source(*v, v->size() - data_size), &dense) == GGML_MACKO_STATUS_OK, "virtual header: %s", ggml_macko_last_error());
+    CHECK(dense.tensors.size() == expected.size(), "virtual header: %zu tensors vs %zu", dense.tensors.size(), expected.size());
+    for (size_t i = 0; i < std::min(dense.tensors.size(), expected.size()); i++) {
+        CHECK(dense.tensors[i].name == expected[i].name && dense.tensors[i].type == expected[i].type && std::equal(expected[i].ne, expected[i].ne + 4, dense.tensors[i].ne),
+            "virtual header: tensor %zu", i);
+    }
+    for (const macko::gguf_key & key : dense.keys) {
+        CHECK(key.name.compare(0, 13, "macko.tensor.") != 0 && key.name != "macko.version", "virtual header: %s", key.name.c_str());
+    }
+}
+
+// ---- mutation ----
+
+struct seed_file {
+    builder::model model;
+    builder::file  file;
+    bytes          content;
+    layout         where;
+};
+
+static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed) {
+    seed_file s;
+    s.model   = builder::tiny_llama(n_embd, n_layer, seed);
+    s.file    = builder::sparse_file(s.model);
+    s.content = builder::serialize(s.file, &s.where);
+    return s;
+}
+
+static uint64_t odd_number(rng & r, uint64_t old) {
+    static const uint64_t numbers[] = { 0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 31, 32, 63, 64, 255, 256, 65535, 65536, 65537, 0x7fffffff, 0x80000000, 0xffffffff, 0x100000000,
+        0x7fffffffffffffff, 0x8000000000000000, 0xffffffffffffffff, 0x7f800000, 0x7fc00000, 0x3f800000, 1 << 24, (1 << 24) + 1, uint64_t(1) << 34, uint64_t(1) << 62 };
+    switch (r.range(0, 5)) {
+        case 0:  return old + 1;
+        case 1:  return old - 1;
+        case 2:  return old + static_cast<uint64_t>(r.range(-64, 64));
+        case 3:  return old ^ (uint64_t(1) << r.range(0, 63));
+        default: return numbers[r.range(0, static_cast<int64_t>(std::size(numbers)) - 1)];
+    }
+}
+
+static void mutate_number(rng & r, bytes * b, size_t at, size_t n) { // n bytes, little-endian
+    if (at + n > b->size()) {
+        return;
+    }
+    uint64_t value = 0;
+    memcpy(&value, b->data() + at, n);
+    value = odd_number(r, value);
+    memcpy(b->data() + at, &value, n);
+}
+
+static size_t pick(rng & r, size_t n) { return static_cast<size_t>(r.range(0, static_cast<int64_t>(n) - 1)); }
+
+// one field of the header as it stands in the file
+static void mutate_field(rng & r, const layout & l, bytes * b) {
+    switch (r.range(0, 9)) {
+        case 0: mutate_number(r, b, 4, 4); break;
+        case 1: mutate_number(r, b, l.n_tensors_at, 8); break;
+        case 2: mutate_number(r, b, l.n_keys_at, 8); break;
+        case 3: mutate_number(r, b, l.key_at[pick(r, l.key_at.size())], 8); break;
+        case 4: mutate_number(r, b, l.tensor_at[pick(r, l.tensor_at.size())], 8); break;
+        case 5: mutate_number(r, b, l.dims_at[pick(r, l.dims_at.size())], 4); break;
+        case 6: mutate_number(r, b, l.dims_at[pick(r, l.dims_at.size())] + 4 + 8 * pick(r, 2), 8); break;
+        case 7: mutate_number(r, b, l.offset_at[pick(r, l.offset_at.size())] - 4, 4); break;
+        case 8: mutate_number(r, b, l.offset_at[pick(r, l.offset_at.size())], 8); break;
+        case 9: (*b)[pick(r, l.table_end)] = static_cast<uint8_t>(r.bits()); break;
+    }
+}
+
+// one key or tensor, before the file is written: lengths and offsets then fit
+static void mutate_structure(rng & r, builder::file * f) {
+    builder::key & k = f->keys[pick(r, f->keys.size())];
+    switch (r.range(0, 11)) {
+        case 0: f->keys.erase(f->keys.begin() + (&k - f->keys.data())); break;
+        case 1: f->keys.push_back(k); break;
+        case 2: std::swap(k, f->keys[pick(r, f->keys.size())]); break;
+        case 3: k.type = static_cast<uint32_t>(r.range(0, 13)); break;
+        case 4: case 5: case 6: // a number of the value: of a scalar, or of an element
+            mutate_number(r, &k.value, k.type == builder::ARRAY && k.value.size() > 12 ? 12 + 4 * pick(r, (k.value.size() - 12) / 4 + 1) : 0,
+                std::min<size_t>(k.value.size(), r.range(0, 1) ? 4 : 8));
+            break;
+        case 7: std::swap(f->tensors[pick(r, f->tensors.size())], f->tensors[pick(r, f->tensors.size())]); break;
+        case 8: f->tensors.erase(f->tensors.begin() + static_cast<int64_t>(pick(r, f->tensors.size()))); break;
+        case 9: f->tensors[pick(r, f->tensors.size())].name = f->tensors[pick(r, f->tensors.size())].name; break;
+        case 10: f->tensors[pick(r, f->tensors.size())].type = static_cast<uint32_t>(r.range(0, 43)); break;
+        case 11: { // longer or shorter, with a shape that fits
+            builder::tensor & t = f->tensors[pick(r, f->tensors.size())];
+            if (t.ne.size() == 1 && t.ne[0] > 8) {
+                const size_t nb = t.data.size() / t.ne[0];
+                t.ne[0] += r.range(0, 1) ? 8 : static_cast<uint64_t>(-8);
+                t.data.resize(t.ne[0] * nb);
+            }
+            break;
+        }
+    }
+}
+
+// a component's bytes; half of these keep the matrix valid
+static void mutate_payload(rng & r, builder::file * f) {
+    size_t i = pick(r, f->tensors.size());
+    while (f->tensors[i].name.find(".values") == std::string::npos) {
+        i = pick(r, f->tensors.size());
+    }
+    bytes & values  = f->tensors[i].data;
+    bytes & deltas  = f->tensors[i + 1].data;
+    bytes & row_ptr = f->tensors[i + 2].data;
+    const size_t nb = values.size() / f->tensors[i].ne[0];
+    switch (r.range(0, 9)) {
+        case 0: mutate_number(r, &row_ptr, 4 * pick(r, row_ptr.size() / 4), 4); break;
+        case 1: { // an entry moves to the neighbour row
+            const size_t at = 4 * pick(r, row_ptr.size() / 4);
+            int32_t v;
+            memcpy(&v, &row_ptr[at], 4);
+            v += r.range(0, 1) ? 1 : -1;
+            memcpy(&row_ptr[at], &v, 4);
+            break;
+        }
+        case 2: deltas[pick(r, deltas.size())] = static_cast<uint8_t>(r.bits()); break;
+        case 3: deltas[pick(r, deltas.size())] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
+        case 4: mutate_number(r, &values, nb * pick(r, values.size() / nb), nb); break;
+        case 5: { // two values change places
+            const size_t x = nb * pick(r, values.size() / nb);
+            const size_t y = nb * pick(r, values.size() / nb);
+            if (x != y) {
+                std::swap_ranges(&values[x], &values[x] + nb, &values[y]);
+            }
+            break;
+        }
+        default: { // another sign or mantissa: valid unless it was a filler
+            const size_t at = nb * pick(r, values.size() / nb);
+            bool zero = true;
+            for (size_t j = 0; j < nb; j++) {
+                zero = zero && values[at + j] == 0;
+            }
+            if (!zero) {
+                values[at] ^= static_cast<uint8_t>(r.range(0, 127) & (values[at] > 1 ? 0x7e : 0));
+                values[at + nb - 1] ^= static_cast<uint8_t>(r.range(0, 1) << 7);
+            }
+            break;
+        }
+    }
+}
+
+static void mutate_bytes(rng & r, bytes * b) {
+    switch (r.range(0, 4)) {
+        case 0: b->resize(pick(r, b->size())); break;
+        case 1: b->insert(b->end(), pick(r, 100) + 1, static_cast<uint8_t>(r.bits())); break;
+        case 2: { const size_t at = pick(r, b->size()); b->erase(b->begin() + static_cast<int64_t>(at), b->begin() + static_cast<int64_t>(std::min(b->size(), at + pick(r, 64) + 1))); break; }
+        case 3: { // one region over another
+            const size_t n = pick(r, 64) + 1;
+            if (b->size() > n) {
+                const size_t from = pick(r, b->size() - n);
+                const bytes piece(b->begin() + static_cast<int64_t>(from), b->begin() + static_cast<int64_t>(from + n));
+                std::copy(piece.begin(), piece.end(), b->begin() + static_cast<int64_t>(pick(r, b->size() - n)));
+            }
+            break;
+        }
+        case 4: (*b)[pick(r, b->size())] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
+    }
+}
+
+static bytes make_mutant(rng & r, const seed_file & s) {
+    const int64_t kind = r.range(0, 99);
+    if (kind < 20) { // as it stands
+        bytes b = s.content;
+        for (int64_t n = r.range(1, 2); n > 0; n--) {
+            mutate_field(r, s.where, &b);
+        }
+        return b;
+    }
+    if (kind < 28) {
+        bytes b = s.content;
+        mutate_bytes(r, &b);
+        return b;
+    }
+    builder::file f = s.file;
+    for (int64_t n = r.range(1, 3); n > 0; n--) {
+        kind < 55 ? mutate_structure(r, &f) : mutate_payload(r, &f);
+    }
+    return builder::serialize(f);
+}
+
+// ---- the run ----
+
+int main(int argc, char ** argv) {
+    const int64_t n_mutants = argc > 1 ? atoll(argv[1]) : 200000;
+    std::vector<uint64_t> seeds;
+    for (int i = 2; i < argc; i++) {
+        seeds.push_back(strtoull(argv[i], nullptr, 10));
+    }
+    if (seeds.empty()) {
+        seeds = { 1, 2, 3, 4, 5, 6, 7, 8, static_cast<uint64_t>(time(nullptr) / 86400) };
+    }
+    printf("seeds:");
+    for (uint64_t seed : seeds) {
+        printf(" %llu", static_cast<unsigned long long>(seed));
+    }
+    printf("\n");
+
+    std::map<int, int64_t> statuses;
+    int64_t mem_worst = 0;
+    double  slowest   = 0;
+    const auto start = std::chrono::steady_clock::now();
+    int64_t n_done = 0;
+    for (size_t s = 0; s < seeds.size(); s++) {
+        rng r(seeds[s]);
+        const seed_file base = make_seed(s % 3 == 2 ? 32 : 16, 1 + s % 2, seeds[s]);
+        const int64_t n = n_mutants / static_cast<int64_t>(seeds.size()) + (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
+        for (int64_t i = 0; i < n; i++) {
+            const bytes b = make_mutant(r, base);
+            const int64_t live = mem_live;
+            mem_peak = live;
+            const auto before = std::chrono::steady_clock::now();
+            macko::model_file file;
+            const int status = vet(memory_source(b), &file);
+            const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+            const int64_t used = mem_peak - live;
+            mem_worst = std::max(mem_worst, used);
+            slowest   = std::max(slowest, seconds);
+            CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + MEM_CONSTANT, "seed %llu, mutant %lld: %lld bytes of memory for a file of %zu",
+                static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), static_cast<long long>(used), b.size());
+            CHECK(seconds < 1, "seed %llu, mutant %lld: %.1f s", static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), seconds);
+            CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT, "seed %llu, mutant %lld: status %d: %s",
+                static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), status, ggml_macko_last_error());
+            statuses[status]++;
+            if (status == GGML_MACKO_STATUS_OK) {
+                for (const macko::sparse_matrix & m : file.sparse) {
+                    check_matrix(b, file, m);
+                }
+                check_virtual(file);
+            }
+            n_done++;
+        }
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    for (const auto & [status, n] : statuses) {
+        printf("%10lld  %s\n", static_cast<long long>(n), ggml_macko_status_name(status));
+    }
+    const double accepted = static_cast<double>(statuses[GGML_MACKO_STATUS_OK]) / static_cast<double>(std::max<int64_t>(1, n_done));
+    printf("%lld mutants, %.0f/s, %.1f %% accepted, at most %.1f KiB of memory and %.1f ms for one\n", static_cast<long long>(n_done),
+        static_cast<double>(n_done) / seconds, 100 * accepted, static_cast<double>(mem_worst) / 1024, 1000 * slowest);
+    CHECK(n_done < 10000 || (accepted > 0.05 && accepted < 0.5), "%.3f accepted: one side is hardly tested", accepted);
+    return test_summary("fuzz-model-file");
+}

@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Stores a pruned GGUF sparse: the same as `macko convert`; see --help."""
+
+import sys
+
+from ggml_macko.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", *sys.argv[1:]]))

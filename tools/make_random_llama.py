@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Writes a Llama-architecture GGUF with random weights: a model of any size to measure speed and memory with. It writes nonsense.
+
+Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of the block
+matrices. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte fallback.
+
+    make_random_llama.py --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT    (Llama 1B)
+    make_random_llama.py --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT         (Llama 2 7B)
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import string
+import sys
+
+import gguf
+import numpy as np
+
+BLOCK = 1 << 22  # weights made at a time
+TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16, "f32": gguf.GGMLQuantizationType.F32}
+
+
+def vocabulary(n: int) -> tuple:
+    """(tokens, scores, types): control tokens, 256 bytes, then distinct words."""
+    kinds = gguf.TokenType
+    tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
+    tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
+    letters = ("".join(w) for length in itertools.count(1) for w in itertools.product(string.ascii_lowercase, repeat=length))
+    words = (prefix + word for word in letters for prefix in ("", "\u2581"))
+    tokens += [(word, kinds.NORMAL) for word in itertools.islice(words, n - len(tokens))]
+    return [t for t, _ in tokens], [-float(i) for i in range(n)], [int(k) for _, k in tokens]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("output", metavar="OUT")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--embd", type=int, default=2048, help="width")
+    parser.add_argument("--ff", type=int, default=8192, help="width of the feed-forward part")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--ctx", type=int, default=4096, help="context length in the metadata")
+    parser.add_argument("--experts", type=int, default=0, help="experts per layer; 0: dense feed-forward part")
+    parser.add_argument("--experts-used", type=int, default=2, help="experts per token")
+    parser.add_argument("--tied", action="store_true", help="output head shares the token embeddings")
+    parser.add_argument("--density", type=float, default=1.0, help="non-zeros in block matrices")
+    parser.add_argument("--type", choices=sorted(TYPES), default="f16")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.embd % args.heads or args.heads % args.kv_heads or args.embd // args.heads % 2:
+        parser.error("--embd must be a multiple of 2 * --heads, and --heads of --kv-heads")
+    if args.vocab < 300 or not 0 <= args.density <= 1:
+        parser.error("--vocab must be at least 300, --density from 0 to 1")
+    write(args)
+    return 0
+
+
+def write(args: argparse.Namespace) -> None:
+    head_dim = args.embd // args.heads
+    writer = gguf.GGUFWriter(args.output, "llama")
+    writer.add_name(f"random llama {args.layers}x{args.embd}x{args.ff}, density {args.density:g}, seed {args.seed}")
+    writer.add_block_count(args.layers)
+    writer.add_context_length(args.ctx)
+    writer.add_embedding_length(args.embd)
+    writer.add_feed_forward_length(args.ff)
+    writer.add_head_count(args.heads)
+    writer.add_head_count_kv(args.kv_heads)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(args.vocab)
+    if args.experts:
+        writer.add_expert_count(args.experts)
+        writer.add_expert_used_count(args.experts_used)
+    tokens, scores, types = vocabulary(args.vocab)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+    kv = args.kv_heads * head_dim
+    experts = (args.experts,) if args.experts else ()
+    suffix = "_exps" if args.experts else ""
+    shapes = {"token_embd": (args.vocab, args.embd), "output_norm": (args.embd,)}
+    if not args.tied:
+        shapes["output"] = (args.vocab, args.embd)
+    for i in range(args.layers):
+        shapes.update(
+            {
+                f"blk.{i}.attn_norm": (args.embd,),
+                f"blk.{i}.attn_q": (args.embd, args.embd),
+                f"blk.{i}.attn_k": (kv, args.embd),
+                f"blk.{i}.attn_v": (kv, args.embd),
+                f"blk.{i}.attn_output": (args.embd, args.embd),
+                f"blk.{i}.ffn_norm": (args.embd,),
+            }
+        )
+        if args.experts:
+            shapes[f"blk.{i}.ffn_gate_inp"] = (args.experts, args.embd)
+        shapes.update(
+            {
+                f"blk.{i}.ffn_gate{suffix}": (*experts, args.ff, args.embd),
+                f"blk.{i}.ffn_up{suffix}": (*experts, args.ff, args.embd),
+                f"blk.{i}.ffn_down{suffix}": (*experts, args.embd, args.ff),
+            }
+        )
+
+    def element(name: str) -> gguf.GGMLQuantizationType:
+        return TYPES["f32"] if "norm" in name or "_inp" in name else TYPES[args.type]
+
+    for name, shape in shapes.items():
+        width = 4 if element(name) == TYPES["f32"] else 2
+        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.float32), int(np.prod(shape)) * width, element(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    # GGUFWriter takes whole tensors; behind its header we write blocks
+    out = writer.fout[0]
+    rng = np.random.default_rng(args.seed)
+    for name, shape in shapes.items():
+        out.write(bytes(-out.tell() % writer.data_alignment))
+        for block in weights(rng, name, shape, args.density):
+            encode(block, element(name)).tofile(out)
+    out.write(bytes(-out.tell() % writer.data_alignment))
+    writer.close()
+
+
+def weights(rng: np.random.Generator, name: str, shape: tuple, density: float):
+    """float32 blocks of a tensor."""
+    if "norm" in name:
+        yield np.ones(shape, dtype=np.float32)
+        return
+    n = int(np.prod(shape))
+    scale = np.float32(shape[-1] ** -0.5)
+    sparse = name.startswith("blk.") and "_inp" not in name and density < 1
+    for begin in range(0, n, BLOCK):
+        block = rng.standard_normal(min(BLOCK, n - begin), dtype=np.float32) * scale
+        if sparse:
+            block[rng.random(len(block), dtype=np.float32) >= density] = 0
+        yield block
+
+
+def encode(block: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    if kind == TYPES["f16"]:
+        return block.astype(np.float16)
+    return gguf.quants.quantize(block, kind) if kind == TYPES["bf16"] else block
+
+
+if __name__ == "__main__":
+    sys.exit(main())

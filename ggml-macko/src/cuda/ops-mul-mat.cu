@@ -1,6 +1,6 @@
 // Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash attention is off.
 //   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, float32 throughout
-//   more columns           16-bit tensor cores: x rounded to f16 (bf16 for BF16 weights), sums in float32. cuBLAS where it is there, fed
+//   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS where it is there, fed
 //                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles of w itself
 //   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is exact, too
 // The same two kernels serve MUL_MAT_ID: the few-columns one reads the expert's id, the other a list of tokens per expert.
@@ -381,8 +381,9 @@ template <typename T> cudaError_t mul_mat_vec(const op_context & ctx, const mul_
     }
 }
 
-// 16-bit type that products of this weight type are made in
-template <typename T> using half_of = std::conditional_t<std::is_same_v<typename T::block, __nv_bfloat16>, __nv_bfloat16, __half>;
+// 16-bit type that products of this weight type are made in: quantized weights bring no limit on x with them, so bf16, for its range
+template <typename T> using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
+template <typename T> bool has_units(const op_context & ctx) { return std::is_same_v<half_of<T>, __half> || ctx.cc >= 80; }
 
 template <typename T, bool EXPERTS>
 cudaError_t launch_gemm(const op_context & ctx, const mul_mat_args & p, bool vector, dim3 grid) {
@@ -416,9 +417,12 @@ template <typename T> struct converted_rows : row_source {
     const op_tensor  & w;
     bool               vector;
     converted_rows(const op_context & c, const op_tensor & t, bool v) : ctx(c), w(t), vector(v) {}
-    cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type, void * dst, int64_t ld, cudaStream_t) const override {
-        using H = half_of<T>;
-        return convert_rows<T, H>(ctx, w.data + row_begin * w.nb[1], w.nb[1], row_end - row_begin, w.ne[0], vector, static_cast<H *>(dst), ld);
+    cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t) const override {
+        const char * rows = w.data + row_begin * w.nb[1];
+        if (type == TYPE_F16) {
+            return convert_rows<T, __half>(ctx, rows, w.nb[1], row_end - row_begin, w.ne[0], vector, static_cast<__half *>(dst), ld);
+        }
+        return convert_rows<T, __nv_bfloat16>(ctx, rows, w.nb[1], row_end - row_begin, w.ne[0], vector, static_cast<__nv_bfloat16 *>(dst), ld);
     }
 };
 
@@ -475,7 +479,7 @@ cudaError_t mul_mat_cublas(const op_context & ctx, const op_tensor & w, const op
     return mul_mat_panels<H>(ctx, converted_rows<T>(ctx, w, vector), w.ne[1], x, dst, scratch);
 }
 
-// cuBLAS pays off where the product is one large matrix; for BF16 before cc 8.0 there is no other tensor-core path either
+// cuBLAS pays off where the product is one large matrix
 bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
     return ctx.cublas && x.ne[1] >= 32 && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
 }
@@ -518,10 +522,13 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
-            if (p.n >= GEMM_MIN_N && use_cublas(ctx, w, x)) {
+            if (p.n >= GEMM_MIN_N && has_units<T>(ctx) && use_cublas(ctx, w, x)) {
                 return mul_mat_cublas<T>(ctx, w, x, dst, vector, scratch);
             }
-            if (p.n >= GEMM_MIN_N && (w.type != TYPE_BF16 || ctx.cc >= 80)) {
+            if (p.n >= GEMM_MIN_N && !has_units<T>(ctx) && n_batches == 1) {
+                return mul_mat_panels<__half>(ctx, converted_rows<T>(ctx, w, vector), w.ne[1], x, dst, scratch);
+            }
+            if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
                 const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));
                 return launch_gemm<T, false>(ctx, p, vector, grid);
             }
@@ -553,7 +560,7 @@ cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
-            if (n_tokens >= GEMM_MIN_N && (w.type != TYPE_BF16 || ctx.cc >= 80)) {
+            if (n_tokens >= GEMM_MIN_N && has_units<T>(ctx)) {
                 int * begin   = reinterpret_cast<int *>(scratch);
                 int * entries = begin + p.n_experts + 1;
                 CUDA_TRY(launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, n_tokens, begin, entries));

@@ -228,9 +228,11 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
-    const bool four = w.layout == CUDA_SPARSE_LAYOUT_ROWS || runs_shared_nbytes(p, 4) <= device.shared_nbytes;
+    const bool rows  = w.layout == CUDA_SPARSE_LAYOUT_ROWS;
+    const int  fits  = rows || runs_shared_nbytes(p, 4) <= device.shared_nbytes ? 4 : runs_shared_nbytes(p, 2) <= device.shared_nbytes ? 2 : 1;
     for (int64_t j = 0; j < a.n;) {
-        const int nx = four && a.n - j > 1 ? 4 : 1;
+        const int64_t left = a.n - j;
+        const int nx = left == 1 ? 1 : left == 2 && !rows ? std::min(fits, 2) : fits;
         const int64_t n = std::min<int64_t>(nx, a.n - j);
         CUDA_TRY(launch_columns(columns_of(a, j, n), nx, stream));
         j += n;

@@ -1,6 +1,6 @@
 // y = W x for up to four columns of x, W in the RUNS or STRIPED layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
 //
-//   block   fills shared memory with x (float32; 1 or 4 columns interleaved), one block per SM, then deals rows to its warps
+//   block   fills shared memory with x (float32; 1, 2 or 4 columns interleaved), one block per SM, then deals rows to its warps
 //   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
 //           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
 //   thread  per group: 8 values, 8 codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
@@ -8,75 +8,14 @@
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once
 
+#include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
 
 namespace macko {
 
-// ---- a group: 8 values and 8 codes ----
-
-template <typename T> struct group_values;
-template <> struct group_values<__half> {
-    uint4 v;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
-    template <int K> __device__ __forceinline__ float get() const {
-        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
-        const __half2 h = *reinterpret_cast<const __half2 *>(&w);
-        return K % 2 ? __high2float(h) : __low2float(h);
-    }
-};
-template <> struct group_values<__nv_bfloat16> {
-    uint4 v;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
-    template <int K> __device__ __forceinline__ float get() const {
-        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
-        return __uint_as_float(K % 2 ? w & 0xffff0000u : w << 16);
-    }
-};
-// lo, hi: the codes of entries 0-3 and 4-7, one per byte, byte k shifted by what weight[] takes back
-template <int BITS> struct group_codes;
-template <> struct group_codes<8> {
-    uint2 c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint2 *>(p) + g); }
-    __device__ __forceinline__ uint32_t lo() const { return c.x; }
-    __device__ __forceinline__ uint32_t hi() const { return c.y; }
-};
-template <> struct group_codes<4> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g); }
-    __device__ __forceinline__ uint32_t lo() const { return c & 0x0f0f0f0fu; }
-    __device__ __forceinline__ uint32_t hi() const { return c & 0xf0f0f0f0u; }
-};
-template <> struct group_codes<2> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g); }
-    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0xc0300c03u; }
-    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x1111) & 0xc0300c03u; }
-};
-template <> struct group_codes<1> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
-    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0x08040201u; }
-    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
-};
-
-// Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
-// than 8 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
-template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 8 ? 5 : 0;
-template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 8 ? 128 : 4;
-
-inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
-    for (int k = 0; k < 8; k++) {
-        weight[k] = 0;
-        for (int i = 0; i <= k % 4; i++) {
-            const int shift = bits == 8 ? 0 : bits == 4 ? k / 4 * 4 : bits == 2 ? 2 * i : k / 4 * 4 + i;
-            weight[k] |= step >> shift << 8 * i;
-        }
-    }
-}
-
-template <int NX> struct columns { float v[NX]; };
+template <int NX> struct alignas(4 * NX) columns { float v[NX]; };
 
 // x at a byte address of shared memory + a constant
 template <int NX, int OFFSET> __device__ __forceinline__ columns<NX> load_x(uint32_t address) {
@@ -126,45 +65,80 @@ template <typename T, int BITS, int NX> struct group {
 
 // ---- x into shared memory ----
 
-// words 0 ... modulus-1 are x, padded with zeros; the next `overshoot` repeat the first ones. Returns each column's 1 / rms if wanted.
-template <int NX, int THREADS>
-__device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
-    float squares[NX] = {};
+// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be under way at once
+__device__ __forceinline__ void copy_float(float * to, const float * from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+    *to = *from;
+#endif
+}
+__device__ __forceinline__ void copy_float4(float * to, const float * from) { // both aligned to 16 bytes
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Words 0 ... modulus-1 are x, padded with zeros; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and
+// the warps' sums of squares go to partial. Ends with a barrier.
+template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
     const float * x = p.x + column * p.ldx;
-    const auto put = [&](int i, const float (&v)[NX]) {
-#pragma unroll
-        for (int c = 0; c < NX; c++) {
-            xs[i * NX + c] = v[c];
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    if constexpr (NX == 1) {
+        const int aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? p.cols & ~3 : 0;
+        for (int i = thread * 4; i < aligned; i += threads * 4) {
+            copy_float4(xs + i, x + i);
         }
-        if (i < p.overshoot) {
-#pragma unroll
-            for (int c = 0; c < NX; c++) {
-                xs[(p.modulus + i) * NX + c] = v[c];
+        for (int i = aligned + thread; i < p.cols; i += threads) {
+            copy_float(xs + i, x + i);
+        }
+        for (int i = p.cols + thread; i < p.modulus; i += threads) {
+            xs[i] = 0.0f;
+        }
+        for (int i = thread; i < p.overshoot; i += threads) {
+            if (i < p.cols) {
+                copy_float(xs + p.modulus + i, x + i);
+            } else {
+                xs[p.modulus + i] = 0.0f;
             }
         }
-    };
+        wait_for_copies();
+    } else { // one wide store per word: 4-byte copies were slower (notes)
 #pragma unroll 4
-    for (int i = threadIdx.x; i < p.cols; i += THREADS) {
-        float v[NX];
-#pragma unroll
-        for (int c = 0; c < NX; c++) {
-            v[c] = NX == 1 || c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
-        }
-        if (p.norm_weight) {
-            const float weight = p.norm_weight[i];
+        for (int i = thread; i < p.modulus; i += threads) {
+            columns<NX> v;
 #pragma unroll
             for (int c = 0; c < NX; c++) {
-                squares[c] = fmaf(v[c], v[c], squares[c]);
-                v[c] *= weight;
+                v.v[c] = i < p.cols && c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
+            }
+            reinterpret_cast<columns<NX> *>(xs)[i] = v;
+            if (i < p.overshoot) {
+                reinterpret_cast<columns<NX> *>(xs)[p.modulus + i] = v;
             }
         }
-        put(i, v);
     }
-    for (int i = p.cols + threadIdx.x; i < p.modulus; i += THREADS) {
-        const float zero[NX] = {};
-        put(i, zero);
-    }
+    __syncthreads();
     if (p.norm_weight) {
+        float squares[NX] = {};
+        for (int i = threadIdx.x; i < p.cols; i += threads) {
+            const float weight = __ldg(p.norm_weight + i);
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                const float v = xs[i * NX + c];
+                squares[c] = fmaf(v, v, squares[c]);
+                xs[i * NX + c] = v * weight;
+                if (i < p.overshoot) {
+                    xs[(p.modulus + i) * NX + c] = v * weight;
+                }
+            }
+        }
 #pragma unroll
         for (int c = 0; c < NX; c++) {
             const float sum = warp_sum(squares[c]);
@@ -172,6 +146,7 @@ __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse
                 partial[c * 32 + threadIdx.x / 32] = sum;
             }
         }
+        __syncthreads();
     }
 }
 
@@ -184,10 +159,9 @@ template <
     bool STRIPED,
     int NX,        // columns of x
     bool GROUPED,  // several matrices, or gate and up
-    int THREADS,
+    int THREADS,   // at most
     int DEPTH>     // groups ahead
 __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant__ sparse_launch p) {
-    constexpr int WARPS = THREADS / 32;
     constexpr int ROWS  = 32 / LANES; // of a unit
     constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) float xs[];
@@ -196,7 +170,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     const int lane   = threadIdx.x % LANES;
     const int sub    = threadIdx.x % 32 / LANES;
     const int first  = blockIdx.x + gridDim.x * (threadIdx.x / 32);
-    const int stride = gridDim.x * WARPS;
+    const int warps  = blockDim.x / 32;
+    const int stride = gridDim.x * warps;
     const int column = blockIdx.y * NX;
 
     const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
@@ -259,15 +234,14 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    fill_x<NX, THREADS>(xs, partial, p, column);
-    __syncthreads();
+    fill_x<NX>(xs, partial, p, column);
     float scale[NX];
 #pragma unroll
     for (int k = 0; k < NX; k++) {
         scale[k] = 1.0f;
         if (p.norm_weight) {
             const int l = threadIdx.x % 32;
-            scale[k] = rsqrtf(warp_sum(l < WARPS ? partial[k * 32 + l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
+            scale[k] = rsqrtf(warp_sum(l < warps ? partial[k * 32 + l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
         }
     }
 
@@ -323,21 +297,44 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 // ---- launch ----
 
 template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
-cudaError_t launch_runs_config(sparse_launch & p, int grid_y, cudaStream_t stream) {
-    cuda_device_info device;
-    CUDA_TRY(cuda_current_device(&device));
+cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
     set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
-    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, THREADS, runs_shared_nbytes(p, NX),
-                         std::min(device.multiprocessors, p.n_units), grid_y, stream);
+    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
+}
+
+// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds
+// of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+inline int warps_for(int units, int least, int most) {
+    int best = most;
+    for (int w = most; w >= least; w--) {
+        if ((units + w - 1) / w * w * 25 < (units + best - 1) / best * best * (best == most ? 24 : 25)) {
+            best = w;
+        }
+    }
+    return best;
 }
 
 template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    // one block per SM: x is in shared memory once. 1024 threads with 2 groups ahead are 41 KB in flight
-    if (nx == 4) {
-        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 1>(p, grid_y, stream); // 4 sums and 4 x: no registers for more ahead
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    // one block per SM: x is in shared memory once
+    const int blocks = std::min(device.multiprocessors, p.n_units);
+    const int units  = (p.n_units + blocks - 1) / blocks;
+    const bool grouped = p.n_matrices > 1;
+    if (nx == 4) { // 4 sums and 4 x per thread: no registers for more groups ahead
+        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
     }
-    return p.n_matrices == 1 ? launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, grid_y, stream)
-                             : launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, grid_y, stream);
+    if (nx == 2) {
+        return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+    }
+    // 32 warps with 2 groups ahead or 24 with 3 are 40 KB in flight
+    const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    if (warps <= 24 && units > warps) {
+        return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
+                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
+    }
+    return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
+                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y, stream);
 }
 
 template <typename T, int BITS, bool STRIPED> cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {

@@ -1,7 +1,8 @@
 // Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the layout
-// (sparse-layout.h), and cuda_sparse_unpack turns any layout back to dense. The host only copies.
-#include "cuda/common.cuh"
+// (sparse-layout.h). The host only copies.
 #include "cuda/sparse-mul-mat.cuh"
+#include "cuda/common.cuh"
+#include "cuda/sparse-groups.cuh"
 
 #include <algorithm>
 #include <atomic>
@@ -156,19 +157,6 @@ __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
     }
 }
 
-// bit of a group's codes where that of entry k starts (sparse-mul-mat.cu: group_codes)
-__device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
-
-// where group g of a row with `groups` groups is, counted from the row's first, and whose run it is in
-struct group_place { int slot, run; bool first; };
-__device__ __forceinline__ group_place place_of(int g, int groups, int lanes) {
-    const int run  = static_cast<int>((static_cast<int64_t>(g + 1) * lanes - 1) / groups);
-    const int skip = static_cast<int>(static_cast<int64_t>(run) * groups / lanes);
-    const int full = groups / lanes;
-    const int i    = g - skip;
-    return { i < full ? i * lanes + run : full * lanes + skip - run * full, run, i == 0 };
-}
-
 // values, codes (both zero before) and bases
 template <typename U> __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -228,98 +216,6 @@ __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot
     if (most > 0) {
         atomicMax(overshoot, most);
     }
-}
-
-// ---- back to dense ----
-
-__device__ __forceinline__ void store_as(uint16_t * dst, uint16_t bits) { *dst = bits; }
-__device__ __forceinline__ void store_as(uint32_t * dst, uint32_t bits) { *dst = bits; }
-
-struct same_bits    { template <typename U> __device__ U operator()(U v) const { return v; } };
-struct f32_to_f16   { __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); } };
-struct bf16_to_f16  { __device__ uint16_t operator()(uint16_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16))); } };
-struct f32_to_bf16  { __device__ uint16_t operator()(uint32_t v) const { return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v))); } };
-
-// a block per row: zeros, then the entries, each by its own thread
-template <typename U, typename D, typename CONVERT>
-__global__ void unpack_kernel(const cuda_sparse_matrix m, int64_t row_begin, int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
-    const U * values = reinterpret_cast<const U *>(m.values);
-    cuda_wait_for_previous();
-    cuda_allow_next();
-    for (int64_t row = row_begin + blockIdx.x; row < row_end; row += gridDim.x) {
-        D * out = dst + (row - row_begin) * ld;
-        for (int64_t c = threadIdx.x; c < m.cols; c += blockDim.x) {
-            out[c] = 0;
-        }
-        __syncthreads();
-        if (m.layout == CUDA_SPARSE_LAYOUT_ROWS) {
-            if (threadIdx.x < 32) {
-                const int lane = threadIdx.x;
-                int column = -1;
-                const int end = m.row_ptr[row + 1];
-                for (int e = m.row_ptr[row]; e < end; e += 32) {
-                    const int k = e + lane;
-                    const int64_t bit = static_cast<int64_t>(k) * m.delta_bits;
-                    int step = k < end ? 1 + static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1)) : 0;
-#pragma unroll
-                    for (int offset = 1; offset < 32; offset *= 2) {
-                        const int below = __shfl_up_sync(FULL_WARP, step, offset);
-                        step += lane >= offset ? below : 0;
-                    }
-                    if (k < end && values[k] != 0) {
-                        out[column + step] = convert(values[k]);
-                    }
-                    column += __shfl_sync(FULL_WARP, step, 31);
-                }
-            }
-        } else {
-            const int modulus = m.stripe ? 32 * m.stripe - 1 : INT32_MAX;
-            const int stride  = m.stripe ? 32 : 1;
-            const int begin   = m.row_ptr[row], groups = m.row_ptr[row + 1] - begin;
-            for (int run = threadIdx.x; run < m.lanes; run += blockDim.x) {
-                int at = m.bases[row * m.lanes + run];
-                for (int g = static_cast<int>(static_cast<int64_t>(run) * groups / m.lanes); g < static_cast<int64_t>(run + 1) * groups / m.lanes; g++) {
-                    const int64_t slot = begin + place_of(g, groups, m.lanes).slot;
-                    for (int k = 0; k < 8; k++) {
-                        const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
-                        at += stride * static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
-                        at -= at >= modulus ? modulus : 0;
-                        const U value = values[slot * 8 + k];
-                        if (value != 0) {
-                            out[at] = convert(value);
-                        }
-                        at += stride;
-                        at -= at >= modulus ? modulus : 0;
-                    }
-                }
-            }
-        }
-        __syncthreads();
-    }
-}
-
-template <typename U, typename D, typename CONVERT>
-static cudaError_t launch_unpack(const cuda_sparse_matrix & m, int64_t row_begin, int64_t row_end, void * dst, int64_t ld, CONVERT convert, cudaStream_t stream) {
-    const int64_t blocks = std::min<int64_t>(row_end - row_begin, 1 << 20);
-    if (blocks > 0) {
-        unpack_kernel<U, D, CONVERT><<<static_cast<unsigned>(blocks), 128, 0, stream>>>(m, row_begin, row_end, static_cast<D *>(dst), ld, convert);
-    }
-    return cudaGetLastError();
-}
-
-cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream) {
-    if (type == w.type) {
-        return type == GGML_MACKO_TYPE_F32 ? launch_unpack<uint32_t, uint32_t>(w, row_begin, row_end, dst, ld, same_bits(), stream)
-                                           : launch_unpack<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, same_bits(), stream);
-    }
-    if (type == GGML_MACKO_TYPE_F16) {
-        return w.type == GGML_MACKO_TYPE_F32 ? launch_unpack<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_f16(), stream)
-                                             : launch_unpack<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, bf16_to_f16(), stream);
-    }
-    if (type == GGML_MACKO_TYPE_BF16 && w.type == GGML_MACKO_TYPE_F32) {
-        return launch_unpack<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_bf16(), stream);
-    }
-    return cudaErrorInvalidValue;
 }
 
 // ---- uploader ----

@@ -121,7 +121,10 @@ struct device_tensor {
             }
         }
     }
-    void upload() { cuda_ok(cudaMemcpy(t.data, host.data(), nbytes, cudaMemcpyHostToDevice), "upload"); }
+    void upload() { // on our stream: a plain cudaMemcpy may return before the data is there, and our stream would not wait for it
+        cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
+        cuda_ok(cudaStreamSynchronize(ctx.stream), "upload");
+    }
     void download(const char * name) {
         std::vector<uint8_t> all(nbytes + 2 * GUARD);
         cuda_ok(cudaStreamSynchronize(ctx.stream), name);

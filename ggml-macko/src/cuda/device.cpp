@@ -23,6 +23,7 @@ constexpr size_t ALIGNMENT        = CUDA_SPARSE_ALIGNMENT;
 constexpr size_t RING_NBYTES      = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE   = size_t(64) << 10;
 constexpr size_t MAX_CAPTURES     = 24; // graphs kept per context: one per batch shape and window of 256 positions
+constexpr int64_t MAX_CAPTURE_COLUMNS = 64; // larger batches keep the GPU busy while the CPU queues, and seldom come twice
 
 // ---- GPU ----
 
@@ -430,6 +431,16 @@ void hash_graph(const ggml_cgraph * graph, uint64_t key[2]) {
     key[1] = h.b;
 }
 
+// does capturing pay? recording and instantiating 900 nodes takes 5 ms or more
+bool is_worth_capturing(const ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        if (graph->nodes[i]->op == GGML_OP_MUL_MAT) {
+            return graph->nodes[i]->src[1]->ne[1] <= MAX_CAPTURE_COLUMNS;
+        }
+    }
+    return true;
+}
+
 bool queue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
     const ggml_tensor * failed = nullptr;
     ctx.ops.stream = ctx.device.stream;
@@ -497,7 +508,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         return GGML_STATUS_FAILED;
     }
     ctx.pending = true;
-    if (!ctx.use_graphs) {
+    if (!ctx.use_graphs || !is_worth_capturing(graph)) {
         return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
     }
     if (ctx.buffers_freed != device.buffers_freed) { // addresses in the keys may mean something else now

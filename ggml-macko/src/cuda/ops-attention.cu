@@ -48,13 +48,18 @@ __device__ __forceinline__ float rescale(float old_max, float new_max) { return 
 
 // ---------------------------------------------------------------------------------------------- few tokens
 
-constexpr int VEC_WARPS = 4;
-constexpr int VEC_ROWS  = 4; // positions that a lane group has in flight
+constexpr int VEC_WARPS = 8;
+constexpr int vec_rows(int heads) { return heads <= 2 ? 8 : 4; } // positions that a lane group has in flight
+
+__device__ __forceinline__ void prefetch_row(const char * row, int nbytes) {
+    for (int i = 0; i < nbytes; i += 128) {
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(row + i));
+    }
+}
 
 // LANES lanes hold a row of K or V, 8 elements each; G query heads
 template <typename TK, typename TV, int LANES, int G>
 __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attention_args p) {
-    wait_for_previous();
     constexpr int GROUPS = VEC_WARPS * WARP / LANES; // lane groups of the block: each takes every GROUPS-th position
     __shared__ float shared_sums[GROUPS * G * LANES * 8];
     __shared__ float shared_max[GROUPS][G], shared_weight[GROUPS][G];
@@ -74,6 +79,15 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
 
     const char * k_base = p.k.data + kv_head / (p.q.ne[2] / p.group / p.k.ne[2]) * p.k.nb[2] + stream / (p.q.ne[3] / p.k.ne[3]) * p.k.nb[3];
     const char * v_base = p.v.data + kv_head / (p.q.ne[2] / p.group / p.v.ne[2]) * p.v.nb[2] + stream / (p.q.ne[3] / p.v.ne[3]) * p.v.nb[3];
+    const int end = min(n_kv, (split + 1) * p.split_size);
+    // most of the cache was written long ago: bring it to L2 while the kernel before runs out
+    for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += VEC_WARPS * WARP) {
+        prefetch_row(k_base + pos * p.k.nb[1], static_cast<int>(p.k.ne[0] / TK::BLOCK * static_cast<int>(sizeof(typename TK::block))));
+        prefetch_row(v_base + pos * p.v.nb[1], static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
+    }
+    wait_for_previous();
+
+    constexpr int VEC_ROWS = vec_rows(G);
     const __half * mask[G] = {};
     float q[G][8], sums[G][8] = {}, max[G], weight[G] = {}, slope[G];
 #pragma unroll
@@ -94,11 +108,9 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
         }
     }
 
-    const int end = min(n_kv, (split + 1) * p.split_size);
-    for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
-        float score[VEC_ROWS][G];
-        float bias[VEC_ROWS][G];
-        bool  any = false;
+    float bias[VEC_ROWS][G]; // the mask, read one round ahead: whether a round has anything to do is known when it starts
+    const auto load_bias = [&](int first) {
+        bool any = false;
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
             const int pos = first + r * GROUPS + group;
@@ -108,9 +120,15 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
                 any |= bias[r][g] != -INFINITY;
             }
         }
-        if (!__any_sync(FULL_WARP, any)) {
+        return any;
+    };
+    bool any = load_bias(split * p.split_size);
+    for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
+        if (first != split * p.split_size && !__any_sync(FULL_WARP, any)) { // the first round's loads do not wait for its mask
+            any = load_bias(first + GROUPS * VEC_ROWS);
             continue;
         }
+        float score[VEC_ROWS][G];
         float v[VEC_ROWS][8];
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
@@ -163,6 +181,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
                 }
             }
         }
+        any = load_bias(first + GROUPS * VEC_ROWS);
     }
 
     // the block's lane groups, in order
@@ -249,35 +268,48 @@ constexpr int TILE         = 64; // tokens, and positions
 constexpr int TILE_THREADS = 128; // 4 warps, 16 tokens each
 
 template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; } // row stride in shared memory: ldmatrix without bank conflicts
-template <int HEAD_DIM> constexpr int tile_shared_nbytes() { return 3 * TILE * tile_ld<HEAD_DIM>() * 2; }
+template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) { return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2; }
 
-// rows of K or V into shared memory as f16; zeros behind the last position
+static __device__ __forceinline__ void copy16_async(void * shared, const void * global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global));
+#else
+    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
+#endif
+}
+static __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// rows of K or V into shared memory as f16, complete after wait_for_copies() and a barrier; zeros behind the last position
 template <typename T, int HEAD_DIM> __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
         const int row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (first + row < n) {
-            const char * source = base + (first + row) * nb1;
-            if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
-                v = *reinterpret_cast<const uint4 *>(source + e * 2);
-            } else {
-                float f[8];
-                T::load8(source, e, f);
-                v = pack8<__half>(f);
-            }
+        __half     * place  = tile + row * tile_ld<HEAD_DIM>() + e;
+        const char * source = base + (first + row) * nb1;
+        if (first + row >= n) {
+            *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
+        } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
+            copy16_async(place, source + e * 2);
+        } else {
+            float f[8];
+            T::load8(source, e, f);
+            *reinterpret_cast<uint4 *>(place) = pack8<__half>(f);
         }
-        *reinterpret_cast<uint4 *>(tile + row * tile_ld<HEAD_DIM>() + e) = v;
     }
 }
 
-template <typename T, int HEAD_DIM>
+// STAGES 2: the next tile is on its way while this one is multiplied; 1 where shared memory is short
+template <typename T, int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
     wait_for_previous();
     extern __shared__ __align__(16) __half shared_tiles[];
     constexpr int LD = tile_ld<HEAD_DIM>();
     __half * q_tile = shared_tiles;
-    __half * k_tile = q_tile + TILE * LD;
-    __half * v_tile = k_tile + TILE * LD;
+    const auto k_tile_of = [&](int stage) { return q_tile + (1 + 2 * stage) * TILE * LD; };
+    const auto v_tile_of = [&](int stage) { return q_tile + (2 + 2 * stage) * TILE * LD; };
 
     const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]), n_kv = static_cast<int>(p.k.ne[1]);
     const int token0   = (static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x)) * TILE; // the last tokens see most: start them first
@@ -310,24 +342,66 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
     float out[HEAD_DIM / 8][4] = {};
     float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
 
-    for (int first = 0; first < n_kv; first += TILE) {
+    // mask of a tile as this lane's pairs of positions: rows g, g + 8, columns 2t, 2t + 1 of each 8
+    const bool pairs = p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask.nb[2] % 4 == 0 && p.mask.nb[3] % 4 == 0;
+    __half2 bias[TILE / 8][2];
+    const auto load_bias = [&](int first) {
+        const __half hidden = __ushort_as_half(0xfc00), zero = __ushort_as_half(0);
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+            const int pos = first + j * 8 + 2 * t;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (pairs) {
+                    bias[j][h] = pos < n_kv ? *reinterpret_cast<const __half2 *>(mask_row[h] + pos) : __halves2half2(hidden, hidden);
+                } else {
+                    bias[j][h] = __halves2half2(pos < n_kv ? (p.has_mask ? mask_row[h][pos] : zero) : hidden, pos + 1 < n_kv ? (p.has_mask ? mask_row[h][pos + 1] : zero) : hidden);
+                }
+                any |= *reinterpret_cast<const uint32_t *>(&bias[j][h]) != 0xfc00fc00u;
+            }
+        }
+        return any;
+    };
+    // next tile from `first` on that somebody sees, with its mask in bias; a barrier in any case
+    const auto next_tile = [&](int first) {
+        while (first < n_kv && !__syncthreads_or(load_bias(first))) {
+            first += TILE;
+        }
+        return first;
+    };
+    const auto start_tile = [&](int first, int stage) {
+        load_tile<T, HEAD_DIM>(k_tile_of(stage), k_base, p.k.nb[1], first, n_kv);
+        load_tile<T, HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
+    };
+
+    int current = next_tile(0);
+    if (current < n_kv) {
+        start_tile(current, 0);
+    }
+    for (int stage = 0; current < n_kv;) {
+        const __half * k_tile = k_tile_of(stage);
+        const __half * v_tile = v_tile_of(stage);
         float s[TILE / 8][4]; // scores, before that the mask
-        bool  any = false;
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int pos = first + j * 8 + 2 * t + i % 2;
-                s[j][i] = pos >= n_kv ? -INFINITY : p.has_mask ? slope * __half2float(mask_row[i / 2][pos]) : 0.0f;
-                any |= s[j][i] != -INFINITY;
+            for (int h = 0; h < 2; h++) {
+                const float2 b = __half22float2(bias[j][h]);
+                s[j][2 * h]     = slope * b.x;
+                s[j][2 * h + 1] = slope * b.y;
             }
         }
-        if (!__syncthreads_or(any)) { // also: everybody is done with the tiles of the round before
-            continue;
-        }
-        load_tile<T, HEAD_DIM>(k_tile, k_base, p.k.nb[1], first, n_kv);
-        load_tile<T, HEAD_DIM>(v_tile, v_base, p.v.nb[1], first, n_kv);
+        wait_for_copies();
         __syncthreads();
+        int next = current;
+        if constexpr (STAGES == 2) { // everybody is past the barrier: the other buffer is free
+            next = next_tile(current + TILE);
+            if (next < n_kv) {
+                start_tile(next, stage ^ 1);
+            }
+            stage ^= 1;
+        }
 
         float dot[TILE / 8][4] = {};
 #pragma unroll
@@ -384,6 +458,14 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
                 multiply_add<__half>(out[e + 1], a, b[2], b[3]);
             }
         }
+        if constexpr (STAGES == 1) {
+            __syncthreads(); // everybody is done with the tile
+            next = next_tile(current + TILE);
+            if (next < n_kv) {
+                start_tile(next, 0);
+            }
+        }
+        current = next;
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -411,7 +493,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
 
 constexpr int MAX_HEAD_DIM   = 256;
 constexpr int TILE_MIN_TOKENS = 9;
-constexpr int MIN_SPLIT      = 32;  // positions: below, the combination costs more than the split saves
+constexpr int MIN_SPLIT      = 256; // positions: below, the combination costs more than the split saves
 constexpr int MAX_SPLITS     = 64;
 constexpr int TARGET_BLOCKS  = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
 
@@ -431,38 +513,45 @@ bool can_read(tensor_type type) {
     return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16 || type == TYPE_Q8_0 || type == TYPE_Q4_0 || type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;
 }
 
-bool use_tiles(const op_context & ctx, const attention_params & p, int shared_nbytes) {
-    return p.q.ne[1] >= TILE_MIN_TOKENS && p.k.type == p.v.type && (p.k.type == TYPE_F16 || p.k.type == TYPE_Q8_0) && p.k.ne[0] == p.v.ne[0] && shared_nbytes > 0 && shared_nbytes <= ctx.shared_nbytes;
-}
-
-int tile_shared_nbytes_of(int64_t head_dim) {
+int tile_shared_nbytes_of(int64_t head_dim, int stages) {
     switch (head_dim) {
-        case 64:  return tile_shared_nbytes<64>();
-        case 80:  return tile_shared_nbytes<80>();
-        case 96:  return tile_shared_nbytes<96>();
-        case 112: return tile_shared_nbytes<112>();
-        case 128: return tile_shared_nbytes<128>();
-        case 256: return tile_shared_nbytes<256>();
+        case 64:  return tile_shared_nbytes<64>(stages);
+        case 80:  return tile_shared_nbytes<80>(stages);
+        case 96:  return tile_shared_nbytes<96>(stages);
+        case 112: return tile_shared_nbytes<112>(stages);
+        case 128: return tile_shared_nbytes<128>(stages);
+        case 256: return tile_shared_nbytes<256>(stages);
         default:  return 0;
     }
 }
 
-template <typename T, int HEAD_DIM> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
-    CUDA_TRY(cudaFuncSetAttribute(attention_tile_kernel<T, HEAD_DIM>, cudaFuncAttributeMaxDynamicSharedMemorySize, tile_shared_nbytes<HEAD_DIM>()));
-    const dim3 grid(static_cast<unsigned>((a.q.ne[1] + TILE - 1) / TILE), static_cast<unsigned>(a.q.ne[2]), static_cast<unsigned>(a.q.ne[3]));
-    return launch(ctx, attention_tile_kernel<T, HEAD_DIM>, grid, TILE_THREADS, tile_shared_nbytes<HEAD_DIM>(), a);
+// buffers for tiles that fit; 0: not a case for attention_tile_kernel
+int tile_stages(const op_context & ctx, const attention_params & p) {
+    if (p.q.ne[1] < TILE_MIN_TOKENS || p.k.type != p.v.type || (p.k.type != TYPE_F16 && p.k.type != TYPE_Q8_0) || p.k.ne[0] != p.v.ne[0] || tile_shared_nbytes_of(p.k.ne[0], 1) == 0) {
+        return 0;
+    }
+    return tile_shared_nbytes_of(p.k.ne[0], 2) <= ctx.shared_nbytes ? 2 : tile_shared_nbytes_of(p.k.ne[0], 1) <= ctx.shared_nbytes ? 1 : 0;
 }
 
-template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+template <typename T, int HEAD_DIM, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+    constexpr int nbytes = tile_shared_nbytes<HEAD_DIM>(STAGES);
+    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<T, HEAD_DIM, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes)));
+    const dim3 grid(static_cast<unsigned>((a.q.ne[1] + TILE - 1) / TILE), static_cast<unsigned>(a.q.ne[2]), static_cast<unsigned>(a.q.ne[3]));
+    return launch(ctx, attention_tile_kernel<T, HEAD_DIM, STAGES>, grid, TILE_THREADS, nbytes, a);
+}
+
+template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
     switch (a.k.ne[0]) {
-        case 64:  return launch_tiles<T, 64>(ctx, a);
-        case 80:  return launch_tiles<T, 80>(ctx, a);
-        case 96:  return launch_tiles<T, 96>(ctx, a);
-        case 112: return launch_tiles<T, 112>(ctx, a);
-        case 128: return launch_tiles<T, 128>(ctx, a);
-        default:  return launch_tiles<T, 256>(ctx, a);
+        case 64:  return launch_tiles<T, 64, STAGES>(ctx, a);
+        case 80:  return launch_tiles<T, 80, STAGES>(ctx, a);
+        case 96:  return launch_tiles<T, 96, STAGES>(ctx, a);
+        case 112: return launch_tiles<T, 112, STAGES>(ctx, a);
+        case 128: return launch_tiles<T, 128, STAGES>(ctx, a);
+        default:  return launch_tiles<T, 256, STAGES>(ctx, a);
     }
 }
+
+template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) { return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a); }
 
 template <typename TK, typename TV, int LANES> cudaError_t launch_vec(const op_context & ctx, const attention_args & a) {
     const int  g = heads_per_block(a.group);
@@ -525,8 +614,8 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
     a.m0          = std::pow(2.0f, -p.max_bias / static_cast<float>(a.n_head_log2));
     a.m1          = std::pow(2.0f, -p.max_bias / 2 / static_cast<float>(a.n_head_log2));
     a.group       = static_cast<int>(p.q.ne[2] / p.k.ne[2]);
-    if (use_tiles(ctx, p, tile_shared_nbytes_of(p.k.ne[0]))) {
-        return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a);
+    if (const int stages = tile_stages(ctx, p)) {
+        return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
     }
     a.n_splits   = split_count(p);
     a.split_size = static_cast<int>((p.k.ne[1] + a.n_splits - 1) / a.n_splits);

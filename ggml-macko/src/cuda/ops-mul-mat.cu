@@ -328,7 +328,9 @@ __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, 
 
 // ---------------------------------------------------------------------------------------------- choice
 
-constexpr int64_t PANEL_NBYTES = int64_t(16) << 20; // of w in 16 bits: a third of the L2 cache of the smaller data-centre GPUs
+// Of w in 16 bits, made and multiplied at a time. Small panels stay in the L2 cache, but too few rows leave multiprocessors idle: 4096 rows
+// and 512 columns are one wave of 128 x 128 tiles on an H200.
+constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
 
 int64_t align_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
@@ -426,7 +428,11 @@ template <typename T> struct converted_rows : row_source {
     }
 };
 
-int64_t panel_rows(int64_t rows, int64_t ld) { return std::min(rows, std::max<int64_t>(1, PANEL_NBYTES / (ld * 2))); }
+// rows of a panel: panels of a matrix are of equal size
+int64_t panel_rows(int64_t rows, int64_t ld) {
+    const int64_t most = std::max<int64_t>(BLOCK_M, PANEL_NBYTES / (ld * 2)), panels = std::max<int64_t>(1, (rows + most - 1) / most);
+    return std::min(rows, align_up((rows + panels - 1) / panels, BLOCK_M));
+}
 
 // x in 16 bits at the start of scratch
 template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, int64_t ld, char * scratch) {

@@ -235,7 +235,7 @@ bool op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const o
 
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
     const int  threads = row_threads(dst.ne[0], THREADS);
-    const dim3 grid(static_cast<unsigned>(dst.n_rows()), static_cast<unsigned>(dst.ne[0] > 4096 ? 4 : 1));
+    const dim3 grid(static_cast<unsigned>(dst.n_rows()), dst.n_rows() < 256 ? static_cast<unsigned>((dst.ne[0] + THREADS - 1) / THREADS) : 1u);
     if (src.type == TYPE_I32) {
         return launch(ctx, get_rows_i32_kernel, grid, threads, 0, src, ids, dst);
     }

@@ -164,9 +164,9 @@ struct seed_file {
     layout         where;
 };
 
-static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed) {
+static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe) {
     seed_file s;
-    s.model   = builder::tiny_llama(n_embd, n_layer, seed);
+    s.model   = builder::tiny_llama(n_embd, n_layer, seed, bpe);
     s.file    = builder::sparse_file(s.model);
     s.content = builder::serialize(s.file, &s.where);
     return s;
@@ -349,16 +349,16 @@ int main(int argc, char ** argv) {
     int64_t n_done = 0;
     for (size_t s = 0; s < seeds.size(); s++) {
         rng r(seeds[s]);
-        const seed_file base = make_seed(s % 3 == 2 ? 32 : 16, 1 + s % 2, seeds[s]);
+        const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2); // the small vocabulary twice as often: faster
         const int64_t n = n_mutants / static_cast<int64_t>(seeds.size()) + (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
         for (int64_t i = 0; i < n; i++) {
             const bytes b = make_mutant(r, base);
             const int64_t live = mem_live;
             mem_peak = live;
-            const auto before = std::chrono::steady_clock::now();
+            const clock_t before = clock(); // CPU time: a busy machine is not a hang
             macko::model_file file;
             const int status = vet(memory_source(b), &file);
-            const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+            const double seconds = static_cast<double>(clock() - before) / CLOCKS_PER_SEC;
             const int64_t used = mem_peak - live;
             mem_worst = std::max(mem_worst, used);
             slowest   = std::max(slowest, seconds);

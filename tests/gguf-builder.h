@@ -2,6 +2,7 @@
 // that is under test. A file is a struct that a test may change before and after it is serialized.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -334,8 +335,25 @@ inline void add_spm_vocab(file * f) {
     f->keys.push_back(text("tokenizer.chat_template", "{{ messages }}"));
 }
 
+inline std::vector<std::string> bpe_tokens() {
+    return { "a", "b", "c", "ab", "bc", "abc", "\xc4\xa0", "\xc4\x8a", "\xc4\xa0""a", "<|bos|>", "<|eos|>", "<|pad|>" };
+}
+
+inline void add_bpe_vocab(file * f) {
+    const std::vector<std::string> tokens = bpe_tokens();
+    std::vector<int32_t> types(tokens.size(), 1);
+    std::fill(types.end() - 3, types.end(), 3);
+    f->keys.push_back(text("tokenizer.ggml.model", "gpt2"));
+    f->keys.push_back(text("tokenizer.ggml.pre", "llama-bpe"));
+    f->keys.push_back(texts("tokenizer.ggml.tokens", tokens));
+    f->keys.push_back(array<int32_t>("tokenizer.ggml.token_type", I32, types));
+    f->keys.push_back(texts("tokenizer.ggml.merges", { "a b", "b c", "a bc" }));
+    f->keys.push_back(scalar<uint32_t>("tokenizer.ggml.bos_token_id", U32, 9));
+    f->keys.push_back(scalar<uint32_t>("tokenizer.ggml.eos_token_id", U32, 10));
+}
+
 // a llama model that llama.cpp can load: n_layer layers, 4 heads (2 KV heads), feed-forward 2 n_embd
-inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed) {
+inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe = false) {
     std::mt19937_64 rng(seed);
     model m;
     file & f = m.dense;
@@ -350,10 +368,10 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed) {
     f.keys.push_back(scalar<uint32_t>("llama.attention.head_count_kv", U32, 2));
     f.keys.push_back(scalar<float>("llama.attention.layer_norm_rms_epsilon", F32, 1e-5f));
     f.keys.push_back(scalar<float>("llama.rope.freq_base", F32, 10000.0f));
-    add_spm_vocab(&f);
+    bpe ? add_bpe_vocab(&f) : add_spm_vocab(&f);
     f.keys.push_back(scalar<float>("macko.prune.density", F32, 0.3f));
 
-    const uint64_t n_vocab = spm_tokens().size();
+    const uint64_t n_vocab = bpe ? bpe_tokens().size() : spm_tokens().size();
     auto add_dense = [&](const std::string & name, std::vector<uint64_t> ne, uint32_t type) {
         uint64_t n = 1;
         for (uint64_t d : ne) {

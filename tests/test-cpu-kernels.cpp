@@ -282,7 +282,7 @@ struct output {
     }
 };
 
-enum class how { dispatched, rows, panels };
+enum class how { dispatched, packed, rows, panels };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
     const guarded scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
@@ -295,7 +295,7 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
-        const x_layout layout = with == how::rows ? x_layout::rows : x_layout::panels;
+        const x_layout layout = with == how::packed ? x_layout::packed : with == how::rows ? x_layout::rows : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
             set.prepare(params, layout, i, n_threads);
         }
@@ -330,7 +330,14 @@ static void check_all_sets(const problem & p, bool threads) {
         multiply(*set, p, how::panels, 3, with_panels);
         check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
-        CHECK(one.same(with_rows) || one.same(with_panels), "%s: one thread, neither layout's result", set->name);
+        bool same = one.same(with_rows) || one.same(with_panels);
+        if (p.n == 1 && p.round_x && p.m.desc.type != GGML_MACKO_TYPE_F32 && set->costs.packed_below > 0) {
+            output with_packed(p.n, rows);
+            multiply(*set, p, how::packed, 3, with_packed);
+            check_result(*set, p, "packed", with_packed);
+            same |= one.same(with_packed);
+        }
+        CHECK(same, "%s: one thread gives no layout's result", set->name);
         for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {
             output more(p.n, rows);
             multiply(*set, p, how::dispatched, n_threads, more);

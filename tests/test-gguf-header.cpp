@@ -1002,6 +1002,39 @@ static void test_file_system() {
     rmdir(dir);
 }
 
+// whose file is it, llama.cpp's or ours?
+static void test_open_sparse() {
+    auto open_content = [](const bytes & content) {
+        const memory_file f(content);
+        std::unique_ptr<macko::model_file> file;
+        return macko::model_file_open_sparse(f.path().c_str(), &file);
+    };
+    auto sparse_with = [](const file_lie & change) {
+        builder::file f = builder::sparse_file(base_model());
+        change(f);
+        return builder::serialize(f);
+    };
+    expect("sparse", S(OK), open_content(sparse_with([](file &) {})));
+    expect("sparse, hostile metadata", S(BAD_KEY_VALUE), open_content(sparse_with([](file & f) { f.set(scalar<uint32_t>("llama.block_count", U32, 0)); })));
+    expect("sparse, broken header", S(DUPLICATE_KEY), open_content(sparse_with([](file & f) { f.keys.push_back(f.keys[1]); })));
+    expect("sparse, macko.version missing", S(BAD_KEY), open_content(sparse_with([](file & f) { f.drop("macko.version"); })));
+    bytes late = sparse_with([](file & f) { f.keys.insert(f.keys.begin(), text("x", std::string((1 << 20) - 2000, 'x'))); });
+    for (size_t n = 0; n < 3000; n += 7) { // wherever the key falls on the border of a chunk
+        late.insert(late.begin() + 100, 7, 'x');
+        CHECK(open_content(late) != S(NOT_SPARSE), "claim not found after %zu more bytes", n);
+    }
+    builder::file dense = base_model().dense;
+    expect("dense", S(NOT_SPARSE), open_content(builder::serialize(dense)));
+    dense.set(text("general.architecture", "mamba"));
+    expect("dense, other architecture", S(NOT_SPARSE), open_content(builder::serialize(dense)));
+    dense.keys.push_back(dense.keys[1]);
+    expect("dense, broken", S(NOT_SPARSE), open_content(builder::serialize(dense)));
+    expect("no GGUF", S(NOT_SPARSE), open_content({ 'P', 'K' }));
+    std::unique_ptr<macko::model_file> file;
+    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", &file));
+    expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", &file));
+}
+
 // every code that a file can cause was caused by one above
 static void test_every_status_was_seen() {
     for (int code : { S(IO), S(NOT_A_FILE), S(TRUNCATED), S(FILE_CHANGED) }) {
@@ -1031,6 +1064,7 @@ int main() {
     test_forged_handles_do_not_match();
     test_what_cannot_be_served();
     test_file_system();
+    test_open_sparse();
     test_every_status_was_seen();
     printf("%d handmade files, %d cases in all\n", n_handmade, n_cases);
     return test_summary("test-gguf-header");

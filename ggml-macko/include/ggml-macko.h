@@ -174,7 +174,8 @@ GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_fil
 // begin -> llama_model_load_from_file_ptr(stream, params with load_mode NONE) -> end, all on one thread.
 
 struct ggml_macko_load;
-// vets the file and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load)
+// vets the file and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load). NOT_SPARSE: the file is
+// llama.cpp's to judge, good or bad; call llama_model_load_from_file
 GGML_MACKO_API int ggml_macko_load_begin(const char * path, struct ggml_macko_load ** out, FILE ** stream);
 // Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for params.vocab_only.
 // On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of ours, or LOAD_FAILED

@@ -200,9 +200,10 @@ def run(args: argparse.Namespace) -> int:
     about = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
     if not args.model:
         results = []
-        for rows, cols in parse_shapes(args.shapes):
+        shapes, densities = parse_shapes(args.shapes), parse_densities(args.densities)
+        for rows, cols in shapes:
             console.log(f"{rows}x{cols} ...")
-            results += bench_matrix(rows, cols, parse_densities(args.densities), threads, args.repetitions)
+            results += bench_matrix(rows, cols, densities, threads, args.repetitions)
         if args.json:
             console.print_json({**about, "matrices": results})
         else:

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 any error (one line on stderr), 130 and 143 after Ctrl-C a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -92,7 +93,8 @@ def main(argv: list | None = None) -> int:
     except Exception as e:
         if args is not None and args.debug:
             raise
-        print(f"error: {one_line(e)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
+            print(f"error: {one_line(e)}", file=sys.stderr)
         return 1
 
 

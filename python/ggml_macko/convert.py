@@ -168,6 +168,15 @@ def sparse_keys(plans: list) -> list:
     ]
 
 
+def encode_as_planned(model: Model, p: Plan, options: Options) -> formats.MackoMatrix:
+    t = p.tensor
+    try:
+        return bindings.encode(read_weights(t, options)[0], t.type, p.delta_bits, p.count, options.n_threads)
+    except errors.MackoError:
+        model.check_unchanged()  # if it has changed, that is the error: the tensor is not the one that was counted
+        raise
+
+
 def write_model(model: Model, plans: list, output: AtomicOutput, options: Options) -> None:
     writer = Writer(output, model.keys + sparse_keys(plans), [new for p in plans for new in p.new_tensors()], model.alignment)
     for i, p in enumerate(plans):
@@ -176,7 +185,7 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
             writer.write(t.blocks())
             what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
         else:
-            m = bindings.encode(read_weights(t, options)[0], t.type, p.delta_bits, p.count, options.n_threads)
+            m = encode_as_planned(model, p, options)
             for array in (m.values, m.deltas, m.row_ptr):
                 writer.write([array])
             what = f"converting to {p.type} .. size = {console.size(t.nbytes)} -> {console.size(m.nbytes)}"
@@ -308,11 +317,12 @@ def print_totals(model: Model, plans: list, options: Options) -> None:
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(plans)} tensor(s) stay dense, see above")
+    n = sum(p.tensor.n_elements for p in plans if p.count)
     negative = sum(p.n_negative_zeros for p in plans)
-    if negative and not options.drop_negative_zeros:  # training with a mask leaves them: w * 0 is -0.0 for a negative w
-        n = sum(p.tensor.n_elements for p in plans if p.count)
+    if negative > n / 1000 and not options.drop_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w
         console.log(
-            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; --drop-negative-zeros makes the file smaller"
+            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
+            "--drop-negative-zeros makes the file smaller"
         )
 
 

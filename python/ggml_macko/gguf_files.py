@@ -470,7 +470,11 @@ class AtomicOutput:
                 break
             os.close(fd)
         self._fd = fd
-        os.ftruncate(fd, 0)
+        try:
+            os.ftruncate(fd, 0)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:

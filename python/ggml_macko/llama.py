@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import llama_cpp
@@ -18,6 +19,7 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(self, model_path: str, *args: Any, verbose: bool = True, **kwargs: Any):
+        self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         super().__init__(model_path, *args, verbose=verbose, **kwargs)

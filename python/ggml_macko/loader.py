@@ -70,39 +70,24 @@ def _replace_load_function() -> None:
     load_from_file = api.llama_model_load_from_file
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
-        if not _is_sparse(path_model):
-            return load_from_file(path_model, params)
-        return _load_sparse(api, path_model, params)
+        try:
+            load = bindings.Load(path_model)
+        except errors.FileFormatError as e:
+            if e.code != errors.NOT_SPARSE:
+                raise
+            return load_from_file(path_model, params)  # dense, split or not a model at all: llama.cpp's to judge
+        return _load_sparse(api, load, params)
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file
 
 
-def _is_sparse(path: bytes) -> bool:
-    """False for everything that is llama.cpp's to judge: dense models, split ones, files that are not there."""
-    try:
-        with bindings.File(path) as file:
-            return file.is_sparse
-    except errors.MackoError:
-        return _claims_to_be_sparse(path)
-
-
-def _claims_to_be_sparse(path: bytes) -> bool:
-    """A file that failed our checks: is it a sparse one that somebody broke? Then the error must be ours, not llama.cpp's guess."""
-    try:
-        with open(path, "rb") as f:
-            return b"macko.version" in f.read(1 << 20)
-    except OSError:
-        return False
-
-
-def _load_sparse(api: Any, path: bytes, params: Any) -> Any:
-    params = type(params).from_buffer_copy(params)  # the caller's stay as they are
-    params.load_mode = api.LLAMA_LOAD_MODE_NONE  # a stream has no descriptor to map
-    params.check_tensors = False  # it would look at handles; the plugin checks the real data, always
-    load = bindings.Load(path)
+def _load_sparse(api: Any, load: bindings.Load, params: Any) -> Any:
     model = None
     try:
+        params = type(params).from_buffer_copy(params)  # the caller's stay as they are
+        params.load_mode = api.LLAMA_LOAD_MODE_NONE  # a stream has no descriptor to map
+        params.check_tensors = False  # it would look at handles; the plugin checks the real data, always
         model = api.llama_model_load_from_file_ptr(load.stream, params)
     finally:
         try:

@@ -31,7 +31,7 @@ int load::receive(const ggml_tensor * tensor, const void * data, size_t offset, 
         if (!matrix || index != matrix - file_->sparse.data()) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file", printable(tensor->name).text);
         }
-        if (const int bad = read_payload(*file_, *matrix, omp_get_max_threads(), consumer)) {
+        if (const int bad = read_payload(*file_, file_->header, *matrix, omp_get_max_threads(), consumer)) {
             return bad;
         }
         loaded_[static_cast<size_t>(index)] = true;
@@ -62,19 +62,15 @@ int ggml_macko_load_begin(const char * path, ggml_macko_load ** out, FILE ** str
         if (load::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
-        const char * kernels = nullptr;
+        auto l = std::make_unique<ggml_macko_load>();
+        if (const int status = model_file_open_sparse(path, &l->file_)) {
+            return status;
+        }
+        const char * kernels = nullptr; // only now: a wrong GGML_MACKO_FORCE is no concern of dense models
         if (const int status = cpu_kernels_select(&kernels)) {
             return status;
         }
-        auto l = std::make_unique<ggml_macko_load>();
-        if (const int status = model_file_open(path, true, &l->file_)) {
-            return status;
-        }
-        if (!l->file_->is_sparse) {
-            return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no macko.version key)", path);
-        }
         if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {
-            prefix_error(path);
             return status;
         }
         l->loaded_.assign(l->file_->sparse.size(), false);
@@ -106,7 +102,6 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
             return fail(l->status_, "%s: %s", path.c_str(), l->error_.c_str());
         }
         if (const int status = l->virtual_->status()) {
-            prefix_error(path.c_str());
             return status;
         }
         if (const int status = l->file_->check_unchanged()) {

@@ -64,7 +64,8 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
         return NULL;
     }
-    params.load_mode = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
+    params.load_mode     = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
+    params.check_tensors = false;                // it would look at placeholders; the plugin always checks the real data
     struct llama_model * model = from_ptr(stream, params);
     if (plugin.load_end(load, model != NULL, !params.vocab_only)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());

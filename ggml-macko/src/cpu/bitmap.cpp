@@ -85,6 +85,7 @@ template <int BITS, typename T> static void pack(const macko_view & view, int64_
     }
     if (rows.row_end == dst.rows) {
         dst.row_off[dst.rows] = static_cast<uint32_t>(out - reinterpret_cast<T *>(dst.values));
+        memset(out, 0, VALUES_SLACK);
     }
 }
 

@@ -3,7 +3,7 @@
 //
 //   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
 //   row_off  rows + 1 uint32: index of the row's first value
-//   values   nnz elements of the value type, then VALUES_SLACK readable bytes
+//   values   nnz elements of the value type, then VALUES_SLACK zero bytes
 #pragma once
 
 #include "format/macko.h"
@@ -11,7 +11,7 @@
 namespace macko {
 
 constexpr int64_t BITMAP_ALIGNMENT = 64; // of the memory, and of each part in it
-constexpr int64_t VALUES_SLACK     = 64; // kernels load whole vectors
+constexpr int64_t VALUES_SLACK     = 256; // kernels load up to 64 values at a time, and multiply those past a row's end by zero
 
 struct bitmap_matrix {
     int64_t    rows;
@@ -28,7 +28,7 @@ int64_t bitmap_nbytes(const macko_desc & desc);
 // the parts inside bitmap_nbytes(desc) bytes at memory (aligned to BITMAP_ALIGNMENT)
 bitmap_matrix bitmap_bind(const macko_desc & desc, void * memory);
 // writes the view's rows. first_value = non-zeros in all rows before view.rows().row_begin. Blocks may be packed in any order and at
-// the same time; whoever packs the last rows also writes row_off[rows].
+// the same time; whoever packs the last rows also writes row_off[rows] and the slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
 // rows row_begin ... row_end-1 back to dense elements of m.type
 void bitmap_unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, void * dense);

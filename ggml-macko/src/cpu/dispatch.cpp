@@ -1,7 +1,6 @@
 // Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the instruction set.
 #include "cpu/dispatch.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -82,16 +81,18 @@ int cpu_kernels_select(const char ** name) {
 
 // ---- work ----
 
-static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
+static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & p) {
     const bitmap_matrix & w = p.w;
     const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
                         / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
-    const float n      = static_cast<float>(p.n);
-    const float groups = static_cast<float>((p.n + 7) / 8);
-    const float vecs   = static_cast<float>((p.n + set.vector_width - 1) / set.vector_width);
-    const float rows   = groups * set.expand_cost + n * set.row_cost;
-    const float panels = density * (set.panel_cost + vecs * set.vector_cost);
-    return p.n == 1 || rows <= panels ? x_layout::rows : x_layout::panels;
+    if (p.n == 1) {
+        return density < cost.packed_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::packed : x_layout::rows;
+    }
+    const float groups  = static_cast<float>((p.n + 7) / 8);
+    const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
+    const float rows    = groups * cost.group + static_cast<float>(p.n) * cost.x;
+    const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
+    return rows <= panels ? x_layout::rows : x_layout::panels;
 }
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
@@ -124,7 +125,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     if (p.n <= 0 || p.row_begin >= p.row_end) {
         return; // all threads see the same params, so none waits at a barrier
     }
-    const x_layout layout = choose_layout(set, p);
+    const x_layout layout = choose_layout(set.costs, p);
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
     const int64_t begin = part_begin(p, ith, nth);

@@ -7,24 +7,29 @@ namespace macko {
 
 // how x lies in the scratch memory, and with it the kernel that reads it
 enum class x_layout {
+    packed, // one x as padded_cols 16-bit numbers of the value type (n = 1, round_x); sets without it (packed_below 0) read `rows`
     rows,   // n rows of padded_cols floats: weights are expanded once for up to 8 x (decode)
     panels, // tiles of tokens, each [padded_cols][tokens of the tile]: each non-zero meets a vector of tokens (prefill)
 };
 
-// all pointers are set; no function of shared headers is called behind them (see kernels-impl.h)
+// What a multiplication costs per matrix column (of every row), in ticks of one clock: only ratios matter. Measured with rows that
+// lie in L2 (docs/notes-cpu-kernels.md); dispatch.cpp compares the layouts with it.
+struct kernel_costs {
+    float packed_below; // density below which `packed` is faster than `rows` at n = 1
+    int   vector_width; // tokens in a vector
+    float group, x;     // rows: expanding weights for a group of up to 8 x; each x
+    float column;       // panels: each column,
+    float entry;        //         each non-zero,
+    float vector;       //         each non-zero and vector of tokens
+};
+
 struct kernel_set {
     const char * name;
     // thread ith's part of the copy of x into scratch
     void (*prepare)(const mul_mat_params & p, x_layout layout, int ith, int nth);
     // rows row_begin ... row_end-1 (numbered as in p.w) of y, from the scratch memory that all threads prepared
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
-    // cost of one x in the rows layout, and of one vector of tokens in the panels layout, per column and per non-zero:
-    // dispatch.cpp compares them
-    int     vector_width;
-    float   expand_cost;  // per column: expanding weights once for up to 8 x
-    float   row_cost;     // per column and x
-    float   panel_cost;   // per non-zero: decoding
-    float   vector_cost;  // per non-zero and vector of tokens
+    kernel_costs costs;
 };
 
 extern const kernel_set kernels_portable;

@@ -10,7 +10,7 @@ namespace {
 struct spread_tables {
     alignas(64) uint8_t words[256][16]; // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
     alignas(64) uint8_t lanes[256][8];  // for vpermps
-    alignas(64) uint8_t places[256][8]; // positions of the set bits
+    alignas(64) uint8_t places[256][8]; // positions of the set bits, lowest first
 };
 constexpr spread_tables make_spread_tables() {
     spread_tables t = {};
@@ -37,6 +37,7 @@ struct simd {
     static constexpr int tile_vecs      = 8;
     static constexpr int prefetch_bytes = 512;
     template <int TYPE> static constexpr int step         = 8;
+    template <int TYPE> static constexpr bool packs       = false;
     template <int NX>   static constexpr int rows_at_once = NX == 1 ? 2 : 1;
 
     static vec   zero()                   { return _mm256_setzero_ps(); }
@@ -103,4 +104,4 @@ struct simd {
 
 #include "cpu/kernels-impl.h"
 
-const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, 8, 0.3f, 0.1f, 1.0f, 0.6f};
+const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }};

@@ -6,6 +6,7 @@
 // gcc 12 takes the undefined vectors inside its own AVX-512 intrinsics for mistakes (GCC bug 105593); reported where they are inlined
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wsign-conversion" // without optimization some intrinsics are macros that pass -1 as a mask
 #include <immintrin.h>
 
 namespace macko {
@@ -16,9 +17,10 @@ struct avx512 {
 
     static constexpr int width          = 16;
     static constexpr int tile_vecs      = 8;
-    static constexpr int prefetch_bytes = 512;
+    static constexpr int prefetch_bytes = 3072; // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
     template <int TYPE> static constexpr int step         = 16;
-    template <int NX>   static constexpr int rows_at_once = 2;
+    template <int TYPE> static constexpr bool packs       = false;
+    template <int NX>   static constexpr int rows_at_once = NX == 1 ? 1 : 2; // one x: two rows would be two short streams, which the prefetchers lose
 
     static vec   zero()                   { return _mm512_setzero_ps(); }
     static vec   set1(float a)            { return _mm512_set1_ps(a); }

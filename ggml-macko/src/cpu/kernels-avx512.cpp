@@ -11,4 +11,4 @@ using simd = avx512;
 
 #include "cpu/kernels-impl.h"
 
-const macko::kernel_set macko::kernels_avx512 = {"avx512", prepare, multiply, 16, 0.15f, 0.05f, 1.0f, 0.6f};
+const macko::kernel_set macko::kernels_avx512 = {"avx512", prepare, multiply, { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }};

@@ -4,9 +4,11 @@
 // Everything here has internal linkage and calls no function of another header, std:: templates included: such a function could be
 // emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
 //
+// packed layout (one x, low density, 16-bit types): a row's mask packs x as its values are packed (compress), then packed x meets packed
+//                       values: conversions and FMAs in proportion to density.
 // rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
-// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For BLOCK_ROWS rows and CHUNK columns (x chunk in L1), a row's
+// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1), a row's
 //                       bits become a list of columns and float weights; each entry is broadcast against the tokens of its column.
 //                       Work is in proportion to density, and a row is decoded once for a whole tile.
 #pragma once
@@ -23,11 +25,15 @@ namespace {
 using vec = simd::vec;
 constexpr int W = simd::width; // floats in a vector
 
-constexpr int TILE_VECS  = simd::tile_vecs;        // vectors of tokens in a full tile
-constexpr int TILE       = TILE_VECS * W;          // tokens in a full tile
-constexpr int CHUNK      = 8192 / TILE;            // columns whose x panel (32 KiB) stays in L1
-constexpr int BLOCK_ROWS = 32768 / TILE;           // rows whose accumulators (128 KiB, on the stack) stay in L2
-static_assert(CHUNK % 64 == 0 && BLOCK_ROWS % W == 0, "whole mask words, whole vectors of rows");
+constexpr int TILE_VECS   = simd::tile_vecs;  // vectors of tokens in a full tile
+constexpr int TILE        = TILE_VECS * W;    // tokens in a full tile
+constexpr int MAX_CHUNK   = 512;              // columns
+constexpr int CHUNK_SIZE  = 8192;             // floats of an x panel that stay in L1 (32 KiB): of 16 ... 256 KiB the best at density 1/2
+constexpr int BLOCK_SIZE  = 32768;            // floats of accumulators that stay in L2, on the stack (128 KiB)
+// with NV vectors of tokens: mask words of a chunk, rows of a block
+template <int NV> constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
+template <int NV> constexpr int BLOCK_ROWS  = BLOCK_SIZE / (NV * W) / W * W;
+static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
 
 constexpr int GROUP = 8; // x that meet an expanded row at once
 
@@ -35,6 +41,11 @@ template <int TYPE> constexpr int64_t value_size = TYPE == GGML_MACKO_TYPE_F32 ?
 
 INLINE int64_t words_of(int64_t cols)          { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b)   { return a < b ? a : b; }
+
+// the s-th STEP bits of a mask word
+template <int STEP> INLINE uint32_t piece(uint64_t bits, int s) {
+    return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+}
 
 // ---- x into scratch ----
 
@@ -106,6 +117,59 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
     }
 }
 
+// ---- packed layout ----
+// S = simd, as a parameter, so that its packing functions are looked up only for the sets that have them
+
+template <int TYPE, typename S> void prepare_packed(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    uint8_t * dst = static_cast<uint8_t *>(p.scratch);
+    for (int64_t c = col_begin; c < col_end; c += W) {
+        const int64_t left = p.w.cols - c;
+        S::template narrow<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
+    }
+}
+
+template <int TYPE, typename S> float dot_packed(const mul_mat_params & p, int64_t row) {
+    constexpr int     STEP = 32;
+    constexpr int     ACCS = 4;
+    constexpr int64_t PART = 64; // words: 4096 columns, whose packed x stay in L1
+    alignas(64) uint8_t packed[(PART * 64 + ACCS * W) * 2];
+
+    const int64_t    words  = words_of(p.w.cols);
+    const uint64_t * mask   = p.w.masks + row * words;
+    const uint8_t  * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
+    const uint8_t  * x      = static_cast<const uint8_t *>(p.scratch);
+    vec acc[ACCS];
+    for (int a = 0; a < ACCS; a++) {
+        acc[a] = simd::zero();
+    }
+    for (int64_t first = 0; first < words; first += PART) {
+        const int64_t last = smaller(first + PART, words);
+        int64_t n = 0;
+        for (int64_t word = first; word < last; word++, x += 64 * 2) {
+            const uint64_t bits = mask[word];
+            __builtin_prefetch(values + n * 2 + simd::prefetch_bytes);
+#pragma GCC unroll 2
+            for (int s = 0; s < 64 / STEP; s++) {
+                const uint32_t part = piece<STEP>(bits, s);
+                S::pack(x + s * STEP * 2, part, packed + n * 2);
+                n += __builtin_popcount(part);
+            }
+        }
+        for (int a = 0; a < ACCS; a++) { // the values past the last, finite numbers or slack, are multiplied by zero
+            S::clear_halves(packed + (n + a * W) * 2);
+        }
+        for (int64_t i = 0; i < n; i += ACCS * W) {
+#pragma GCC unroll 4
+            for (int a = 0; a < ACCS; a++) {
+                const vec w = simd::load_values<TYPE>(values + (i + a * W) * 2);
+                acc[a] = simd::fma(w, simd::load_values<TYPE>(packed + (i + a * W) * 2), acc[a]);
+            }
+        }
+        values += n * 2;
+    }
+    return simd::sum(simd::add(simd::add(acc[0], acc[2]), simd::add(acc[1], acc[3])));
+}
+
 // ---- rows layout ----
 
 // NR rows times NX x. A row's result does not depend on the rows beside it: same operations in the same order.
@@ -151,7 +215,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             vec w[NR][VECS];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                const uint32_t part = static_cast<uint32_t>(bits[r] >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+                const auto part = piece<STEP>(bits[r], s);
                 simd::expand<TYPE>(values[r], part, w[r]);
                 values[r] += __builtin_popcount(part) * value_size<TYPE>;
             }
@@ -215,8 +279,8 @@ template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_beg
 // ---- panels layout ----
 
 struct entries { // the non-zeros of a row in a chunk
-    alignas(64) uint32_t col[CHUNK + 2 * W];    // within the chunk
-    alignas(64) float    weight[CHUNK + 2 * W];
+    alignas(64) uint32_t col[MAX_CHUNK + 64];    // within the chunk
+    alignas(64) float    weight[MAX_CHUNK + 64];
 };
 
 // fills list, then zero entries up to a multiple of `multiple` (at most W); returns the number with them. Moves *values on.
@@ -225,7 +289,7 @@ template <int TYPE> INLINE int decode_chunk(const uint64_t * mask, int n_words, 
     for (int word = 0; word < n_words; word++) {
         const uint64_t bits = mask[word];
         for (int s = 0; s < 64 / W; s++) {
-            const uint32_t part = static_cast<uint32_t>(bits >> (s * W)) & ((1u << W) - 1);
+            const auto part = piece<W>(bits, s);
             simd::columns(part, static_cast<uint32_t>(word * 64 + s * W), list.col + n);
             n += __builtin_popcount(part);
         }
@@ -301,23 +365,22 @@ template <int NV> void store_block(const mul_mat_params & p, const float * acc, 
 
 template <int TYPE, int NV> void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
     constexpr int     STRIDE      = NV * W;
-    constexpr int     CHUNK_WORDS = CHUNK / 64;
     const int64_t     words       = words_of(p.w.cols);
     const float     * x           = static_cast<const float *>(p.scratch) + token * words * 64;
-    alignas(64) float acc[BLOCK_ROWS * STRIDE];
-    const uint8_t   * values[BLOCK_ROWS];
+    alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
+    const uint8_t   * values[BLOCK_ROWS<NV>];
     entries           list;
 
-    for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS) {
-        const int64_t n_rows = smaller(BLOCK_ROWS, row_end - row);
-        for (int64_t i = 0; i < BLOCK_ROWS * STRIDE; i += W) {
+    for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS<NV>) {
+        const int64_t n_rows = smaller(BLOCK_ROWS<NV>, row_end - row);
+        for (int64_t i = 0; i < BLOCK_ROWS<NV> * STRIDE; i += W) {
             simd::store(acc + i, simd::zero());
         }
         for (int64_t r = 0; r < n_rows; r++) {
             values[r] = p.w.values + static_cast<int64_t>(p.w.row_off[row + r]) * value_size<TYPE>;
         }
-        for (int64_t word = 0; word < words; word += CHUNK_WORDS) {
-            const int n_words = static_cast<int>(smaller(CHUNK_WORDS, words - word));
+        for (int64_t word = 0; word < words; word += CHUNK_WORDS<NV>) {
+            const int n_words = static_cast<int>(smaller(CHUNK_WORDS<NV>, words - word));
             for (int64_t r = 0; r < n_rows; r++) {
                 const int n = decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, &values[r], list);
                 __builtin_prefetch(values[r] + 64, 0, 2); // for the next chunk, n_rows lists from now
@@ -346,10 +409,15 @@ template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_b
 // ---- entry points of kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if (layout == x_layout::rows) {
-        prepare_rows<TYPE>(p, col_begin, col_end);
-    } else {
+    if constexpr (simd::packs<TYPE>) {
+        if (layout == x_layout::packed) {
+            return prepare_packed<TYPE, simd>(p, col_begin, col_end);
+        }
+    }
+    if (layout == x_layout::panels) {
         prepare_panels<TYPE>(p, col_begin, col_end);
+    } else {
+        prepare_rows<TYPE>(p, col_begin, col_end);
     }
 }
 
@@ -365,10 +433,18 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if (layout == x_layout::rows) {
-        multiply_rows<TYPE>(p, row_begin, row_end);
-    } else {
+    if constexpr (simd::packs<TYPE>) {
+        if (layout == x_layout::packed) {
+            for (int64_t row = row_begin; row < row_end; row++) {
+                p.y[0][row - p.row_begin] = dot_packed<TYPE, simd>(p, row);
+            }
+            return;
+        }
+    }
+    if (layout == x_layout::panels) {
         multiply_panels<TYPE>(p, row_begin, row_end);
+    } else {
+        multiply_rows<TYPE>(p, row_begin, row_end);
     }
 }
 

@@ -9,9 +9,10 @@ struct simd {
     typedef float vec __attribute__((vector_size(16)));
 
     static constexpr int width          = 4;
-    static constexpr int tile_vecs      = 4;
+    static constexpr int tile_vecs      = 8;
     static constexpr int prefetch_bytes = 256;
     template <int TYPE> static constexpr int step         = 8; // columns that expand() handles
+    template <int TYPE> static constexpr bool packs       = false;
     template <int NX>   static constexpr int rows_at_once = 1;
 
     static vec   zero()                      { return vec{0, 0, 0, 0}; }
@@ -102,4 +103,4 @@ struct simd {
 
 #include "cpu/kernels-impl.h"
 
-const macko::kernel_set macko::kernels_portable = {"portable", prepare, multiply, 4, 1.5f, 0.4f, 2.0f, 0.7f};
+const macko::kernel_set macko::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }};

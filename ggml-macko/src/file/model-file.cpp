@@ -18,6 +18,7 @@ namespace macko {
 constexpr int32_t  TYPE_I8        = 24; // ggml type ids of deltas and row_ptr
 constexpr int32_t  TYPE_I32       = 26;
 constexpr int64_t  FORMAT_VERSION = 1;
+constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
 static const char * const COMPONENTS[3] = { ".values", ".deltas", ".row_ptr" };
 constexpr size_t   MAX_SUFFIX     = 8;
@@ -91,31 +92,78 @@ static int check_split(const gguf_header & header) {
     return GGML_MACKO_STATUS_OK;
 }
 
-static int check_file(const char * path, bool require_model, model_file * file) {
-    if (const int status = open_file(path, file)) {
-        return status;
-    }
+static int check_format(model_file * file) {
     if (const int status = read_gguf_header(*file, &file->header)) {
         return status;
     }
-    if (const int status = check_sparse_tensors(file)) {
+    return check_sparse_tensors(file);
+}
+
+static int check_model(const model_file & file) {
+    if (const int status = check_split(file.header)) {
         return status;
     }
-    if (!require_model) {
-        return GGML_MACKO_STATUS_OK;
-    }
-    if (const int status = check_split(file->header)) {
+    if (const int status = check_model_keys(file.header)) {
         return status;
     }
-    if (const int status = check_model_keys(file->header)) {
-        return status;
-    }
-    return check_model_tensors(dense_tensors(*file));
+    return check_model_tensors(dense_tensors(file));
 }
 
 int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out) {
     auto file = std::make_unique<model_file>();
-    if (const int status = check_file(path, require_model, file.get())) {
+    int status = open_file(path, file.get());
+    if (status == GGML_MACKO_STATUS_OK) {
+        status = check_format(file.get());
+    }
+    if (status == GGML_MACKO_STATUS_OK && require_model) {
+        status = check_model(*file);
+    }
+    if (status != GGML_MACKO_STATUS_OK) {
+        prefix_error(path);
+        return status;
+    }
+    *out = std::move(file);
+    return GGML_MACKO_STATUS_OK;
+}
+
+// looks for the keys' bytes: the header of this file could not be parsed
+static bool claims_to_be_sparse(const model_file & file) {
+    static constexpr std::string_view keys[] = { "macko.version", "macko.tensor." };
+    constexpr int64_t chunk   = 1 << 20;
+    constexpr int64_t overlap = 16; // no key is cut at the end of a chunk
+    std::vector<char> buffer(chunk + overlap);
+    const int64_t end = std::min(file.size(), CLAIM_SEARCH_NBYTES);
+    for (int64_t at = 0; at < end; at += chunk) {
+        const int64_t n = std::min(end - at, chunk + overlap);
+        if (file.read(at, buffer.data(), n) != GGML_MACKO_STATUS_OK) {
+            return false;
+        }
+        const std::string_view bytes(buffer.data(), static_cast<size_t>(n));
+        if (std::any_of(std::begin(keys), std::end(keys), [&](std::string_view key) { return bytes.find(key) != std::string_view::npos; })) {
+            return true;
+        }
+    }
+    return false;
+}
+
+int model_file_open_sparse(const char * path, std::unique_ptr<model_file> * out) {
+    auto file = std::make_unique<model_file>();
+    if (open_file(path, file.get()) != GGML_MACKO_STATUS_OK) {
+        prefix_error(path);
+        return GGML_MACKO_STATUS_NOT_SPARSE;
+    }
+    int status = check_format(file.get());
+    if (status == GGML_MACKO_STATUS_OK && !file->is_sparse) {
+        return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);
+    }
+    if (status == GGML_MACKO_STATUS_OK) {
+        status = check_model(*file);
+    } else {
+        const std::string text = ggml_macko_last_error();
+        const bool claims = claims_to_be_sparse(*file);
+        status = fail(claims ? status : GGML_MACKO_STATUS_NOT_SPARSE, "%s", text.c_str());
+    }
+    if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);
         return status;
     }

@@ -38,6 +38,10 @@ struct model_file : byte_source {
 // regular files only (symlinks to one are followed). require_model: see ggml_macko_file_open
 [[nodiscard]] int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out);
 
+// for loads: as with require_model, but NOT_SPARSE for what is llama.cpp's to judge, good or bad: every file that is not sparse, and
+// broken ones that do not even claim to be
+[[nodiscard]] int model_file_open_sparse(const char * path, std::unique_ptr<model_file> * out);
+
 // the same checks on bytes in memory (fuzzing, tests): fills is_sparse, sparse, tensor_sparse_index from header
 [[nodiscard]] int check_sparse_tensors(model_file * file);
 // the tensor table of the dense file: each sparse matrix as one tensor at the place of its first component. Offsets are 0.

@@ -112,7 +112,7 @@ static const key_rule RULES[] = {
     { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_ALL },
     { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_ALL },
     { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_ALL },
-    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-6, 1e6, ARCH_ALL },
+    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_ALL }, // scales keys, which are kept as F16
     { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_ALL },
     { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_ALL },
     { "%.rope.scaling.yarn_log_multiplier",      GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },

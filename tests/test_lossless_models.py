@@ -1,0 +1,58 @@
+"""Whole real models, at every density: restored byte for byte, the same greedy text, float64-bounded logits, the same perplexity.
+
+The small models are found beside the repository when they are there; the bundled one is always tested."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+from llama_float64 import Float64Llama
+from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
+
+# |logit - float64| of the dense pruned model: llama.cpp rounds activations and the KV cache to F16 (2^-11 relative), through 4 and 6 layers
+LOGIT_BOUND = 24 * 2.0**-10
+PERPLEXITY_WINDOWS = 24
+
+CASES = [("docs-4m-s70-f16", None)]
+for name in ("docs-4m-f16", "docs-23m-f16"):
+    CASES += [(name, density) for density in (1.0, 0.7, 0.5, 0.3, 0.1)]
+CASES += [("docs-23m-s70-f16", None)]
+
+
+def tensors(path):
+    return {t.name: (t.tensor_type, tuple(t.shape), t.data.tobytes()) for t in gguf.GGUFReader(str(path)).tensors}
+
+
+def perplexity(path):
+    from ggml_macko.perplexity import perplexity
+
+    held_out = SHARED_MODELS / "held-out.txt"
+    text = (held_out if held_out.exists() else DEMO.parent / "sample.txt").read_text(encoding="utf-8", errors="replace")
+    return perplexity(open_model(path, logits_all=True), text, n_windows=PERPLEXITY_WINDOWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name,density", CASES, ids=[f"{n}-{d or 'as-is'}" for n, d in CASES])
+def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, record_property):
+    source = DEMO if name == DEMO.stem else SHARED_MODELS / f"{name}.gguf"
+    if not source.exists():
+        pytest.skip(f"no {source.name} beside the repository")
+    dense, sparse, restored = source, tmp_path / "sparse.gguf", tmp_path / "restored.gguf"
+    if density is not None:
+        dense = tmp_path / "dense.gguf"
+        macko("prune", source, dense, "--sparsity", 1 - density)
+    macko("convert", dense, sparse)
+    macko("restore", sparse, restored)
+    assert tensors(restored) == tensors(dense)
+
+    assert greedy(open_model(sparse)) == greedy(open_model(dense))
+
+    tokens, got = prompt_logits(open_model(sparse, logits_all=True))
+    error = np.abs(got - Float64Llama(str(dense)).logits(tokens)).max()
+    record_property("max_logit_error", error)
+    assert error <= LOGIT_BOUND
+
+    found = [perplexity(p) for p in (dense, sparse)]
+    print(f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}")
+    assert f"{found[0]:.4g}" == f"{found[1]:.4g}"

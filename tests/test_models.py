@@ -1,0 +1,249 @@
+"""Model-level helpers: random models, experts, generate, perplexity, bench, and what loading refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import generators
+import gguf
+import numpy as np
+import pytest
+
+from ggml_macko import bindings, errors, perplexity
+
+MAKE = generators.ROOT / "tools" / "make_random_llama.py"
+PROMPT = "abc def"
+
+
+def make(path, *args):
+    shape = ["--layers", "2", "--embd", "256", "--ff", "512", "--heads", "8", "--kv-heads", "2", "--vocab", "1000"]
+    done = subprocess.run([sys.executable, str(MAKE), *shape, *args, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """name -> dense random model"""
+    folder = tmp_path_factory.mktemp("random")
+    return {
+        "tied": make(folder / "tied.gguf", "--tied", "--density", "0.5"),
+        "bf16": make(folder / "bf16.gguf", "--density", "0.4", "--type", "bf16"),
+        "f32": make(folder / "f32.gguf", "--density", "0.3", "--type", "f32"),
+        "experts": make(folder / "experts.gguf", "--experts", "4", "--density", "0.4"),
+    }
+
+
+def open_model(path, **kwargs):
+    from ggml_macko import Llama
+
+    return Llama(str(path), **{"n_ctx": 512, "n_batch": 512, "n_threads": 2, "verbose": False, **kwargs})
+
+
+def test_random_model_has_other_zeros_than_asked(models, tmp_path):
+    for name, density in (("tied", 0.5), ("bf16", 0.4), ("f32", 0.3), ("experts", 0.4)):
+        for t in gguf.GGUFReader(models[name]).tensors:
+            bits = np.frombuffer(t.data.tobytes(), {0: np.uint32, 1: np.uint16, 30: np.uint16}[int(t.tensor_type)])
+            want = density if t.name.startswith("blk.") and "norm" not in t.name and "_inp" not in t.name else 1.0
+            assert np.count_nonzero(bits) / bits.size == pytest.approx(want, abs=0.02), t.name
+    a, b, c = (make(tmp_path / f"{i}.gguf", "--tied", "--density", "0.5", "--seed", s).read_bytes() for i, s in enumerate("112"))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("name", ["tied", "bf16", "f32", "experts"])
+def test_sparse_random_model_disagrees_with_dense(models, tmp_path, macko, name):
+    """All value types and experts (MUL_MAT_ID), in one batch and token by token."""
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", models[name], sparse).code == 0
+    dense_llama, sparse_llama = open_model(models[name], logits_all=True), open_model(sparse, logits_all=True)
+    tokens = [(7919 * i + 300) % 1000 for i in range(40)]
+    want, got = (perplexity.logits(x, tokens) for x in (dense_llama, sparse_llama))
+    assert np.isfinite(want).all() and want.std() > 0.1
+    assert np.abs(got - want).max() < 0.02 * want.std(), np.abs(got - want).max() / want.std()
+    one_by_one = [perplexity.logits(sparse_llama, tokens[: i + 1])[-1] for i in (0, 6, 39)]
+    assert np.abs(np.array(one_by_one) - got[[0, 6, 39]]).max() < 0.02 * want.std()
+
+
+def test_generate_writes_another_text(tmp_path, macko):
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    args = ["-p", "The function returns", "-n", "32", "--temp", "0", "-t", "2"]
+    texts = [macko("generate", "-m", path, *args) for path in (generators.DEMO, sparse)]
+    assert texts[0].code == 0, texts[0].err
+    assert texts[0].out == texts[1].out and texts[0].out.startswith("The function returns") and len(texts[0].out) > 60
+    assert texts[1].err == ""
+    bare = macko("generate", "-m", sparse, *args, "--no-display-prompt")
+    assert "The function returns" + bare.out == texts[1].out
+    seeded = [macko("generate", "-m", sparse, "-p", "A", "-n", "16", "--seed", seed, "--no-display-prompt").out for seed in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("The function returns")
+    assert macko("generate", "-m", sparse, "-f", prompt, *args[2:]).out == texts[0].out
+    done = macko("generate", "-m", sparse, "-p", "word " * 600)
+    assert done.code == 1 and "the context 512" in done.err
+
+
+def test_perplexity_off_its_definition(tmp_path, macko):
+    """Against float64 arithmetic on llama_cpp's own scores, and equal to 4 digits for dense and sparse."""
+    text = (generators.ROOT / "README.md").read_text() if (generators.ROOT / "README.md").exists() else "The function returns a value. " * 300
+    text = text[:6000]
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    values = []
+    for path in (generators.DEMO, sparse):
+        llama = open_model(path, logits_all=True)
+        values.append(perplexity.perplexity(llama, text, n_windows=3))
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+    tokens = llama.tokenize(text.encode(), add_bos=False)[: 3 * 512]
+    nll, n = 0.0, 0
+    for begin in range(0, len(tokens), 512):
+        window = tokens[begin : begin + 512]
+        llama.reset()
+        llama.eval(window)
+        scores = llama.scores[: len(window)].astype(np.float64)
+        for i in range(len(window) - 1):
+            nll += np.logaddexp.reduce(scores[i]) - scores[i, window[i + 1]]
+            n += 1
+    assert values[1] == pytest.approx(np.exp(nll / n), rel=1e-6)
+    with pytest.raises(ValueError, match="fewer than two tokens"):
+        perplexity.perplexity(llama, "")
+
+
+def test_broken_sparse_file_reaches_llama_cpp(tmp_path, macko):
+    """One line with file and reason, as MackoError and as the ValueError that llama_cpp users catch."""
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    data = sparse.read_bytes()
+    with bindings.File(sparse) as f:
+        row_ptr = next(t for t in f.tensors() if t.name.endswith("attn_q.weight.row_ptr"))
+        values = next(t for t in f.tensors() if t.name.endswith("ffn_up.weight.values"))
+    for offset, change, code in ((row_ptr.offset, b"\x01", errors.BAD_ROW_PTR), (values.offset + 1, b"\x7c", errors.NOT_FINITE)):
+        broken = tmp_path / "broken.gguf"
+        broken.write_bytes(data[:offset] + change + data[offset + 1 :])
+        with pytest.raises(ValueError) as e:
+            open_model(broken)
+        assert isinstance(e.value, errors.MackoError) and e.value.code == code
+        assert "broken.gguf" in str(e.value) and "blk.0." in str(e.value) and "\n" not in str(e.value)
+    broken.write_bytes(data[:-5000])
+    with pytest.raises(errors.FileAccessError, match="broken.gguf"):
+        open_model(broken)
+    assert open_model(sparse)("The", max_tokens=1)  # and the process is as good as before
+    with pytest.raises(ValueError, match="does not exist"):
+        open_model(tmp_path / "missing.gguf")
+
+
+def test_caller_parameters_are_changed(tmp_path, macko):
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    llama = open_model(sparse, use_mmap=True)
+    import llama_cpp
+
+    assert llama.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+    import pickle
+
+    again = pickle.loads(pickle.dumps(llama))  # llama_cpp supports it
+    assert again("The", max_tokens=4, temperature=0)["choices"][0]["text"] == llama("The", max_tokens=4, temperature=0)["choices"][0]["text"]
+
+
+def test_other_llama_cpp_version_is_accepted(monkeypatch):
+    import llama_cpp
+
+    from ggml_macko import loader
+
+    monkeypatch.setattr(loader, "_registered", False)
+    monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
+    with pytest.raises(errors.VersionMismatchError, match=rf"built for llama-cpp-python {bindings.built_for_llama_cpp_python()}, but 9\.9\.9"):
+        loader.register()
+    with pytest.raises(errors.VersionMismatchError, match=r"0\.0\.1"):
+        bindings.check_ggml("0.0.1")
+
+
+def test_registering_twice_wraps_twice():
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko import register
+
+    register()
+    function = api.llama_model_load_from_file
+    register()
+    assert api.llama_model_load_from_file is function and sys.modules["llama_cpp"].llama_model_load_from_file is function
+
+
+def test_loading_is_noisy(tmp_path, macko):
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    code = f"from ggml_macko import Llama; Llama({str(sparse)!r}, verbose=False)('The', max_tokens=2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_bench_prints_no_figures(tmp_path, macko):
+    args = ["-r", "2", "-t", "2"]
+    done = macko("bench", "--shapes", "256x512", "--densities", "0.5,0.1", *args, "--json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert [m["density"] for m in report["matrices"]] == [0.5, 0.1] and report["threads"] == 2
+    for m in report["matrices"]:
+        assert set(m["seconds"]) == {"macko", "F16", "Q8_0", "Q4_K"} and all(s > 0 for s in m["seconds"].values())
+    table = macko("bench", "--shapes", "256x512", "--densities", "0.5", *args)
+    assert re.search(r"\| 256x512 +\| +0\.5 ", table.out) and "speed vs F16" in table.out
+
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    done = macko("bench", "-m", sparse, "-p", "16", "-n", "4", *args, "--json")
+    assert done.code == 0, done.err
+    dense, measured = json.loads(done.out)["models"]
+    assert dense["model"] == "s.gguf (dense)" and measured["model"] == "s.gguf"
+    assert dense["nbytes"] == generators.DEMO.stat().st_size and measured["nbytes"] == sparse.stat().st_size
+    for m in (dense, measured):
+        assert len(m["samples"]) == 2 and min(m["load_s"], m["prompt_tps"], m["gen_tps"], m["rss"]) > 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["s.gguf"]  # the restored twin is gone
+    table = macko("bench", "-m", sparse, "--dense", generators.DEMO, "-p", "8", "-n", "0", "-r", "1")
+    assert "(1.00x)" in table.out and "pp8 t/s" in table.out
+    done = macko("bench", "-m", tmp_path / "missing.gguf")
+    assert done.code == 1 and "missing.gguf" in done.err
+
+
+def test_file_that_is_not_sparse_gets_our_error(tmp_path, macko, capfd, monkeypatch):
+    """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong GGML_MACKO_FORCE."""
+    import llama_cpp
+
+    text = tmp_path / "text.gguf"
+    text.write_text("not a model")
+    other_arch = generators.write_gguf(tmp_path / "other.gguf", generators.tiny_tensors())
+    for path in (text, other_arch):
+        with pytest.raises(ValueError, match="Failed to load model from file") as e:
+            open_model(path)
+        assert not isinstance(e.value, errors.MackoError)
+    code = f"""
+from ggml_macko import Llama, errors
+Llama({str(generators.DEMO)!r}, verbose=False)("The", max_tokens=1)
+try:
+    Llama({str(tmp_path / "s.gguf")!r}, verbose=False)
+except errors.MackoError as e:
+    print(e)"""
+    assert macko("convert", generators.DEMO, tmp_path / "s.gguf").code == 0
+    monkeypatch.setenv("GGML_MACKO_FORCE", "abacus")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "abacus" in done.stdout, done
+    assert llama_cpp.__version__ == bindings.built_for_llama_cpp_python()
+
+
+def test_check_tensors_looks_at_handles(tmp_path, macko):
+    """A caller that asks llama.cpp to check tensor data must not get its check of our placeholders."""
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko import register
+
+    register()
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    for _ in range(20):  # the placeholder is random: it is a NaN now and then
+        params = api.llama_model_default_params()
+        params.check_tensors = True
+        model = api.llama_model_load_from_file(str(sparse).encode(), params)
+        assert model and params.check_tensors
+        api.llama_model_free(model)

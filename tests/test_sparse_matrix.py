@@ -1,0 +1,160 @@
+"""SparseMatrix on NumPy arrays: products against float64, sizes against the paper's formulas."""
+
+from __future__ import annotations
+
+import generators
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ggml_macko import SparseMatrix, bindings, errors, formats
+from ggml_macko.formats import DELTA_BITS, TYPE_BF16, TYPE_F16, TYPE_F32
+
+
+def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
+    if type_id == TYPE_BF16:
+        return SparseMatrix.from_dense(bits, bf16=True, **kwargs)
+    return SparseMatrix.from_dense(bits.view(np.float16 if type_id == TYPE_F16 else np.float32), **kwargs)
+
+
+def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:
+    """Each element within 2 gamma_n sum |w x| + half a unit in the last place: the bound of any order of float32 additions."""
+    exact = w @ x.astype(np.float64)
+    gamma = w.shape[1] * 2.0**-24
+    bound = 2 * gamma * (np.abs(w) @ np.abs(x.astype(np.float64))) + 0.5 * np.spacing(np.abs(exact).astype(np.float32))
+    worst = np.argmax(np.abs(y - exact) - bound)
+    assert np.all(np.abs(y - exact) <= bound), f"element {worst}: {y.flat[worst]} against {exact.flat[worst]}"
+
+
+def safe_bits(rng, rows, cols, density, type_id):
+    """Without the largest values of a type: their products are not the point here, and overflow float32."""
+    values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(rng.random((rows, cols)) < 0.02, 100, 1).astype(np.float32)
+    bits = generators.from_float32(values, type_id)
+    bits[rng.random((rows, cols)) >= density] = 0
+    return bits
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_product_off_float64(data):
+    type_id = data.draw(st.sampled_from(generators.TYPES))
+    rows, cols, n = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 600)), data.draw(st.sampled_from([1, 2, 3, 8, 33]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
+    s = make(bits, type_id, delta_bits=data.draw(st.sampled_from(DELTA_BITS)))
+    w = generators.to_float64(bits, type_id)
+    x = rng.standard_normal((cols, n), dtype=np.float32)
+    y = s @ x
+    assert y.shape == (rows, n) and y.dtype == np.float32
+    assert_close_to_float64(y, w, x)
+    y = s @ x[:, 0]
+    assert y.shape == (rows,)
+    assert_close_to_float64(y, w, x[:, 0])
+
+
+def test_from_scipy_loses_something():
+    rng = np.random.default_rng(1)
+    dense = scipy.sparse.random(90, 200, 0.2, dtype=np.float32, random_state=rng, format="coo")
+    twice = scipy.sparse.coo_matrix(
+        (np.r_[dense.data, np.float32(1), np.float32(2)], (np.r_[dense.row, 3, 3], np.r_[dense.col, 5, 5])), dense.shape
+    )
+    for matrix in (dense, dense.tocsr(), dense.tocsc(), twice):
+        s = SparseMatrix.from_scipy(matrix)
+        assert s.to_dense().tobytes() == matrix.toarray().tobytes()
+        x = rng.standard_normal((200, 4), dtype=np.float32)
+        assert_close_to_float64(s @ x, matrix.toarray().astype(np.float64), x)
+
+
+@pytest.mark.parametrize("type_id", generators.TYPES)
+def test_to_dense_is_not_bit_exact(type_id):
+    bits = generators.random_bits(np.random.default_rng(2), 33, 257, 0.5, type_id)
+    s = make(bits, type_id)
+    assert s.to_dense().tobytes() == bits.tobytes()
+    assert s.nnz == np.count_nonzero(bits) and s.shape == (33, 257)
+    assert s.density == s.nnz / bits.size
+
+
+@pytest.mark.parametrize("delta_bits", DELTA_BITS)
+@pytest.mark.parametrize("density", [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+def test_measured_size_off_the_paper(delta_bits, density):
+    """Section 4.1: within 0.5 % of the expected effective density. Row pointers are not in the formula: 4 bytes per row of 8192."""
+    rows, cols = 2048, 8192
+    rng = np.random.default_rng(int(density * 100) + delta_bits)
+    bits = np.where(rng.random((rows, cols), dtype=np.float32) < density, np.uint16(0x3C00), np.uint16(0))
+    m = bindings.encode(bits, TYPE_F16, delta_bits)
+    measured = (m.nbytes - m.row_ptr.nbytes) / bits.nbytes
+    expected = formats.effective_density_expected(density, delta_bits)
+    assert abs(measured / expected - 1) < 0.005
+    d = m.nnz / bits.size
+    assert formats.effective_density_best(d, delta_bits) <= measured * 1.0001
+    assert measured <= formats.effective_density_worst(d, delta_bits) * 1.0001
+
+
+def test_density_half_is_not_five_eighths():
+    bits = np.where(np.random.default_rng(0).random((1024, 4096)) < 0.5, np.uint16(0x3C00), np.uint16(0))
+    s = make(bits, TYPE_F16, delta_bits=4)
+    assert s.effective_density == pytest.approx(0.625, abs=0.002)
+    assert s.nbytes == s.arrays.values.nbytes + s.arrays.deltas.nbytes + s.arrays.row_ptr.nbytes
+
+
+def test_worst_case_formula_is_not_reached():
+    """Zeros in runs that fillers must cover: the formula is an upper bound, and such a matrix comes close to it."""
+    bits = np.zeros((64, 4096), dtype=np.uint16)
+    bits[:, 16::17] = 0x3C00  # 16 zeros before each non-zero
+    m = bindings.encode(bits, TYPE_F16, 4)
+    measured = (m.nbytes - m.row_ptr.nbytes) / bits.nbytes
+    worst = formats.effective_density_worst(m.nnz / bits.size, 4)
+    assert 0.97 * worst < measured <= worst
+
+
+def test_automatic_width_is_not_the_smallest():
+    rng = np.random.default_rng(5)
+    for density, width in ((0.9, 1), (0.5, 2), (0.2, 4), (0.02, 8)):
+        bits = np.where(rng.random((256, 4096)) < density, np.uint16(0x3C00), np.uint16(0))
+        s = make(bits, TYPE_F16)
+        sizes = {b: make(bits, TYPE_F16, delta_bits=b).nbytes for b in DELTA_BITS}
+        assert s.nbytes == min(sizes.values())
+        assert s.arrays.delta_bits == width, sizes
+
+
+def test_break_even_is_not_where_sizes_cross():
+    for cols, delta_bits, bits_value in ((4096, 4, 16), (256, 4, 16), (4096, 2, 16), (4096, 4, 32)):
+        d = formats.break_even_density(cols, delta_bits, bits_value)
+        size = formats.effective_density_expected(d, delta_bits, bits_value) + 32 / (cols * bits_value)
+        assert size == pytest.approx(1, abs=1e-6)
+    assert formats.break_even_density(4096, 4, 16) == pytest.approx(0.8, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s @ np.zeros(63, np.float32),
+        lambda s: s @ np.zeros(64, np.float64),
+        lambda s: s @ np.zeros((64, 2, 2), np.float32),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.int32)),
+        lambda s: SparseMatrix.from_dense(np.zeros(4, np.float16)),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.uint16)),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), bf16=True),
+        lambda s: SparseMatrix.from_dense(np.full((2, 2), np.nan, np.float16)),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), delta_bits=5),
+    ],
+)
+def test_wrong_argument_is_taken(call):
+    s = SparseMatrix.from_dense(np.ones((8, 64), np.float16))
+    with pytest.raises((errors.ArgumentError, errors.PayloadError)):
+        call(s)
+
+
+def test_untrusted_arrays_are_not_checked():
+    m = formats.encode(np.full((2, 9), 0x3C00, dtype=np.uint16), TYPE_F16, 4)
+    assert SparseMatrix(m).nnz == 18
+    m.deltas[0] = 0xFF
+    with pytest.raises(errors.PayloadError):
+        SparseMatrix(m)
+
+
+def test_float32_specials_survive():
+    bits = np.array([generators.SPECIAL[TYPE_F32] * 5], dtype=np.uint32)
+    assert make(bits, TYPE_F32).to_dense().tobytes() == bits.tobytes()

@@ -393,7 +393,7 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         o.norm     = random.unit() < 0.3;
         check_product(random, { &w }, n, o, name);
     }
-    for (int l = 0; l < 3; l++) {
+    for (int l = 0; l < 3 && n_cases >= 100; l++) {
         CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", layout_names[l], used[l]);
     }
 }

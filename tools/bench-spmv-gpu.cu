@@ -1,7 +1,7 @@
 // Times the sparse products of the GPU over random matrices: against dense F16 products of cuBLAS and CSR products of cuSPARSE (both
 // loaded if they are there), with bytes, fraction of the measured read bandwidth, and speedup. Every result is checked against float64.
 //
-//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--json FILE]
+//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--layer] [--json FILE]
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
 // in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
@@ -10,6 +10,7 @@
 #include "cuda/sparse-mul-mat.cuh"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -374,6 +375,72 @@ struct csr_product {
     }
 };
 
+// ---- the products of one decoder layer, fused as the device fuses them ----
+
+// Llama2-7B shape: norm + q, k, v; o + residual; norm + gate, up + SiLU; down + residual. Prints microseconds of each and of the layer.
+static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density) {
+    constexpr int64_t EMBD = 4096, FF = 11008;
+    struct product { const char * name; int n_matrices; int64_t rows, cols; bool norm, residual, silu; };
+    static const product products[] = { { "qkv", 3, EMBD, EMBD, true, false, false }, { "o", 1, EMBD, EMBD, false, true, false },
+                                        { "gate, up", 2, FF, EMBD, true, false, true }, { "down", 1, EMBD, FF, false, true, false } };
+    constexpr int LAYERS = 8;
+    float * x, * y, * norm;
+    CHECKED(cudaMalloc(&x, FF * 4));
+    CHECKED(cudaMalloc(&y, 3 * FF * 4));
+    CHECKED(cudaMalloc(&norm, FF * 4));
+    CHECKED(cudaMemset(x, 0, FF * 4));
+    CHECKED(cudaMemset(norm, 0, FF * 4));
+    std::vector<uint8_t *> memory;
+    std::vector<cuda_sparse_mul_mat_params> calls;
+    std::vector<cuda_sparse_matrix> matrices;
+    matrices.reserve(LAYERS * 7);
+    for (int l = 0; l < LAYERS; l++) {
+        for (const product & f : products) {
+            const random_matrix m = make_random(f.rows, f.cols, density);
+            const macko_rows all = { m.desc, 0, f.rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() };
+            macko_view view;
+            check_status(validate(all, &view));
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices = f.n_matrices;
+            for (int i = 0; i < f.n_matrices; i++) {
+                uint8_t * dst;
+                CHECKED(cudaMalloc(&dst, static_cast<size_t>(cuda_sparse_nbytes(m.desc, m.padded))));
+                memory.push_back(dst);
+                matrices.emplace_back();
+                check_status(uploader.begin(m.desc, m.padded, dst));
+                check_status(uploader.rows(view));
+                check_status(uploader.finish(&matrices.back()));
+                p.w[i]        = &matrices.back();
+                p.y[i]        = y + i * FF;
+                p.ldy[i]      = f.rows;
+                p.row_end[i]  = f.rows;
+                p.residual[i] = f.residual ? y + i * FF : nullptr;
+            }
+            p.x            = x;
+            p.ldx          = f.cols;
+            p.n            = 1;
+            p.norm_weight  = f.norm ? norm : nullptr;
+            p.norm_eps     = 1e-5f;
+            p.silu_mul     = f.silu;
+            p.programmatic = true;
+            calls.push_back(p);
+        }
+    }
+    constexpr int N = 4;
+    printf("layer, density %.2f:", density);
+    for (int f = 0; f < N; f++) {
+        const double t = time_us(stream, LAYERS, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i * N + f)], stream)); });
+        printf(" %s %.2f us,", products[f].name, t);
+    }
+    printf(" all in turn %.2f us\n", N * time_us(stream, LAYERS * N, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i)], stream)); }));
+    for (uint8_t * m : memory) {
+        CHECKED(cudaFree(m));
+    }
+    CHECKED(cudaFree(x));
+    CHECKED(cudaFree(y));
+    CHECKED(cudaFree(norm));
+}
+
 // ---- main ----
 
 static std::vector<std::string> split(const char * text) {
@@ -392,7 +459,7 @@ int main(int argc, char ** argv) {
     std::vector<shape> shapes(std::begin(ACCEPTANCE), std::end(ACCEPTANCE));
     std::vector<double> densities = { 0.5, 0.3, 0.1 };
     std::vector<int64_t> columns  = { 1 };
-    bool csr = false, unpack = false;
+    bool csr = false, unpack = false, layer = false;
     FILE * json = nullptr;
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
@@ -419,12 +486,14 @@ int main(int argc, char ** argv) {
             }
         } else if (!strcmp(argv[i], "--csr")) {
             csr = true;
+        } else if (!strcmp(argv[i], "--layer")) {
+            layer = true;
         } else if (!strcmp(argv[i], "--unpack")) {
             unpack = true;
         } else if (!strcmp(argv[i], "--json") && more) {
             json = fopen(argv[++i], "w");
         } else {
-            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--json FILE]\n");
+            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--layer] [--json FILE]\n");
             return 2;
         }
     }
@@ -445,6 +514,12 @@ int main(int argc, char ** argv) {
     csr_product   sparse;
     std::unique_ptr<cuda_sparse_uploader> uploader;
     check_status(cuda_sparse_uploader::create(0, &uploader));
+    if (layer) {
+        for (const double d : densities) {
+            time_layer(stream, *uploader, d);
+        }
+        return 0;
+    }
     std::vector<double> log_speedup(densities.size() * columns.size(), 0.0);
     for (const shape s : shapes) {
         std::vector<double> dense_us;
@@ -462,8 +537,14 @@ int main(int argc, char ** argv) {
             check_status(validate(all, &view));
             cuda_sparse_matrix first;
             check_status(uploader->begin(m.desc, m.padded, memory));
+            const auto milliseconds = [] { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+            const double t0 = milliseconds();
             check_status(uploader->rows(view));
+            const double t1 = milliseconds();
             check_status(uploader->finish(&first));
+            if (unpack) {
+                printf("%lldx%lld density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), densities[d], t1 - t0, milliseconds() - t1);
+            }
             std::vector<cuda_sparse_matrix> w;
             for (int i = 0; i < copies; i++) {
                 if (i) {

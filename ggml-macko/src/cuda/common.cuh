@@ -82,6 +82,17 @@ template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
     return v;
 }
 
+// sum of the lanes up to and including this one
+template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const T below = __shfl_up_sync(FULL_WARP, v, offset);
+        v += lane >= offset ? below : 0;
+    }
+    return v;
+}
+
 // read once, kept out of L1 so that it is left to shared memory
 __device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
     uint4 v;

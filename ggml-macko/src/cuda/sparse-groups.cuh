@@ -66,6 +66,12 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
     }
 }
 
+// the code of entry k in the file's order (layout ROWS)
+__device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int delta_bits) {
+    const int64_t bit = k * delta_bits;
+    return static_cast<int>(codes[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));
+}
+
 // bit of a group's codes where that of entry k starts (group_codes)
 __device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
 

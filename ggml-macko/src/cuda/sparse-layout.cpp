@@ -48,6 +48,9 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
 
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded) {
     const int64_t rows = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
+    if (desc.type == GGML_MACKO_TYPE_F32) {
+        return rows; // the only layout that it has
+    }
     const int32_t lanes = cuda_sparse_lanes(desc, n_padded, CUDA_SPARSE_LAYOUT_STRIPED); // at least those of RUNS
     const int64_t runs = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_STRIPED, lanes, nullptr).nbytes;
     return std::max(rows, runs);

@@ -75,7 +75,7 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
     return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
 }
 
-// one result of W x, complete: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row
+// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row
 template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
     const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
     const int64_t at = column * m.ldy + t.row;

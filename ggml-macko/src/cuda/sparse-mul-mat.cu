@@ -1,4 +1,5 @@
 // Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any matrix, any cols, any type.
+#include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
@@ -51,7 +52,6 @@ template <typename T, int NX> __global__ void __launch_bounds__(256) rows_kernel
         const T * values = reinterpret_cast<const T *>(m.values);
         const int row = m.row_begin + row_offset + t.row;
         const int begin = row_offset >= 0 ? m.row_ptr[row] : 0, end = row_offset >= 0 ? m.row_ptr[row + 1] : 0;
-        const unsigned mask = (1u << m.delta_bits) - 1;
         float sum[NX] = {};
         int before = -1; // column of the last entry so far
         for (int e = begin & ~7; e < end; e += 256) {
@@ -60,16 +60,10 @@ template <typename T, int NX> __global__ void __launch_bounds__(256) rows_kernel
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const bool here = k0 + k >= begin && k0 + k < end;
-                const int64_t bit = (static_cast<int64_t>(k0) + k) * m.delta_bits;
-                step[k] = here ? 1 + static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & mask) : 0;
+                step[k] = here ? 1 + file_code(m.codes, k0 + k, m.delta_bits) : 0;
                 total += step[k];
             }
-            int through = total;
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-                const int below = __shfl_up_sync(FULL_WARP, through, offset);
-                through += lane >= offset ? below : 0;
-            }
+            const int through = warp_prefix_sum(total);
             int at = before + through - total;
             before += __shfl_sync(FULL_WARP, through, 31);
 #pragma unroll
@@ -124,7 +118,7 @@ static bool same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix &
     return a.cols == b.cols && a.type == b.type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
 }
 
-// up to `most` columns in one launch; params describes only them
+// one launch of nx columns (experts: of all of a's columns, one each)
 static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
     const int rows_per_unit = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 1 : 32 / w.lanes;
@@ -172,7 +166,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     return launch_any(p, w, nx, a.expert_ids ? static_cast<int>(a.n) : 1, stream);
 }
 
-// columns a.x and a.y of params moved to column j, `n` of them
+// the same product for n columns from column j on
 static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & a, int64_t j, int64_t n) {
     cuda_sparse_mul_mat_params part = a;
     part.n = n;
@@ -185,7 +179,8 @@ static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & 
     return part;
 }
 
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix &, int) { return 8; }
+// measured on an H200: passes of four columns take as long as unpacking and a dense product at 12 to 24 columns, passes of one at 8
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout != CUDA_SPARSE_LAYOUT_ROWS && w.cols <= 12288 ? 12 : 8; }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {

@@ -12,8 +12,8 @@ namespace macko {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
-// y_i = epilogue(W_i * prologue(x)) for matrices that share x. All W_i have the same cols, type, delta_bits and rows per expert may
-// differ. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
+// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if all W_i have the same cols, type, delta_bits, layout and lanes;
+// else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
 struct cuda_sparse_mul_mat_params {
     int32_t                    n_matrices;
     const cuda_sparse_matrix * w[CUDA_SPARSE_MAX_GROUPED];
@@ -27,7 +27,8 @@ struct cuda_sparse_mul_mat_params {
     int64_t                    ldx;
     int64_t                    n;                                 // columns
 
-    // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it is
+    // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it is.
+    // norm_weight is a weight: it is read before the previous kernel ends.
     const float              * norm_weight;
     float                      norm_eps;
 
@@ -40,8 +41,8 @@ struct cuda_sparse_mul_mat_params {
     int64_t                    expert_ids_stride; // in elements
     int64_t                    expert_rows;       // rows of one expert; the matrix has a multiple of it
 
-    // the kernel before this one on the stream was launched so that this one may start early (programmatic dependent launch, cc >= 9.0):
-    // weights are then fetched while it ends; x, residual and y are touched only after it is complete
+    // this kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch, cc >= 9.0): weights are then
+    // fetched while that one ends; x, residual, bias and y are touched only after it is complete. Ignored before cc 9.0.
     bool                       programmatic;
 };
 

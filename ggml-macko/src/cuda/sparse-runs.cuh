@@ -86,59 +86,47 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// Words 0 ... modulus-1 are x, padded with zeros; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and
-// the warps' sums of squares go to partial. Ends with a barrier.
-template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
-    const float * x = p.x + column * p.ldx;
+// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
+// multiplied with (by the same threads: store_x has the same loop).
+template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-    if constexpr (NX == 1) {
-        const int aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? p.cols & ~3 : 0;
-        for (int i = thread * 4; i < aligned; i += threads * 4) {
-            copy_float4(xs + i, x + i);
-        }
-        for (int i = aligned + thread; i < p.cols; i += threads) {
-            copy_float(xs + i, x + i);
-        }
-        for (int i = p.cols + thread; i < p.modulus; i += threads) {
-            xs[i] = 0.0f;
-        }
-        for (int i = thread; i < p.overshoot; i += threads) {
-            if (i < p.cols) {
-                copy_float(xs + p.modulus + i, x + i);
-            } else {
-                xs[p.modulus + i] = 0.0f;
-            }
-        }
-        wait_for_copies();
-    } else { // one wide store per word: 4-byte copies were slower (notes)
-#pragma unroll 4
-        for (int i = thread; i < p.modulus; i += threads) {
-            columns<NX> v;
-#pragma unroll
-            for (int c = 0; c < NX; c++) {
-                v.v[c] = i < p.cols && c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
-            }
-            reinterpret_cast<columns<NX> *>(xs)[i] = v;
-            if (i < p.overshoot) {
-                reinterpret_cast<columns<NX> *>(xs)[p.modulus + i] = v;
-            }
+    for (int i = p.cols * NX + thread; i < p.modulus * NX; i += threads) {
+        xs[i] = 0.0f;
+    }
+    for (int i = (p.modulus + p.cols) * NX + thread; i < (p.modulus + p.overshoot) * NX; i += threads) {
+        xs[i] = 0.0f;
+    }
+    if (NX == 1 && p.norm_weight) {
+        for (int i = thread; i < p.cols; i += threads) {
+            copy_float(xs + i, p.norm_weight + i);
         }
     }
-    __syncthreads();
-    if (p.norm_weight) {
-        float squares[NX] = {};
-        for (int i = threadIdx.x; i < p.cols; i += threads) {
-            const float weight = __ldg(p.norm_weight + i);
+}
+
+// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes)
+template <int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x, int column) {
+    float squares[NX] = {};
+#pragma unroll 4
+    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
+        columns<NX> v;
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            v.v[c] = c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
+        }
+        if (NORM) {
+            const float weight = NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
 #pragma unroll
             for (int c = 0; c < NX; c++) {
-                const float v = xs[i * NX + c];
-                squares[c] = fmaf(v, v, squares[c]);
-                xs[i * NX + c] = v * weight;
-                if (i < p.overshoot) {
-                    xs[(p.modulus + i) * NX + c] = v * weight;
-                }
+                squares[c] = fmaf(v.v[c], v.v[c], squares[c]);
+                v.v[c] *= weight;
             }
         }
+        reinterpret_cast<columns<NX> *>(xs)[i] = v;
+        if (i < p.overshoot) {
+            reinterpret_cast<columns<NX> *>(xs)[p.modulus + i] = v;
+        }
+    }
+    if (NORM) {
 #pragma unroll
         for (int c = 0; c < NX; c++) {
             const float sum = warp_sum(squares[c]);
@@ -146,8 +134,33 @@ template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * par
                 partial[c * 32 + threadIdx.x / 32] = sum;
             }
         }
-        __syncthreads();
     }
+}
+
+// Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and the warps' sums of
+// squares go to partial. Ends with a barrier.
+template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
+    const float * x = p.x + column * p.ldx;
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    if (NX == 1 && !p.norm_weight) {
+        const int aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? p.cols & ~3 : 0;
+        for (int i = thread * 4; i < aligned; i += threads * 4) {
+            copy_float4(xs + i, x + i);
+        }
+        for (int i = aligned + thread; i < p.cols; i += threads) {
+            copy_float(xs + i, x + i);
+        }
+        for (int i = thread; i < min(p.overshoot, p.cols); i += threads) {
+            copy_float(xs + p.modulus + i, x + i);
+        }
+        wait_for_copies();
+    } else if (p.norm_weight) {
+        wait_for_copies(); // of the norm's weights
+        store_x<NX, true>(xs, partial, p, x, column);
+    } else {
+        store_x<NX, false>(xs, partial, p, x, column);
+    }
+    __syncthreads();
 }
 
 // ---- the kernel ----
@@ -229,6 +242,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         load(now[d], c, d);
     }
     row_start ahead = fetch(1);
+    fill_constants<NX>(xs, p);
 
     cuda_allow_next();
     if (!p.expert_ids) {

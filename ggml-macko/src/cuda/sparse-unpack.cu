@@ -30,7 +30,8 @@ struct unpack_params {
 constexpr int UNPACK_WARPS = 4;
 
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their columns there, then one
-// pass to dst. A thread has a quarter of a run's groups: a first pass over the codes finds where it starts.
+// pass to dst. A thread has a quarter of a run's groups; the sum of the codes before them says where
+// it starts.
 template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
     constexpr int DEPTH = 4; // groups requested at a time
     constexpr uint32_t shift = SHIFT<BITS, STRIPED> + 2, step = STEP<BITS, STRIPED> >> shift; // units per column
@@ -56,12 +57,31 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
         const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
         uint32_t at = here ? static_cast<uint32_t>(m.bases[row * lanes + lane]) << shift : 0;
 
+        uint4 values[DEPTH];
+        group_codes<BITS> codes[DEPTH];
+        const auto load = [&](int first) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (first + d < to) {
+                    values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(first + d));
+                    codes[d].load(m.codes, slot_of(first + d));
+                }
+            }
+        };
+        load(from);
         uint32_t sum = 0;
+        const auto add = [&](const group_codes<BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * STEP<BITS, STRIPED>; };
 #pragma unroll 4
-        for (int s = from; s < to; s++) {
-            group_codes<BITS> codes;
-            codes.load(m.codes, slot_of(s));
-            sum = __dp4a(codes.hi(), p.weight[7], __dp4a(codes.lo(), p.weight[3], sum)) + 8 * STEP<BITS, STRIPED>;
+        for (int s = from + DEPTH; s < to; s++) {
+            group_codes<BITS> c;
+            c.load(m.codes, slot_of(s));
+            add(c);
+        }
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (from + d < to) {
+                add(codes[d]);
+            }
         }
         advance[warp][threadIdx.x % 32] = sum;
         for (int i = threadIdx.x; i < rows * pitch / 8; i += UNPACK_WARPS * 32) {
@@ -75,15 +95,6 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
             at %= modulus << shift;
         }
         for (int s = from; s < to; s += DEPTH) {
-            uint4 values[DEPTH];
-            group_codes<BITS> codes[DEPTH];
-#pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                if (s + d < to) {
-                    values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(s + d));
-                    codes[d].load(m.codes, slot_of(s + d));
-                }
-            }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
@@ -107,6 +118,7 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
                     }
                 }
             }
+            load(s + DEPTH);
         }
         __syncthreads();
         for (int r = 0; r < rows && row0 + r < p.row_end; r++) {
@@ -172,13 +184,7 @@ __global__ void __launch_bounds__(128) unpack_rows_kernel(const cuda_sparse_matr
         const int end = m.row_ptr[row + 1];
         for (int e = m.row_ptr[row]; e < end && threadIdx.x < 32; e += 32) {
             const int k = e + lane;
-            const int64_t bit = static_cast<int64_t>(k) * m.delta_bits;
-            int step = k < end ? 1 + static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1)) : 0;
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-                const int below = __shfl_up_sync(FULL_WARP, step, offset);
-                step += lane >= offset ? below : 0;
-            }
+            const int step = warp_prefix_sum(k < end ? 1 + file_code(m.codes, k, m.delta_bits) : 0);
             if (k < end && values[k] != 0) {
                 out[column + step] = convert(values[k]);
             }

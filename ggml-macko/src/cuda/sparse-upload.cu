@@ -1,14 +1,12 @@
 // Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the layout
 // (sparse-layout.h). The host only copies.
-#include "cuda/sparse-mul-mat.cuh"
 #include "cuda/common.cuh"
 #include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-mul-mat.cuh"
 
 #include <algorithm>
-#include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <vector>
 
 namespace macko {
 
@@ -38,9 +36,9 @@ struct row_order {
 
 // ---- one row, canonical, as dense values in shared memory ----
 
-template <typename U> __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, U * dense, int n_dense) {
+static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, uint16_t * dense, int n_dense) {
     const int lane = threadIdx.x % 32;
-    const U * values = reinterpret_cast<const U *>(raw.values);
+    const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
     for (int i = lane; i < n_dense; i += 32) {
         dense[i] = 0;
     }
@@ -50,16 +48,12 @@ template <typename U> __device__ void decode_row(const cuda_sparse_matrix & raw,
     for (int e = raw.row_ptr[row]; e < end; e += 32) {
         const int k = e + lane;
         int step = 0;
-        U value = 0;
+        uint16_t value = 0;
         if (k < end) {
-            step  = 1 + static_cast<int>(raw.codes[static_cast<int64_t>(k) * raw.delta_bits >> 3] >> (static_cast<int64_t>(k) * raw.delta_bits & 7) & ((1u << raw.delta_bits) - 1));
+            step  = 1 + file_code(raw.codes, k, raw.delta_bits);
             value = values[k];
         }
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const int below = __shfl_up_sync(FULL_WARP, step, offset);
-            step += lane >= offset ? below : 0;
-        }
+        step = warp_prefix_sum(step);
         if (value != 0) {
             dense[column + step] = value;
         }
@@ -70,12 +64,12 @@ template <typename U> __device__ void decode_row(const cuda_sparse_matrix & raw,
 
 // calls entry(index, place before the step + 1, code, value) for each entry of a row that decode_row() left in shared memory, and
 // returns the number of entries, on all lanes
-template <typename U, typename F> __device__ int walk_row(const row_order & order, const U * dense, int delta_bits, F && entry) {
+template <typename F> static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
     const int lane = threadIdx.x % 32;
     int n = 0, last = -1; // entries so far, place of the last non-zero
     for (int q0 = 0; q0 < order.places; q0 += 32) {
         const int q = q0 + lane;
-        const U value = q < order.places ? dense[order.word(q)] : U(0);
+        const uint16_t value = q < order.places ? dense[order.word(q)] : uint16_t(0);
         const unsigned here  = __ballot_sync(FULL_WARP, value != 0);
         const unsigned below = here & ((1u << lane) - 1);
         const int before = below ? q0 + 31 - __clz(below) : last;
@@ -84,18 +78,13 @@ template <typename U, typename F> __device__ int walk_row(const row_order & orde
         int index = __popc(below);
         int total = __popc(here);
         if (__any_sync(FULL_WARP, fill)) {
-            int sum = fill;
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-                const int other = __shfl_up_sync(FULL_WARP, sum, offset);
-                sum += lane >= offset ? other : 0;
-            }
+            const int sum = warp_prefix_sum(fill);
             index += sum - fill;
             total += __shfl_sync(FULL_WARP, sum, 31);
         }
         if (value != 0) {
             for (int f = 0; f < fill; f++) {
-                entry(n + index + f, before + 1 + (f << delta_bits), (1u << delta_bits) - 1, U(0));
+                entry(n + index + f, before + 1 + (f << delta_bits), (1u << delta_bits) - 1, uint16_t(0));
             }
             entry(n + index + fill, before + 1 + (fill << delta_bits), static_cast<unsigned>(gap) & ((1u << delta_bits) - 1), value);
         }
@@ -108,13 +97,12 @@ template <typename U, typename F> __device__ int walk_row(const row_order & orde
 }
 
 // groups of each row into row_ptr[row + 1]
-template <typename U> __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    U * dense = reinterpret_cast<U *>(shared);
+static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
+    extern __shared__ __align__(16) uint16_t dense[];
     const row_order shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
-        const int n = walk_row(row_order(m, row), dense, m.delta_bits, [](int, int, unsigned, U) {});
+        const int n = walk_row(row_order(m, row), dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
         if (threadIdx.x == 0) {
             m.row_ptr[row + 1] = static_cast<int32_t>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
         }
@@ -123,18 +111,13 @@ template <typename U> __global__ void count_kernel(const cuda_sparse_matrix raw,
 }
 
 // counts to offsets, in one block; *total may exceed 31 bits, and then row_ptr is not used
-__global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
+static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
     __shared__ int64_t warp_total[32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int64_t sum = 0;
     for (int64_t r0 = 0; r0 < rows; r0 += blockDim.x) {
         const int64_t r = r0 + threadIdx.x;
-        int64_t n = r < rows ? row_ptr[r + 1] : 0;
-#pragma unroll
-        for (int offset = 1; offset < 32; offset *= 2) {
-            const int64_t below = __shfl_up_sync(FULL_WARP, n, offset);
-            n += lane >= offset ? below : 0;
-        }
+        const int64_t n = warp_prefix_sum(r < rows ? static_cast<int64_t>(row_ptr[r + 1]) : int64_t(0));
         if (lane == 31) {
             warp_total[warp] = n;
         }
@@ -158,22 +141,21 @@ __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
 }
 
 // values, codes (both zero before) and bases
-template <typename U> __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    U * dense = reinterpret_cast<U *>(shared);
+static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
+    extern __shared__ __align__(16) uint16_t dense[];
     const row_order shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
         const row_order order(m, row);
         const int64_t begin = m.row_ptr[row];
         const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin);
-        walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, U value) {
+        walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
             constexpr int GROUP = static_cast<int>(CUDA_SPARSE_GROUP);
             const int k = index % GROUP;
             const group_place at = place_of(index / GROUP, groups, m.lanes);
             const int64_t slot = begin + at.slot;
             if (value != 0) {
-                reinterpret_cast<U *>(m.values)[slot * GROUP + k] = value;
+                reinterpret_cast<uint16_t *>(m.values)[slot * GROUP + k] = value;
             }
             if (code != 0) {
                 const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
@@ -188,7 +170,7 @@ template <typename U> __global__ void repack_kernel(const cuda_sparse_matrix raw
 }
 
 // one thread per run follows the codes as the product will, and finds how far past x they reach; INT32_MAX: further than one lap
-__global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot) {
+static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot) {
     const int64_t run = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
     int most = 0;
     if (run < m.rows * m.lanes) {
@@ -300,23 +282,24 @@ struct cuda_sparse_uploader::impl {
     }
 
     // the layout in m, if it fits: *fits tells. m.overshoot is set.
-    template <typename U> int repack(cuda_sparse_matrix * m, bool * fits) {
+    int repack(cuda_sparse_matrix * m, bool * fits) {
         *fits = false;
-        const bool   striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED;
+        const bool    striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED;
         const int64_t words  = striped ? 32 * m->stripe - 1 : m->cols + CUDA_SPARSE_GROUP;
         const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        if (words > room) {
+        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
+        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8)) {
             return GGML_MACKO_STATUS_OK;
         }
-        const int shared = static_cast<int>((words * static_cast<int64_t>(sizeof(U)) + 15) & ~int64_t(15));
+        const int shared = static_cast<int>(words * 2);
         const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(m->rows, info.multiprocessors * 32));
-        CUDA_OK(cudaFuncSetAttribute(count_kernel<U>, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
-        CUDA_OK(cudaFuncSetAttribute(repack_kernel<U>, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+        CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+        CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         const cudaStream_t stream = pinned[0].stream;
         int64_t * groups    = results;
         int32_t * overshoot = reinterpret_cast<int32_t *>(results + 1);
         CUDA_OK(cudaMemsetAsync(results, 0, 2 * sizeof(int64_t), stream));
-        count_kernel<U><<<blocks, 32, shared, stream>>>(raw, *m);
+        count_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
         scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, groups);
         CUDA_OK(cudaGetLastError());
@@ -326,10 +309,10 @@ struct cuda_sparse_uploader::impl {
         if (n_groups > cuda_sparse_max_groups(desc, n_padded)) {
             return GGML_MACKO_STATUS_OK;
         }
-        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(n_groups * CUDA_SPARSE_GROUP * static_cast<int64_t>(sizeof(U))), stream));
+        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(n_groups * CUDA_SPARSE_GROUP * 2), stream));
         CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((n_groups * m->delta_bits + 3) & ~int64_t(3)), stream));
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
-        repack_kernel<U><<<blocks, 32, shared, stream>>>(raw, *m);
+        repack_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
         if (striped) {
             overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, overshoot);
@@ -411,19 +394,17 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    // striped order pays for its wrap where a stripe is long; codes of 8 bits step over several stripes at once
-    const bool stripes = s.desc.delta_bits < 8 && s.desc.cols >= 2048;
+    const bool stripes = s.desc.cols >= 2048; // in narrow matrices a group soon walks around all of them
     const int32_t wish[3] = { stripes ? CUDA_SPARSE_LAYOUT_STRIPED : CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
     for (int i = 0; i < 3; i++) {
-        const int32_t candidate = layout >= 0 ? layout : s.desc.type == GGML_MACKO_TYPE_F32 ? CUDA_SPARSE_LAYOUT_ROWS : wish[i];
+        const int32_t candidate = layout >= 0 ? layout : wish[i];
         cuda_sparse_matrix m = cuda_sparse_bind(s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
         bool fits = true;
         if (candidate == CUDA_SPARSE_LAYOUT_ROWS) {
             CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice, s.pinned[0].stream));
             CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));
         } else {
-            const int status = s.desc.type == GGML_MACKO_TYPE_F32 ? s.repack<uint32_t>(&m, &fits) : s.repack<uint16_t>(&m, &fits);
-            if (status != GGML_MACKO_STATUS_OK) {
+            if (const int status = s.repack(&m, &fits)) {
                 return status;
             }
         }

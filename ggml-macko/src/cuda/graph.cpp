@@ -337,10 +337,10 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
     return !unpacks(ctx, *stored(node->src[0]), x->ne[1]);
 }
 
-bool same_kind(const ggml_tensor * a, const ggml_tensor * b) {
+bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { // what one launch of cuda_sparse_mul_mat asks for
     const cuda_sparse_matrix & m = stored(a->src[0])->matrix;
     const cuda_sparse_matrix & o = stored(b->src[0])->matrix;
-    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits;
+    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
 }
 
 bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, int i, fused_group * group) {
@@ -351,7 +351,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     if (first->op == GGML_OP_RMS_NORM) {
         const int mul = next_node(graph, i);
         if (mul >= graph->n_nodes || graph->nodes[mul]->op != GGML_OP_MUL || graph->nodes[mul]->src[0] != first || !has_uses(graph, i, 1) || !is_row_vector(graph->nodes[mul]->src[1], first->ne[0]) ||
-            !is_f32_rows(first->src[0])) {
+            graph->nodes[mul]->src[1]->op != GGML_OP_NONE || !is_f32_rows(first->src[0])) { // the kernel reads the weight before earlier ones end
             return false;
         }
         f.norm        = first;

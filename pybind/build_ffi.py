@@ -1,4 +1,5 @@
-"""Writes ggml_macko/_ffi.py from the declarations beside this file (cffi, ABI mode out of line: no compiler at install time).
+"""Writes ggml_macko/_ffi.py from the declarations beside this file (cffi, ABI mode out of line: no compiler at install
+time).
 
     python build_ffi.py OUT_DIR
 

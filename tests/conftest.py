@@ -6,9 +6,9 @@ import subprocess
 import sys
 from collections import namedtuple
 
-import generators
 import pytest
 
+import generators
 from ggml_macko import cli
 
 Done = namedtuple("Done", "code out err")
@@ -36,7 +36,11 @@ def macko_process():
 
     def run(*args: object, **kwargs: object) -> Done:
         done = subprocess.run(
-            [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], capture_output=True, text=True, timeout=300, **kwargs
+            [sys.executable, "-m", "ggml_macko.cli", *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **kwargs,
         )
         return Done(done.returncode, done.stdout, done.stderr)
 

@@ -1,7 +1,9 @@
-"""Runs the macko command in forked children, quickly and killable: each line on stdin is a request, each line on stdout an exit code.
+"""Runs the macko command in forked children, quickly and killable: each line on stdin is a request, each line on
+stdout an exit code.
 
-Request (JSON): args; and either operation and before (SIGKILL before or after the n-th call that changes files) or delay (SIGKILL after so many
-seconds). A program of its own: a fork of the test process would inherit OpenMP threads that are not there any more.
+Request (JSON): args; and either operation and before (SIGKILL before or after the n-th call that changes files) or
+delay (SIGKILL after so many seconds). A program of its own: a fork of the test process would inherit OpenMP threads
+that are not there any more.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def die_at(operation: int, before: bool) -> None:
 
 
 def child(request: dict) -> None:
-    sys.stdout = sys.stderr = open(os.devnull, "w")
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the child
     if "operation" in request:
         die_at(request["operation"], request["before"])
     os._exit(cli.main(request["args"]))

@@ -58,7 +58,9 @@ def to_float64(bits: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def write_gguf(path: Path, tensors: dict, keys: dict | None = None) -> Path:
-    """tensors: name -> (bit patterns or quantized bytes, ggml type); the shape is the array's. A valid GGUF, but not a model."""
+    """tensors: name -> (bit patterns or quantized bytes, ggml type); the shape is the array's. A valid GGUF, but not a
+    model.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("a test")
     writer.add_array("test.list", [1, 2, 3])

@@ -1,4 +1,6 @@
-"""pybind/*.h repeats the C header. In ABI mode a wrong declaration crashes or corrupts silently, so the compiler compares the two here."""
+"""pybind/*.h repeats the C header. In ABI mode a wrong declaration crashes or corrupts silently, so the compiler
+compares the two here.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ import subprocess
 import sysconfig
 
 import cffi
-import generators
 import pytest
+
+import generators
 
 HEADER = generators.ROOT / "ggml-macko" / "include" / "ggml-macko.h"
 
@@ -34,21 +37,26 @@ def checks(text: str) -> str:
         lines.append(f"struct ours_{name} {{\n{body}}};")
         lines.append(f'_Static_assert(sizeof(struct {name}) == sizeof(struct ours_{name}), "size of {name}");')
         for field, _ in ffi.typeof(f"struct {name}").fields:
-            theirs, ours = (f"((struct {prefix}{name} *) 0)->{field}" for prefix in ("", "ours_"))
-            lines.append(f'_Static_assert(offsetof(struct {name}, {field}) == offsetof(struct ours_{name}, {field}), "place of {name}.{field}");')
-            lines.append(f'_Static_assert(__builtin_types_compatible_p(__typeof__({theirs}), __typeof__({ours})), "type of {name}.{field}");')
+            places = (f"offsetof(struct {prefix}{name}, {field})" for prefix in ("", "ours_"))
+            types = (f"__typeof__(((struct {prefix}{name} *) 0)->{field})" for prefix in ("", "ours_"))
+            lines.append(f'_Static_assert({" == ".join(places)}, "place of {name}.{field}");')
+            lines.append(f'_Static_assert(__builtin_types_compatible_p({", ".join(types)}), "type of {name}.{field}");')
     for constant, value in re.findall(r"^\s+(GGML_MACKO_\w+)\s*=\s*(\d+),", text, re.MULTILINE):
         lines.append(f'_Static_assert({constant} == {value}, "{constant}");')
     return "\n".join(lines) + "\n"
 
 
 def compiles(text: str, tmp_path) -> subprocess.CompletedProcess:
-    compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) or shutil.which("cc") or shutil.which("gcc")
+    compiler = (
+        shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) or shutil.which("cc") or shutil.which("gcc")
+    )
     if compiler is None:
         pytest.skip("no C compiler")
     source = tmp_path / "check.c"
     source.write_text(checks(text))
-    return subprocess.run([compiler, "-fsyntax-only", "-I", str(HEADER.parent), str(source)], capture_output=True, text=True)
+    return subprocess.run(
+        [compiler, "-fsyntax-only", "-I", str(HEADER.parent), str(source)], capture_output=True, text=True
+    )
 
 
 def test_declarations_drifted_from_header(tmp_path):

@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 
-import generators
 import pytest
 
+import generators
 from ggml_macko import bindings, cli
 
 TOOLS = generators.ROOT / "tools"
@@ -70,7 +70,9 @@ def test_debug_shows_where(macko, macko_process, tmp_path):
 
 def test_results_and_progress_share_a_stream(tmp_path, tiny, macko):
     done = macko("convert", tiny, tmp_path / "s.gguf")
-    assert re.match(r"\[   1/  10\] token_embd\.weight +- \[   64,    50,     1,     1\], type =    f16, size =", done.err)
+    assert re.match(
+        r"\[   1/  10\] token_embd\.weight +- \[   64,    50,     1,     1\], type =    f16, size =", done.err
+    )
     assert "[" not in done.out and done.out.startswith("model size  = ")
 
 
@@ -82,7 +84,9 @@ def test_reader_that_goes_away_gives_a_traceback(tmp_path):
     assert done.stdout.startswith("| tensor") and done.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["convert_gguf_to_sparse", "prune_gguf", "restore_gguf", "verify_gguf", "inspect_gguf", "make_random_llama"])
+@pytest.mark.parametrize(
+    "name", ["convert_gguf_to_sparse", "prune_gguf", "restore_gguf", "verify_gguf", "inspect_gguf", "make_random_llama"]
+)
 def test_script_does_not_start(name):
     done = subprocess.run([sys.executable, str(TOOLS / f"{name}.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout and done.stderr == ""
@@ -90,7 +94,9 @@ def test_script_does_not_start(name):
 
 def test_script_works_on_a_model(tmp_path, tiny):
     def run(name, *args):
-        return subprocess.run([sys.executable, str(TOOLS / f"{name}.py"), *map(str, args)], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, str(TOOLS / f"{name}.py"), *map(str, args)], capture_output=True, text=True
+        )
 
     assert run("prune_gguf", tiny, tmp_path / "p.gguf", "--sparsity", "0.6").returncode == 0
     assert run("convert_gguf_to_sparse", tmp_path / "p.gguf", tmp_path / "s.gguf").returncode == 0
@@ -101,7 +107,8 @@ def test_script_works_on_a_model(tmp_path, tiny):
 def test_import_is_not_cheap():
     """`import ggml_macko` must not load llama_cpp, NumPy or the C library; names come when asked for."""
     code = (
-        "import sys, ggml_macko; heavy = {'numpy', 'llama_cpp', 'cffi', '_cffi_backend', 'gguf'} & set(sys.modules); assert not heavy, heavy;"
+        "import sys, ggml_macko; heavy = {'numpy', 'llama_cpp', 'cffi', '_cffi_backend', 'gguf'} & set(sys.modules); "
+        "assert not heavy, heavy;"
         "assert 'Llama' in dir(ggml_macko); ggml_macko.SparseMatrix; assert 'llama_cpp' not in sys.modules;"
         "print(ggml_macko.__version__); ggml_macko.Llama; assert 'llama_cpp' in sys.modules"
     )
@@ -114,6 +121,14 @@ def test_import_is_not_cheap():
 
 def test_code_needs_a_newer_python():
     """What Python 3.9 cannot parse."""
-    for path in [*(generators.ROOT / "python").rglob("*.py"), *TOOLS.glob("*.py"), *(generators.ROOT / "pybind").glob("*.py")]:
+    for path in [
+        *(generators.ROOT / "python").rglob("*.py"),
+        *TOOLS.glob("*.py"),
+        *(generators.ROOT / "pybind").glob("*.py"),
+    ]:
         ast.parse(path.read_text(), str(path), feature_version=(3, 9))
-        assert "from __future__ import annotations" in path.read_text() or path.name in ("_ffi.py",) or path.parent == TOOLS
+        assert (
+            "from __future__ import annotations" in path.read_text()
+            or path.name in ("_ffi.py",)
+            or path.parent == TOOLS
+        )

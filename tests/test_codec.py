@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import generators
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generators
 from ggml_macko import bindings, errors, formats
 from ggml_macko.formats import DELTA_BITS, TYPE_F16
 

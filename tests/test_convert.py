@@ -7,11 +7,11 @@ import os
 import re
 import struct
 
-import generators
 import gguf
 import numpy as np
 import pytest
 
+import generators
 from ggml_macko import bindings, convert, formats
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.gguf_files import Model
@@ -55,7 +55,9 @@ def test_file_is_not_what_the_specification_says(tmp_path, tiny, macko):
     dense = generators.dense_bytes(tiny)
     parts = {t.name: t for t in reader.tensors}
     order = [t.name for t in reader.tensors]
-    assert [re.sub(r"\.(values|deltas|row_ptr)$", "", n) for n in order if not n.endswith((".deltas", ".row_ptr"))] == list(dense)
+    assert [
+        re.sub(r"\.(values|deltas|row_ptr)$", "", n) for n in order if not n.endswith((".deltas", ".row_ptr"))
+    ] == list(dense)
     for i, name in enumerate(names):
         at = order.index(name + ".values")
         assert order[at : at + 3] == [f"{name}.{c}" for c in ("values", "deltas", "row_ptr")]
@@ -65,8 +67,8 @@ def test_file_is_not_what_the_specification_says(tmp_path, tiny, macko):
         rows = int(np.prod(ne[1:]))
         m = formats.MackoMatrix(
             rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
-            np.ascontiguousarray(values).reshape(-1).view(formats.bits_dtype(type_id)), np.ascontiguousarray(deltas).view(np.uint8),
-            np.ascontiguousarray(row_ptr),
+            np.ascontiguousarray(values).reshape(-1).view(formats.bits_dtype(type_id)),
+            np.ascontiguousarray(deltas).view(np.uint8), np.ascontiguousarray(row_ptr),
         )  # fmt: skip
         assert formats.decode(m).tobytes() == dense[name][2], name
 
@@ -84,6 +86,7 @@ def test_converting_a_sparse_file_again_changes_it(tmp_path, tiny, macko):
 def test_odd_metadata_is_changed(tmp_path, macko):
     """Empty arrays, NaN, and strings that are not UTF-8 pass through as bytes."""
     path = generators.write_gguf(tmp_path / "t.gguf", generators.tiny_tensors())
+
     def key(name, kind, value):
         return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
 
@@ -139,7 +142,9 @@ def test_what_stays_dense_is_not_told(tmp_path, macko):
     done = macko("convert", path, tmp_path / "s.gguf", "--tensor-type", "token_embd=macko")
     assert done.code == 0, done.err
     assert sparse_names(tmp_path / "s.gguf") == {"blk.0.attn_output.weight"}
-    lines = {line.split()[2]: line for line in re.sub(r"\[ *\d+/ *\d+\]", "x x", done.err).splitlines() if " - [" in line}
+    lines = {
+        line.split()[2]: line for line in re.sub(r"\[ *\d+/ *\d+\]", "x x", done.err).splitlines() if " - [" in line
+    }
     for name, reason in {
         "token_embd.weight": "llama.cpp does not only multiply with it",
         "blk.0.attn_q.weight": "1 values are not finite",
@@ -162,8 +167,8 @@ def test_nothing_shrinks(tmp_path, macko):
 
 def test_first_matching_override_wins(tmp_path, tiny, macko):
     done = macko(
-        "convert", tiny, tmp_path / "s.gguf", "macko-d8",
-        "--tensor-type", "attn_q=macko-d1", "--tensor-type", r"blk\.\d+\.attn=dense", "--tensor-type", "attn_k=macko-d2",
+        "convert", tiny, tmp_path / "s.gguf", "macko-d8", "--tensor-type", "attn_q=macko-d1",
+        "--tensor-type", r"blk\.\d+\.attn=dense", "--tensor-type", "attn_k=macko-d2",
     )  # fmt: skip
     assert done.code == 0, done.err
     with bindings.File(tmp_path / "s.gguf") as f:
@@ -196,7 +201,9 @@ def test_bad_argument(tmp_path, tiny, macko, args, message):
 
 def test_negative_zeros_are_dropped_unasked(tmp_path, macko):
     bits = np.where(np.random.default_rng(0).random((64, 128)) < 0.3, np.uint16(0x3C00), np.uint16(0x8000))
-    path = generators.write_gguf(tmp_path / "t.gguf", {"blk.0.attn_q.weight": (bits, TYPE_F16), "blk.0.attn_k.weight": (bits & 0x7FFF, TYPE_F16)})
+    path = generators.write_gguf(
+        tmp_path / "t.gguf", {"blk.0.attn_q.weight": (bits, TYPE_F16), "blk.0.attn_k.weight": (bits & 0x7FFF, TYPE_F16)}
+    )
     kept, dropped = tmp_path / "kept.gguf", tmp_path / "dropped.gguf"
     done = macko("convert", path, kept)
     n = int((bits == 0x8000).sum())
@@ -231,7 +238,9 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
         row = planned[name]
         assert row["new type"] == kind
         cols, bits = int(row["shape"].split("x")[0]), 32 if row["type"] == "f32" else 16
-        assert float(row["break-even density"]) == pytest.approx(formats.break_even_density(cols, int(kind[-1]), bits), abs=1e-4)
+        assert float(row["break-even density"]) == pytest.approx(
+            formats.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
+        )
 
 
 # ---- refusals that all writers share ----
@@ -240,7 +249,12 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
 @pytest.mark.parametrize("command", [["convert"], ["restore"], ["prune", "--sparsity", "0.5"]])
 def test_output_that_exists_or_is_the_input(tmp_path, tiny, macko, command):
     before = tiny.read_bytes()
-    same, link, hard, other = tmp_path / "tiny.gguf", tmp_path / "link.gguf", tmp_path / "hard.gguf", tmp_path / "other.gguf"
+    same, link, hard, other = (
+        tmp_path / "tiny.gguf",
+        tmp_path / "link.gguf",
+        tmp_path / "hard.gguf",
+        tmp_path / "other.gguf",
+    )
     link.symlink_to(tiny)
     os.link(tiny, hard)
     other.write_bytes(b"precious")
@@ -261,7 +275,12 @@ def test_output_that_exists_or_is_the_input(tmp_path, tiny, macko, command):
 @pytest.mark.parametrize("command", ["convert", "restore", "prune", "verify", "inspect"])
 def test_bad_input_gives_a_traceback(tmp_path, tiny, macko, command):
     def run(path):
-        more = {"convert": ["o.gguf"], "restore": ["o.gguf"], "prune": ["o.gguf", "--sparsity", "0.5"], "verify": [tiny]}
+        more = {
+            "convert": ["o.gguf"],
+            "restore": ["o.gguf"],
+            "prune": ["o.gguf", "--sparsity", "0.5"],
+            "verify": [tiny],
+        }
         return macko(command, path, *(tmp_path / a if a == "o.gguf" else a for a in more.get(command, [])))
 
     truncated = tmp_path / "truncated.gguf"
@@ -346,15 +365,26 @@ def test_first_difference_is_not_named(tmp_path, macko):
             done = macko("verify", x, b)
             assert done.code == 1 and re.search(line, done.out), done.out
 
-    for name, type_id, row, col in (("blk.0.attn_v.weight", TYPE_F32, 7, 63), ("blk.0.ffn_up_exps.weight", TYPE_F16, 150, 0), ("token_embd.weight", TYPE_F16, 49, 63)):
+    for name, type_id, row, col in (
+        ("blk.0.attn_v.weight", TYPE_F32, 7, 63),
+        ("blk.0.ffn_up_exps.weight", TYPE_F16, 150, 0),
+        ("token_embd.weight", TYPE_F16, 49, 63),
+    ):
         bits = base[name][0].copy()
         flat = bits.reshape(-1, bits.shape[-1])
         old = int(flat[row, col])
         flat[row, col] ^= 1
         digits = 8 if type_id == TYPE_F32 else 4
-        differs({**base, name: (bits, type_id)}, f"{re.escape(name)}: first difference at row {row}, column {col}: 0x{old:0{digits}x} against 0x{old ^ 1:0{digits}x}")
+        differs(
+            {**base, name: (bits, type_id)},
+            f"{re.escape(name)}: first difference at row {row}, column {col}: "
+            f"0x{old:0{digits}x} against 0x{old ^ 1:0{digits}x}",
+        )
     q = base["blk.0.attn_q.weight"][0]
-    differs({**base, "blk.0.attn_q.weight": (q[:63], TYPE_F16)}, r"attn_q\.weight: type 1 \[64, 64\] against type 1 \[64, 63\]")
+    differs(
+        {**base, "blk.0.attn_q.weight": (q[:63], TYPE_F16)},
+        r"attn_q\.weight: type 1 \[64, 64\] against type 1 \[64, 63\]",
+    )
     differs({**base, "blk.0.attn_q.weight": (q, TYPE_BF16)}, "type 1 .* against type 30")
     differs({k: v for k, v in base.items() if k != "output.weight"}, r"output\.weight: only in .*[as]\.gguf")
     differs({**base, "extra.weight": base["output.weight"]}, r"extra\.weight: only in .*b\.gguf")
@@ -373,13 +403,22 @@ def test_inspect_prints_numbers_that_are_not_true(tmp_path, tiny, macko):
     assert macko("convert", tiny, sparse).code == 0
     done = macko("inspect", sparse, "--json")
     report = json.loads(done.out)
-    assert done.err == "" and report["sparse"] and report["nbytes"] == sparse.stat().st_size and report["n_sparse"] == len(SPARSE)
+    assert (
+        done.err == ""
+        and report["sparse"]
+        and report["nbytes"] == sparse.stat().st_size
+        and report["n_sparse"] == len(SPARSE)
+    )
     dense = generators.dense_bytes(tiny)
     parts = {t.name: t for t in gguf.GGUFReader(sparse).tensors}
     for t in report["tensors"]:
         type_id, shape, data = dense[t["name"]]
         bits = np.frombuffer(data, formats.bits_dtype(type_id))
-        assert t["shape"] == shape and t["density"] == np.count_nonzero(bits) / bits.size and t["nbytes_dense"] == len(data)
+        assert (
+            t["shape"] == shape
+            and t["density"] == np.count_nonzero(bits) / bits.size
+            and t["nbytes_dense"] == len(data)
+        )
         if t["name"] in SPARSE:
             components = [parts[f"{t['name']}.{c}"] for c in ("values", "deltas", "row_ptr")]
             assert t["nbytes"] == sum(int(c.n_bytes) for c in components)

@@ -1,4 +1,6 @@
-"""Writers that are stopped at any instant: the final name is absent, the old file, or complete; nothing half-written reads as a model."""
+"""Writers that are stopped at any instant: the final name is absent, the old file, or complete; nothing half-written
+reads as a model.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ import subprocess
 import sys
 import time
 
-import fork_server as fork_server_module
-import generators
 import pytest
 
+import fork_server as fork_server_module
+import generators
 from ggml_macko import bindings, errors, gguf_files
 from ggml_macko.gguf_files import AtomicOutput
+
 
 @pytest.fixture(scope="module")
 def fork_server():
@@ -96,7 +99,9 @@ def test_failed_at_each_operation(tmp_path, tiny, wanted, macko, monkeypatch):
         out.write_bytes(b"the old file")
         count = 0
 
-        def wrap(name, function, operation=operation):
+        failed = []
+
+        def wrap(name, function, operation=operation, failed=failed):
             def run(*args, **kwargs):
                 nonlocal count
                 count += 1
@@ -107,7 +112,6 @@ def test_failed_at_each_operation(tmp_path, tiny, wanted, macko, monkeypatch):
 
             return run
 
-        failed = []
         with monkeypatch.context() as patch:
             for name in fork_server_module.OPERATIONS:
                 patch.setattr(os, name, wrap(name, getattr(os, name)))
@@ -125,7 +129,9 @@ def test_file_size_limit(tmp_path, tiny, wanted, macko_process):
     out = tmp_path / "out.gguf"
     for part in (0, 1, 2, 3):  # of the file
         size = len(wanted) * part // 4 + 3
-        done = macko_process("convert", tiny, out, preexec_fn=lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+        done = macko_process(
+            "convert", tiny, out, preexec_fn=lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        )
         assert done.code == 1 and done.err.splitlines()[-1] == "error: File too large", done.err
         assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 

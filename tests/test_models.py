@@ -7,11 +7,11 @@ import re
 import subprocess
 import sys
 
-import generators
 import gguf
 import numpy as np
 import pytest
 
+import generators
 from ggml_macko import bindings, errors, perplexity
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
@@ -49,7 +49,10 @@ def test_random_model_has_other_zeros_than_asked(models, tmp_path):
             bits = np.frombuffer(t.data.tobytes(), {0: np.uint32, 1: np.uint16, 30: np.uint16}[int(t.tensor_type)])
             want = density if t.name.startswith("blk.") and "norm" not in t.name and "_inp" not in t.name else 1.0
             assert np.count_nonzero(bits) / bits.size == pytest.approx(want, abs=0.02), t.name
-    a, b, c = (make(tmp_path / f"{i}.gguf", "--tied", "--density", "0.5", "--seed", s).read_bytes() for i, s in enumerate("112"))
+    a, b, c = (
+        make(tmp_path / f"{i}.gguf", "--tied", "--density", "0.5", "--seed", s).read_bytes()
+        for i, s in enumerate("112")
+    )
     assert a == b != c
 
 
@@ -77,7 +80,10 @@ def test_generate_writes_another_text(tmp_path, macko):
     assert texts[1].err == ""
     bare = macko("generate", "-m", sparse, *args, "--no-display-prompt")
     assert "The function returns" + bare.out == texts[1].out
-    seeded = [macko("generate", "-m", sparse, "-p", "A", "-n", "16", "--seed", seed, "--no-display-prompt").out for seed in (1, 1, 2)]
+    seeded = [
+        macko("generate", "-m", sparse, "-p", "A", "-n", "16", "--seed", seed, "--no-display-prompt").out
+        for seed in (1, 1, 2)
+    ]
     assert seeded[0] == seeded[1] != seeded[2]
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("The function returns")
@@ -88,7 +94,11 @@ def test_generate_writes_another_text(tmp_path, macko):
 
 def test_perplexity_off_its_definition(tmp_path, macko):
     """Against float64 arithmetic on llama_cpp's own scores, and equal to 4 digits for dense and sparse."""
-    text = (generators.ROOT / "README.md").read_text() if (generators.ROOT / "README.md").exists() else "The function returns a value. " * 300
+    text = (
+        (generators.ROOT / "README.md").read_text()
+        if (generators.ROOT / "README.md").exists()
+        else "The function returns a value. " * 300
+    )
     text = text[:6000]
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
@@ -120,7 +130,10 @@ def test_broken_sparse_file_reaches_llama_cpp(tmp_path, macko):
     with bindings.File(sparse) as f:
         row_ptr = next(t for t in f.tensors() if t.name.endswith("attn_q.weight.row_ptr"))
         values = next(t for t in f.tensors() if t.name.endswith("ffn_up.weight.values"))
-    for offset, change, code in ((row_ptr.offset, b"\x01", errors.BAD_ROW_PTR), (values.offset + 1, b"\x7c", errors.NOT_FINITE)):
+    for offset, change, code in (
+        (row_ptr.offset, b"\x01", errors.BAD_ROW_PTR),
+        (values.offset + 1, b"\x7c", errors.NOT_FINITE),
+    ):
         broken = tmp_path / "broken.gguf"
         broken.write_bytes(data[:offset] + change + data[offset + 1 :])
         with pytest.raises(ValueError) as e:
@@ -145,7 +158,10 @@ def test_caller_parameters_are_changed(tmp_path, macko):
     import pickle
 
     again = pickle.loads(pickle.dumps(llama))  # llama_cpp supports it
-    assert again("The", max_tokens=4, temperature=0)["choices"][0]["text"] == llama("The", max_tokens=4, temperature=0)["choices"][0]["text"]
+    assert (
+        again("The", max_tokens=4, temperature=0)["choices"][0]["text"]
+        == llama("The", max_tokens=4, temperature=0)["choices"][0]["text"]
+    )
 
 
 def test_other_llama_cpp_version_is_accepted(monkeypatch):
@@ -155,7 +171,10 @@ def test_other_llama_cpp_version_is_accepted(monkeypatch):
 
     monkeypatch.setattr(loader, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
-    with pytest.raises(errors.VersionMismatchError, match=rf"built for llama-cpp-python {bindings.built_for_llama_cpp_python()}, but 9\.9\.9"):
+    with pytest.raises(
+        errors.VersionMismatchError,
+        match=rf"built for llama-cpp-python {bindings.built_for_llama_cpp_python()}, but 9\.9\.9",
+    ):
         loader.register()
     with pytest.raises(errors.VersionMismatchError, match=r"0\.0\.1"):
         bindings.check_ggml("0.0.1")
@@ -169,7 +188,9 @@ def test_registering_twice_wraps_twice():
     register()
     function = api.llama_model_load_from_file
     register()
-    assert api.llama_model_load_from_file is function and sys.modules["llama_cpp"].llama_model_load_from_file is function
+    assert (
+        api.llama_model_load_from_file is function and sys.modules["llama_cpp"].llama_model_load_from_file is function
+    )
 
 
 def test_loading_is_noisy(tmp_path, macko):
@@ -208,7 +229,9 @@ def test_bench_prints_no_figures(tmp_path, macko):
 
 
 def test_file_that_is_not_sparse_gets_our_error(tmp_path, macko, capfd, monkeypatch):
-    """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong GGML_MACKO_FORCE."""
+    """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong
+    GGML_MACKO_FORCE.
+    """
     import llama_cpp
 
     text = tmp_path / "text.gguf"

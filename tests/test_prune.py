@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-import generators
 import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generators
 from ggml_macko import formats, prune
 from ggml_macko.formats import TYPE_F16, TYPE_F32
 
@@ -102,7 +102,9 @@ def test_include_and_exclude(tmp_path, tiny, macko):
         "token_embd.weight",
         "blk.0.ffn_gate_inp.weight",
     }
-    done = macko("prune", tiny, tmp_path / "x.gguf", "--sparsity", "0.5", "--include-weights", "a", "--exclude-weights", "b")
+    done = macko(
+        "prune", tiny, tmp_path / "x.gguf", "--sparsity", "0.5", "--include-weights", "a", "--exclude-weights", "b"
+    )
     assert done.code == 1 and "not allowed with" in done.err
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import generators
 import numpy as np
 import pytest
 import scipy.sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generators
 from ggml_macko import SparseMatrix, bindings, errors, formats
 from ggml_macko.formats import DELTA_BITS, TYPE_BF16, TYPE_F16, TYPE_F32
 
@@ -20,7 +20,9 @@ def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
 
 
 def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:
-    """Each element within 2 gamma_n sum |w x| + half a unit in the last place: the bound of any order of float32 additions."""
+    """Each element within 2 gamma_n sum |w x| + half a unit in the last place: the bound of any order of float32
+    additions.
+    """
     exact = w @ x.astype(np.float64)
     gamma = w.shape[1] * 2.0**-24
     bound = 2 * gamma * (np.abs(w) @ np.abs(x.astype(np.float64))) + 0.5 * np.spacing(np.abs(exact).astype(np.float32))
@@ -30,7 +32,9 @@ def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None
 
 def safe_bits(rng, rows, cols, density, type_id):
     """Without the largest values of a type: their products are not the point here, and overflow float32."""
-    values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(rng.random((rows, cols)) < 0.02, 100, 1).astype(np.float32)
+    values = rng.standard_normal((rows, cols)).astype(np.float32) * np.where(
+        rng.random((rows, cols)) < 0.02, 100, 1
+    ).astype(np.float32)
     bits = generators.from_float32(values, type_id)
     bits[rng.random((rows, cols)) >= density] = 0
     return bits
@@ -40,7 +44,11 @@ def safe_bits(rng, rows, cols, density, type_id):
 @given(st.data())
 def test_product_off_float64(data):
     type_id = data.draw(st.sampled_from(generators.TYPES))
-    rows, cols, n = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 600)), data.draw(st.sampled_from([1, 2, 3, 8, 33]))
+    rows, cols, n = (
+        data.draw(st.integers(1, 70)),
+        data.draw(st.integers(1, 600)),
+        data.draw(st.sampled_from([1, 2, 3, 8, 33])),
+    )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
     s = make(bits, type_id, delta_bits=data.draw(st.sampled_from(DELTA_BITS)))
@@ -79,7 +87,9 @@ def test_to_dense_is_not_bit_exact(type_id):
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
 @pytest.mark.parametrize("density", [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
 def test_measured_size_off_the_paper(delta_bits, density):
-    """Section 4.1: within 0.5 % of the expected effective density. Row pointers are not in the formula: 4 bytes per row of 8192."""
+    """Section 4.1: within 0.5 % of the expected effective density. Row pointers are not in the formula: 4 bytes per
+    row of 8192.
+    """
     rows, cols = 2048, 8192
     rng = np.random.default_rng(int(density * 100) + delta_bits)
     bits = np.where(rng.random((rows, cols), dtype=np.float32) < density, np.uint16(0x3C00), np.uint16(0))

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Writes a Llama-architecture GGUF with random weights: a model of any size to measure speed and memory with. It writes nonsense.
+"""Writes a Llama-architecture GGUF with random weights, of any size, to measure speed and memory with.
 
-Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of the block
-matrices. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte fallback.
+Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of
+the block matrices. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte
+fallback.
 
-    make_random_llama.py --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT    (Llama 1B)
-    make_random_llama.py --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT         (Llama 2 7B)
+    Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
+    Llama 2 7B:  --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import gguf
 import numpy as np
 
 BLOCK = 1 << 22  # weights made at a time
-TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16, "f32": gguf.GGMLQuantizationType.F32}
+TYPES = {
+    "f16": gguf.GGMLQuantizationType.F16,
+    "bf16": gguf.GGMLQuantizationType.BF16,
+    "f32": gguf.GGMLQuantizationType.F32,
+}
 
 
 def vocabulary(n: int) -> tuple:
@@ -27,14 +32,18 @@ def vocabulary(n: int) -> tuple:
     kinds = gguf.TokenType
     tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
-    letters = ("".join(w) for length in itertools.count(1) for w in itertools.product(string.ascii_lowercase, repeat=length))
+    letters = (
+        "".join(w) for length in itertools.count(1) for w in itertools.product(string.ascii_lowercase, repeat=length)
+    )
     words = (prefix + word for word in letters for prefix in ("", "\u2581"))
     tokens += [(word, kinds.NORMAL) for word in itertools.islice(words, n - len(tokens))]
     return [t for t, _ in tokens], [-float(i) for i in range(n)], [int(k) for _, k in tokens]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("output", metavar="OUT")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--embd", type=int, default=2048, help="width")
@@ -116,7 +125,9 @@ def write(args: argparse.Namespace) -> None:
 
     for name, shape in shapes.items():
         width = 4 if element(name) == TYPES["f32"] else 2
-        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.float32), int(np.prod(shape)) * width, element(name))
+        writer.add_tensor_info(
+            f"{name}.weight", shape, np.dtype(np.float32), int(np.prod(shape)) * width, element(name)
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -1,7 +1,8 @@
-"""Speed on this machine: `macko bench` (matrix times vector, by shape and density) and `macko bench -m MODEL` (tokens per second).
+"""Speed on this machine: `macko bench` (matrix times vector, by shape and density) and `macko bench -m MODEL` (tokens
+per second).
 
-The baseline is always llama.cpp itself: ggml's CPU kernels on a dense matrix of the same shape, or the same model dense. Runs of the things
-compared are interleaved, and medians are reported.
+The baseline is always llama.cpp itself: ggml's CPU kernels on a dense matrix of the same shape, or the same model
+dense. Runs of the things compared are interleaved, and medians are reported.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from . import bindings, console, errors
-from .gguf_files import AtomicOutput, Model
 from .generate import gpu_layers
+from .gguf_files import AtomicOutput, Model
 from .restore import restore
 from .sparse_matrix import SparseMatrix
 
@@ -38,7 +39,7 @@ class _InitParams(ctypes.Structure):  # struct ggml_init_params
 
 
 class GgmlMatVec:
-    """ggml's own y = W x on the CPU, for n_copies dense matrices of a type. The weights are zero: time does not depend on them."""
+    """ggml's own y = W x on the CPU, for n_copies dense matrices of zeros: time does not depend on the values."""
 
     def __init__(self, type_id: int, rows: int, cols: int, n_copies: int):
         import llama_cpp  # noqa: F401  loads ggml
@@ -62,7 +63,9 @@ class GgmlMatVec:
             getattr(library, name).restype = result
             getattr(library, name).argtypes = arguments
         nbytes = base.ggml_row_size(type_id, cols) * rows
-        self._context = base.ggml_init(_InitParams(n_copies * (nbytes + 64 * (rows + cols) + (1 << 16)) + (64 << 20), None, False))
+        self._context = base.ggml_init(
+            _InitParams(n_copies * (nbytes + 64 * (rows + cols) + (1 << 16)) + (64 << 20), None, False)
+        )
         if not self._context:
             raise errors.error(errors.BAD_ARGUMENT, "ggml could not get memory for a dense matrix")
         x = base.ggml_new_tensor_1d(self._context, 0, cols)
@@ -86,7 +89,11 @@ def bench_matrix(rows: int, cols: int, densities: list, n_threads: int, repetiti
     """A result per density: seconds per product, sparse and dense."""
     n_copies = max(1, min(64, WORKING_SET // (rows * cols * 2)))
     rng = np.random.default_rng(0)
-    dense = {name: GgmlMatVec(type_id, rows, cols, n_copies) for name, type_id in DENSE_TYPES.items() if cols % 256 == 0 or name == "F16"}
+    dense = {
+        name: GgmlMatVec(type_id, rows, cols, n_copies)
+        for name, type_id in DENSE_TYPES.items()
+        if cols % 256 == 0 or name == "F16"
+    }
     x = rng.standard_normal((1, cols), dtype=np.float32)
     out = []
     try:
@@ -115,7 +122,9 @@ def bench_matrix(rows: int, cols: int, densities: list, n_threads: int, repetiti
                     "effective_density": sparse.effective_density,
                     "delta_bits": sparse.arrays.delta_bits,
                     "nbytes_memory": copies[0].nbytes,
-                    "seconds": {name: statistics.median(t[1:]) for name, t in times.items()},  # the first round warms up
+                    "seconds": {
+                        name: statistics.median(t[1:]) for name, t in times.items()
+                    },  # the first round warms up
                 }
             )
     finally:
@@ -137,10 +146,8 @@ def measure_once(model: Path, args: argparse.Namespace, threads: int) -> dict:
     }
     done = subprocess.run(
         [sys.executable, "-m", "ggml_macko.bench_worker", json.dumps(request)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -172,24 +179,42 @@ HELP = "measure speed on this machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels. With -m: load time, prompt and "
-        "generation tokens/s and peak memory of models, each run in its own process, against the same model dense."
+        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels. With "
+        "-m: load time, prompt and generation tokens/s and peak memory of models, each run in its own process, "
+        "against the same model dense."
     )
-    parser.add_argument("-m", "--model", metavar="FNAME", action="append", default=[], help="sparse or dense GGUF; may be repeated")
     parser.add_argument(
-        "--dense", metavar="FNAME", help="dense GGUF to compare with (default: the first sparse model, restored into a temporary file)"
+        "-m", "--model", metavar="FNAME", action="append", default=[], help="sparse or dense GGUF; may be repeated"
+    )
+    parser.add_argument(
+        "--dense",
+        metavar="FNAME",
+        help="dense GGUF to compare with (default: the first sparse model, restored into a temporary file)",
     )
     parser.add_argument("-p", "--n-prompt", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
     parser.add_argument(
-        "-ngl", "--gpu-layers", "--n-gpu-layers", type=gpu_layers, default=0, metavar="N", help="layers on the GPU (default: 0; all: as many as there are)"
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        type=gpu_layers,
+        default=0,
+        metavar="N",
+        help="layers on the GPU (default: 0; all: as many as there are)",
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
-    parser.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="rounds, of which medians are taken (default: 5)")
     parser.add_argument(
-        "--shapes", default="4096x4096,4096x11008,11008x4096,2048x8192", metavar="ROWSxCOLS,...", help="matrices without -m (default: %(default)s)"
+        "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds, of which medians are taken (default: 5)"
     )
-    parser.add_argument("--densities", default="0.5,0.3,0.1", metavar="D,...", help="densities without -m (default: %(default)s)")
+    parser.add_argument(
+        "--shapes",
+        default="4096x4096,4096x11008,11008x4096,2048x8192",
+        metavar="ROWSxCOLS,...",
+        help="matrices without -m (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--densities", default="0.5,0.3,0.1", metavar="D,...", help="densities without -m (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
 
 
@@ -226,12 +251,15 @@ def run(args: argparse.Namespace) -> int:
         console.print_json({**about, "n_prompt": args.n_prompt, "n_gen": args.n_gen, "models": results})
     else:
         print_models(results, args)
-        print(f"\n{threads} threads, kernels: {about['kernels']}; medians of {args.repetitions} interleaved runs, each in its own process")
+        print(
+            f"\n{threads} threads, kernels: {about['kernels']}; medians of {args.repetitions} interleaved runs, "
+            "each in its own process"
+        )
     return 0
 
 
 def restore_first_sparse(models: list, stack: contextlib.ExitStack) -> tuple | None:
-    """(label, path) of a dense twin of the first sparse model, in a temporary folder beside it; None if no model is sparse."""
+    """(label, path) of a dense twin of the first sparse model, in a temporary folder beside it, if there is one."""
     for label, path in models:
         with Model(path) as model:
             if not model.is_sparse:
@@ -279,7 +307,15 @@ def print_matrices(results: list) -> None:
                 f"{seconds['F16'] / seconds['macko']:.2f}x",
             ]
         )
-    headers = ["shape", "density", "eff. density, file", "in memory", "macko us", *(f"{n} us" for n in DENSE_TYPES), "speed vs F16"]
+    headers = [
+        "shape",
+        "density",
+        "eff. density, file",
+        "in memory",
+        "macko us",
+        *(f"{n} us" for n in DENSE_TYPES),
+        "speed vs F16",
+    ]
     print(console.table(rows, headers, "g"))
 
 

@@ -1,7 +1,8 @@
-"""One measurement of one model in a process of its own, started by bench.py: `python -m ggml_macko.bench_worker REQUEST`.
+"""One measurement of one model in a process of its own, started by bench.py: `python -m ggml_macko.bench_worker
+REQUEST`.
 
-REQUEST is JSON: model, n_prompt, n_gen, threads, gpu_layers. Prints JSON: load_s, prompt_tps, gen_tps, rss (peak bytes, mapped file pages
-included).
+REQUEST is JSON: model, n_prompt, n_gen, threads, gpu_layers. Prints JSON: load_s, prompt_tps, gen_tps, rss (peak
+bytes, mapped file pages included).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     )
     load_s = time.perf_counter() - begin
     vocabulary = llama.n_vocab()
-    tokens = [(7919 * i + 1009) % vocabulary for i in range(n_prompt + n_gen)]  # any tokens: time does not depend on them
+    tokens = [
+        (7919 * i + 1009) % vocabulary for i in range(n_prompt + n_gen)
+    ]  # any tokens: time does not depend on them
 
     def rate(pieces: list) -> float:
         begin = time.perf_counter()

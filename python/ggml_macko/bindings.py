@@ -1,7 +1,7 @@
 """The C library, one thin function per call: the only module that touches cffi.
 
-Checks what C cannot check (dtype, contiguity, array lengths), allocates results, turns status codes into exceptions. Takes and
-returns NumPy arrays and dataclasses; no cdata leaves this module but `Load.stream`.
+Checks what C cannot check (dtype, contiguity, array lengths), allocates results, turns status codes into exceptions.
+Takes and returns NumPy arrays and dataclasses; no cdata leaves this module but `Load.stream`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def _ffi():
     return generated.ffi
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _open_library():
-    # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp loads it
+    # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp
+    # loads it
     import llama_cpp  # noqa: F401
 
     return _ffi().dlopen(str(LIBRARY_PATH))
@@ -115,7 +116,7 @@ def count_dense(dense: np.ndarray, type_id: int, n_threads: int = 0) -> Count:
 
 
 def _c_matrix(m: MackoMatrix):
-    """(struct, keep-alive list). Arrays must have the dtypes of MackoMatrix; their lengths are passed to C, which checks them."""
+    """The C struct; it points into m's arrays, so m must live as long. C gets their lengths apart, and checks them."""
     for name, dtype in (("values", bits_dtype(m.type)), ("deltas", np.uint8), ("row_ptr", np.int32)):
         array = getattr(m, name)
         if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
@@ -129,7 +130,9 @@ def _c_matrix(m: MackoMatrix):
     return c
 
 
-def encode(dense: np.ndarray, type_id: int, delta_bits: int, count: Count | None = None, n_threads: int = 0) -> MackoMatrix:
+def encode(
+    dense: np.ndarray, type_id: int, delta_bits: int, count: Count | None = None, n_threads: int = 0
+) -> MackoMatrix:
     """dense: bit patterns (rows, cols), finite. count: count_dense of the same matrix, if the caller has it already."""
     dense = _dense_bits(dense, type_id)
     if delta_bits not in DELTA_BITS:
@@ -184,7 +187,9 @@ class CpuMatrix:
         ffi = _ffi()
         out = ffi.new("struct ggml_macko_cpu_matrix **")
         _check(
-            _lib().ggml_macko_cpu_matrix_init(_c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads, out)
+            _lib().ggml_macko_cpu_matrix_init(
+                _c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads, out
+            )
         )
         self._c = ffi.gc(out[0], _lib().ggml_macko_cpu_matrix_free)
 

@@ -1,7 +1,7 @@
 """Dense GGUF -> sparse GGUF: `macko convert IN OUT [TYPE] [nthreads]`.
 
-Two passes over the source, one tensor in memory at a time: count (which decides the tensor table), then encode and write. The result is
-read back and compared with the source before it gets its name.
+Two passes over the source, one tensor in memory at a time: count (which decides the tensor table), then encode and
+write. The result is read back and compared with the source before it gets its name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def break_even(self) -> float | None:
-        """Density of random non-zeros at which this tensor would be as large as dense, with this delta_bits or the best one."""
+        """Density of random non-zeros at which this tensor would be as large as dense (delta_bits as here, or best)."""
         if self.count is None:
             return None
         bits = formats.value_bits(self.tensor.type)
@@ -88,7 +88,7 @@ def _components(t: Tensor, delta_bits: int, count: bindings.Count) -> list:
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert. overrides: (compiled regex, type name); the first that is found in a tensor's name decides, else type."""
+    """How to convert. overrides: (compiled regex, type name); the first found in a tensor's name decides, else type."""
 
     type: str = "macko"
     overrides: tuple = ()
@@ -178,7 +178,9 @@ def encode_as_planned(model: Model, p: Plan, options: Options) -> formats.MackoM
 
 
 def write_model(model: Model, plans: list, output: AtomicOutput, options: Options) -> None:
-    writer = Writer(output, model.keys + sparse_keys(plans), [new for p in plans for new in p.new_tensors()], model.alignment)
+    writer = Writer(
+        output, model.keys + sparse_keys(plans), [new for p in plans for new in p.new_tensors()], model.alignment
+    )
     for i, p in enumerate(plans):
         t = p.tensor
         if not p.delta_bits:
@@ -195,7 +197,7 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
 
 
 def check_and_commit(model: Model, output: AtomicOutput, n_threads: int = 0, equal_zeros: bool = False) -> None:
-    """Reads the sealed output back through the C library, compares it with the source bit for bit, gives it its name."""
+    """Reads the sealed output back through the C library, compares it with the source, and gives it its name."""
     output.seal()
     try:
         with Model(output.partial) as written:
@@ -214,8 +216,9 @@ HELP = "store a pruned model sparse"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a sparse GGUF: weights of blocks (and output.weight) in MACKO format where that is smaller, everything else as it is. "
-        "Lossless: the result is read back and compared bit for bit before it gets its name."
+        "Writes a sparse GGUF: weights of blocks (and output.weight) in MACKO format where that is smaller, "
+        "everything else as it is. Lossless: the result is read back and compared bit for bit before it gets its "
+        "name."
     )
     parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
@@ -238,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-negative-zeros",
         action="store_true",
-        help="treat -0.0 as 0 (else it is kept like any other value): smaller, same results, but not bit for bit the source",
+        help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -302,7 +305,18 @@ def print_plan(plans: list) -> None:
                 p.reason,
             ]
         )
-    headers = ["tensor", "shape", "type", "density", "size", "new size", "new type", "BPW", "break-even density", "note"]
+    headers = [
+        "tensor",
+        "shape",
+        "type",
+        "density",
+        "size",
+        "new size",
+        "new type",
+        "BPW",
+        "break-even density",
+        "note",
+    ]
     print(console.table(rows, headers))
 
 

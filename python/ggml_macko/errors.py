@@ -1,6 +1,7 @@
 """What can go wrong, as exceptions. Each carries the status code of the C library and its one line of text.
 
-Errors that llama_cpp.Llama would raise as ValueError are ValueErrors here too, so that callers of the drop-in class need no change.
+Errors that llama_cpp.Llama would raise as ValueError are ValueErrors here too, so that callers of the drop-in class
+need no change.
 """
 
 from __future__ import annotations

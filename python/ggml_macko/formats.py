@@ -1,7 +1,8 @@
-"""NumPy twin of the MACKO codec (FORMAT.md section 3; MACKO paper, section 4) and the paper's size formulas (section 4.1).
+"""NumPy twin of the MACKO codec (FORMAT.md section 3; MACKO paper, section 4) and the paper's size formulas (section
+4.1).
 
-The readable reference that tests hold the C codec against, byte for byte. Values are bit patterns (uint16 or uint32), never
-floats: zero means all bits zero, so -0.0 is kept. Nothing here touches the C library.
+The readable reference that tests hold the C codec against, byte for byte. Values are bit patterns (uint16 or uint32),
+never floats: zero means all bits zero, so -0.0 is kept. Nothing here touches the C library.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _entries(m: MackoMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def validate(m: MackoMatrix) -> None:
-    """Raises PayloadError unless m is canonical: the checks of FORMAT.md sections 3 and 5, in the order that the C library has."""
+    """Raises PayloadError unless m is canonical (FORMAT.md sections 3 and 5)."""
     if len(m.row_ptr) != m.rows + 1 or m.row_ptr.dtype != np.int32:
         raise errors.error(errors.BAD_COMPONENT, f"row_ptr has {len(m.row_ptr)} elements, expected {m.rows + 1}")
     if m.row_ptr[0] != 0 or np.any(np.diff(m.row_ptr.astype(np.int64)) < 0) or m.row_ptr[-1] != m.n_stored:
@@ -140,7 +141,9 @@ def validate(m: MackoMatrix) -> None:
     filler = values == 0
     if np.any(filler & ((codes != (1 << m.delta_bits) - 1) | last)):
         raise errors.error(errors.NOT_CANONICAL, "a zero is stored that no gap needs")
-    if np.any(m.values[m.n_stored :]) or np.any(np.unpackbits(m.deltas, bitorder="little")[m.n_stored * m.delta_bits :]):
+    if np.any(m.values[m.n_stored :]) or np.any(
+        np.unpackbits(m.deltas, bitorder="little")[m.n_stored * m.delta_bits :]
+    ):
         raise errors.error(errors.NOT_CANONICAL, "the padding is not zero")
     if np.any((values & _EXPONENT[m.type]) == _EXPONENT[m.type]):
         raise errors.error(errors.NOT_FINITE, "a value is not finite")
@@ -180,7 +183,7 @@ def effective_density_expected(density: float, delta_bits: int = 4, bits_value: 
 
 
 def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
-    """The density of random non-zeros at which a matrix of this row length is as large as dense, row pointers counted."""
+    """Density of random non-zeros at which a matrix with rows of cols is as large as dense, row pointers counted."""
     room = 1 - 32 / (cols * bits_value)
     low, high = 0.0, 1.0
     if effective_density_expected(high, delta_bits, bits_value) <= room:

@@ -11,27 +11,55 @@ HELP = "write text with a model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Continues a prompt with a GGUF model, dense or sparse. The text goes to stdout, everything else to stderr."
+    parser.description = (
+        "Continues a prompt with a GGUF model, dense or sparse. The text goes to stdout, everything else to stderr."
+    )
     parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="text to continue")
     prompt.add_argument("-f", "--file", metavar="FNAME", help="file with the text to continue")
     add_model_arguments(parser)
-    parser.add_argument("-n", "--predict", "--n-predict", type=int, default=128, metavar="N", help="tokens to write (default: 128)")
-    parser.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature; 0 always takes the likeliest token (default: 0.8)")
+    parser.add_argument(
+        "-n", "--predict", "--n-predict", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
+    )
+    parser.add_argument(
+        "--temp",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="temperature; 0 always takes the likeliest token (default: 0.8)",
+    )
     parser.add_argument("--top-k", type=int, default=40, metavar="N", help="keep the N likeliest tokens (default: 40)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="keep the likeliest tokens of joint probability P (default: 0.95)")
-    parser.add_argument("-s", "--seed", type=int, default=-1, metavar="SEED", help="seed of the random choices (default: -1, random)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="keep the likeliest tokens of joint probability P (default: 0.95)",
+    )
+    parser.add_argument(
+        "-s", "--seed", type=int, default=-1, metavar="SEED", help="seed of the random choices (default: -1, random)"
+    )
     parser.add_argument("--no-display-prompt", action="store_true", help="print only what the model writes")
     parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of everything that runs a model, with llama.cpp's names."""
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)")
-    parser.add_argument("-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)")
     parser.add_argument(
-        "-ngl", "--gpu-layers", "--n-gpu-layers", type=gpu_layers, default=-1, metavar="N", help="layers on the GPU; all or auto: as many as there are (default)"
+        "-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)"
+    )
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
+    )
+    parser.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        type=gpu_layers,
+        default=-1,
+        metavar="N",
+        help="layers on the GPU; all or auto: as many as there are (default)",
     )
 
 
@@ -57,7 +85,9 @@ def run(args: argparse.Namespace) -> int:
     )
     n_prompt = len(llama.tokenize(prompt.encode("utf-8"), special=True))
     if n_prompt >= llama.n_ctx():
-        raise errors.error(errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama.n_ctx()}; see -c")
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama.n_ctx()}; see -c"
+        )
     if not args.no_display_prompt:
         sys.stdout.write(prompt)
     chunks = llama.create_completion(

@@ -1,9 +1,10 @@
 """Reading and writing GGUF model files for the tools: dense or sparse, whole or split, one tensor in memory at a time.
 
-Every file first passes the C library's header checks; after that this module walks the (now known to be well-formed) header for the
-metadata. Keys are copied as raw records, so nothing about them can change: empty arrays, NaNs and types stay as they are. gguf-py's
-reader is not used for that: it needs 15 s and 600 MiB for a 128k-token vocabulary, and its writer drops empty arrays.
-Data is read with pread into NumPy buffers, never mapped: a file that shrinks gives an error, not SIGBUS.
+Every file first passes the C library's header checks; after that this module walks the (now known to be well-formed)
+header for the metadata. Keys are copied as raw records, so nothing about them can change: empty arrays, NaNs and types
+stay as they are. gguf-py's reader is not used for that: it needs 15 s and 600 MiB for a 128k-token vocabulary, and its
+writer drops empty arrays. Data is read with pread into NumPy buffers, never mapped: a file that shrinks gives an
+error, not SIGBUS.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -426,9 +427,9 @@ class AtomicOutput:
             ... verify out.partial ...
             out.commit()
 
-    The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until seal() writes the
-    GGUF magic, so that no reader takes a torn file for a model. Leaving the block without commit() removes it; after kill -9 or
-    a power cut it stays, and the next run takes it over.
+    The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
+    seal() writes the GGUF magic, so that no reader takes a torn file for a model. Leaving the block without commit()
+    removes it; after kill -9 or a power cut it stays, and the next run takes it over.
     """
 
     def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False):

@@ -12,7 +12,9 @@ from .gguf_files import Model, Tensor, type_name
 
 
 def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
-    """density: of non-zeros (null where values have no bit pattern zero). padding: share of stored entries that only bridge gaps."""
+    """density: of non-zeros (null where values have no bit pattern zero). padding: share of stored entries that only
+    bridge gaps.
+    """
     out = {
         "name": t.name,
         "type": type_name(t.type),
@@ -63,12 +65,15 @@ HELP = "show what a model file holds"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, effective density "
-        "(bytes here over bytes of the dense tensor), bytes and bits per weight; then totals of the file."
+        "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, "
+        "effective density (bytes here over bytes of the dense tensor), bytes and bits per weight; then totals of the"
+        " file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw the density of each weight by layer (needs matplotlib)")
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="also draw the density of each weight by layer (needs matplotlib)"
+    )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
 
 

@@ -14,8 +14,8 @@ from .loader import register
 class Llama(llama_cpp.Llama):
     """Drop-in for llama_cpp.Llama: the same arguments, methods and results; dense models work as before.
 
-    A sparse model is never memory-mapped: use_mmap and use_mlock have no effect on it. n_gpu_layers=-1 puts all layers on the GPU, if
-    the plugin was built with one; the default, as in llama_cpp, is 0.
+    A sparse model is never memory-mapped: use_mmap and use_mlock have no effect on it. n_gpu_layers=-1 puts all layers
+    on the GPU, if the plugin was built with one; the default, as in llama_cpp, is 0.
     """
 
     def __init__(self, model_path: str, *args: Any, verbose: bool = True, **kwargs: Any):

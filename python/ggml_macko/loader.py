@@ -1,7 +1,8 @@
 """Teaches the llama_cpp of this process to open sparse GGUFs: `register()`.
 
-Loads the plugin into the ggml registry that libllama uses, and puts a function in the place of llama_model_load_from_file that serves sparse files
-through the plugin. Everything else, dense models included, goes the way it always went.
+Loads the plugin into the ggml registry that libllama uses, and puts a function in the place of
+llama_model_load_from_file that serves sparse files through the plugin. Everything else, dense models included, goes
+the way it always went.
 """
 
 from __future__ import annotations

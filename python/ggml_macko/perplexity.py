@@ -1,7 +1,8 @@
 """Perplexity of a model on a text, from llama.cpp's logits: exp of the mean negative log-likelihood, in float64.
 
-Every position of consecutive windows of 512 tokens is predicted from the window's earlier tokens (its first token is not predicted). No BOS is
-added. Lower than llama-perplexity's figure never means better here: that tool counts only the second half of each window.
+Every position of consecutive windows of 512 tokens is predicted from the window's earlier tokens (its first token is
+not predicted). No BOS is added. Lower than llama-perplexity's figure never means better here: that tool counts only
+the second half of each window.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ WINDOW = 512
 
 
 def perplexity(llama: Any, text: str, n_windows: int | None = None, window: int = WINDOW) -> float:
-    """llama: a llama_cpp.Llama with n_ctx >= window, n_batch >= window and logits_all=True. n_windows None: the whole text."""
+    """llama: a llama_cpp.Llama with n_ctx and n_batch >= window, logits_all=True. n_windows None: the whole text."""
     tokens = llama.tokenize(text.encode("utf-8"), add_bos=False)
     total, count = 0.0, 0
     for begin in range(0, len(tokens), window):

@@ -1,16 +1,17 @@
 """Sets weights of a dense GGUF to zero: `macko prune IN OUT --sparsity S`.
 
-Magnitude gives each weight a score; the lowest scores of each row (or matrix) become +0. Counts are exact: floor(S * n) of n, ties
-go to the lowest index, so the result does not depend on threads, NumPy or the machine.
+Magnitude gives each weight a score; the lowest scores of each row (or matrix) become +0. Counts are exact: floor(S *
+n) of n, ties go to the lowest index, so the result does not depend on threads, NumPy or the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Callable, Iterator
+from typing import Callable
 
 import numpy as np
 
@@ -80,7 +81,8 @@ def by_score(score: Scorer) -> Method:
     return prune
 
 
-# A method zeroes weights of one tensor in place: bit patterns (rows, cols), tensor, share of zeros, "row" or "tensor", threads.
+# A method zeroes weights of one tensor in place: bit patterns (rows, cols), tensor, share of zeros, "row" or "tensor",
+# threads.
 Method = Callable[[np.ndarray, Tensor, Fraction, str, ThreadPoolExecutor], None]
 METHODS: dict[str, Method] = {"magnitude": by_score(magnitude)}
 
@@ -174,7 +176,9 @@ def check_pruned(model: Model, output: AtomicOutput, pruned: list) -> None:
                 else:
                     same = same and np.array_equal(a, b)
             if not same or zeros != n_zeros.get(source.name, 0):
-                raise errors.error(errors.FILE_CHANGED, f"{output.path}: {source.name}: what was written is not what was meant")
+                raise errors.error(
+                    errors.FILE_CHANGED, f"{output.path}: {source.name}: what was written is not what was meant"
+                )
 
 
 # ---- command ----
@@ -184,17 +188,25 @@ HELP = "set weights of a dense model to zero"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sets the least important weights of a dense GGUF to zero and writes a dense GGUF of the same size; then use `macko convert`. "
-        "By default the matrices of all blocks are pruned (experts too); embeddings, output head, norms, biases and routers are not. "
-        "Exactly floor(S * n) weights of each row or matrix become zero, the lowest index first where scores are equal; weights that are "
-        "zero already (-0.0 too) are zero in the result whatever S is."
+        "Sets the least important weights of a dense GGUF to zero and writes a dense GGUF of the same size; then use "
+        "`macko convert`. By default the matrices of all blocks are pruned (experts too); embeddings, output head, "
+        "norms, biases and routers are not. Exactly floor(S * n) weights of each row or matrix become zero, the "
+        "lowest index first where scores are equal; weights that are zero already (-0.0 too) are +0 in the result "
+        "whatever S is."
     )
-    parser.add_argument("input", metavar="IN", help="dense GGUF with f16, bf16 or f32 weights; the first file of a split one")
+    parser.add_argument(
+        "input", metavar="IN", help="dense GGUF with f16, bf16 or f32 weights; the first file of a split one"
+    )
     parser.add_argument("output", metavar="OUT", nargs="?", help="GGUF to write (not needed with --dry-run)")
     parser.add_argument("--sparsity", metavar="S", required=True, help="share of zeros, 0 ... 1, for example 0.5")
-    parser.add_argument("--method", choices=sorted(METHODS), default="magnitude", help="how weights are scored (default: magnitude)")
     parser.add_argument(
-        "--per", choices=["row", "tensor"], default="row", help="prune each row, or each matrix as a whole (default: row)"
+        "--method", choices=sorted(METHODS), default="magnitude", help="how weights are scored (default: magnitude)"
+    )
+    parser.add_argument(
+        "--per",
+        choices=["row", "tensor"],
+        default="row",
+        help="prune each row, or each matrix as a whole (default: row)",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -205,7 +217,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prune the tensors (of 2 dimensions or more) whose names contain NAME, and no others; may be repeated",
     )
     which.add_argument(
-        "--exclude-weights", metavar="NAME", action="append", default=[], help="leave tensors whose names contain NAME as they are"
+        "--exclude-weights",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="leave tensors whose names contain NAME as they are",
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
@@ -261,4 +277,7 @@ def print_pruned(model: Model, pruned: list, per: str) -> None:
     rows.append(["total", "", "", sum(p.n_zeros_before for p in pruned), zeros, zeros / n])
     print(console.table(rows, ["tensor", "shape", "type", "zeros before", "zeros", "sparsity"]))
     n_all = sum(t.n_elements for t in model.tensors)
-    print(f"\n{zeros} of {n} weights in {len(pruned)} tensors are zero ({zeros / n_all:.4f} of all {n_all} parameters), per {per}")
+    print(
+        f"\n{zeros} of {n} weights in {len(pruned)} tensors are zero ({zeros / n_all:.4f} of all {n_all} parameters), "
+        f"per {per}"
+    )

@@ -13,10 +13,13 @@ HELP = "run a llama.cpp program with sparse models"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs PROGRAM with the plugin preloaded, so that llama_model_load_from_file opens sparse GGUFs too. The program must use the shared "
-        "libllama and libggml of the llama.cpp build that the plugin was made for (`macko --version` names it)."
+        "Runs PROGRAM with the plugin preloaded, so that llama_model_load_from_file opens sparse GGUFs too. The "
+        "program must use the shared libllama and libggml of the llama.cpp build that the plugin was made for (`macko"
+        " --version` names it)."
     )
-    parser.add_argument("program", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="for example: -- llama-cli -m sparse.gguf")
+    parser.add_argument(
+        "program", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="for example: -- llama-cli -m sparse.gguf"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""llama_cpp.server with sparse models: `python -m ggml_macko.server --model sparse.gguf`. The options are llama_cpp.server's own."""
+"""llama_cpp.server with sparse models: `python -m ggml_macko.server --model sparse.gguf`. The options are
+llama_cpp.server's own.
+"""
 
 from __future__ import annotations
 

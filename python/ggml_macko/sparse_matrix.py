@@ -36,7 +36,7 @@ class SparseMatrix:
     def from_dense(
         cls, dense: np.ndarray, delta_bits: int | None = None, bf16: bool = False, n_threads: int = 0
     ) -> SparseMatrix:
-        """dense: 2-D float16 or float32, or uint16 bit patterns with bf16=True. delta_bits None: the smallest result."""
+        """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest."""
         bits, type_id = _to_bits(dense, bf16)
         count = bindings.count_dense(bits, type_id, n_threads)
         if delta_bits is None:

@@ -13,24 +13,22 @@ from .gguf_files import Model, Tensor
 def first_difference(
     a: Model, b: Model, n_threads: int = 0, metadata: bool = True, equal_zeros: bool = False
 ) -> str | None:
-    """One line that names the first thing that differs, or None. Order of tensors and keys, and how they are stored, do not count.
+    """One line that names the first thing that differs, or None. Order of tensors and keys, and how they are stored,
+    do not count.
 
     equal_zeros: -0.0 and 0.0 count as equal.
     """
     if metadata:
         keys_a, keys_b = ({k.name: k.record for k in m.keys} for m in (a, b))
         for name in [*keys_a, *(k for k in keys_b if k not in keys_a)]:
-            if keys_a.get(name) != keys_b.get(name):
-                where = "differs" if name in keys_a and name in keys_b else f"only in {a.path if name in keys_a else b.path}"
-                return f"metadata {name}: {where}"
-    tensors_b = {t.name: t for t in b.tensors}
-    for t in a.tensors:
-        if t.name not in tensors_b:
-            return f"{t.name}: only in {a.path}"
-    names_a = {t.name for t in a.tensors}
-    for t in b.tensors:
-        if t.name not in names_a:
-            return f"{t.name}: only in {b.path}"
+            if name not in keys_a or name not in keys_b:
+                return f"metadata {name}: only in {a.path if name in keys_a else b.path}"
+            if keys_a[name] != keys_b[name]:
+                return f"metadata {name}: differs"
+    tensors_a, tensors_b = ({t.name: t for t in m.tensors} for m in (a, b))
+    for name in [*tensors_a, *tensors_b]:
+        if name not in tensors_a or name not in tensors_b:
+            return f"{name}: only in {a.path if name in tensors_a else b.path}"
     for t in a.tensors:
         difference = tensor_difference(t, tensors_b[t.name], n_threads, equal_zeros)
         if difference is not None:
@@ -73,7 +71,8 @@ def _name_byte(t: Tensor, byte: int, a: np.ndarray, b: np.ndarray, begin: int) -
     local = i - begin // dtype.itemsize
     x, y = a.view(dtype)[local], b.view(dtype)[local]
     digits = dtype.itemsize * 2
-    return f"{t.name}: first difference at row {i // t.cols}, column {i % t.cols}: 0x{x:0{digits}x} against 0x{y:0{digits}x}"
+    place = f"row {i // t.cols}, column {i % t.cols}"
+    return f"{t.name}: first difference at {place}: 0x{x:0{digits}x} against 0x{y:0{digits}x}"
 
 
 # ---- command ----
@@ -83,8 +82,8 @@ HELP = "compare two models bit for bit"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Compares two GGUF models bit for bit, each dense, sparse or split: metadata, tensor names, types, shapes, values. "
-        "Prints the first difference and exits with 1, or says that they are identical and exits with 0."
+        "Compares two GGUF models bit for bit, each dense, sparse or split: metadata, tensor names, types, shapes, "
+        "values. Prints the first difference and exits with 1, or says that they are identical and exits with 0."
     )
     parser.add_argument("a", metavar="A", help="a model")
     parser.add_argument("b", metavar="B", help="another")
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         n_sparse = [sum(t.sparse is not None for t in m.tensors) for m in (a, b)]
         identical = "equal but for the sign of zeros" if args.equal_zeros else "identical"
         print(
-            f"{identical}: {len(a.tensors)} tensors, {console.size(sum(t.nbytes for t in a.tensors)).strip()} of dense data "
-            f"(stored sparse: {n_sparse[0]} in A, {n_sparse[1]} in B)"
+            f"{identical}: {len(a.tensors)} tensors, {console.size(sum(t.nbytes for t in a.tensors)).strip()} of "
+            f"dense data (stored sparse: {n_sparse[0]} in A, {n_sparse[1]} in B)"
         )
     return 0

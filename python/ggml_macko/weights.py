@@ -6,8 +6,8 @@ import re
 
 from . import formats
 
-# Weights that llama.cpp only ever multiplies with (MUL_MAT, MUL_MAT_ID). Norms and biases are 1-D; token_embd is read row by row;
-# a router (ffn_gate_inp) is tiny and decides where tokens go; relative-position tables are looked up.
+# Weights that llama.cpp only ever multiplies with (MUL_MAT, MUL_MAT_ID). Norms and biases are 1-D; token_embd is read
+# row by row; a router (ffn_gate_inp) is tiny and decides where tokens go; relative-position tables are looked up.
 _BLOCK = re.compile(r"blk\.\d+\.(attn|ffn)_\w+\.weight")
 _NOT_MULTIPLIED = re.compile(r"norm|_inp\b|_inp_|_rel_b|_sinks|_exp_probs")
 _HEAD = "output.weight"

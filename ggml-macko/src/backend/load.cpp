@@ -24,10 +24,10 @@ const sparse_matrix * load::find(const ggml_tensor * tensor) const {
     return same ? &m : nullptr;
 }
 
-int load::receive(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, payload_consumer & consumer) {
+int load::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
     const int status = at_c_edge([&]() -> int {
         const sparse_matrix * matrix = find(tensor);
-        const int64_t         index  = offset == 0 && size == ggml_nbytes(tensor) ? virtual_->match_handle(data, size) : -1;
+        const int64_t         index  = virtual_->match_handle(data, size);
         if (!matrix || index != matrix - file_->sparse.data()) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file", printable(tensor->name).text);
         }

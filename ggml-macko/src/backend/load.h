@@ -18,10 +18,10 @@ public:
     // matrix that a tensor of the dense model stands for (same name, type and shape), or nullptr
     const sparse_matrix * find(const ggml_tensor * tensor) const;
 
-    // Called by a device's set_tensor: data is what llama.cpp read for the tensor. If it holds this load's handle of the tensor's matrix, the
-    // payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded, or an error, which is also kept
+    // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this load's handle of the
+    // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded, or an error, which is also kept
     // for ggml_macko_load_end.
-    int receive(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, payload_consumer & consumer);
+    int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
     // keeps an error of a device (the current message) for ggml_macko_load_end; the first one wins
     void keep_error(int status);
 

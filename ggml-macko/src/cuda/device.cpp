@@ -160,7 +160,7 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
-void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor, const void * data, size_t size) {
     struct upload : payload_consumer {
         cuda_sparse_uploader & uploader;
         explicit upload(cuda_sparse_uploader & u) : uploader(u) {}
@@ -179,7 +179,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         return;
     }
     upload consumer(*uploader);
-    if (current.receive(tensor, data, offset, size, consumer) != GGML_MACKO_STATUS_OK) {
+    if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) {
         return;
     }
     auto m = std::make_unique<stored_matrix>();
@@ -193,10 +193,12 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    if (stored(tensor)) {
+    if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
+        if (offset == 0) { // the first piece has the handle; the rest of what llama.cpp reads for a sparse tensor is zeros
+            set_sparse(buffer, *load::current(), *matrix, tensor, data, size);
+        }
+    } else if (stored(tensor)) {
         refuse_write(tensor);
-    } else if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
-        set_sparse(buffer, *load::current(), *matrix, tensor, data, offset, size);
     } else {
         gpu_of(buffer).write(static_cast<char *>(tensor->data) + offset, data, size);
     }
@@ -362,7 +364,7 @@ struct backend_context {
     unsigned                      * counters       = nullptr;
     bool                            pending        = false; // work queued since the last synchronize
 
-    bool                 use_graphs = true, use_fusion = true;
+    bool                 use_graphs = true, use_fusion = true, use_cublas = true; // use_cublas: still to be opened
     std::vector<capture> captures;
     uint64_t             last_uid      = 0;
     size_t               last_capture  = 0;  // index, valid while last_uid is
@@ -508,6 +510,11 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         return GGML_STATUS_FAILED;
     }
     ctx.pending = true;
+    if (ctx.use_cublas) { // on first use: a backend that only uploads weights needs none
+        ctx.cublas     = cublas_open();
+        ctx.ops.cublas = ctx.cublas.get();
+        ctx.use_cublas = false;
+    }
     if (!ctx.use_graphs || !is_worth_capturing(graph)) {
         return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
     }
@@ -539,6 +546,13 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED; // the first time, and what cannot be captured
 }
 
+// not asynchronous at all: see device_get_props
+void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    buffer_set_tensor(tensor->view_src ? tensor->view_src->buffer : tensor->buffer, tensor, data, offset, size);
+}
+
+void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
+
 const char * backend_get_name(ggml_backend_t backend) {
     return static_cast<backend_context *>(backend->context)->device.name.c_str();
 }
@@ -566,7 +580,7 @@ void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_ba
 const ggml_backend_i backend_iface = {
     /* .get_name            = */ backend_get_name,
     /* .free                = */ backend_free,
-    /* .set_tensor_async    = */ nullptr,
+    /* .set_tensor_async    = */ backend_set_tensor_async,
     /* .get_tensor_async    = */ nullptr,
     /* .set_tensor_2d_async = */ nullptr,
     /* .get_tensor_2d_async = */ nullptr,
@@ -577,7 +591,7 @@ const ggml_backend_i backend_iface = {
     /* .graph_plan_update   = */ nullptr,
     /* .graph_plan_compute  = */ nullptr,
     /* .graph_compute       = */ backend_graph_compute,
-    /* .event_record        = */ nullptr,
+    /* .event_record        = */ backend_event_record,
     /* .event_wait          = */ nullptr,
     /* .graph_optimize      = */ backend_graph_optimize,
 };
@@ -616,8 +630,13 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->type        = device_get_type(dev);
     props->device_id   = gpu_of(dev).pci_id.c_str();
     device_get_memory(dev, &props->memory_free, &props->memory_total);
-    // async, events, host_buffer: weights must arrive whole, not in pieces. mmap: a sparse file is a stream, it has no descriptor.
-    props->caps.mmap_support = load::current() == nullptr;
+    // While one of our loads runs, llama.cpp shall read weights in pieces of 1 MiB (see the CPU device); and not map the file: it is a stream.
+    // At other times these stay off: events would allow pipelines over several contexts' copies, which one blocking stream does not need.
+    const bool loading = load::current() != nullptr;
+    props->caps.async        = loading;
+    props->caps.host_buffer  = loading;
+    props->caps.events       = loading;
+    props->caps.mmap_support = !loading;
 }
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
@@ -628,6 +647,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto context = std::make_unique<backend_context>(device);
     context->use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
     context->use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
+    context->use_cublas        = !getenv("GGML_MACKO_NO_CUBLAS");
     context->ops.cc            = device.cc;
     context->ops.n_sm          = device.n_sm;
     context->ops.shared_nbytes = device.shared_nbytes;
@@ -637,8 +657,6 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
         return nullptr;
     }
     context->ops.counters = context->counters;
-    context->cublas       = getenv("GGML_MACKO_NO_CUBLAS") ? nullptr : cublas_open();
-    context->ops.cublas   = context->cublas.get();
     return new ggml_backend { backend_guid(), backend_iface, dev, context.release() };
 }
 
@@ -674,6 +692,16 @@ bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buf
     return buft == &gpu_of(dev).buft;
 }
 
+ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
+    return new (std::nothrow) ggml_backend_event { dev, nullptr };
+}
+
+void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
+    delete event;
+}
+
+void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {} // writes are complete when they return
+
 const ggml_backend_device_i device_iface = {
     /* .get_name             = */ device_get_name,
     /* .get_description      = */ device_get_description,
@@ -687,9 +715,9 @@ const ggml_backend_device_i device_iface = {
     /* .supports_op          = */ device_supports_op,
     /* .supports_buft        = */ device_supports_buft,
     /* .offload_op           = */ nullptr,
-    /* .event_new            = */ nullptr,
-    /* .event_free           = */ nullptr,
-    /* .event_synchronize    = */ nullptr,
+    /* .event_new            = */ device_event_new,
+    /* .event_free           = */ device_event_free,
+    /* .event_synchronize    = */ device_event_synchronize,
 };
 
 std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {

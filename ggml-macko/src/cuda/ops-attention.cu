@@ -25,6 +25,8 @@ struct attention_args {
     float         max_bias, m0, m1;
     uint32_t      n_head_log2;
     int           group;   // query heads per KV head
+    int           k_streams, v_streams; // consecutive streams of q that share one of K, V
+    int64_t       mask_nb2, mask_nb3;   // 0 where the mask is shared
     int           n_splits, split_size;
     float       * partial; // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
     unsigned    * counters;
@@ -40,7 +42,7 @@ __device__ __forceinline__ float slope_of(const attention_args & p, int head) {
 
 __device__ __forceinline__ float capped(const attention_args & p, float s) {
     s *= p.scale;
-    return p.softcap != 0 ? p.softcap * tanhf(s) : s;
+    return p.softcap != 0 ? p.softcap * (1 - 2 / (exp2f(2 * LOG2_E * s) + 1)) : s; // tanh, to 1e-7 absolute
 }
 
 // factor for sums that were made against an older maximum; 0 for "nothing yet"
@@ -49,7 +51,9 @@ __device__ __forceinline__ float rescale(float old_max, float new_max) { return 
 // ---------------------------------------------------------------------------------------------- few tokens
 
 constexpr int VEC_WARPS = 8;
-constexpr int vec_rows(int heads) { return heads <= 2 ? 8 : 4; } // positions that a lane group has in flight
+constexpr int VEC_ROWS  = 4; // positions that a lane group has in flight
+// The code of this kernel runs once per launch, cold: on an H200 its time at short contexts is that of fetching instructions (8 rows
+// unrolled instead of 4: 16 us instead of 9). So: short loops, no 64-bit divisions, no library tanh.
 
 __device__ __forceinline__ void prefetch_row(const char * row, int nbytes) {
     for (int i = 0; i < nbytes; i += 128) {
@@ -77,8 +81,8 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
     const int e0        = lane * 8;
     const bool has_k    = e0 < head_dim, has_v = e0 < head_dim_v;
 
-    const char * k_base = p.k.data + kv_head / (p.q.ne[2] / p.group / p.k.ne[2]) * p.k.nb[2] + stream / (p.q.ne[3] / p.k.ne[3]) * p.k.nb[3];
-    const char * v_base = p.v.data + kv_head / (p.q.ne[2] / p.group / p.v.ne[2]) * p.v.nb[2] + stream / (p.q.ne[3] / p.v.ne[3]) * p.v.nb[3];
+    const char * k_base = p.k.data + kv_head * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
+    const char * v_base = p.v.data + kv_head * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const int end = min(n_kv, (split + 1) * p.split_size);
     // most of the cache was written long ago: bring it to L2 while the kernel before runs out
     for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += VEC_WARPS * WARP) {
@@ -87,7 +91,6 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
     }
     wait_for_previous();
 
-    constexpr int VEC_ROWS = vec_rows(G);
     const __half * mask[G] = {};
     float q[G][8], sums[G][8] = {}, max[G], weight[G] = {}, slope[G];
 #pragma unroll
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
         max[g]   = -INFINITY;
         slope[g] = slope_of(p, head);
         if (p.has_mask) {
-            mask[g] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head % p.mask.ne[2] * p.mask.nb[2] + stream % p.mask.ne[3] * p.mask.nb[3]);
+            mask[g] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 + stream * p.mask_nb3);
         }
         if (has_k) {
             value_type<TYPE_F32>::load8(p.q.data + token * p.q.nb[1] + head * p.q.nb[2] + stream * p.q.nb[3], e0, q[g]);
@@ -108,9 +111,10 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
         }
     }
 
-    float bias[VEC_ROWS][G]; // the mask, read one round ahead: whether a round has anything to do is known when it starts
-    const auto load_bias = [&](int first) {
-        bool any = false;
+    for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
+        float score[VEC_ROWS][G];
+        float bias[VEC_ROWS][G];
+        bool  any = false;
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
             const int pos = first + r * GROUPS + group;
@@ -120,15 +124,9 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
                 any |= bias[r][g] != -INFINITY;
             }
         }
-        return any;
-    };
-    bool any = load_bias(split * p.split_size);
-    for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
-        if (first != split * p.split_size && !__any_sync(FULL_WARP, any)) { // the first round's loads do not wait for its mask
-            any = load_bias(first + GROUPS * VEC_ROWS);
+        if (first != split * p.split_size && !__any_sync(FULL_WARP, any)) { // the first round's loads do not wait for the mask
             continue;
         }
-        float score[VEC_ROWS][G];
         float v[VEC_ROWS][8];
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
@@ -181,7 +179,6 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
                 }
             }
         }
-        any = load_bias(first + GROUPS * VEC_ROWS);
     }
 
     // the block's lane groups, in order
@@ -316,8 +313,8 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
     const int head     = static_cast<int>(blockIdx.y), stream = static_cast<int>(blockIdx.z);
     const int warp     = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
     const int g        = lane / 4, t = lane % 4;
-    const char * k_base = p.k.data + head / (p.q.ne[2] / p.k.ne[2]) * p.k.nb[2] + stream / (p.q.ne[3] / p.k.ne[3]) * p.k.nb[3];
-    const char * v_base = p.v.data + head / (p.q.ne[2] / p.v.ne[2]) * p.v.nb[2] + stream / (p.q.ne[3] / p.v.ne[3]) * p.v.nb[3];
+    const char * k_base = p.k.data + head / p.group * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
+    const char * v_base = p.v.data + head / p.group * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const char * q_base = p.q.data + head * p.q.nb[2] + stream * p.q.nb[3];
     const float slope   = slope_of(p, head);
 
@@ -336,14 +333,14 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
     for (int h = 0; h < 2; h++) {
         if (p.has_mask) {
             const int token = min(token0 + warp * 16 + g + h * 8, n_tokens - 1);
-            mask_row[h] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head % p.mask.ne[2] * p.mask.nb[2] + stream % p.mask.ne[3] * p.mask.nb[3]);
+            mask_row[h] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 + stream * p.mask_nb3);
         }
     }
     float out[HEAD_DIM / 8][4] = {};
     float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
 
     // mask of a tile as this lane's pairs of positions: rows g, g + 8, columns 2t, 2t + 1 of each 8
-    const bool pairs = p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask.nb[2] % 4 == 0 && p.mask.nb[3] % 4 == 0;
+    const bool pairs = p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask_nb2 % 4 == 0 && p.mask_nb3 % 4 == 0;
     __half2 bias[TILE / 8][2];
     const auto load_bias = [&](int first) {
         const __half hidden = __ushort_as_half(0xfc00), zero = __ushort_as_half(0);
@@ -587,7 +584,10 @@ bool op_attention_supported(const attention_params & p) {
     if (k.ne[2] == 0 || q.ne[2] % k.ne[2] != 0 || v.ne[2] != k.ne[2] || k.ne[3] == 0 || q.ne[3] % k.ne[3] != 0 || v.ne[3] != k.ne[3]) {
         return false;
     }
-    if (p.mask && (p.mask->type != TYPE_F16 || !is_contiguous_rows(*p.mask) || p.mask->ne[0] < k.ne[1] || p.mask->ne[1] < q.ne[1] || p.mask->ne[2] == 0 || p.mask->ne[3] == 0)) {
+    if (p.mask && (p.mask->type != TYPE_F16 || !is_contiguous_rows(*p.mask) || p.mask->ne[0] < k.ne[1] || p.mask->ne[1] < q.ne[1])) {
+        return false;
+    }
+    if (p.mask && ((p.mask->ne[2] != 1 && p.mask->ne[2] != q.ne[2]) || (p.mask->ne[3] != 1 && p.mask->ne[3] != q.ne[3]))) {
         return false;
     }
     if (p.sinks && (p.sinks->type != TYPE_F32 || p.sinks->ne[0] != q.ne[2] || !is_contiguous(*p.sinks))) {
@@ -614,6 +614,10 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
     a.m0          = std::pow(2.0f, -p.max_bias / static_cast<float>(a.n_head_log2));
     a.m1          = std::pow(2.0f, -p.max_bias / 2 / static_cast<float>(a.n_head_log2));
     a.group       = static_cast<int>(p.q.ne[2] / p.k.ne[2]);
+    a.k_streams   = static_cast<int>(p.q.ne[3] / p.k.ne[3]);
+    a.v_streams   = static_cast<int>(p.q.ne[3] / p.v.ne[3]);
+    a.mask_nb2    = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
+    a.mask_nb3    = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
     if (const int stages = tile_stages(ctx, p)) {
         return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
     }

@@ -25,6 +25,9 @@ public:
     // keeps an error of a device (the current message) for ggml_macko_load_end; the first one wins
     void keep_error(int status);
 
+    // what devices need only while loading, by device; freed with the load
+    std::unordered_map<const void *, std::shared_ptr<void>> staging;
+
 private:
     friend int ::ggml_macko_load_begin(const char *, ggml_macko_load **, FILE **);
     friend int ::ggml_macko_load_end(ggml_macko_load *, bool, bool);

@@ -2,9 +2,13 @@
 // (backend structs have no version of their own; GGML_BACKEND_API_VERSION does not cover their layout).
 #include "backend/devices.h"
 #include "backend/log.h"
+#ifdef GGML_MACKO_CUDA
+#include "cuda/device.h"
+#endif
 #include "ggml-macko.h"
 
 #include <cstring>
+#include <vector>
 
 namespace macko {
 
@@ -14,12 +18,23 @@ const char * reg_get_name(ggml_backend_reg_t) {
     return "MACKO";
 }
 
-size_t reg_get_device_count(ggml_backend_reg_t) {
-    return 1;
+// the GPUs, then the CPU
+std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
+    std::vector<ggml_backend_dev_t> devices;
+#ifdef GGML_MACKO_CUDA
+    devices = cuda_devices(reg);
+#endif
+    devices.push_back(cpu_device(reg));
+    return devices;
+}
+
+size_t reg_get_device_count(ggml_backend_reg_t reg) {
+    return all_devices(reg).size();
 }
 
 ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
-    return index == 0 ? cpu_device(reg) : nullptr;
+    const std::vector<ggml_backend_dev_t> devices = all_devices(reg);
+    return index < devices.size() ? devices[index] : nullptr;
 }
 
 void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {

@@ -1,0 +1,29 @@
+// What the GPU computes: which nodes of a GGML graph it takes, how it walks over them, and which neighbours it fuses into one launch.
+#pragma once
+
+#include "cuda/ops.h"
+#include "cuda/sparse-mul-mat.cuh"
+#include "ggml-backend-impl.h"
+
+namespace macko {
+
+// a sparse weight in one of our buffers: tensor->extra of the tensor that was loaded. Nothing else in our buffers has an extra.
+struct stored_matrix {
+    cuda_sparse_matrix matrix;
+    int64_t            rows_per_matrix; // ne1; experts and other matrices follow each other
+};
+inline const stored_matrix * stored(const ggml_tensor * tensor) { return static_cast<const stored_matrix *>(tensor->extra); }
+
+bool is_no_op(const ggml_tensor * node); // views: nothing to compute
+
+// Looks at types, shapes and parameters only: tensors may have no data and no real buffer. sparse: src[0] is a sparse weight.
+bool graph_supports_op(const ggml_tensor * op, bool sparse);
+// memory behind the data of op's result that its kernels use while they run; 0 for most
+size_t graph_scratch_nbytes(const ggml_tensor * op);
+
+// before the graph is allocated: brings matrix products that share their input together, and keeps what fused launches read
+void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params);
+// queues all nodes on ctx.stream; on failure *failed is the node
+cudaError_t graph_queue(const op_context & ctx, const ggml_cgraph * graph, bool fuse, const ggml_tensor ** failed);
+
+} // namespace macko

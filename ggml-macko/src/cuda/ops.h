@@ -1,0 +1,163 @@
+// The operations of a GGML graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device code.
+// Every function queues its work on the context's stream and returns the CUDA status of the launches; nothing is allocated,
+// nothing is synchronized, all of it can be captured into a CUDA graph. What a function accepts is said by the *_supported
+// predicate beside it: pure, on types and shapes only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace macko {
+
+// ggml's type ids
+enum tensor_type : int32_t {
+    TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q4_1 = 3, TYPE_Q5_0 = 6, TYPE_Q5_1 = 7, TYPE_Q8_0 = 8, TYPE_Q2_K = 10, TYPE_Q3_K = 11,
+    TYPE_Q4_K = 12, TYPE_Q5_K = 13, TYPE_Q6_K = 14, TYPE_IQ4_NL = 20, TYPE_I32 = 26, TYPE_I64 = 27, TYPE_BF16 = 30, TYPE_MXFP4 = 39,
+};
+
+// ggml's tensor: ne[0] is the row length, nb are strides in bytes; data may be null in the *_supported predicates
+struct op_tensor {
+    char      * data;
+    tensor_type type;
+    int64_t     ne[4];
+    int64_t     nb[4];
+
+    int64_t n_rows()     const { return ne[1] * ne[2] * ne[3]; }
+    int64_t n_elements() const { return ne[0] * n_rows(); }
+};
+
+struct cublas_library; // cublas.h: loaded at run time where it is installed
+
+constexpr int N_COUNTERS = 1 << 14;
+
+struct op_context {
+    cudaStream_t     stream  = nullptr;
+    int              cc      = 0;       // compute capability * 10, 90 = Hopper
+    int              n_sm    = 0;
+    int              shared_nbytes = 0; // most that a block may ask for
+    unsigned       * counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
+    bool             overlap = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
+    cublas_library * cublas  = nullptr; // null where there is none
+};
+
+int64_t type_block_size(tensor_type type);   // elements per block: 1, 32 or 256
+int64_t type_block_nbytes(tensor_type type);
+bool    type_is_weight(tensor_type type);    // types that dense matrices, get_rows and copies can read
+
+inline bool is_contiguous_rows(const op_tensor & t) { return t.nb[0] == type_block_nbytes(t.type); }
+bool is_contiguous(const op_tensor & t);
+inline bool same_shape(const op_tensor & a, const op_tensor & b) {
+    return a.ne[0] == b.ne[0] && a.ne[1] == b.ne[1] && a.ne[2] == b.ne[2] && a.ne[3] == b.ne[3];
+}
+
+// ---- elementwise (ops-elementwise.cu); dst may be one of the sources ----
+enum class binary_op : int { ADD, SUB, MUL, DIV };
+bool        op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
+cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst); // b is repeated to a
+
+enum class unary_op : int {
+    ABS, SGN, NEG, STEP, TANH, ELU, RELU, SIGMOID, GELU, GELU_QUICK, SILU, HARDSWISH, HARDSIGMOID, EXP, EXPM1, SOFTPLUS, GELU_ERF, FLOOR, CEIL,
+    ROUND, TRUNC, SQR, SQRT, LOG, SIN, COS,
+    SCALE, // x * p0 + p1
+    CLAMP, // to p0 ... p1
+};
+bool        op_unary_supported(unary_op op, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x, const op_tensor & dst);
+
+enum class glu_op : int { REGLU, GEGLU, SWIGLU, SWIGLU_OAI, GEGLU_ERF, GEGLU_QUICK };
+struct glu_params {
+    glu_op op;
+    bool   swapped; // one source: the gate is the second half of the row
+    float  alpha;   // SWIGLU_OAI
+    float  limit;
+};
+// up == nullptr: gate and up are the halves of x's rows
+bool        op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst);
+cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up, const op_tensor & dst);
+
+// dst[:, i1, i2] = x[:, i1, i2] + bias[:, ids[i1, i2]]
+bool        op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst);
+
+// ---- rows of tables, copies and casts (ops-rows.cu) ----
+bool        op_copy_supported(const op_tensor & src, const op_tensor & dst); // same number of elements, any strides, f32 <-> any cache type
+cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
+bool        op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
+bool        op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
+
+// ---- reductions along rows (ops-norm.cu) ----
+// dst = x / sqrt(mean(x^2) + eps) * scale; scale (null: 1) is repeated as in op_binary. add (null: none): x is x + add, and the sum is
+// stored to sum before it is normalised.
+struct rms_norm_params {
+    op_tensor         x;
+    op_tensor         dst;
+    const op_tensor * scale = nullptr;
+    const op_tensor * add   = nullptr; // same shape as x, contiguous
+    const op_tensor * sum   = nullptr;
+    float             eps   = 0;
+};
+bool        op_rms_norm_supported(const rms_norm_params & p);
+cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p);
+bool        op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
+cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
+bool        op_sum_rows_supported(const op_tensor & x, const op_tensor & dst);
+cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
+bool        op_argsort_supported(const op_tensor & x, const op_tensor & dst);
+cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor & x, const op_tensor & dst);
+
+// ---- rotary embedding (ops-rope.cu) ----
+struct rope_params {
+    int   n_dims;
+    int   mode;      // ggml's: 0 pairs of neighbours, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
+    int   sections[4];
+    int   n_ctx_orig;
+    float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
+    int   offset;    // first rotated element of a row
+};
+bool        op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst);
+cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst);
+
+// The usual three of a decoder layer in one launch, for f16 caches: q rotated into q_dst, k rotated into row k_ids[t] of k_cache, v copied to
+// row v_ids[t] of v_cache. Heads of k fill a cache row without gaps.
+struct rope_cache_params {
+    op_tensor       q, q_dst; // [head_dim, heads, tokens]
+    op_tensor       k, k_cache;
+    op_tensor       v, v_cache; // v: [width, tokens]
+    const int64_t * k_ids; // on the GPU
+    const int64_t * v_ids;
+};
+bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p);
+cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p);
+
+// ---- matrix products with dense weights (ops-mul-mat.cu) ----
+// dst[n, m] = w[m, :] . x[n, :], w broadcast over dims 2 and 3
+bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch);
+size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
+// the same for a matrix that is not there as rows: panels of it are made in scratch, as F16 or BF16 rows
+struct row_source {
+    virtual ~row_source() = default;
+    virtual cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t stream) const = 0;
+};
+cudaError_t op_mul_mat_unpacked(const op_context & ctx, const row_source & w, tensor_type type, int64_t rows, const op_tensor & x, const op_tensor & dst, char * scratch);
+// dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
+bool        op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch);
+size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
+
+// ---- attention (ops-attention.cu) ----
+struct attention_params {
+    op_tensor         q, k, v, dst;
+    const op_tensor * mask  = nullptr; // f16
+    const op_tensor * sinks = nullptr; // f32 per head
+    float             scale, max_bias, softcap;
+};
+bool        op_attention_supported(const attention_params & p);
+cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
+size_t      op_attention_scratch_nbytes(const attention_params & p);
+
+} // namespace macko

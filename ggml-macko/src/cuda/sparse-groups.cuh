@@ -1,0 +1,88 @@
+// A group of the RUNS and STRIPED layouts (sparse-layout.h): how its values and codes are loaded, and how dp4a turns codes into addresses.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "cuda/sparse-layout.h"
+
+namespace macko {
+
+template <typename T> struct group_values;
+template <> struct group_values<__half> {
+    uint4 v;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
+    template <int K> __device__ __forceinline__ float get() const {
+        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
+        const __half2 h = *reinterpret_cast<const __half2 *>(&w);
+        return K % 2 ? __high2float(h) : __low2float(h);
+    }
+};
+template <> struct group_values<__nv_bfloat16> {
+    uint4 v;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
+    template <int K> __device__ __forceinline__ float get() const {
+        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
+        return __uint_as_float(K % 2 ? w & 0xffff0000u : w << 16);
+    }
+};
+// lo, hi: the codes of entries 0-3 and 4-7, one per byte, byte k shifted by what weight[] takes back
+template <int BITS> struct group_codes;
+template <> struct group_codes<8> {
+    uint2 c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint2 *>(p) + g); }
+    __device__ __forceinline__ uint32_t lo() const { return c.x; }
+    __device__ __forceinline__ uint32_t hi() const { return c.y; }
+};
+template <> struct group_codes<4> {
+    uint32_t c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g); }
+    __device__ __forceinline__ uint32_t lo() const { return c & 0x0f0f0f0fu; }
+    __device__ __forceinline__ uint32_t hi() const { return c & 0xf0f0f0f0u; }
+};
+template <> struct group_codes<2> {
+    uint32_t c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g); }
+    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0xc0300c03u; }
+    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x1111) & 0xc0300c03u; }
+};
+template <> struct group_codes<1> {
+    uint32_t c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
+    __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0x08040201u; }
+    __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
+};
+
+// Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
+// than 8 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
+template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 8 ? 5 : 0;
+template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 8 ? 128 : 4;
+
+inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
+    for (int k = 0; k < 8; k++) {
+        weight[k] = 0;
+        for (int i = 0; i <= k % 4; i++) {
+            const int shift = bits == 8 ? 0 : bits == 4 ? k / 4 * 4 : bits == 2 ? 2 * i : k / 4 * 4 + i;
+            weight[k] |= step >> shift << 8 * i;
+        }
+    }
+}
+
+// the code of entry k in the file's order (layout ROWS)
+__device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int delta_bits) {
+    const int64_t bit = k * delta_bits;
+    return static_cast<int>(codes[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));
+}
+
+// bit of a group's codes where that of entry k starts (group_codes)
+__device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
+
+// where group g of a row with `groups` groups is, counted from the row's first, and whose run it is in
+struct group_place { int slot, run; bool first; };
+__device__ __forceinline__ group_place place_of(int g, int groups, int lanes) {
+    const int run  = static_cast<int>((static_cast<int64_t>(g + 1) * lanes - 1) / groups);
+    const int skip = static_cast<int>(static_cast<int64_t>(run) * groups / lanes);
+    const int full = groups / lanes;
+    const int i    = g - skip;
+    return { i < full ? i * lanes + run : full * lanes + skip - run * full, run, i == 0 };
+}
+
+} // namespace macko

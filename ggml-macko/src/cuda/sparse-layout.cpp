@@ -1,0 +1,59 @@
+#include "cuda/sparse-layout.h"
+
+#include <algorithm>
+
+namespace macko {
+
+// 16 bits per run and row: wide rows have the bytes to spare, narrow ones also leave too few entries for 32 lanes (measured, notes)
+int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout) {
+    if (layout == CUDA_SPARSE_LAYOUT_RUNS && desc.delta_bits < 8) {
+        return 8; // the only kernel there is: for narrow matrices and unusual structure
+    }
+    const int64_t per_row = n_padded / desc.rows;
+    return per_row >= 2048 ? 32 : per_row >= 768 ? 16 : 8;
+}
+
+static int64_t aligned(int64_t n) { return (n + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
+
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded) {
+    // The last group of a row is half full on average. Ordering by position moves fillers about, and each of 31 stripes may end in an
+    // empty place: this covers random masks; what is emptier in its stripes than that becomes RUNS or ROWS.
+    return (n_padded + n_padded / 400) / CUDA_SPARSE_GROUP + desc.rows * 9 / 16 + 64;
+}
+
+cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory) {
+    cuda_sparse_matrix m = {};
+    m.rows       = desc.rows;
+    m.cols       = desc.cols;
+    m.type       = desc.type;
+    m.delta_bits = desc.delta_bits;
+    m.layout     = layout;
+    m.stripe     = layout == CUDA_SPARSE_LAYOUT_STRIPED ? static_cast<int32_t>(stripe_width(desc.cols)) : 0;
+    uint8_t * at = static_cast<uint8_t *>(memory);
+    const auto take = [&](int64_t nbytes) { uint8_t * part = at; at += aligned(nbytes); return part; };
+    if (layout == CUDA_SPARSE_LAYOUT_ROWS) {
+        m.values = take(n_padded * value_nbytes(desc.type));
+        m.codes  = take(deltas_nbytes(n_padded, desc.delta_bits));
+    } else {
+        const int64_t groups = cuda_sparse_max_groups(desc, n_padded);
+        m.lanes  = lanes;
+        m.values = take(groups * CUDA_SPARSE_GROUP * value_nbytes(desc.type));
+        m.codes  = take(groups * desc.delta_bits);
+        m.bases  = reinterpret_cast<uint16_t *>(take(desc.rows * lanes * 2));
+    }
+    m.row_ptr = reinterpret_cast<int32_t *>(take((desc.rows + 1) * 4));
+    m.nbytes  = at - static_cast<uint8_t *>(memory);
+    return m;
+}
+
+int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded) {
+    const int64_t rows = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
+    if (desc.type == GGML_MACKO_TYPE_F32) {
+        return rows; // the only layout that it has
+    }
+    const int32_t lanes = cuda_sparse_lanes(desc, n_padded, CUDA_SPARSE_LAYOUT_STRIPED); // at least those of RUNS
+    const int64_t runs = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_STRIPED, lanes, nullptr).nbytes;
+    return std::max(rows, runs);
+}
+
+} // namespace macko

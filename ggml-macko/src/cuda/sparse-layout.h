@@ -1,0 +1,56 @@
+// How the GPU keeps a sparse matrix: chosen per tensor, made from the file's arrays at load time, never on file.
+// Plain C++ (sizes and addresses only), so that the device can size buffers where there is no CUDA. No ggml.
+//
+// RUNS: what the fast kernels read. A row is cut into `lanes` runs of nearly equal length, one per thread.
+//   group    8 entries of one run: 8 values, and 8 codes of delta_bits bits; a row has ceil(entries / 8) groups, G
+//   run l    groups l*G/lanes ... (l+1)*G/lanes-1 of the row; the first G/lanes groups of all runs are interleaved (group i of run l
+//            is the row's group i*lanes + l), the last ones of the longer runs follow, in lane order
+//   base     where a run's columns start, 16 bits per run
+//   order    entries are ordered by column c, or (STRIPED) by position p = (c % 32) * W + c / 32, W = stripe_width(cols). Stepping by
+//            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
+// ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
+//   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
+#pragma once
+
+#include "format/macko.h"
+
+namespace macko {
+
+enum cuda_sparse_layout : int32_t {
+    CUDA_SPARSE_LAYOUT_ROWS    = 0,
+    CUDA_SPARSE_LAYOUT_RUNS    = 1, // columns ascending
+    CUDA_SPARSE_LAYOUT_STRIPED = 2, // positions ascending
+};
+
+constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
+constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
+
+// A matrix in device memory: pointers into one allocation of cuda_sparse_nbytes() bytes that the caller owns.
+struct cuda_sparse_matrix {
+    int64_t    rows;
+    int64_t    cols;
+    int32_t    type;       // enum ggml_macko_type
+    int32_t    delta_bits; // 1, 2, 4, 8
+    int32_t    layout;     // enum cuda_sparse_layout
+    int32_t    lanes;      // RUNS, STRIPED: 8, 16 or 32 runs per row
+    int32_t    stripe;     // STRIPED: stripe_width(cols); x repeats after 32 * stripe - 1 words. Else 0
+    int32_t    overshoot;  // STRIPED: words behind the last one of x that a group may touch before it wraps
+    uint8_t  * values;     // RUNS, STRIPED: 8 per group; ROWS: n_padded
+    uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas
+    uint16_t * bases;      // RUNS, STRIPED: rows * lanes
+    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry
+    int64_t    nbytes;     // from the first part to the end of the last
+};
+
+// column c = 32 * position mod (32 * width - 1), which is at least cols
+constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
+
+// bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
+int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);
+
+// for the repack and its tests: runs per row that suit the matrix, groups that RUNS or STRIPED may have, and the parts in memory
+int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded);
+cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory);
+
+} // namespace macko

@@ -1,0 +1,122 @@
+// What the launchers of sparse-mul-mat*.cu hand to their kernels, and the parts that those share: where rows come from and where results go.
+#pragma once
+
+#include "cuda/common.cuh"
+#include "cuda/sparse-mul-mat.cuh"
+
+namespace macko {
+
+struct sparse_operand {
+    const uint8_t  * values;
+    const uint8_t  * codes;
+    const uint16_t * bases;
+    const int32_t  * row_ptr;
+    float          * y;
+    const float    * residual;
+    const float    * bias;
+    int64_t          ldy;
+    int32_t          row_begin;
+    int32_t          n_rows;
+    int32_t          first_unit; // unit = the rows that a warp has at a time
+    int32_t          delta_bits;
+};
+
+struct sparse_launch {
+    sparse_operand     m[CUDA_SPARSE_MAX_GROUPED];
+    const float   * x;
+    const float   * norm_weight;
+    const int32_t * expert_ids;
+    int64_t         ldx;
+    int64_t         expert_ids_stride;
+    int64_t         expert_rows;
+    int32_t         n_experts;
+    int32_t         n_units;
+    int32_t         n_matrices;
+    bool            silu_mul;
+    bool            programmatic;
+    int32_t         n_columns;
+    int32_t         cols;
+    int32_t         modulus;   // words of x before it repeats (STRIPED), else all words
+    int32_t         overshoot; // words that repeat
+    float           norm_eps;
+    uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
+};
+
+// the j-th row of work of a thread
+struct sparse_task {
+    int  matrix;
+    int  row;   // from row_begin
+    bool valid;
+};
+
+// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's ROWS rows is the thread's
+template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
+    sparse_task t = { 0, 0, false };
+    int unit = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
+    t.valid = unit < p.n_units;
+    if (GROUPED && p.silu_mul) {
+        t.matrix = j % 2;
+    } else if (GROUPED) {
+#pragma unroll
+        for (int i = 1; i < CUDA_SPARSE_MAX_GROUPED; i++) {
+            t.matrix += unit >= p.m[i].first_unit;
+        }
+        unit -= p.m[t.matrix].first_unit;
+    }
+    t.row   = unit * ROWS + sub;
+    t.valid = t.valid && t.row < p.m[t.matrix].n_rows;
+    return t;
+}
+
+// first row of the expert of a column: written by an earlier kernel, so this waits for it. -1: no such expert
+__device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
+    cuda_wait_for_previous();
+    const int id = p.expert_ids[column * p.expert_ids_stride];
+    return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
+}
+
+// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row
+template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
+    const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
+    const int64_t at = column * m.ldy + t.row;
+    if (GROUPED && p.silu_mul) {
+        y *= gate / (1.0f + expf(-gate));
+    }
+    if (m.bias) {
+        y += m.bias[t.row];
+    }
+    if (m.residual) {
+        y += m.residual[at];
+    }
+    m.y[at] = y;
+}
+
+// shared memory that a kernel may have, the blocks that fill the device, programmatic launch where it is asked for and known
+template <typename KERNEL>
+cudaError_t launch_sparse(KERNEL kernel, const sparse_launch & p, int threads, int64_t shared_nbytes, int64_t blocks, int grid_y, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    if (shared_nbytes > 48 * 1024) {
+        CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_nbytes));
+    }
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim          = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y));
+    config.blockDim         = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_nbytes);
+    config.stream           = stream;
+    config.attrs            = &attribute;
+    config.numAttrs         = p.programmatic && device.cc >= 90 ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+// bytes of shared memory of the RUNS kernel with nx columns of x
+inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * nx + nx * 32) * 4; }
+
+// one launch of the RUNS kernel: nx (1, 2 or 4) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
+cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
+
+} // namespace macko

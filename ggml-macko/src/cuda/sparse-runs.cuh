@@ -1,0 +1,375 @@
+// y = W x for up to four columns of x, W in the RUNS or STRIPED layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
+//
+//   block   fills shared memory with x (float32; 1, 2 or 4 columns interleaved), one block per SM, then deals rows to its warps
+//   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
+//           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
+//   thread  per group: 8 values, 8 codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
+//
+// Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
+#pragma once
+
+#include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-mul-mat-params.cuh"
+
+#include <algorithm>
+
+namespace macko {
+
+template <int NX> struct alignas(4 * NX) columns { float v[NX]; };
+
+// x at a byte address of shared memory + a constant
+template <int NX, int OFFSET> __device__ __forceinline__ columns<NX> load_x(uint32_t address) {
+    columns<NX> x;
+    if constexpr (NX == 1) {
+        asm volatile("ld.shared.f32 %0, [%1+%2];" : "=f"(x.v[0]) : "r"(address), "n"(OFFSET));
+    } else if constexpr (NX == 2) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2+%3];" : "=f"(x.v[0]), "=f"(x.v[1]) : "r"(address), "n"(OFFSET));
+    } else {
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4+%5];"
+                     : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3]) : "r"(address), "n"(OFFSET));
+    }
+    return x;
+}
+
+template <typename T, int BITS, int NX> struct group {
+    group_values<T>   values;
+    group_codes<BITS> codes;
+
+    // at: where the group's first step starts. With one column and whole bytes, x_address is in it already.
+    template <bool STRIPED, int K>
+    __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[2][NX]) const {
+        constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
+        const uint32_t to = __dp4a(packed, weight[K], at);
+        const uint32_t address = NX == 1 && shift == 0 ? to : x_address + (to >> shift) * NX;
+        const columns<NX> x = load_x<NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * NX>(address);
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            sum[K % 2][c] = fmaf(values.template get<K>(), x.v[c], sum[K % 2][c]);
+        }
+        return to;
+    }
+    // returns where the next group starts
+    template <bool STRIPED>
+    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[2][NX]) const {
+        const uint32_t lo = codes.lo(), hi = codes.hi();
+        add<STRIPED, 0>(lo, at, x_address, weight, sum);
+        add<STRIPED, 1>(lo, at, x_address, weight, sum);
+        add<STRIPED, 2>(lo, at, x_address, weight, sum);
+        const uint32_t middle = add<STRIPED, 3>(lo, at, x_address, weight, sum);
+        add<STRIPED, 4>(hi, middle, x_address, weight, sum);
+        add<STRIPED, 5>(hi, middle, x_address, weight, sum);
+        add<STRIPED, 6>(hi, middle, x_address, weight, sum);
+        return add<STRIPED, 7>(hi, middle, x_address, weight, sum) + 8 * STEP<BITS, STRIPED>;
+    }
+};
+
+// ---- x into shared memory ----
+
+// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be under way at once
+__device__ __forceinline__ void copy_float(float * to, const float * from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+    *to = *from;
+#endif
+}
+__device__ __forceinline__ void copy_float4(float * to, const float * from) { // both aligned to 16 bytes
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+#else
+    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
+// multiplied with (by the same threads: store_x has the same loop).
+template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    for (int i = p.cols * NX + thread; i < p.modulus * NX; i += threads) {
+        xs[i] = 0.0f;
+    }
+    for (int i = (p.modulus + p.cols) * NX + thread; i < (p.modulus + p.overshoot) * NX; i += threads) {
+        xs[i] = 0.0f;
+    }
+    if (NX == 1 && p.norm_weight) {
+        for (int i = thread; i < p.cols; i += threads) {
+            copy_float(xs + i, p.norm_weight + i);
+        }
+    }
+}
+
+// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes)
+template <int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x, int column) {
+    float squares[NX] = {};
+#pragma unroll 4
+    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
+        columns<NX> v;
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            v.v[c] = c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
+        }
+        if (NORM) {
+            const float weight = NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                squares[c] = fmaf(v.v[c], v.v[c], squares[c]);
+                v.v[c] *= weight;
+            }
+        }
+        reinterpret_cast<columns<NX> *>(xs)[i] = v;
+        if (i < p.overshoot) {
+            reinterpret_cast<columns<NX> *>(xs)[p.modulus + i] = v;
+        }
+    }
+    if (NORM) {
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            const float sum = warp_sum(squares[c]);
+            if (threadIdx.x % 32 == 0) {
+                partial[c * 32 + threadIdx.x / 32] = sum;
+            }
+        }
+    }
+}
+
+// Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and the warps' sums of
+// squares go to partial. Ends with a barrier.
+template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
+    const float * x = p.x + column * p.ldx;
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    if (NX == 1 && !p.norm_weight) {
+        const int aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? p.cols & ~3 : 0;
+        for (int i = thread * 4; i < aligned; i += threads * 4) {
+            copy_float4(xs + i, x + i);
+        }
+        for (int i = aligned + thread; i < p.cols; i += threads) {
+            copy_float(xs + i, x + i);
+        }
+        for (int i = thread; i < min(p.overshoot, p.cols); i += threads) {
+            copy_float(xs + p.modulus + i, x + i);
+        }
+        wait_for_copies();
+    } else if (p.norm_weight) {
+        wait_for_copies(); // of the norm's weights
+        store_x<NX, true>(xs, partial, p, x, column);
+    } else {
+        store_x<NX, false>(xs, partial, p, x, column);
+    }
+    __syncthreads();
+}
+
+// ---- the kernel ----
+
+template <
+    typename T,    // of the values
+    int BITS,      // of a code
+    int LANES,     // runs per row
+    bool STRIPED,
+    int NX,        // columns of x
+    bool GROUPED,  // several matrices, or gate and up
+    int THREADS,   // at most
+    int DEPTH>     // groups ahead
+__global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant__ sparse_launch p) {
+    constexpr int ROWS  = 32 / LANES; // of a unit
+    constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
+    extern __shared__ __align__(16) float xs[];
+    float * partial = xs + static_cast<size_t>(p.modulus + p.overshoot) * NX; // NX * 32
+
+    const int lane   = threadIdx.x % LANES;
+    const int sub    = threadIdx.x % 32 / LANES;
+    const int first  = blockIdx.x + gridDim.x * (threadIdx.x / 32);
+    const int warps  = blockDim.x / 32;
+    const int stride = gridDim.x * warps;
+    const int column = blockIdx.y * NX;
+
+    const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
+    const uint32_t origin    = NX == 1 && shift == 0 ? x_address : 0;
+    const uint32_t wrap      = static_cast<uint32_t>(p.modulus) * 4;
+
+    const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
+
+    struct row_start { int begin, end; uint32_t base; };
+    const auto fetch = [&](int j) {
+        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
+        row_start s = { 0, 0, 0 };
+        if (t.valid && row_offset >= 0) {
+            const sparse_operand & m = p.m[t.matrix];
+            const int row = m.row_begin + row_offset + t.row;
+            s.begin = __ldg(m.row_ptr + row);
+            s.end   = __ldg(m.row_ptr + row + 1);
+            s.base  = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+        }
+        return s;
+    };
+
+    // this thread's run of a row
+    struct cursor { int matrix, first, full, own, last, steps; uint32_t at; };
+    const auto begin_row = [&](int j, const row_start & s) {
+        const int groups = s.end - s.begin;
+        const int skip   = lane * groups / LANES;
+        cursor c;
+        c.matrix = GROUPED ? task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix : 0;
+        c.full   = groups / LANES;
+        c.own    = (lane + 1) * groups / LANES - skip;
+        c.first  = s.begin + lane;
+        c.last   = s.begin + c.full * LANES + skip - lane * c.full;
+        c.steps  = (groups + LANES - 1) / LANES;
+#pragma unroll
+        for (int offset = LANES; offset < 32; offset *= 2) {
+            c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
+        }
+        c.at = origin + (s.base * 4 << shift);
+        return c;
+    };
+
+    group<T, BITS, NX> now[DEPTH];
+    const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
+        if (step < c.own) {
+            const int at = step < c.full ? c.first + step * LANES : c.last;
+            g.values.load(p.m[c.matrix].values, at);
+            g.codes.load(p.m[c.matrix].codes, at);
+        }
+    };
+
+    cursor c = begin_row(0, fetch(0));
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+        load(now[d], c, d);
+    }
+    row_start ahead = fetch(1);
+    fill_constants<NX>(xs, p);
+
+    cuda_allow_next();
+    if (!p.expert_ids) {
+        cuda_wait_for_previous();
+    }
+    fill_x<NX>(xs, partial, p, column);
+    float scale[NX];
+#pragma unroll
+    for (int k = 0; k < NX; k++) {
+        scale[k] = 1.0f;
+        if (p.norm_weight) {
+            const int l = threadIdx.x % 32;
+            scale[k] = rsqrtf(warp_sum(l < warps ? partial[k * 32 + l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
+        }
+    }
+
+    float gate[NX] = {};
+    for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
+        float sum[2][NX] = {};
+        const int own = c.own, steps = c.steps;
+        uint32_t at = c.at;
+        int step = 0;
+        bool more;
+        do {
+            group<T, BITS, NX> next[DEPTH];
+            int to = step + DEPTH;
+            more = to < steps;
+            if (!more) {
+                c = begin_row(j + 1, ahead);
+                ahead = fetch(j + 2);
+                to = 0;
+            }
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                load(next[d], c, to + d);
+            }
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (step + d < own) {
+                    at = now[d].template multiply<STRIPED>(at, x_address, p.weight, sum);
+                    if (STRIPED && at >= origin + wrap) {
+                        at -= wrap;
+                    }
+                }
+            }
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                now[d] = next[d];
+            }
+            step += DEPTH;
+        } while (more);
+
+        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
+#pragma unroll
+        for (int k = 0; k < NX; k++) {
+            const float y = warp_sum<LANES>(sum[0][k] + sum[1][k]) * scale[k];
+            if (GROUPED && p.silu_mul && t.matrix == 0) {
+                gate[k] = y;
+            } else if (lane == 0 && t.row < p.m[t.matrix].n_rows && column + k < p.n_columns) {
+                store_result<GROUPED>(p, t, column + k, y, gate[k]);
+            }
+        }
+    }
+}
+
+// ---- launch ----
+
+template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
+cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
+    set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
+}
+
+// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds
+// of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+inline int warps_for(int units, int least, int most) {
+    int best = most;
+    for (int w = most; w >= least; w--) {
+        if ((units + w - 1) / w * w * 25 < (units + best - 1) / best * best * (best == most ? 24 : 25)) {
+            best = w;
+        }
+    }
+    return best;
+}
+
+template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    // one block per SM: x is in shared memory once
+    const int blocks = std::min(device.multiprocessors, p.n_units);
+    const int units  = (p.n_units + blocks - 1) / blocks;
+    const bool grouped = p.n_matrices > 1;
+    if (nx == 4) { // 4 sums and 4 x per thread: no registers for more groups ahead
+        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+    }
+    if (nx == 2) {
+        return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+    }
+    // 32 warps with 2 groups ahead or 24 with 3 are 40 KB in flight
+    const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    if (warps <= 24 && units > warps) {
+        return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
+                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
+    }
+    return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
+                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y, stream);
+}
+
+template <typename T, int BITS, bool STRIPED> cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    if constexpr (!STRIPED && BITS < 8) {
+        return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
+    } else {
+        switch (lanes) {
+            case 8:  return launch_runs_shape<T, BITS,  8, STRIPED>(p, nx, grid_y, stream);
+            case 16: return launch_runs_shape<T, BITS, 16, STRIPED>(p, nx, grid_y, stream);
+            default: return launch_runs_shape<T, BITS, 32, STRIPED>(p, nx, grid_y, stream);
+        }
+    }
+}
+
+template <typename T> cudaError_t launch_runs(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream) {
+    switch (p.m[0].delta_bits) {
+        case 1:  return striped ? launch_runs_lanes<T, 1, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 1, false>(p, lanes, nx, grid_y, stream);
+        case 2:  return striped ? launch_runs_lanes<T, 2, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 2, false>(p, lanes, nx, grid_y, stream);
+        case 4:  return striped ? launch_runs_lanes<T, 4, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 4, false>(p, lanes, nx, grid_y, stream);
+        default: return launch_runs_lanes<T, 8, false>(p, lanes, nx, grid_y, stream);
+    }
+}
+
+} // namespace macko

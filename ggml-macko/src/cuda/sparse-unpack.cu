@@ -1,0 +1,228 @@
+// Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and for get_tensor.
+#include "cuda/common.cuh"
+#include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-mul-mat.cuh"
+
+#include <algorithm>
+
+namespace macko {
+
+// ---- elements: bits in, bits out ----
+
+struct same_bits    { template <typename U> __device__ U operator()(U v) const { return v; } };
+struct f32_to_f16   { __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); } };
+struct bf16_to_f16  { __device__ uint16_t operator()(uint16_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16))); } };
+struct f32_to_bf16  { __device__ uint16_t operator()(uint32_t v) const { return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v))); } };
+
+// ---- RUNS, STRIPED ----
+
+struct unpack_params {
+    cuda_sparse_matrix m;
+    int64_t            row_begin;
+    int64_t            row_end;
+    uint16_t         * dst;
+    int64_t            ld;
+    int32_t            rows;   // at a time in a block's shared memory, at most 32 / lanes
+    int32_t            vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
+    uint32_t           weight[8];
+};
+
+constexpr int UNPACK_WARPS = 4;
+
+// A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their columns there, then one
+// pass to dst. A thread has a quarter of a run's groups; the sum of the codes before them says where
+// it starts.
+template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
+    constexpr int DEPTH = 4; // groups requested at a time
+    constexpr uint32_t shift = SHIFT<BITS, STRIPED> + 2, step = STEP<BITS, STRIPED> >> shift; // units per column
+    extern __shared__ __align__(16) uint16_t dense[];
+    __shared__ uint32_t advance[UNPACK_WARPS][32];
+    const cuda_sparse_matrix & m = p.m;
+    const int lanes = m.lanes, rows = p.rows;
+    const int warp  = threadIdx.x / 32;
+    const int lane  = threadIdx.x % lanes, sub = threadIdx.x % 32 / lanes;
+    const int pitch = (static_cast<int>(m.cols) + 7) & ~7;
+    const uint32_t modulus = 32 * static_cast<uint32_t>(m.stripe) - 1; // only used if STRIPED
+    const CONVERT convert;
+    uint16_t * mine = dense + sub * pitch; // only touched if sub < rows
+    cuda_wait_for_previous();
+    cuda_allow_next();
+    for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end; row0 += static_cast<int64_t>(gridDim.x) * rows) {
+        const int64_t row = row0 + sub;
+        const bool here   = row < p.row_end && sub < rows;
+        const int begin   = here ? m.row_ptr[row] : 0, groups = here ? m.row_ptr[row + 1] - begin : 0;
+        const int skip    = lane * groups / lanes, own = (lane + 1) * groups / lanes - skip, full = groups / lanes;
+        const int last    = begin + full * lanes + skip - lane * full;
+        const int from    = own * warp / UNPACK_WARPS, to = own * (warp + 1) / UNPACK_WARPS; // of the run's groups
+        const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
+        uint32_t at = here ? static_cast<uint32_t>(m.bases[row * lanes + lane]) << shift : 0;
+
+        uint4 values[DEPTH];
+        group_codes<BITS> codes[DEPTH];
+        const auto load = [&](int first) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (first + d < to) {
+                    values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(first + d));
+                    codes[d].load(m.codes, slot_of(first + d));
+                }
+            }
+        };
+        load(from);
+        uint32_t sum = 0;
+        const auto add = [&](const group_codes<BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * STEP<BITS, STRIPED>; };
+#pragma unroll 4
+        for (int s = from + DEPTH; s < to; s++) {
+            group_codes<BITS> c;
+            c.load(m.codes, slot_of(s));
+            add(c);
+        }
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (from + d < to) {
+                add(codes[d]);
+            }
+        }
+        advance[warp][threadIdx.x % 32] = sum;
+        for (int i = threadIdx.x; i < rows * pitch / 8; i += UNPACK_WARPS * 32) {
+            reinterpret_cast<uint4 *>(dense)[i] = make_uint4(0, 0, 0, 0);
+        }
+        __syncthreads();
+        for (int w = 0; w < warp; w++) {
+            at += advance[w][threadIdx.x % 32];
+        }
+        if (STRIPED) {
+            at %= modulus << shift;
+        }
+        for (int s = from; s < to; s += DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (s + d < to) {
+                    const uint32_t lo = codes[d].lo(), hi = codes[d].hi();
+                    const uint32_t half = __dp4a(lo, p.weight[3], at);
+                    const uint32_t words[4] = { values[d].x, values[d].y, values[d].z, values[d].w };
+#pragma unroll
+                    for (int k = 0; k < 8; k++) {
+                        uint32_t word = ((k < 4 ? __dp4a(lo, p.weight[k], at) : __dp4a(hi, p.weight[k], half)) >> shift) + k * step;
+                        if (STRIPED && word >= modulus) {
+                            word -= modulus;
+                        }
+                        const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
+                        if (value) {
+                            mine[word] = convert(value);
+                        }
+                    }
+                    at = __dp4a(hi, p.weight[7], half) + 8 * STEP<BITS, STRIPED>;
+                    if (STRIPED && at >= modulus << shift) {
+                        at -= modulus << shift;
+                    }
+                }
+            }
+            load(s + DEPTH);
+        }
+        __syncthreads();
+        for (int r = 0; r < rows && row0 + r < p.row_end; r++) {
+            uint16_t * out = p.dst + (row0 + r - p.row_begin) * p.ld;
+            const uint16_t * in = dense + r * pitch;
+            if (p.vector == 8) {
+#pragma unroll 4
+                for (int i = threadIdx.x; i < pitch / 8; i += UNPACK_WARPS * 32) {
+                    reinterpret_cast<uint4 *>(out)[i] = reinterpret_cast<const uint4 *>(in)[i];
+                }
+            } else {
+                for (int i = threadIdx.x; i < m.cols; i += UNPACK_WARPS * 32) {
+                    out[i] = in[i];
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+template <int BITS, bool STRIPED, typename CONVERT> static cudaError_t launch_unpack_runs(unpack_params & p, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+    const auto kernel = unpack_runs_kernel<BITS, STRIPED, CONVERT>;
+    const int64_t pitch_nbytes = ((p.m.cols + 7) & ~int64_t(7)) * 2; // fits: x, which is twice as large, does
+    const int64_t room = device.shared_nbytes - static_cast<int64_t>(UNPACK_WARPS * 32 * sizeof(uint32_t));
+    const int rows = static_cast<int>(std::min<int64_t>(32 / p.m.lanes, room / pitch_nbytes));
+    const size_t shared = static_cast<size_t>(rows * pitch_nbytes);
+    p.rows = rows;
+    CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)));
+    const int64_t blocks = std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows, 64 * device.multiprocessors);
+    kernel<<<static_cast<unsigned>(blocks), UNPACK_WARPS * 32, shared, stream>>>(p);
+    return cudaGetLastError();
+}
+
+template <typename CONVERT> static cudaError_t launch_unpack_bits(unpack_params & p, cudaStream_t stream) {
+    const bool striped = p.m.stripe != 0;
+    switch (p.m.delta_bits) {
+        case 1:  return striped ? launch_unpack_runs<1, true, CONVERT>(p, stream) : launch_unpack_runs<1, false, CONVERT>(p, stream);
+        case 2:  return striped ? launch_unpack_runs<2, true, CONVERT>(p, stream) : launch_unpack_runs<2, false, CONVERT>(p, stream);
+        case 4:  return striped ? launch_unpack_runs<4, true, CONVERT>(p, stream) : launch_unpack_runs<4, false, CONVERT>(p, stream);
+        default: return launch_unpack_runs<8, false, CONVERT>(p, stream);
+    }
+}
+
+// ---- ROWS ----
+
+// a block per row: zeros, then one warp writes the entries
+template <typename U, typename D, typename CONVERT>
+__global__ void __launch_bounds__(128) unpack_rows_kernel(const cuda_sparse_matrix m, int64_t row_begin, int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
+    const U * values = reinterpret_cast<const U *>(m.values);
+    const int lane = threadIdx.x % 32;
+    cuda_wait_for_previous();
+    cuda_allow_next();
+    for (int64_t row = row_begin + blockIdx.x; row < row_end; row += gridDim.x) {
+        D * out = dst + (row - row_begin) * ld;
+        for (int64_t c = threadIdx.x; c < m.cols; c += blockDim.x) {
+            out[c] = 0;
+        }
+        __syncthreads();
+        int column = -1;
+        const int end = m.row_ptr[row + 1];
+        for (int e = m.row_ptr[row]; e < end && threadIdx.x < 32; e += 32) {
+            const int k = e + lane;
+            const int step = warp_prefix_sum(k < end ? 1 + file_code(m.codes, k, m.delta_bits) : 0);
+            if (k < end && values[k] != 0) {
+                out[column + step] = convert(values[k]);
+            }
+            column += __shfl_sync(FULL_WARP, step, 31);
+        }
+        __syncthreads();
+    }
+}
+
+template <typename U, typename D, typename CONVERT>
+static cudaError_t launch_unpack_rows(const cuda_sparse_matrix & m, int64_t row_begin, int64_t row_end, void * dst, int64_t ld, CONVERT convert, cudaStream_t stream) {
+    const int64_t blocks = std::min<int64_t>(row_end - row_begin, 1 << 20);
+    unpack_rows_kernel<U, D, CONVERT><<<static_cast<unsigned>(blocks), 128, 0, stream>>>(m, row_begin, row_end, static_cast<D *>(dst), ld, convert);
+    return cudaGetLastError();
+}
+
+cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream) {
+    const bool same = type == w.type, to_f16 = type == GGML_MACKO_TYPE_F16;
+    if (row_begin >= row_end) {
+        return cudaSuccess;
+    }
+    if (w.type == GGML_MACKO_TYPE_F32) { // always ROWS
+        if (same) {
+            return launch_unpack_rows<uint32_t, uint32_t>(w, row_begin, row_end, dst, ld, same_bits(), stream);
+        }
+        return to_f16 ? launch_unpack_rows<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_f16(), stream)
+                      : launch_unpack_rows<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_bf16(), stream);
+    }
+    if (!same && !(w.type == GGML_MACKO_TYPE_BF16 && to_f16)) {
+        return cudaErrorInvalidValue;
+    }
+    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS) {
+        return same ? launch_unpack_rows<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, same_bits(), stream)
+                    : launch_unpack_rows<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, bf16_to_f16(), stream);
+    }
+    const bool aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
+    unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, aligned ? 8 : 1, {} };
+    return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
+}
+
+} // namespace macko

@@ -1,0 +1,422 @@
+// Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the layout
+// (sparse-layout.h). The host only copies.
+#include "cuda/common.cuh"
+#include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-mul-mat.cuh"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+
+namespace macko {
+
+// ---- order of a row's entries ----
+
+// RUNS: place q is column q. STRIPED: place q is position (q + start) mod modulus; start differs for rows that share a warp, so that
+// their first runs do not begin in the same bank.
+struct row_order {
+    int  places; // of a row
+    int  width;  // stripe; 0: RUNS
+    int  start;
+
+    __device__ row_order(const cuda_sparse_matrix & m, int64_t row) {
+        width  = m.stripe;
+        places = width ? 32 * width - 1 : static_cast<int>(m.cols);
+        start  = static_cast<int>(row % (32 / m.lanes)) * width;
+    }
+    // where x of this place is in shared memory: the column
+    __device__ int word(int q) const {
+        if (!width) {
+            return q;
+        }
+        const int p = q + start < places ? q + start : q + start - places;
+        return p % width * 32 + p / width;
+    }
+};
+
+// ---- one row, canonical, as dense values in shared memory ----
+
+static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, uint16_t * dense, int n_dense) {
+    const int lane = threadIdx.x % 32;
+    const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
+    for (int i = lane; i < n_dense; i += 32) {
+        dense[i] = 0;
+    }
+    __syncwarp();
+    int column = -1;
+    const int end = raw.row_ptr[row + 1];
+    for (int e = raw.row_ptr[row]; e < end; e += 32) {
+        const int k = e + lane;
+        int step = 0;
+        uint16_t value = 0;
+        if (k < end) {
+            step  = 1 + file_code(raw.codes, k, raw.delta_bits);
+            value = values[k];
+        }
+        step = warp_prefix_sum(step);
+        if (value != 0) {
+            dense[column + step] = value;
+        }
+        column += __shfl_sync(FULL_WARP, step, 31);
+    }
+    __syncwarp();
+}
+
+// calls entry(index, place before the step + 1, code, value) for each entry of a row that decode_row() left in shared memory, and
+// returns the number of entries, on all lanes
+template <typename F> static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
+    const int lane = threadIdx.x % 32;
+    int n = 0, last = -1; // entries so far, place of the last non-zero
+    for (int q0 = 0; q0 < order.places; q0 += 32) {
+        const int q = q0 + lane;
+        const uint16_t value = q < order.places ? dense[order.word(q)] : uint16_t(0);
+        const unsigned here  = __ballot_sync(FULL_WARP, value != 0);
+        const unsigned below = here & ((1u << lane) - 1);
+        const int before = below ? q0 + 31 - __clz(below) : last;
+        const int gap    = q - before - 1;
+        const int fill   = value != 0 ? gap >> delta_bits : 0;
+        int index = __popc(below);
+        int total = __popc(here);
+        if (__any_sync(FULL_WARP, fill)) {
+            const int sum = warp_prefix_sum(fill);
+            index += sum - fill;
+            total += __shfl_sync(FULL_WARP, sum, 31);
+        }
+        if (value != 0) {
+            for (int f = 0; f < fill; f++) {
+                entry(n + index + f, before + 1 + (f << delta_bits), (1u << delta_bits) - 1, uint16_t(0));
+            }
+            entry(n + index + fill, before + 1 + (fill << delta_bits), static_cast<unsigned>(gap) & ((1u << delta_bits) - 1), value);
+        }
+        n += total;
+        if (here) {
+            last = q0 + 31 - __clz(here);
+        }
+    }
+    return n;
+}
+
+// groups of each row into row_ptr[row + 1]
+static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
+    extern __shared__ __align__(16) uint16_t dense[];
+    const row_order shape(m, 0);
+    for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
+        decode_row(raw, row, dense, shape.places);
+        const int n = walk_row(row_order(m, row), dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
+        if (threadIdx.x == 0) {
+            m.row_ptr[row + 1] = static_cast<int32_t>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
+        }
+        __syncwarp();
+    }
+}
+
+// counts to offsets, in one block; *total may exceed 31 bits, and then row_ptr is not used
+static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
+    __shared__ int64_t warp_total[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t sum = 0;
+    for (int64_t r0 = 0; r0 < rows; r0 += blockDim.x) {
+        const int64_t r = r0 + threadIdx.x;
+        const int64_t n = warp_prefix_sum(r < rows ? static_cast<int64_t>(row_ptr[r + 1]) : int64_t(0));
+        if (lane == 31) {
+            warp_total[warp] = n;
+        }
+        __syncthreads();
+        int64_t before = sum;
+        for (int w = 0; w < warp; w++) {
+            before += warp_total[w];
+        }
+        for (unsigned w = 0; w < blockDim.x / 32; w++) {
+            sum += warp_total[w];
+        }
+        if (r < rows) {
+            row_ptr[r + 1] = static_cast<int32_t>(before + n);
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        row_ptr[0] = 0;
+        *total = sum;
+    }
+}
+
+// values, codes (both zero before) and bases
+static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
+    extern __shared__ __align__(16) uint16_t dense[];
+    const row_order shape(m, 0);
+    for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
+        decode_row(raw, row, dense, shape.places);
+        const row_order order(m, row);
+        const int64_t begin = m.row_ptr[row];
+        const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin);
+        walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
+            constexpr int GROUP = static_cast<int>(CUDA_SPARSE_GROUP);
+            const int k = index % GROUP;
+            const group_place at = place_of(index / GROUP, groups, m.lanes);
+            const int64_t slot = begin + at.slot;
+            if (value != 0) {
+                reinterpret_cast<uint16_t *>(m.values)[slot * GROUP + k] = value;
+            }
+            if (code != 0) {
+                const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
+                atomicOr(reinterpret_cast<unsigned *>(m.codes) + (bit >> 5), code << (bit & 31));
+            }
+            if (k == 0 && at.first) {
+                m.bases[row * m.lanes + at.run] = static_cast<uint16_t>(order.word(from));
+            }
+        });
+        __syncwarp();
+    }
+}
+
+// one thread per run follows the codes as the product will, and finds how far past x they reach; INT32_MAX: further than one lap
+static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot) {
+    const int64_t run = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+    int most = 0;
+    if (run < m.rows * m.lanes) {
+        const int64_t row = run / m.lanes;
+        const int lane = static_cast<int>(run % m.lanes), begin = m.row_ptr[row], groups = m.row_ptr[row + 1] - begin;
+        const int modulus = 32 * m.stripe - 1;
+        int at = m.bases[run];
+        for (int g = static_cast<int>(static_cast<int64_t>(lane) * groups / m.lanes); g < static_cast<int64_t>(lane + 1) * groups / m.lanes; g++) {
+            const int64_t slot = begin + place_of(g, groups, m.lanes).slot;
+            int steps = 7;
+            for (int k = 0; k < 8; k++) {
+                const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
+                steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+            }
+            const int last = at + 32 * steps;
+            most = max(most, last + 1 - modulus);
+            at = last + 32;
+            at -= at >= modulus ? modulus : 0;
+            if (at >= modulus) {
+                most = INT32_MAX;
+                break;
+            }
+        }
+    }
+    if (most > 0) {
+        atomicMax(overshoot, most);
+    }
+}
+
+// ---- uploader ----
+
+constexpr int64_t PINNED_NBYTES = int64_t(4) << 20;
+constexpr int     N_PINNED      = 8;
+
+// one piece of pinned memory, on its own stream
+struct pinned_buffer {
+    void       * data   = nullptr;
+    cudaStream_t stream = nullptr;
+    bool         busy   = false;
+};
+
+struct cuda_sparse_uploader::impl {
+    int                     device  = 0;
+    cuda_device_info        info    = {};
+    uint8_t               * staging = nullptr; // device memory
+    int64_t                 staging_nbytes = 0;
+    int64_t               * results = nullptr; // device: total groups, overshoot
+    pinned_buffer           pinned[N_PINNED];
+    std::mutex              mutex;
+    std::condition_variable freed;
+
+    macko_desc              desc     = {};
+    int64_t                 n_padded = 0;
+    void                  * dst      = nullptr;
+    cuda_sparse_matrix      raw      = {};     // ROWS in staging memory
+    bool                    have_row_ptr = false;
+
+    ~impl() {
+        cudaSetDevice(device);
+        for (pinned_buffer & p : pinned) {
+            if (p.stream) {
+                cudaStreamDestroy(p.stream);
+            }
+            cudaFreeHost(p.data);
+        }
+        cudaFree(staging);
+        cudaFree(results);
+    }
+
+    // host memory of any kind to the device; returns when src may be reused and the bytes have arrived
+    int copy(void * to, const void * from, int64_t nbytes) {
+        CUDA_OK(cudaSetDevice(device));
+        pinned_buffer * p = nullptr;
+        {
+            std::unique_lock<std::mutex> lock(mutex);
+            freed.wait(lock, [&] {
+                for (pinned_buffer & candidate : pinned) {
+                    if (!candidate.busy) {
+                        p = &candidate;
+                        return true;
+                    }
+                }
+                return false;
+            });
+            p->busy = true;
+        }
+        cudaError_t error = cudaSuccess;
+        // two halves: one is filled while the other is on its way
+        const int64_t half = PINNED_NBYTES / 2;
+        for (int64_t at = 0, i = 0; at < nbytes && error == cudaSuccess; at += half, i++) {
+            uint8_t * piece = static_cast<uint8_t *>(p->data) + i % 2 * half;
+            const int64_t n = std::min(half, nbytes - at);
+            memcpy(piece, static_cast<const uint8_t *>(from) + at, static_cast<size_t>(n));
+            error = cudaStreamSynchronize(p->stream);
+            if (error == cudaSuccess) {
+                error = cudaMemcpyAsync(static_cast<uint8_t *>(to) + at, piece, static_cast<size_t>(n), cudaMemcpyHostToDevice, p->stream);
+            }
+        }
+        if (error == cudaSuccess) {
+            error = cudaStreamSynchronize(p->stream);
+        }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            p->busy = false;
+        }
+        freed.notify_one();
+        CUDA_OK(error);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // the layout in m, if it fits: *fits tells. m.overshoot is set.
+    int repack(cuda_sparse_matrix * m, bool * fits) {
+        *fits = false;
+        const bool    striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED;
+        const int64_t words  = striped ? 32 * m->stripe - 1 : m->cols + CUDA_SPARSE_GROUP;
+        const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
+        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8)) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        const int shared = static_cast<int>(words * 2);
+        const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(m->rows, info.multiprocessors * 32));
+        CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+        CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+        const cudaStream_t stream = pinned[0].stream;
+        int64_t * groups    = results;
+        int32_t * overshoot = reinterpret_cast<int32_t *>(results + 1);
+        CUDA_OK(cudaMemsetAsync(results, 0, 2 * sizeof(int64_t), stream));
+        count_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
+        CUDA_OK(cudaGetLastError());
+        scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, groups);
+        CUDA_OK(cudaGetLastError());
+        int64_t n_groups = 0;
+        CUDA_OK(cudaMemcpyAsync(&n_groups, groups, sizeof(n_groups), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        if (n_groups > cuda_sparse_max_groups(desc, n_padded)) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(n_groups * CUDA_SPARSE_GROUP * 2), stream));
+        CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((n_groups * m->delta_bits + 3) & ~int64_t(3)), stream));
+        CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
+        repack_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
+        CUDA_OK(cudaGetLastError());
+        if (striped) {
+            overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, overshoot);
+            CUDA_OK(cudaGetLastError());
+        }
+        CUDA_OK(cudaMemcpyAsync(&m->overshoot, overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        *fits = m->overshoot <= std::min(words, room - words);
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+cuda_sparse_uploader::cuda_sparse_uploader(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
+cuda_sparse_uploader::~cuda_sparse_uploader() = default;
+
+int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploader> * out) {
+    auto p = std::make_unique<impl>();
+    p->device = device;
+    CUDA_OK(cudaSetDevice(device));
+    CUDA_OK(cuda_current_device(&p->info));
+    for (pinned_buffer & buffer : p->pinned) {
+        CUDA_OK(cudaMallocHost(&buffer.data, static_cast<size_t>(PINNED_NBYTES)));
+        CUDA_OK(cudaStreamCreateWithFlags(&buffer.stream, cudaStreamNonBlocking));
+    }
+    CUDA_OK(cudaMalloc(&p->results, 2 * sizeof(int64_t)));
+    out->reset(new cuda_sparse_uploader(std::move(p)));
+    return GGML_MACKO_STATUS_OK;
+}
+
+int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void * dst) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    const int64_t nbytes = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
+    if (nbytes > s.staging_nbytes) {
+        CUDA_OK(cudaFree(s.staging));
+        s.staging = nullptr;
+        s.staging_nbytes = 0;
+        CUDA_OK(cudaMalloc(&s.staging, static_cast<size_t>(nbytes)));
+        s.staging_nbytes = nbytes;
+    }
+    s.desc         = desc;
+    s.n_padded     = n_padded;
+    s.dst          = dst;
+    s.raw          = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, s.staging);
+    s.have_row_ptr = false;
+    return GGML_MACKO_STATUS_OK;
+}
+
+int cuda_sparse_uploader::rows(const macko_view & view) {
+    impl & s = *impl_;
+    const macko_rows & r = view.rows();
+    bool first = false;
+    {
+        std::lock_guard<std::mutex> lock(s.mutex);
+        first = !s.have_row_ptr;
+        s.have_row_ptr = true;
+    }
+    int status = GGML_MACKO_STATUS_OK;
+    if (first) {
+        status = s.copy(s.raw.row_ptr, r.row_ptr, (s.desc.rows + 1) * 4);
+    }
+    const int64_t begin = r.row_ptr[r.row_begin], end = r.row_ptr[r.row_end], b = s.desc.delta_bits;
+    const int64_t value = value_nbytes(s.desc.type);
+    if (status == GGML_MACKO_STATUS_OK && begin < end) {
+        status = s.copy(s.raw.values + begin * value, static_cast<const uint8_t *>(r.values) + (begin - r.base) * value, (end - begin) * value);
+    }
+    // the first and last byte may hold codes of neighbouring rows: the file's, the same ones that the neighbour writes
+    const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
+    if (status == GGML_MACKO_STATUS_OK && begin < end) {
+        status = s.copy(s.raw.codes + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
+    }
+    return status;
+}
+
+int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
+    return finish(out, -1, 0);
+}
+
+int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    const bool stripes = s.desc.cols >= 2048; // in narrow matrices a group soon walks around all of them
+    const int32_t wish[3] = { stripes ? CUDA_SPARSE_LAYOUT_STRIPED : CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
+    for (int i = 0; i < 3; i++) {
+        const int32_t candidate = layout >= 0 ? layout : wish[i];
+        cuda_sparse_matrix m = cuda_sparse_bind(s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
+        bool fits = true;
+        if (candidate == CUDA_SPARSE_LAYOUT_ROWS) {
+            CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice, s.pinned[0].stream));
+            CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));
+        } else {
+            if (const int status = s.repack(&m, &fits)) {
+                return status;
+            }
+        }
+        if (fits) {
+            *out = m;
+            return GGML_MACKO_STATUS_OK;
+        }
+        if (layout >= 0) {
+            break;
+        }
+    }
+    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "layout %d does not fit the matrix", layout);
+}
+
+} // namespace macko

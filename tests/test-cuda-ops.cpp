@@ -1,0 +1,630 @@
+// The GPU's dense operations against float64, element by element, on random shapes, strides and data with outliers. Outputs are poisoned
+// before each call and lie between guard zones. Skips (exit code 77) where there is no GPU.
+#include "cuda/cublas.h"
+#include "cuda/ops.h"
+#include "test.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+using namespace macko;
+
+namespace {
+
+constexpr size_t  GUARD  = 4096;       // bytes in front of and behind every tensor
+constexpr uint8_t POISON = 0xff;       // NaN in every floating-point type
+constexpr double  U32    = 0x1p-24;    // unit roundoff of float
+constexpr double  U_F16  = 0x1p-11;
+constexpr double  U_BF16 = 0x1p-8;
+
+op_context ctx;
+rng        random_source(20261121);
+
+void cuda_ok(cudaError_t error, const char * what) {
+    if (error != cudaSuccess) {
+        fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+        exit(1);
+    }
+}
+
+uint16_t to_f16(float f) {
+    uint32_t x;
+    memcpy(&x, &f, 4);
+    const uint32_t sign = x >> 16 & 0x8000;
+    const float    a    = std::fabs(f);
+    if (std::isnan(f)) {
+        return 0x7e00;
+    }
+    if (a >= 65520.0f) {
+        return static_cast<uint16_t>(sign | 0x7c00);
+    }
+    int e;
+    const double m = std::frexp(static_cast<double>(a), &e); // a = m * 2^e, m in [0.5, 1)
+    const int    exponent = std::max(e, -13);
+    const double scaled   = std::nearbyint(std::ldexp(m, e - exponent + 11)); // units of 2^(exponent - 11)
+    const uint32_t units  = static_cast<uint32_t>(scaled);
+    // units < 1024: subnormal; the addition carries into the exponent when rounding does
+    return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(exponent + 13) << 10)));
+}
+
+double from_f16(uint16_t h) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const double v = e == 31 ? (m ? NAN : INFINITY) : e == 0 ? std::ldexp(m, -24) : std::ldexp(1024 + m, e - 25);
+    return h & 0x8000 ? -v : v;
+}
+
+// a strided tensor on the GPU; rows may have gaps (pad elements), and dims 1 and 2 may be swapped in memory
+struct device_tensor {
+    char              * memory = nullptr;
+    size_t              nbytes = 0;
+    op_tensor           t      = {};
+    std::vector<uint8_t> host;
+
+    device_tensor(const device_tensor &) = delete;
+    device_tensor(tensor_type type, std::vector<int64_t> ne, int64_t pad = 0, bool permuted = false) {
+        ne.resize(4, 1);
+        t.type  = type;
+        t.nb[0] = type_block_nbytes(type);
+        std::copy(ne.begin(), ne.end(), t.ne);
+        const int64_t row = (ne[0] / type_block_size(type) + pad) * t.nb[0];
+        if (permuted) {
+            t.nb[2] = row, t.nb[1] = row * ne[2];
+        } else {
+            t.nb[1] = row, t.nb[2] = row * ne[1];
+        }
+        t.nb[3] = row * ne[1] * ne[2];
+        nbytes  = static_cast<size_t>(t.nb[3] * ne[3]);
+        cuda_ok(cudaMalloc(&memory, nbytes + 2 * GUARD), "cudaMalloc");
+        cuda_ok(cudaMemset(memory, POISON, nbytes + 2 * GUARD), "cudaMemset");
+        cuda_ok(cudaDeviceSynchronize(), "cudaMemset"); // it does not wait for our stream, nor our stream for it
+        t.data = memory + GUARD;
+        host.assign(nbytes, POISON);
+    }
+    ~device_tensor() { cudaFree(memory); }
+
+    size_t at(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const { return static_cast<size_t>(i0 * t.nb[0] + i1 * t.nb[1] + i2 * t.nb[2] + i3 * t.nb[3]); }
+    double get(int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) const {
+        const uint8_t * p = host.data() + at(i0, i1, i2, i3);
+        switch (t.type) {
+            case TYPE_F32:  { float v;    memcpy(&v, p, 4); return static_cast<double>(v); }
+            case TYPE_I32:  { int32_t v;  memcpy(&v, p, 4); return v; }
+            case TYPE_F16:  { uint16_t v; memcpy(&v, p, 2); return from_f16(v); }
+            case TYPE_BF16: { uint32_t v = 0; memcpy(reinterpret_cast<char *>(&v) + 2, p, 2); float f; memcpy(&f, &v, 4); return static_cast<double>(f); }
+            default:        return NAN;
+        }
+    }
+    void set(double v, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
+        uint8_t * p = host.data() + at(i0, i1, i2, i3);
+        const float f = static_cast<float>(v);
+        switch (t.type) {
+            case TYPE_F32: memcpy(p, &f, 4); break;
+            case TYPE_I32: { const int32_t i = static_cast<int32_t>(v); memcpy(p, &i, 4); break; }
+            case TYPE_I64: { const int64_t i = static_cast<int64_t>(v); memcpy(p, &i, 8); break; }
+            case TYPE_F16: { const uint16_t h = to_f16(f); memcpy(p, &h, 2); break; }
+            case TYPE_BF16: memcpy(p, reinterpret_cast<const char *>(&f) + 2, 2); break;
+            default: break;
+        }
+    }
+    void each(const std::function<void(int64_t, int64_t, int64_t, int64_t)> & f) const {
+        for (int64_t i3 = 0; i3 < t.ne[3]; i3++) {
+            for (int64_t i2 = 0; i2 < t.ne[2]; i2++) {
+                for (int64_t i1 = 0; i1 < t.ne[1]; i1++) {
+                    for (int64_t i0 = 0; i0 < t.ne[0]; i0++) {
+                        f(i0, i1, i2, i3);
+                    }
+                }
+            }
+        }
+    }
+    void upload() { // on our stream: a plain cudaMemcpy may return before the data is there, and our stream would not wait for it
+        cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
+        cuda_ok(cudaStreamSynchronize(ctx.stream), "upload");
+    }
+    void download(const char * name) {
+        std::vector<uint8_t> all(nbytes + 2 * GUARD);
+        cuda_ok(cudaStreamSynchronize(ctx.stream), name);
+        cuda_ok(cudaMemcpy(all.data(), memory, all.size(), cudaMemcpyDeviceToHost), name);
+        const auto poisoned = [](uint8_t b) { return b == POISON; };
+        CHECK(std::all_of(all.begin(), all.begin() + GUARD, poisoned), "%s: wrote in front of its output", name);
+        CHECK(std::all_of(all.end() - GUARD, all.end(), poisoned), "%s: wrote behind its output", name);
+        host.assign(all.begin() + GUARD, all.end() - static_cast<long>(GUARD));
+    }
+    // normal values; one in sixteen rows holds an outlier
+    device_tensor & random(double scale = 1) {
+        std::normal_distribution<double> normal(0, scale);
+        each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { set(normal(random_source.engine) * (random_source.range(0, 16 * t.ne[0]) == 0 ? 20 : 1), i0, i1, i2, i3); });
+        upload();
+        return *this;
+    }
+};
+using tensor_ptr = std::unique_ptr<device_tensor>;
+tensor_ptr make(tensor_type type, std::vector<int64_t> ne, int64_t pad = 0, bool permuted = false) { return std::make_unique<device_tensor>(type, std::move(ne), pad, permuted); }
+
+// every element of out is within bound(...) of reference(...): pair of value and bound
+using reference = std::function<std::pair<double, double>(int64_t, int64_t, int64_t, int64_t)>;
+void check(const std::string & name, cudaError_t error, device_tensor & out, const reference & f) {
+    CHECK(error == cudaSuccess, "%s: %s", name.c_str(), cudaGetErrorString(error));
+    out.download(name.c_str());
+    int64_t bad = 0;
+    out.each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+        const auto   expected = f(i0, i1, i2, i3);
+        const double got      = out.get(i0, i1, i2, i3);
+        if (!(std::fabs(got - expected.first) <= expected.second + 1e-37) && bad++ < 3) {
+            fprintf(stderr, "%s: [%d %d %d %d] is %.9g, should be %.9g +- %.3g\n", name.c_str(), static_cast<int>(i0), static_cast<int>(i1), static_cast<int>(i2), static_cast<int>(i3), got, expected.first, expected.second);
+        }
+    });
+    CHECK(bad == 0, "%s: %d elements", name.c_str(), static_cast<int>(bad));
+}
+
+int64_t pick(std::vector<int64_t> of) { return of[static_cast<size_t>(random_source.range(0, static_cast<int64_t>(of.size()) - 1))]; }
+
+// ---- elementwise, rows, reductions ----
+
+void test_binary_broadcast_and_in_place() {
+    for (int k = 0; k < 40; k++) {
+        const std::vector<int64_t> ne = { pick({ 1, 3, 64, 257, 1030, 4096 }), pick({ 1, 2, 7 }), pick({ 1, 4 }), pick({ 1, 2 }) };
+        std::vector<int64_t> nb = ne;
+        for (auto & n : nb) {
+            n = random_source.range(0, 1) ? n : 1;
+        }
+        const auto type = random_source.range(0, 3) ? TYPE_F32 : TYPE_F16;
+        auto a = make(type, ne, pick({ 0, 3 })), b = make(type, nb), dst = make(type, ne, pick({ 0, 1 }));
+        a->random(), b->random();
+        const auto op = static_cast<binary_op>(random_source.range(0, 2)); // division by near-zero has no useful bound
+        CHECK(op_binary_supported(op, a->t, b->t, dst->t), "binary");
+        check("binary", op_binary(ctx, op, a->t, b->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            const double x = a->get(i0, i1, i2, i3), y = b->get(i0 % nb[0], i1 % nb[1], i2 % nb[2], i3 % nb[3]);
+            const double z = op == binary_op::ADD ? x + y : op == binary_op::SUB ? x - y : x * y;
+            return std::make_pair(z, std::fabs(z) * (type == TYPE_F16 ? 2 * U_F16 : 2 * U32) + (type == TYPE_F16 ? 0x1p-25 : 0));
+        });
+        auto in_place = make(type, ne);
+        in_place->random();
+        const auto before = in_place->host;
+        device_tensor & t = *in_place;
+        const cudaError_t error = op_binary(ctx, binary_op::ADD, t.t, t.t, t.t);
+        device_tensor old(type, ne);
+        old.host = before;
+        check("binary in place", error, t, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { const double x = 2 * old.get(i0, i1, i2, i3); return std::make_pair(x, std::fabs(x) * U_F16); });
+    }
+}
+
+void test_glu_halves_and_pairs() {
+    for (int k = 0; k < 24; k++) {
+        const int64_t n = pick({ 1, 65, 768, 1500 }), rows = pick({ 1, 5 });
+        const bool    single = random_source.range(0, 1), swapped = single && random_source.range(0, 1);
+        auto x = make(TYPE_F32, { single ? 2 * n : n, rows }), up = make(TYPE_F32, { n, rows }), dst = make(TYPE_F32, { n, rows });
+        x->random(2), up->random(2);
+        const glu_params p = { k % 2 ? glu_op::SWIGLU : glu_op::SWIGLU_OAI, swapped, 1.702f, 7.0f };
+        check("glu", op_glu(ctx, p, x->t, single ? nullptr : &up->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+            double g = single ? x->get(i0 + (swapped ? n : 0), i1) : x->get(i0, i1), u = single ? x->get(i0 + (swapped ? 0 : n), i1) : up->get(i0, i1);
+            if (p.op == glu_op::SWIGLU_OAI) {
+                g = std::min(g, 7.0), u = std::clamp(u, -7.0, 7.0) + 1;
+            }
+            const double z = g / (1 + std::exp(-(p.op == glu_op::SWIGLU_OAI ? static_cast<double>(p.alpha) : 1.0) * g)) * u;
+            return std::make_pair(z, 16 * U32 * (std::fabs(z) + std::fabs(g) * (1 + std::fabs(g)) * std::fabs(u)));
+        });
+    }
+}
+
+void test_rms_norm_with_sum_and_scale() {
+    for (int k = 0; k < 40; k++) {
+        const std::vector<int64_t> ne = { pick({ 1, 6, 64, 100, 128, 4096, 4100, 8192 }), pick({ 1, 3, 9 }), pick({ 1, 2 }) };
+        const int64_t pad = ne[0] % 4 ? 1 : 4;
+        auto x = make(TYPE_F32, ne, pick({ 0, pad })), dst = make(TYPE_F32, ne), scale = make(TYPE_F32, { ne[0] }), add = make(TYPE_F32, ne), sum = make(TYPE_F32, ne);
+        x->random(), scale->random(), add->random();
+        rms_norm_params p = { x->t, dst->t, k % 2 ? &scale->t : nullptr, k % 3 ? &add->t : nullptr, &sum->t, 1e-5f };
+        CHECK(op_rms_norm_supported(p), "rms_norm");
+        check("rms_norm", op_rms_norm(ctx, p), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            double squares = 0;
+            const auto value = [&](int64_t i) { return x->get(i, i1, i2, i3) + (p.add ? add->get(i, i1, i2, i3) : 0); };
+            for (int64_t i = 0; i < ne[0]; i++) {
+                squares += value(i) * value(i);
+            }
+            const double s = p.scale ? scale->get(i0) : 1, z = value(i0) / std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * s;
+            const double size = (std::fabs(x->get(i0, i1, i2, i3)) + (p.add ? std::fabs(add->get(i0, i1, i2, i3)) : 0)) / std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * std::fabs(s);
+            return std::make_pair(z, size * U32 * (16 + std::sqrt(static_cast<double>(ne[0]))));
+        });
+    }
+}
+
+void test_soft_max_masked_rows() {
+    for (int k = 0; k < 30; k++) {
+        const int64_t n = pick({ 1, 31, 256, 1000, 5000 }), tokens = pick({ 1, 4 }), heads = pick({ 1, 6 });
+        auto x = make(TYPE_F32, { n, tokens, heads }), mask = make(k % 2 ? TYPE_F16 : TYPE_F32, { n, tokens }), sinks = make(TYPE_F32, { heads });
+        x->random(3), sinks->random();
+        mask->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { mask->set(i0 && random_source.range(0, 2) == 0 ? -INFINITY : 0, i0, i1); });
+        mask->upload();
+        const bool has_sinks = k % 3 == 0;
+        device_tensor in(TYPE_F32, { n, tokens, heads });
+        in.host = x->host;
+        check("soft_max in place", op_soft_max(ctx, 0.25f, 0, x->t, &mask->t, has_sinks ? &sinks->t : nullptr, x->t), *x, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
+            const auto value = [&](int64_t i) { return 0.25 * in.get(i, i1, i2) + mask->get(i, i1); };
+            double max = has_sinks ? sinks->get(i2) : -INFINITY, sum = 0;
+            for (int64_t i = 0; i < n; i++) {
+                max = std::max(max, value(i));
+            }
+            for (int64_t i = 0; i < n; i++) {
+                sum += std::exp(value(i) - max);
+            }
+            sum += has_sinks ? std::exp(sinks->get(i2) - max) : 0;
+            const double z = std::exp(value(i0) - max) / sum;
+            return std::make_pair(z, z * U32 * (40 + 4 * std::fabs(std::max(value(i0), -1000.0) - max) + std::sqrt(static_cast<double>(n))));
+        });
+    }
+}
+
+void test_argsort_is_a_sorted_permutation() {
+    for (int64_t n : { 1, 2, 7, 8, 60, 128, 1000, 5000 }) {
+        auto x = make(TYPE_F32, { n, 3 }), dst = make(TYPE_I32, { n, 3 });
+        x->random();
+        for (const bool descending : { false, true }) {
+            CHECK(op_argsort(ctx, descending, x->t, dst->t) == cudaSuccess, "argsort");
+            dst->download("argsort");
+            for (int64_t row = 0; row < 3; row++) {
+                std::vector<bool> seen(static_cast<size_t>(n));
+                bool ok = true;
+                for (int64_t i = 0; i < n; i++) {
+                    const auto id = static_cast<int64_t>(dst->get(i, row));
+                    ok = ok && id >= 0 && id < n && !seen[static_cast<size_t>(id)];
+                    if (!ok) {
+                        break;
+                    }
+                    seen[static_cast<size_t>(id)] = true;
+                    if (i) {
+                        const double a = x->get(static_cast<int64_t>(dst->get(i - 1, row)), row), b = x->get(id, row);
+                        ok = descending ? a >= b : a <= b;
+                    }
+                }
+                CHECK(ok, "argsort of %d", static_cast<int>(n));
+            }
+        }
+    }
+}
+
+void test_rows_of_one_element_and_strided_sources() {
+    for (int k = 0; k < 24; k++) { // set_rows: the transposed V cache has rows of one element
+        const int64_t width = pick({ 1, 8, 64, 100 }), tokens = pick({ 1, 5, 33 }), rows = 64;
+        const auto    type  = pick({ TYPE_F16, TYPE_F32, TYPE_BF16 });
+        auto src = make(TYPE_F32, { width, tokens }, pick({ 0, 3 })), dst = make(static_cast<tensor_type>(type), { width, rows }), ids = make(TYPE_I64, { tokens });
+        src->random();
+        std::vector<int64_t> to(static_cast<size_t>(rows));
+        for (int64_t i = 0; i < rows; i++) {
+            to[static_cast<size_t>(i)] = i;
+        }
+        std::shuffle(to.begin(), to.end(), random_source.engine);
+        for (int64_t i = 0; i < tokens; i++) {
+            ids->set(static_cast<double>(to[static_cast<size_t>(i)]), i);
+        }
+        ids->upload();
+        const double u = type == TYPE_F16 ? U_F16 : type == TYPE_BF16 ? U_BF16 : U32;
+        const cudaError_t error = op_set_rows(ctx, src->t, ids->t, dst->t);
+        CHECK(error == cudaSuccess, "set_rows");
+        dst->download("set_rows");
+        bool ok = true;
+        for (int64_t r = 0; r < rows; r++) {
+            const auto from = std::find(to.begin(), to.begin() + tokens, r) - to.begin();
+            for (int64_t i = 0; i < width; i++) {
+                const double got = dst->get(i, r);
+                ok = ok && (from == tokens ? std::isnan(got) : std::fabs(got - src->get(i, from)) <= std::fabs(src->get(i, from)) * u + 0x1p-25);
+            }
+        }
+        CHECK(ok, "set_rows of %d x %d", static_cast<int>(width), static_cast<int>(tokens));
+    }
+    for (int k = 0; k < 16; k++) {
+        const int64_t width = pick({ 1, 64, 1000 }), rows = pick({ 1, 9 }), n = pick({ 1, 12 });
+        auto src = make(k % 2 ? TYPE_F16 : TYPE_F32, { width, rows }, pick({ 0, 5 })), ids = make(TYPE_I32, { n }), dst = make(TYPE_F32, { width, n });
+        src->random();
+        for (int64_t i = 0; i < n; i++) {
+            ids->set(static_cast<double>(random_source.range(0, rows - 1)), i);
+        }
+        ids->upload();
+        check("get_rows", op_get_rows(ctx, src->t, ids->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t, int64_t) { return std::make_pair(src->get(i0, static_cast<int64_t>(ids->get(i1))), 0.0); });
+    }
+    for (int k = 0; k < 16; k++) { // cont of a permuted tensor
+        const std::vector<int64_t> ne = { pick({ 1, 32, 77 }), pick({ 1, 5 }), pick({ 1, 6 }), pick({ 1, 2 }) };
+        auto src = make(TYPE_F32, ne, pick({ 0, 1 }), true), dst = make(k % 2 ? TYPE_F16 : TYPE_F32, ne);
+        src->random();
+        check("copy", op_copy(ctx, src->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            const double x = src->get(i0, i1, i2, i3);
+            return std::make_pair(x, k % 2 ? std::fabs(x) * U_F16 + 0x1p-25 : 0.0);
+        });
+    }
+}
+
+void test_rope_modes_offsets_and_cache_write() {
+    for (int k = 0; k < 30; k++) {
+        const int64_t head_dim = pick({ 8, 64, 96, 128 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
+        rope_params p = {};
+        p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096, p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
+        p.beta_fast = 32, p.beta_slow = 1;
+        auto x = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8), dst = make(TYPE_F32, { head_dim, heads, tokens }), pos = make(TYPE_I32, { tokens }), factors = make(TYPE_F32, { head_dim / 2 });
+        x->random();
+        factors->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors->set(1 + random_source.unit(), i0); });
+        factors->upload();
+        for (int64_t i = 0; i < tokens; i++) {
+            pos->set(static_cast<double>(random_source.range(0, 2000)), i);
+        }
+        pos->upload();
+        const bool has_factors = k % 4 == 1;
+        const auto rotated = [&](int64_t i0, int64_t h, int64_t t) {
+            if (i0 >= p.n_dims) {
+                return std::make_pair(x->get(i0, h, t), 0.0);
+            }
+            const int64_t half = p.n_dims / 2, pair = p.mode ? i0 % half : i0 / 2, first = p.mode ? pair : 2 * pair, second = p.mode ? pair + half : first + 1;
+            const double  extrapolated = pos->get(t) * std::pow(static_cast<double>(p.freq_base), -2.0 * static_cast<double>(pair) / p.n_dims) / (has_factors ? factors->get(pair) : 1);
+            double theta = extrapolated * static_cast<double>(p.freq_scale), size = 1;
+            if (p.ext_factor != 0) {
+                const auto dim = [&](double n) { return p.n_dims * std::log(p.n_ctx_orig / (n * 2 * M_PI)) / (2 * std::log(static_cast<double>(p.freq_base))); };
+                const double low = std::max(0.0, std::floor(dim(32))), high = std::min(p.n_dims - 1.0, std::ceil(dim(1)));
+                const double mix = 1 - std::clamp((static_cast<double>(pair) - low) / std::max(0.001, high - low), 0.0, 1.0);
+                theta = theta * (1 - mix) + extrapolated * mix;
+                size  = 1 + 0.1 * std::log(1 / static_cast<double>(p.freq_scale));
+            }
+            const double a = x->get(first, h, t), b = x->get(second, h, t);
+            const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta) : a * std::sin(theta) + b * std::cos(theta));
+            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + 24 * std::fabs(extrapolated))); // the angle itself is a float
+        };
+        check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+
+        // fused: the same keys go to f16 cache rows, values beside them
+        const int64_t rows = 128, width = pick({ 64, 72 });
+        auto k_cache = make(TYPE_F16, { head_dim * heads, rows }), v_cache = make(TYPE_F16, { width, rows }), v = make(TYPE_F32, { width, tokens }, 4), ids = make(TYPE_I64, { tokens });
+        v->random();
+        const int64_t first_row = random_source.range(0, rows - tokens);
+        for (int64_t i = 0; i < tokens; i++) {
+            ids->set(static_cast<double>(first_row + tokens - 1 - i), i);
+        }
+        ids->upload();
+        rope_cache_params c = { x->t, dst->t, x->t, k_cache->t, v->t, v_cache->t, reinterpret_cast<const int64_t *>(ids->t.data), reinterpret_cast<const int64_t *>(ids->t.data) };
+        CHECK(op_rope_cache_supported(p, pos->t, has_factors ? &factors->t : nullptr, c), "rope_cache");
+        cuda_ok(cudaMemsetAsync(dst->t.data, POISON, dst->nbytes, ctx.stream), "poison");
+        const cudaError_t error = op_rope_cache(ctx, p, pos->t, has_factors ? &factors->t : nullptr, c);
+        check("rope_cache q", error, *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+        k_cache->download("rope_cache k");
+        v_cache->download("rope_cache v");
+        bool ok = true;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t t = first_row + tokens - 1 - r;
+            for (int64_t i = 0; i < head_dim * heads; i++) {
+                const double got = k_cache->get(i, r);
+                if (t < 0 || t >= tokens) {
+                    ok = ok && std::isnan(got);
+                } else {
+                    const auto expected = rotated(i % head_dim, i / head_dim, t);
+                    ok = ok && std::fabs(got - expected.first) <= expected.second + std::fabs(expected.first) * 2 * U_F16 + 0x1p-24;
+                }
+            }
+            for (int64_t i = 0; i < width; i++) {
+                const double got = v_cache->get(i, r);
+                ok = ok && (t < 0 || t >= tokens ? std::isnan(got) : std::fabs(got - v->get(i, t)) <= std::fabs(v->get(i, t)) * U_F16 + 0x1p-25);
+            }
+        }
+        CHECK(ok, "rope_cache: caches");
+    }
+}
+
+// ---- products ----
+
+const std::vector<tensor_type> WEIGHT_TYPES = { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_IQ4_NL, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_MXFP4 };
+
+// a weight and what it decodes to: random bytes where there is no encoder, with scales made harmless
+std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vector<int64_t> & ne, int64_t pad) {
+    auto w = make(type, ne, pad), decoded = make(TYPE_F32, ne);
+    if (type_block_size(type) == 1) {
+        w->random(0.5);
+    } else {
+        auto source = make(TYPE_F32, ne);
+        source->random(0.5);
+        if (op_copy_supported(source->t, w->t)) {
+            CHECK(op_copy(ctx, source->t, w->t) == cudaSuccess, "quantize");
+        } else {
+            // K-quants: halves (d, dmin) get small values, all other bits are free
+            const size_t block = static_cast<size_t>(type_block_nbytes(type));
+            for (size_t b = 0; b + block <= w->nbytes; b += block) {
+                for (size_t i = 0; i < block; i++) {
+                    w->host[b + i] = static_cast<uint8_t>(random_source.bits());
+                }
+                const uint16_t small = to_f16(static_cast<float>(0.001 + 0.01 * random_source.unit()));
+                const std::vector<size_t> places = type == TYPE_Q2_K ? std::vector<size_t>{ 80, 82 } : type == TYPE_Q3_K ? std::vector<size_t>{ 108 } : type == TYPE_Q6_K ? std::vector<size_t>{ 208 } :
+                    type == TYPE_MXFP4 ? std::vector<size_t>{} : std::vector<size_t>{ 0, 2 };
+                for (const size_t p : places) {
+                    memcpy(&w->host[b + p], &small, 2);
+                }
+                if (type == TYPE_MXFP4) {
+                    w->host[b] = static_cast<uint8_t>(random_source.range(118, 130));
+                }
+            }
+            w->upload();
+        }
+    }
+    CHECK(op_copy(ctx, w->t, decoded->t) == cudaSuccess, "decode");
+    decoded->download("decode");
+    if (type_block_size(type) == 1) {
+        w->download("weight");
+    }
+    return { std::move(w), std::move(decoded) };
+}
+
+// rounding of x and w on the way into tensor cores
+double product_roundoff(tensor_type type, int64_t n) {
+    return n <= 8 || type == TYPE_F32 ? 0 : type == TYPE_F16 ? U_F16 : 2.01 * U_BF16;
+}
+
+void test_products_of_every_type() {
+    for (const tensor_type type : WEIGHT_TYPES) {
+        for (int k = 0; k < 14; k++) {
+            const int64_t block = type_block_size(type);
+            const int64_t cols  = block > 1 ? block * pick({ 1, 2, 5 }) : pick({ 1, 7, 8, 33, 64, 256, 1000, 2048 });
+            const int64_t rows  = pick({ 1, 3, 64, 130, 257, 512 }), n = pick({ 1, 2, 3, 5, 8, 9, 33, 64, 130 });
+            const int64_t n2 = n < 64 ? pick({ 1, 1, 2 }) : 1, ratio = pick({ 1, 3 });
+            auto pair = make_weight(type, { cols, rows, n2 }, block > 1 ? 0 : pick({ 0, 0, 1, 8 }));
+            auto x = make(TYPE_F32, { cols, n, n2 * ratio }, cols % 4 == 0 ? pick({ 0, 4 }) : block > 1 ? 0 : 1, random_source.range(0, 1) != 0), y = make(TYPE_F32, { rows, n, n2 * ratio });
+            x->random();
+            if (!op_mul_mat_supported(pair.first->t, x->t, y->t)) {
+                CHECK(false, "mul_mat type %d refused", type);
+                continue;
+            }
+            char * scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_mul_mat_scratch_nbytes(pair.first->t, x->t) + 256), "scratch");
+            const double u = product_roundoff(type, n);
+            check("mul_mat type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " n " + std::to_string(n), op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch), *y,
+                [&](int64_t row, int64_t col, int64_t i2, int64_t) {
+                    double sum = 0, size = 0;
+                    for (int64_t i = 0; i < cols; i++) {
+                        const double product = pair.second->get(i, row, i2 / ratio) * x->get(i, col, i2);
+                        sum  += product;
+                        size += std::fabs(product);
+                    }
+                    return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0));
+                });
+            cudaFree(scratch);
+        }
+    }
+}
+
+void test_expert_products_with_strided_ids() {
+    for (const tensor_type type : { TYPE_F16, TYPE_F32, TYPE_BF16, TYPE_Q8_0, TYPE_Q4_K, TYPE_MXFP4 }) {
+        for (const int64_t tokens : { 1, 4, 9, 70 }) {
+            const int64_t cols = 256, rows = pick({ 48, 200 }), experts = pick({ 4, 9 }), used = pick({ 1, 3 });
+            const bool    shared = random_source.range(0, 1); // one x per token
+            auto pair = make_weight(type, { cols, rows, experts }, 0);
+            auto x = make(TYPE_F32, { cols, shared ? 1 : used, tokens }), ids = make(TYPE_I32, { used, tokens }, experts - used), y = make(TYPE_F32, { rows, used, tokens });
+            x->random();
+            ids->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { ids->set(static_cast<double>((random_source.range(0, experts - 1) + i0) % experts), i0, i1); });
+            ids->upload();
+            CHECK(op_mul_mat_id_supported(pair.first->t, x->t, ids->t, y->t), "mul_mat_id");
+            char * scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_mul_mat_id_scratch_nbytes(pair.first->t, x->t, ids->t) + 256), "scratch");
+            const double u = product_roundoff(type, tokens);
+            check("mul_mat_id type " + std::to_string(type), op_mul_mat_id(ctx, pair.first->t, x->t, ids->t, y->t, scratch), *y, [&](int64_t row, int64_t slot, int64_t token, int64_t) {
+                double sum = 0, size = 0;
+                for (int64_t i = 0; i < cols; i++) {
+                    const double product = pair.second->get(i, row, static_cast<int64_t>(ids->get(slot, token))) * x->get(i, shared ? 0 : slot, token);
+                    sum  += product;
+                    size += std::fabs(product);
+                }
+                return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0));
+            });
+            cudaFree(scratch);
+        }
+    }
+}
+
+// ---- attention ----
+
+void test_attention_masks_groups_and_splits() {
+    for (int k = 0; k < 60; k++) {
+        const tensor_type type = k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16;
+        const int64_t head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
+        const int64_t kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7 }), heads = kv_heads * group, tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
+        const int64_t n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000 });
+        auto q = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
+        auto keys = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0), values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
+        auto mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads }), dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
+        q->random(), sinks->random();
+        const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2); // whole tiles hidden, as in a causal mask
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY : 0, i0, i1, i2, i3); });
+        mask->upload();
+        attention_params p = {};
+        p.q = q->t, p.k = keys.first->t, p.v = values.first->t, p.dst = dst->t;
+        p.mask = k % 6 ? &mask->t : nullptr, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
+        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
+        if (!op_attention_supported(p)) {
+            CHECK(false, "attention refused: head %d", static_cast<int>(head_dim));
+            continue;
+        }
+        char * scratch = nullptr;
+        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(p) + 256), "scratch");
+        const cudaError_t error = op_attention(ctx, p, scratch);
+        CHECK(error == cudaSuccess, "attention: %s", cudaGetErrorString(error));
+        dst->download("attention");
+        // tiles: q, K and weights are f16, so a score of size s moves by s * 2^-10, and its weight by as much
+        const double u = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
+        double worst = 0;
+        for (int64_t s = 0; s < streams; s++) {
+            for (int64_t h = 0; h < heads; h++) {
+                for (int64_t t = 0; t < tokens; t++) {
+                    std::vector<double> score(static_cast<size_t>(n_kv));
+                    double max = p.sinks ? sinks->get(h) : -INFINITY, sum = 0, spread = 0;
+                    for (int64_t i = 0; i < n_kv; i++) {
+                        double dot = 0, size = 0;
+                        for (int64_t e = 0; e < head_dim; e++) {
+                            dot  += q->get(e, t, h, s) * keys.second->get(e, i, h / group, s);
+                            size += std::fabs(q->get(e, t, h, s) * keys.second->get(e, i, h / group, s));
+                        }
+                        dot *= static_cast<double>(p.scale);
+                        spread = std::max(spread, size * static_cast<double>(p.scale));
+                        if (p.softcap != 0) {
+                            dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
+                        }
+                        score[static_cast<size_t>(i)] = dot + (p.mask ? mask->get(i, t, 0, s) : 0);
+                        max = std::max(max, score[static_cast<size_t>(i)]);
+                    }
+                    for (auto & x : score) {
+                        x = std::exp(x - max);
+                        sum += x;
+                    }
+                    sum += p.sinks ? std::exp(sinks->get(h) - max) : 0;
+                    for (int64_t e = 0; e < head_dim; e++) {
+                        double z = 0, size = 0;
+                        for (int64_t i = 0; i < n_kv; i++) {
+                            z    += score[static_cast<size_t>(i)] / sum * values.second->get(e, i, h / group, s);
+                            size += score[static_cast<size_t>(i)] / sum * std::fabs(values.second->get(e, i, h / group, s));
+                        }
+                        worst = std::max(worst, std::fabs(dst->get(e, h, t, s) - z) / (u * (size * (2 + 2 * spread)) + 1e-7));
+                        if (!(std::fabs(dst->get(e, h, t, s) - z) >= 0)) {
+                            worst = INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+        CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(tokens), worst);
+        const auto first = dst->host; // the same bits again, whichever block came last
+        for (int repeat = 0; repeat < 5; repeat++) {
+            CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");
+            dst->download("attention");
+            CHECK(dst->host == first, "attention is not deterministic");
+        }
+        cudaFree(scratch);
+    }
+}
+
+} // namespace
+
+int main() {
+    int n = 0;
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) {
+        printf("test-cuda-ops: skipped: no GPU\n");
+        return 77;
+    }
+    cudaDeviceProp prop;
+    cuda_ok(cudaGetDeviceProperties(&prop, 0), "properties");
+    cuda_ok(cudaStreamCreateWithFlags(&ctx.stream, cudaStreamNonBlocking), "stream");
+    cuda_ok(cudaMalloc(&ctx.counters, N_COUNTERS * sizeof(unsigned)), "counters");
+    cuda_ok(cudaMemset(ctx.counters, 0, N_COUNTERS * sizeof(unsigned)), "counters");
+    ctx.cc            = prop.major * 10 + prop.minor;
+    ctx.n_sm          = prop.multiProcessorCount;
+    ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
+    const auto cublas = cublas_open();
+    for (const bool overlap : { false, true }) {
+        ctx.overlap = overlap && ctx.cc >= 90;
+        ctx.cublas  = overlap ? nullptr : cublas.get(); // both ways to multiply
+        test_binary_broadcast_and_in_place();
+        test_glu_halves_and_pairs();
+        test_rms_norm_with_sum_and_scale();
+        test_soft_max_masked_rows();
+        test_argsort_is_a_sorted_permutation();
+        test_rows_of_one_element_and_strided_sources();
+        test_rope_modes_offsets_and_cache_write();
+        test_products_of_every_type();
+        test_expert_products_with_strided_ids();
+        test_attention_masks_groups_and_splits();
+    }
+    return test_summary("test-cuda-ops");
+}

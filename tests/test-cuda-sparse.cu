@@ -1,0 +1,585 @@
+// The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts and batches.
+// Exit code 77 (skipped) without a GPU.
+#include "cuda/common.cuh"
+#include "cuda/sparse-mul-mat.cuh"
+#include "format/encode.h"
+#include "test.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+using namespace macko;
+
+#define CUDA_CHECK(call)                                                             \
+    do {                                                                             \
+        const cudaError_t error = (call);                                            \
+        if (error != cudaSuccess) {                                                  \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
+            exit(1);                                                                 \
+        }                                                                            \
+    } while (0)
+
+#define STATUS_CHECK(call)                                                           \
+    do {                                                                             \
+        const int status = (call);                                                   \
+        if (status != GGML_MACKO_STATUS_OK) {                                        \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, ggml_macko_last_error()); \
+            exit(1);                                                                 \
+        }                                                                            \
+    } while (0)
+
+// float32 sums of products in any order: a few units in the last place of the sum of magnitudes, growing slowly with the length
+static constexpr double MAX_ERROR = 3e-6;
+static constexpr float  POISON = -1.2345e30f;
+static constexpr int64_t GUARD = 64; // floats before and after each output
+
+// ---- values ----
+
+static double to_double(uint32_t bits, int type) {
+    if (type == GGML_MACKO_TYPE_F16) {
+        __half_raw raw;
+        raw.x = static_cast<unsigned short>(bits);
+        return static_cast<double>(__half2float(__half(raw)));
+    }
+    if (type == GGML_MACKO_TYPE_BF16) {
+        bits <<= 16;
+    }
+    float f;
+    memcpy(&f, &bits, sizeof(f));
+    return static_cast<double>(f);
+}
+
+static uint32_t random_bits(rng & random, int type) {
+    const float magnitude = static_cast<float>(std::exp2(random.unit() * 12 - 8) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
+    const float f = random.unit() < 0.5 ? -magnitude : magnitude;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof(bits));
+    if (type == GGML_MACKO_TYPE_F16) {
+        return static_cast<__half_raw>(__float2half(f)).x;
+    }
+    return type == GGML_MACKO_TYPE_BF16 ? bits >> 16 : bits;
+}
+
+// ---- a matrix, dense and on the device ----
+
+enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES };
+
+struct test_matrix {
+    int64_t               rows, cols;
+    int                   type, delta_bits;
+    std::vector<uint8_t>  dense;    // elements of type
+    std::vector<double>   weights;  // the same in double
+    std::vector<uint8_t>  values, deltas;
+    std::vector<int32_t>  row_ptr;
+    ggml_macko_matrix     coded = {};
+    void                * memory = nullptr;
+    int64_t               nbytes = 0;
+    cuda_sparse_matrix    device = {};
+
+    uint32_t bits(int64_t i) const {
+        if (type == GGML_MACKO_TYPE_F32) {
+            uint32_t b;
+            memcpy(&b, &dense[static_cast<size_t>(i) * 4], 4);
+            return b;
+        }
+        uint16_t b;
+        memcpy(&b, &dense[static_cast<size_t>(i) * 2], 2);
+        return b;
+    }
+
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s)
+        : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
+        const int64_t size = value_nbytes(type);
+        dense.assign(static_cast<size_t>(rows * cols * size), 0);
+        weights.assign(static_cast<size_t>(rows * cols), 0.0);
+        for (int64_t r = 0; r < rows; r++) {
+            double d = density;
+            if (s == UNEVEN) {
+                d = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
+            }
+            for (int64_t c = 0; c < cols; c++) {
+                const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
+                if (random.unit() < (in_band ? d : d / 50)) {
+                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                    memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
+                    weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
+                }
+            }
+        }
+        ggml_macko_count count;
+        STATUS_CHECK(count_dense(dense.data(), type, rows, cols, 2, &count));
+        const int64_t stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
+        values.resize(static_cast<size_t>(n_padded(stored) * size));
+        deltas.resize(static_cast<size_t>(deltas_nbytes(n_padded(stored), delta_bits)));
+        row_ptr.resize(static_cast<size_t>(rows + 1));
+        coded = { rows, cols, type, delta_bits, count.nnz, stored, values.data(), deltas.data(), row_ptr.data() };
+        STATUS_CHECK(encode(dense.data(), coded, 2));
+    }
+    ~test_matrix() { cudaFree(memory); }
+    test_matrix(const test_matrix &) = delete;
+
+    macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
+
+    // blocks of rows in shuffled order, from two threads, from memory that ends where the block ends. False if the forced layout does not fit.
+    bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0) {
+        if (!memory) {
+            nbytes = std::max(cuda_sparse_nbytes(desc(), n_padded(coded.n_stored)),
+                              cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_STRIPED, 32, nullptr).nbytes);
+            CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
+        }
+        CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
+        STATUS_CHECK(uploader.begin(desc(), n_padded(coded.n_stored), memory));
+        std::vector<std::pair<int64_t, int64_t>> blocks;
+        for (int64_t r = 0; r < rows;) {
+            const int64_t end = std::min(rows, r + random.range(1, std::max<int64_t>(1, rows / 3)));
+            blocks.push_back({ r, end });
+            r = end;
+        }
+        std::shuffle(blocks.begin(), blocks.end(), random.engine);
+        int failed = 0;
+        const auto work = [&](size_t first) {
+            for (size_t i = first; i < blocks.size(); i += 2) {
+                const int64_t size = value_nbytes(type);
+                const int64_t base = row_ptr[static_cast<size_t>(blocks[i].first)] & ~7, end = row_ptr[static_cast<size_t>(blocks[i].second)];
+                const std::vector<uint8_t> v(values.begin() + base * size, values.begin() + end * size);
+                const std::vector<uint8_t> d(deltas.begin() + base * delta_bits / 8, deltas.begin() + (end * delta_bits + 7) / 8);
+                const macko_rows block = { desc(), blocks[i].first, blocks[i].second, row_ptr.data(), base, v.data(), d.data() };
+                macko_view view;
+                if (validate(block, &view) != GGML_MACKO_STATUS_OK || uploader.rows(view) != GGML_MACKO_STATUS_OK) {
+                    fprintf(stderr, "block %zu: %s\n", i, ggml_macko_last_error());
+                    failed = 1;
+                }
+            }
+        };
+        std::thread other(work, 1);
+        work(0);
+        other.join();
+        CHECK(!failed, "upload");
+        const int status = layout < 0 ? uploader.finish(&device) : uploader.finish(&device, layout, lanes);
+        if (layout >= 0 && status != GGML_MACKO_STATUS_OK) {
+            return false;
+        }
+        CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
+        CHECK(device.nbytes <= nbytes, "layout %d takes %lld bytes of %lld", device.layout, static_cast<long long>(device.nbytes), static_cast<long long>(nbytes));
+        return true;
+    }
+};
+
+// ---- device arrays with guard zones ----
+
+struct guarded {
+    std::vector<float> host;
+    float            * memory = nullptr;
+    explicit guarded(int64_t n) : host(static_cast<size_t>(n + 2 * GUARD), POISON) {
+        CUDA_CHECK(cudaMalloc(&memory, host.size() * 4));
+        put();
+    }
+    ~guarded() { cudaFree(memory); }
+    guarded(const guarded &) = delete;
+    float * data() { return memory + GUARD; }
+    float & at(int64_t i) { return host[static_cast<size_t>(i + GUARD)]; }
+    void put() { CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * 4, cudaMemcpyHostToDevice)); }
+    void get() { CUDA_CHECK(cudaMemcpy(host.data(), memory, host.size() * 4, cudaMemcpyDeviceToHost)); }
+    bool guards_intact() const {
+        for (int64_t i = 0; i < GUARD; i++) {
+            if (host[static_cast<size_t>(i)] != POISON || host[host.size() - 1 - static_cast<size_t>(i)] != POISON) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+struct options {
+    bool residual = false, bias = false, norm = false, silu = false, in_place = false;
+};
+
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error
+static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx, int64_t n, const std::vector<float> & norm,
+                      float eps, std::vector<double> & y, std::vector<double> & magnitude) {
+    y.assign(static_cast<size_t>((end - begin) * n), 0.0);
+    magnitude = y;
+#pragma omp parallel for schedule(static)
+    for (int64_t j = 0; j < n; j++) {
+        std::vector<double> column(static_cast<size_t>(w.cols));
+        double squares = 0;
+        for (int64_t c = 0; c < w.cols; c++) {
+            const double v = static_cast<double>(x[static_cast<size_t>(j * ldx + c)]);
+            squares += v * v;
+            column[static_cast<size_t>(c)] = norm.empty() ? v : v * static_cast<double>(norm[static_cast<size_t>(c)]);
+        }
+        const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(w.cols) + static_cast<double>(eps));
+        for (int64_t r = begin; r < end; r++) {
+            double sum = 0, m = 0;
+            for (int64_t c = 0; c < w.cols; c++) {
+                const double product = w.weights[static_cast<size_t>(r * w.cols + c)] * column[static_cast<size_t>(c)];
+                sum += product;
+                m += std::fabs(product);
+            }
+            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum * scale;
+            magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m * scale;
+        }
+    }
+}
+
+// one product of one to three matrices that share x, checked element by element
+static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o, const std::string & name) {
+    const int64_t cols = w[0]->cols, ldx = cols + random.range(0, 3);
+    std::vector<float> x(static_cast<size_t>(ldx * n));
+    for (float & v : x) {
+        v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
+    }
+    std::vector<float> norm(static_cast<size_t>(o.norm ? cols : 0));
+    for (float & v : norm) {
+        v = static_cast<float>(random.unit() + 0.5);
+    }
+    guarded dx(ldx * n), dnorm(std::max<int64_t>(1, o.norm ? cols : 1));
+    std::copy(x.begin(), x.end(), &dx.at(0));
+    std::copy(norm.begin(), norm.end(), &dnorm.at(0));
+    dx.put();
+    dnorm.put();
+
+    cuda_sparse_mul_mat_params p = {};
+    p.n_matrices  = static_cast<int32_t>(w.size());
+    p.x           = dx.data();
+    p.ldx         = ldx;
+    p.n           = n;
+    p.norm_weight = o.norm ? dnorm.data() : nullptr;
+    p.norm_eps    = 1e-5f;
+    p.silu_mul    = o.silu;
+    const size_t n_y = o.silu ? 1 : w.size();
+    std::vector<std::unique_ptr<guarded>> y, residual, bias;
+    std::vector<std::vector<double>> ref(w.size()), magnitude(w.size());
+    for (size_t i = 0; i < w.size(); i++) {
+        const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)), end = w[i]->rows, m = end - begin;
+        p.w[i]         = &w[i]->device;
+        p.row_begin[i] = begin;
+        p.row_end[i]   = end;
+        p.ldy[i]       = m + random.range(0, 5);
+        reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, ref[i], magnitude[i]);
+        y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
+        residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
+        bias.push_back(std::make_unique<guarded>(m));
+        for (int64_t k = 0; k < p.ldy[i] * n; k++) {
+            residual[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+        }
+        for (int64_t k = 0; k < m; k++) {
+            bias[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+        }
+        if (o.residual && o.in_place) {
+            y[i]->host = residual[i]->host;
+        }
+        y[i]->put();
+        residual[i]->put();
+        bias[i]->put();
+        p.y[i]        = y[i]->data();
+        p.residual[i] = !o.residual ? nullptr : o.in_place ? y[i]->data() : residual[i]->data();
+        p.bias[i]     = o.bias ? bias[i]->data() : nullptr;
+    }
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    for (size_t i = 0; i < n_y; i++) {
+        y[i]->get();
+        CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
+        const int64_t m = p.row_end[i] - p.row_begin[i];
+        double worst = 0;
+        int64_t worst_at = 0;
+        for (int64_t j = 0; j < n; j++) {
+            for (int64_t r = 0; r < p.ldy[i]; r++) {
+                const float got = y[i]->at(j * p.ldy[i] + r);
+                if (r >= m) {
+                    const float before = o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON;
+                    CHECK(got == before, "%s: wrote between columns", name.c_str());
+                    continue;
+                }
+                const size_t k = static_cast<size_t>(j * m + r);
+                double want = ref[i][k], bound = magnitude[i][k];
+                if (o.silu) {
+                    const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
+                    want  = gate * s * up;
+                    bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
+                }
+                if (o.bias) {
+                    want += static_cast<double>(bias[i]->at(r));
+                    bound += 1;
+                }
+                if (o.residual) {
+                    want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
+                    bound += 1;
+                }
+                const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
+                if (!(error <= worst)) { // NaN lands here too
+                    worst = error;
+                    worst_at = j * p.ldy[i] + r;
+                }
+            }
+        }
+        CHECK(worst <= MAX_ERROR, "%s: matrix %zu, element %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(worst_at), worst, MAX_ERROR);
+    }
+}
+
+static void check_unpack(const test_matrix & w, const std::string & name) {
+    const int64_t begin = w.rows / 3, ld = w.cols + 2, size = value_nbytes(w.type);
+    uint8_t * dst;
+    const size_t n = static_cast<size_t>((w.rows - begin) * ld * size);
+    CUDA_CHECK(cudaMalloc(&dst, n));
+    CUDA_CHECK(cudaMemset(dst, 0x7b, n));
+    CUDA_CHECK(cuda_sparse_unpack(w.device, begin, w.rows, w.type, dst, ld, nullptr));
+    std::vector<uint8_t> host(n);
+    CUDA_CHECK(cudaMemcpy(host.data(), dst, n, cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaFree(dst));
+    bool same = true, kept = true;
+    for (int64_t r = begin; r < w.rows; r++) {
+        const uint8_t * row = &host[static_cast<size_t>((r - begin) * ld * size)];
+        same = same && memcmp(row, &w.dense[static_cast<size_t>(r * w.cols * size)], static_cast<size_t>(w.cols * size)) == 0;
+        for (int64_t i = w.cols * size; i < ld * size; i++) {
+            kept = kept && row[i] == 0x7b;
+        }
+    }
+    CHECK(same, "%s: unpacked bits differ", name.c_str());
+    CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+}
+
+static const char * const layout_names[] = { "rows", "runs", "striped" };
+
+static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
+    char text[160];
+    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d %s lanes %d n %lld", static_cast<unsigned long long>(seed),
+             static_cast<long long>(w.rows), static_cast<long long>(w.cols), w.type, w.delta_bits, layout_names[w.device.layout], w.device.lanes, static_cast<long long>(n));
+    return text;
+}
+
+static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
+static const int BITS[]  = { 1, 2, 4, 8 };
+
+// every layout, type, code width and batch size, over shapes that do not divide evenly
+static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
+    const int64_t widths[] = { 1, 2, 7, 8, 31, 32, 33, 63, 64, 97, 128, 255, 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
+    const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
+    int used[3] = {};
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 1000 + static_cast<uint64_t>(i);
+        rng random(seed);
+        const int64_t cols = widths[random.range(0, 22)];
+        const int64_t rows = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
+        const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.05 ? 1.0 : random.unit() < 0.3 ? random.unit() * 0.1 : random.unit() * 0.9;
+        const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+        const int type = random.unit() < 0.2 ? GGML_MACKO_TYPE_F32 : TYPES[random.range(0, 1)];
+        test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
+        w.upload(random, uploader);
+        if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another layout than the usual one, if it fits
+            static const int32_t LANES[] = { 8, 16, 32 };
+            const int32_t layout = static_cast<int32_t>(random.range(w.delta_bits == 8 ? 1 : 0, w.delta_bits == 8 ? 1 : 2));
+            const int32_t lanes  = layout == CUDA_SPARSE_LAYOUT_RUNS && w.delta_bits < 8 ? 8 : LANES[random.range(0, 2)];
+            if (!w.upload(random, uploader, layout, lanes)) {
+                w.upload(random, uploader);
+            }
+        }
+        used[w.device.layout]++;
+        int64_t n = batches[random.range(0, 14)];
+        while (n > 1 && n * rows * cols > 40000000) {
+            n /= 2;
+        }
+        const std::string name = name_of(seed, w, n);
+        check_unpack(w, name);
+        options o;
+        o.residual = random.unit() < 0.3;
+        o.in_place = random.unit() < 0.5;
+        o.bias     = random.unit() < 0.3;
+        o.norm     = random.unit() < 0.3;
+        check_product(random, { &w }, n, o, name);
+    }
+    for (int l = 0; l < 3 && n_cases >= 100; l++) {
+        CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", layout_names[l], used[l]);
+    }
+}
+
+// x that does not fit shared memory
+static void test_very_wide(cuda_sparse_uploader & uploader) {
+    for (const int64_t cols : { int64_t(28672), int64_t(70001), int64_t(1) << 20 }) {
+        rng random(static_cast<uint64_t>(cols));
+        test_matrix w(random, 9, cols, GGML_MACKO_TYPE_F16, 4, 0.2, UNIFORM);
+        w.upload(random, uploader);
+        CHECK(cols < 50000 || w.device.layout == CUDA_SPARSE_LAYOUT_ROWS, "layout %d", w.device.layout);
+        for (const int64_t n : { 1, 4 }) {
+            check_product(random, { &w }, n, {}, name_of(static_cast<uint64_t>(cols), w, n));
+        }
+        check_unpack(w, "very wide");
+    }
+}
+
+static void test_matrices_that_share_x(cuda_sparse_uploader & uploader) {
+    for (uint64_t seed = 1; seed <= 24; seed++) {
+        rng random(seed);
+        const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
+        const int bits = BITS[random.range(1, 3)];
+        const int64_t rows = random.range(50, 150);
+        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN);
+        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM);
+        const auto all = [&](int32_t layout, int32_t lanes) {
+            return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) && c.upload(random, uploader, layout, lanes);
+        };
+        if (seed % 4 == 0) {
+            all(CUDA_SPARSE_LAYOUT_ROWS, 0);
+        } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
+            all(CUDA_SPARSE_LAYOUT_RUNS, 8);
+        }
+        for (const int64_t n : { 1, 3, 6 }) {
+            options o;
+            o.norm = seed % 2;
+            o.residual = o.in_place = seed % 5 == 0;
+            check_product(random, { &a, &b, &c }, n, o, "three matrices, " + name_of(seed, a, n));
+            o.silu = true;
+            check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
+        }
+    }
+}
+
+// rows of an expert, ids from device memory, ids out of range
+static void test_experts(cuda_sparse_uploader & uploader) {
+    for (uint64_t seed = 1; seed <= 8; seed++) {
+        rng random(seed);
+        const int64_t n_experts = 5, rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, n = 7;
+        test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
+        w.upload(random, uploader);
+        if (seed == 3) {
+            w.upload(random, uploader, CUDA_SPARSE_LAYOUT_ROWS, 0);
+        }
+        guarded x(cols * n), y(rows * n);
+        for (int64_t i = 0; i < cols * n; i++) {
+            x.at(i) = static_cast<float>(random.unit() - 0.5);
+        }
+        x.put();
+        const int32_t ids[14] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 }; // stride 2; 5 and -1 are no experts
+        int32_t * device_ids;
+        CUDA_CHECK(cudaMalloc(&device_ids, sizeof(ids)));
+        CUDA_CHECK(cudaMemcpy(device_ids, ids, sizeof(ids), cudaMemcpyHostToDevice));
+        cuda_sparse_mul_mat_params p = {};
+        p.n_matrices = 1;
+        p.w[0] = &w.device;
+        p.y[0] = y.data();
+        p.ldy[0] = rows;
+        p.row_end[0] = rows;
+        p.x = x.data();
+        p.ldx = seed % 3 ? cols : 0;
+        p.n = n;
+        p.expert_ids = device_ids;
+        p.expert_ids_stride = 2;
+        p.expert_rows = rows;
+        CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+        y.get();
+        CHECK(y.guards_intact(), "experts: wrote outside of y");
+        for (int64_t j = 0; j < n; j++) {
+            for (int64_t r = 0; r < rows; r++) {
+                double want = 0, bound = 1e-30;
+                for (int64_t c = 0; c < cols && ids[2 * j] >= 0 && ids[2 * j] < n_experts; c++) {
+                    const double product = w.weights[static_cast<size_t>((ids[2 * j] * rows + r) * cols + c)] * static_cast<double>(x.at(j * p.ldx + c));
+                    want += product;
+                    bound += std::fabs(product);
+                }
+                const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want) / bound;
+                CHECK(error <= MAX_ERROR, "experts, seed %llu, column %lld, row %lld: error %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
+            }
+        }
+        CUDA_CHECK(cudaFree(device_ids));
+    }
+}
+
+// the same bits every time, launched alone, as a dependent launch and from a graph
+static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
+    for (const int bits : { 2, 4, 8 }) {
+        rng random(static_cast<uint64_t>(bits));
+        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM);
+        w.upload(random, uploader);
+        for (const int64_t n : { 1, 4, 40 }) {
+            guarded x(4096 * n), y(500 * n);
+            for (int64_t i = 0; i < 4096 * n; i++) {
+                x.at(i) = static_cast<float>(random.unit() - 0.5);
+            }
+            x.put();
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices = 1;
+            p.w[0] = &w.device;
+            p.y[0] = y.data();
+            p.ldy[0] = 500;
+            p.row_end[0] = 500;
+            p.x = x.data();
+            p.ldx = 4096;
+            p.n = n;
+            cudaStream_t stream;
+            CUDA_CHECK(cudaStreamCreate(&stream));
+            std::vector<float> first;
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            p.programmatic = true;
+            CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+            CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+            CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+            for (int i = 0; i < 100; i++) {
+                CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
+                p.programmatic = i % 3 == 1;
+                CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
+                CUDA_CHECK(cudaStreamSynchronize(stream));
+                y.get();
+                if (i == 0) {
+                    first = y.host;
+                }
+                CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "delta_bits %d, n %lld, repeat %d differs", bits, static_cast<long long>(n), i);
+            }
+            CUDA_CHECK(cudaGraphExecDestroy(exec));
+            CUDA_CHECK(cudaGraphDestroy(graph));
+            CUDA_CHECK(cudaStreamDestroy(stream));
+        }
+    }
+}
+
+// what the device reserves from the header alone stays near the file's bytes
+static void test_memory_stays_near_the_file() {
+    for (const int64_t cols : { 2048, 4096, 8192, 11008, 12288, 28672 }) {
+        for (int percent = 5; percent <= 90; percent += 5) {
+            double smallest = 1e300;
+            int best = 0;
+            const double d = percent / 100.0;
+            for (const int b : BITS) { // paper, section 4.1
+                const double stored = d / (1 - std::pow(1 - d, 1 << b)) * static_cast<double>(cols);
+                if (stored * (16 + b) < smallest) {
+                    smallest = stored * (16 + b);
+                    best = b;
+                }
+            }
+            const int64_t rows = 4096, padded = n_padded(static_cast<int64_t>(smallest / (16 + best) * static_cast<double>(rows)));
+            const macko_desc desc = { rows, cols, GGML_MACKO_TYPE_F16, best, static_cast<int64_t>(d * static_cast<double>(rows * cols)) };
+            const double file = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
+            const double ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
+            const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
+            const double limit = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.03 : per_row >= 200 ? 1.06 : 1.11;
+            CHECK(ratio <= limit, "%lld cols, density %.2f: %.4f of the file's bytes", static_cast<long long>(cols), d, ratio);
+        }
+    }
+}
+
+int main(int argc, char ** argv) {
+    test_memory_stays_near_the_file();
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        printf("test-cuda-sparse: skipped: no CUDA device\n");
+        return n_failed ? 1 : 77;
+    }
+    std::unique_ptr<cuda_sparse_uploader> uploader;
+    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
+    const int n_cases = argc > 1 ? atoi(argv[1]) : 400; // fewer under a sanitizer
+    test_random_shapes(*uploader, n_cases);
+    if (n_cases >= 100) {
+        test_very_wide(*uploader);
+    }
+    test_matrices_that_share_x(*uploader);
+    test_experts(*uploader);
+    test_repeats_are_bit_identical(*uploader);
+    return test_summary("test-cuda-sparse");
+}

@@ -1,0 +1,641 @@
+// Times the sparse products of the GPU over random matrices: against dense F16 products of cuBLAS and CSR products of cuSPARSE (both
+// loaded if they are there), with bytes, fraction of the measured read bandwidth, and speedup. Every result is checked against float64.
+//
+//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--layer] [--json FILE]
+//
+// A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
+// in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
+// the device's token graph.
+#include "cuda/common.cuh"
+#include "cuda/sparse-mul-mat.cuh"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <dlfcn.h>
+#include <functional>
+#include <string>
+#include <vector>
+
+using namespace macko;
+
+static void check(cudaError_t error, const char * what) {
+    if (error != cudaSuccess) {
+        fprintf(stderr, "bench-spmv-gpu: %s: %s\n", what, cudaGetErrorString(error));
+        exit(1);
+    }
+}
+static void check_status(int status) {
+    if (status != GGML_MACKO_STATUS_OK) {
+        fprintf(stderr, "bench-spmv-gpu: %s\n", ggml_macko_last_error());
+        exit(1);
+    }
+}
+#define CHECKED(call) check((call), #call)
+
+struct shape { int64_t rows, cols; };
+
+// MACKO paper, appendix H
+static const shape PAPER[] = {
+    { 4096, 4096 },   { 8192, 8192 },   { 8192, 29568 },  { 32000, 5120 },  { 32000, 8192 },  { 28672, 8192 },  { 5120, 5120 },   { 5120, 13824 },
+    { 3584, 20480 },  { 4096, 11008 },  { 13824, 5120 },  { 18944, 3584 },  { 14336, 4096 },  { 4096, 14336 },  { 8192, 28672 },  { 11008, 4096 },
+    { 32000, 4096 },  { 20480, 3584 },  { 3584, 18944 },  { 21504, 7168 },  { 7168, 7168 },   { 28672, 7168 },  { 7168, 28672 },  { 27648, 9216 },
+    { 9216, 9216 },   { 36864, 9216 },  { 9216, 36864 },  { 36864, 12288 }, { 12288, 12288 }, { 49152, 12288 }, { 12288, 49152 },
+};
+static const shape ACCEPTANCE[] = { { 36864, 12288 }, { 8192, 28672 }, { 11008, 4096 }, { 4096, 11008 }, { 4096, 4096 } };
+
+// ---- random matrices in the file's encoding ----
+
+struct random_matrix {
+    macko_desc            desc;
+    int64_t               padded;
+    std::vector<uint16_t> values;
+    std::vector<uint8_t>  deltas;
+    std::vector<int32_t>  row_ptr;
+    int64_t file_nbytes() const { return padded * 2 + deltas_nbytes(padded, desc.delta_bits) + 4 * (desc.rows + 1); }
+};
+
+static uint64_t xorshift(uint64_t & s) {
+    s ^= s << 13;
+    s ^= s >> 7;
+    s ^= s << 17;
+    return s;
+}
+
+// the code width that makes the file smallest (paper, section 4.1)
+static int best_delta_bits(double density) {
+    int best = 1;
+    double smallest = 1e300;
+    for (const int bits : { 1, 2, 4, 8 }) {
+        const double nbits = (16 + bits) / (1 - std::pow(1 - density, 1 << bits));
+        if (nbits < smallest) {
+            smallest = nbits;
+            best = bits;
+        }
+    }
+    return best;
+}
+
+// F16 values of both signs, magnitudes 1/8 ... 2
+static random_matrix make_random(int64_t rows, int64_t cols, double density) {
+    random_matrix m;
+    const int bits = best_delta_bits(density), reach = 1 << bits;
+    const uint64_t threshold = static_cast<uint64_t>(density * 4294967296.0);
+    std::vector<int64_t> nnz(static_cast<size_t>(rows));
+    m.desc = { rows, cols, GGML_MACKO_TYPE_F16, bits, 0 };
+    m.row_ptr.assign(static_cast<size_t>(rows + 1), 0);
+    const auto seed_of = [&](int64_t r) {
+        uint64_t s = static_cast<uint64_t>(r + 1) * 0x9e3779b97f4a7c15ull ^ static_cast<uint64_t>(cols + 7) * 0xbf58476d1ce4e5b9ull;
+        xorshift(s), xorshift(s), xorshift(s);
+        return s;
+    };
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        uint64_t s = seed_of(r);
+        int64_t last = -1, n = 0;
+        for (int64_t c = 0; c < cols; c++) {
+            if (xorshift(s) >> 32 < threshold) {
+                n += 1 + (c - last - 1) / reach;
+                last = c;
+                nnz[static_cast<size_t>(r)]++;
+            }
+        }
+        m.row_ptr[static_cast<size_t>(r + 1)] = static_cast<int32_t>(n);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        m.row_ptr[static_cast<size_t>(r + 1)] += m.row_ptr[static_cast<size_t>(r)];
+        m.desc.nnz += nnz[static_cast<size_t>(r)];
+    }
+    m.padded = n_padded(m.row_ptr[static_cast<size_t>(rows)]);
+    m.values.assign(static_cast<size_t>(m.padded), 0);
+    m.deltas.assign(static_cast<size_t>(deltas_nbytes(m.padded, bits)), 0);
+    std::vector<uint8_t> codes(static_cast<size_t>(m.padded), 0);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        uint64_t s = seed_of(r), t = s * 77 + 5;
+        int64_t last = -1;
+        size_t k = static_cast<size_t>(m.row_ptr[static_cast<size_t>(r)]);
+        for (int64_t c = 0; c < cols; c++) {
+            if (xorshift(s) >> 32 < threshold) {
+                int64_t gap = c - last - 1;
+                for (; gap >= reach; gap -= reach) {
+                    codes[k++] = static_cast<uint8_t>(reach - 1);
+                }
+                const uint64_t q = xorshift(t) >> 33;
+                codes[k]      = static_cast<uint8_t>(gap);
+                m.values[k++] = static_cast<uint16_t>((q & 0x83ff) | (12 + (q >> 20) % 4) << 10);
+                last = c;
+            }
+        }
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < m.padded / 8; i++) { // 8 codes fill whole bytes
+        for (int64_t k = i * 8; k < i * 8 + 8; k++) {
+            m.deltas[static_cast<size_t>(k * bits / 8)] |= static_cast<uint8_t>(codes[static_cast<size_t>(k)] << (k * bits % 8));
+        }
+    }
+    return m;
+}
+
+static double f16_to_double(uint16_t bits) {
+    __half_raw raw;
+    raw.x = bits;
+    return static_cast<double>(__half2float(__half(raw)));
+}
+
+static std::vector<double> reference(const random_matrix & m, const float * x) {
+    std::vector<double> y(static_cast<size_t>(m.desc.rows));
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < m.desc.rows; r++) {
+        int64_t c = -1;
+        double sum = 0;
+        for (int64_t k = m.row_ptr[static_cast<size_t>(r)]; k < m.row_ptr[static_cast<size_t>(r + 1)]; k++) {
+            c += delta_code(m.deltas.data(), k, m.desc.delta_bits) + 1;
+            sum += f16_to_double(m.values[static_cast<size_t>(k)]) * static_cast<double>(x[c]);
+        }
+        y[static_cast<size_t>(r)] = sum;
+    }
+    return y;
+}
+
+// ---- timing ----
+
+static constexpr double COLD_NBYTES = 4e8; // copies of a matrix together: several times any L2
+
+static int n_copies(double nbytes) { return std::max(2, static_cast<int>(std::ceil(COLD_NBYTES / nbytes)) + 1); }
+
+// median microseconds of one call of run(i); i goes through 0 ... n-1
+static double time_us(cudaStream_t stream, int n, const std::function<void(int)> & run) {
+    constexpr int REPEATS = 11;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    const int calls = std::max(n, 8);
+    CHECKED(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < calls; i++) {
+        run(i % n);
+    }
+    CHECKED(cudaStreamEndCapture(stream, &graph));
+    CHECKED(cudaGraphInstantiate(&exec, graph, 0));
+    CHECKED(cudaGraphLaunch(exec, stream));
+    cudaEvent_t begin, end;
+    CHECKED(cudaEventCreate(&begin));
+    CHECKED(cudaEventCreate(&end));
+    std::vector<float> times;
+    for (int i = 0; i < REPEATS; i++) {
+        CHECKED(cudaEventRecord(begin, stream));
+        CHECKED(cudaGraphLaunch(exec, stream));
+        CHECKED(cudaEventRecord(end, stream));
+        CHECKED(cudaEventSynchronize(end));
+        float ms = 0;
+        CHECKED(cudaEventElapsedTime(&ms, begin, end));
+        times.push_back(ms);
+    }
+    CHECKED(cudaEventDestroy(begin));
+    CHECKED(cudaEventDestroy(end));
+    CHECKED(cudaGraphExecDestroy(exec));
+    CHECKED(cudaGraphDestroy(graph));
+    std::sort(times.begin(), times.end());
+    return static_cast<double>(times[REPEATS / 2]) * 1e3 / calls;
+}
+
+__global__ void read_kernel(const uint4 * p, int64_t n, uint32_t * out) {
+    uint32_t sum = 0;
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i + 7 * stride < n; i += 8 * stride) {
+        uint4 v[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            v[k] = load_streaming(p + i + k * stride);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+        }
+    }
+    if (sum == 0x12345678) {
+        *out = sum;
+    }
+}
+
+// pairs of F16 values of both signs, magnitudes 1/2 ... 1: zeros would flatter the dense products
+__global__ void fill_kernel(uint32_t * p, int64_t n) {
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+        uint32_t h = static_cast<uint32_t>(i) * 2654435761u;
+        h ^= h >> 15;
+        p[i] = (h & 0x83ff83ffu) | 0x38003800u;
+    }
+}
+
+static double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
+    constexpr int64_t NBYTES = int64_t(2) << 30;
+    uint32_t * p;
+    CHECKED(cudaMalloc(&p, static_cast<size_t>(NBYTES + 16)));
+    fill_kernel<<<4096, 256, 0, stream>>>(p, NBYTES / 4);
+    cuda_device_info device;
+    CHECKED(cuda_current_device(&device));
+    double best = 0;
+    for (const int blocks : { 2, 4, 8 }) {
+        for (const int threads : { 512, 1024 }) {
+            const double t = time_us(stream, 1, [&](int) {
+                read_kernel<<<static_cast<unsigned>(blocks * device.multiprocessors), static_cast<unsigned>(threads), 0, stream>>>(reinterpret_cast<uint4 *>(p), NBYTES / 16, p + NBYTES / 4);
+            });
+            best = std::max(best, static_cast<double>(NBYTES) / t);
+        }
+    }
+    CHECKED(cudaFree(p));
+    return best;
+}
+
+// ---- the dense and the CSR product: libraries are opened, not linked ----
+
+static void * open_library(const std::vector<const char *> & names) {
+    for (const char * name : names) {
+        if (void * library = dlopen(name, RTLD_NOW | RTLD_GLOBAL)) {
+            return library;
+        }
+    }
+    return nullptr;
+}
+
+struct dense_product {
+    void * library = open_library({ "libcublas.so.13", "libcublas.so.12", "libcublas.so" });
+    void * handle  = nullptr;
+    void * workspace = nullptr;
+
+    template <typename F> F * get(const char * name) { return reinterpret_cast<F *>(dlsym(library, name)); }
+
+    // best of gemm both ways and gemv: y = W x for n columns, F16, in microseconds; 0 without cuBLAS
+    double time(cudaStream_t stream, int64_t rows, int64_t cols, int64_t n) {
+        using gemm_type = int(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int, const void *, void *, int, int, int, int);
+        using gemv_type = int(void *, int, int, int, const float *, const void *, int, long long, const void *, int, long long, const float *, void *, int, long long, int);
+        constexpr int F16 = 2, COMPUTE_F32 = 68, NO_TRANSPOSE = 0, TRANSPOSE = 1, DEFAULT_ALGORITHM = -1;
+        if (!library) {
+            return 0;
+        }
+        if (!handle) {
+            get<int(void **)>("cublasCreate_v2")(&handle);
+            CHECKED(cudaMalloc(&workspace, 64 << 20));
+        }
+        get<int(void *, cudaStream_t)>("cublasSetStream_v2")(handle, stream);
+        get<int(void *, void *, size_t)>("cublasSetWorkspace_v2")(handle, workspace, 64 << 20);
+        const auto gemm = get<gemm_type>("cublasGemmEx");
+        const auto gemv = get<gemv_type>("cublasHSHgemvStridedBatched");
+        const int copies = n_copies(static_cast<double>(rows * cols * 2)), r = static_cast<int>(rows), c = static_cast<int>(cols), k = static_cast<int>(n);
+        uint16_t * w, * x, * y;
+        CHECKED(cudaMalloc(&w, static_cast<size_t>(rows * cols * 2 * copies)));
+        CHECKED(cudaMalloc(&x, static_cast<size_t>(cols * n * 2 + 64)));
+        CHECKED(cudaMalloc(&y, static_cast<size_t>(rows * n * 4)));
+        fill_kernel<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(w), rows * cols * copies / 2);
+        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), cols * n / 2);
+        const float one = 1, zero = 0;
+        int failed = 0;
+        const auto copy = [&](int i) { return w + rows * cols * i; };
+        double best = time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, r, k, c, &one, copy(i), F16, c, x, F16, c, &zero, y, F16, r, COMPUTE_F32, DEFAULT_ALGORITHM); });
+        best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, k, r, c, &one, x, F16, c, copy(i), F16, c, &zero, y, F16, k, COMPUTE_F32, DEFAULT_ALGORITHM); }));
+        if (n == 1 && gemv) {
+            best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemv(handle, TRANSPOSE, c, r, &one, copy(i), c, 0, x, 1, 0, &zero, y, 1, 0, 1); }));
+        }
+        CHECKED(cudaFree(w));
+        CHECKED(cudaFree(x));
+        CHECKED(cudaFree(y));
+        return failed ? 0 : best;
+    }
+};
+
+struct csr_product {
+    void * library = open_library({ "libcusparse.so.12", "libcusparse.so.13", "libcusparse.so" });
+    void * handle  = nullptr;
+
+    template <typename F> F * get(const char * name) { return reinterpret_cast<F *>(dlsym(library, name)); }
+
+    // F16 values, 32-bit columns; 0 without cuSPARSE
+    double time(cudaStream_t stream, const random_matrix & m) {
+        constexpr int F16 = 2, F32 = 0, INDEX_32 = 2, BASE_ZERO = 0, NO_TRANSPOSE = 0, DEFAULT_ALGORITHM = 0;
+        if (!library) {
+            return 0;
+        }
+        if (!handle) {
+            get<int(void **)>("cusparseCreate")(&handle);
+        }
+        get<int(void *, cudaStream_t)>("cusparseSetStream")(handle, stream);
+        const auto create_csr = get<int(void **, int64_t, int64_t, int64_t, void *, void *, void *, int, int, int, int)>("cusparseCreateCsr");
+        const auto create_vec = get<int(void **, int64_t, void *, int)>("cusparseCreateDnVec");
+        const auto buffer     = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, size_t *)>("cusparseSpMV_bufferSize");
+        const auto spmv       = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, void *)>("cusparseSpMV");
+        std::vector<int32_t> row_ptr(1, 0), columns;
+        std::vector<uint16_t> values;
+        for (int64_t r = 0; r < m.desc.rows; r++) {
+            int32_t c = -1;
+            for (int64_t k = m.row_ptr[static_cast<size_t>(r)]; k < m.row_ptr[static_cast<size_t>(r + 1)]; k++) {
+                c += static_cast<int32_t>(delta_code(m.deltas.data(), k, m.desc.delta_bits)) + 1;
+                if (m.values[static_cast<size_t>(k)]) {
+                    columns.push_back(c);
+                    values.push_back(m.values[static_cast<size_t>(k)]);
+                }
+            }
+            row_ptr.push_back(static_cast<int32_t>(columns.size()));
+        }
+        const size_t nbytes_values = (values.size() * 2 + 255) & ~size_t(255), nbytes_columns = (columns.size() * 4 + 255) & ~size_t(255);
+        const size_t nbytes = nbytes_values + nbytes_columns + ((row_ptr.size() * 4 + 255) & ~size_t(255));
+        const int copies = n_copies(static_cast<double>(nbytes));
+        uint8_t * memory, * x, * y, * scratch = nullptr;
+        CHECKED(cudaMalloc(&memory, nbytes * static_cast<size_t>(copies)));
+        CHECKED(cudaMalloc(&x, static_cast<size_t>(m.desc.cols * 2 + 64)));
+        CHECKED(cudaMalloc(&y, static_cast<size_t>(m.desc.rows * 2)));
+        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), m.desc.cols / 2);
+        std::vector<void *> matrices(static_cast<size_t>(copies));
+        void * vec_x, * vec_y;
+        int failed = create_vec(&vec_x, m.desc.cols, x, F16) | create_vec(&vec_y, m.desc.rows, y, F16);
+        for (int i = 0; i < copies; i++) {
+            uint8_t * at = memory + nbytes * static_cast<size_t>(i);
+            CHECKED(cudaMemcpy(at, values.data(), values.size() * 2, cudaMemcpyHostToDevice));
+            CHECKED(cudaMemcpy(at + nbytes_values, columns.data(), columns.size() * 4, cudaMemcpyHostToDevice));
+            CHECKED(cudaMemcpy(at + nbytes_values + nbytes_columns, row_ptr.data(), row_ptr.size() * 4, cudaMemcpyHostToDevice));
+            failed |= create_csr(&matrices[static_cast<size_t>(i)], m.desc.rows, m.desc.cols, static_cast<int64_t>(values.size()), at + nbytes_values + nbytes_columns, at + nbytes_values, at, INDEX_32, INDEX_32, BASE_ZERO, F16);
+        }
+        const float one = 1, zero = 0;
+        size_t scratch_nbytes = 0;
+        failed |= buffer(handle, NO_TRANSPOSE, &one, matrices[0], vec_x, &zero, vec_y, F32, DEFAULT_ALGORITHM, &scratch_nbytes);
+        CHECKED(cudaMalloc(&scratch, scratch_nbytes + 256));
+        const double t = failed ? 0 : time_us(stream, copies, [&](int i) { failed |= spmv(handle, NO_TRANSPOSE, &one, matrices[static_cast<size_t>(i)], vec_x, &zero, vec_y, F32, DEFAULT_ALGORITHM, scratch); });
+        for (void * matrix : matrices) {
+            get<int(void *)>("cusparseDestroySpMat")(matrix);
+        }
+        get<int(void *)>("cusparseDestroyDnVec")(vec_x);
+        get<int(void *)>("cusparseDestroyDnVec")(vec_y);
+        CHECKED(cudaFree(memory));
+        CHECKED(cudaFree(x));
+        CHECKED(cudaFree(y));
+        CHECKED(cudaFree(scratch));
+        return failed ? 0 : t;
+    }
+};
+
+// ---- the products of one decoder layer, fused as the device fuses them ----
+
+// Llama2-7B shape: norm + q, k, v; o + residual; norm + gate, up + SiLU; down + residual. Prints microseconds of each and of the layer.
+static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density) {
+    constexpr int64_t EMBD = 4096, FF = 11008;
+    struct product { const char * name; int n_matrices; int64_t rows, cols; bool norm, residual, silu; };
+    static const product products[] = { { "qkv", 3, EMBD, EMBD, true, false, false }, { "o", 1, EMBD, EMBD, false, true, false },
+                                        { "gate, up", 2, FF, EMBD, true, false, true }, { "down", 1, EMBD, FF, false, true, false } };
+    constexpr int LAYERS = 8;
+    float * x, * y, * norm;
+    CHECKED(cudaMalloc(&x, FF * 4));
+    CHECKED(cudaMalloc(&y, 3 * FF * 4));
+    CHECKED(cudaMalloc(&norm, FF * 4));
+    CHECKED(cudaMemset(x, 0, FF * 4));
+    CHECKED(cudaMemset(norm, 0, FF * 4));
+    std::vector<uint8_t *> memory;
+    std::vector<cuda_sparse_mul_mat_params> calls;
+    std::vector<cuda_sparse_matrix> matrices;
+    matrices.reserve(LAYERS * 7);
+    for (int l = 0; l < LAYERS; l++) {
+        for (const product & f : products) {
+            const random_matrix m = make_random(f.rows, f.cols, density);
+            const macko_rows all = { m.desc, 0, f.rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() };
+            macko_view view;
+            check_status(validate(all, &view));
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices = f.n_matrices;
+            for (int i = 0; i < f.n_matrices; i++) {
+                uint8_t * dst;
+                CHECKED(cudaMalloc(&dst, static_cast<size_t>(cuda_sparse_nbytes(m.desc, m.padded))));
+                memory.push_back(dst);
+                matrices.emplace_back();
+                check_status(uploader.begin(m.desc, m.padded, dst));
+                check_status(uploader.rows(view));
+                check_status(uploader.finish(&matrices.back()));
+                p.w[i]        = &matrices.back();
+                p.y[i]        = y + i * FF;
+                p.ldy[i]      = f.rows;
+                p.row_end[i]  = f.rows;
+                p.residual[i] = f.residual ? y + i * FF : nullptr;
+            }
+            p.x            = x;
+            p.ldx          = f.cols;
+            p.n            = 1;
+            p.norm_weight  = f.norm ? norm : nullptr;
+            p.norm_eps     = 1e-5f;
+            p.silu_mul     = f.silu;
+            p.programmatic = true;
+            calls.push_back(p);
+        }
+    }
+    constexpr int N = 4;
+    printf("layer, density %.2f:", density);
+    for (int f = 0; f < N; f++) {
+        const double t = time_us(stream, LAYERS, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i * N + f)], stream)); });
+        printf(" %s %.2f us,", products[f].name, t);
+    }
+    printf(" all in turn %.2f us\n", N * time_us(stream, LAYERS * N, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i)], stream)); }));
+    for (uint8_t * m : memory) {
+        CHECKED(cudaFree(m));
+    }
+    CHECKED(cudaFree(x));
+    CHECKED(cudaFree(y));
+    CHECKED(cudaFree(norm));
+}
+
+// ---- main ----
+
+static std::vector<std::string> split(const char * text) {
+    std::vector<std::string> parts(1);
+    for (; *text; text++) {
+        if (*text == ',') {
+            parts.emplace_back();
+        } else {
+            parts.back() += *text;
+        }
+    }
+    return parts;
+}
+
+int main(int argc, char ** argv) {
+    std::vector<shape> shapes(std::begin(ACCEPTANCE), std::end(ACCEPTANCE));
+    std::vector<double> densities = { 0.5, 0.3, 0.1 };
+    std::vector<int64_t> columns  = { 1 };
+    bool csr = false, unpack = false, layer = false;
+    FILE * json = nullptr;
+    for (int i = 1; i < argc; i++) {
+        const bool more = i + 1 < argc;
+        if (!strcmp(argv[i], "--shapes") && more) {
+            const std::string which = argv[++i];
+            if (which == "paper") {
+                shapes.assign(std::begin(PAPER), std::end(PAPER));
+            } else if (which != "acceptance") {
+                shapes.clear();
+                for (const std::string & s : split(which.c_str())) {
+                    const size_t x = s.find('x');
+                    shapes.push_back({ atoll(s.c_str()), x == std::string::npos ? 0 : atoll(s.c_str() + x + 1) });
+                }
+            }
+        } else if (!strcmp(argv[i], "--densities") && more) {
+            densities.clear();
+            for (const std::string & s : split(argv[++i])) {
+                densities.push_back(atof(s.c_str()));
+            }
+        } else if (!strcmp(argv[i], "--columns") && more) {
+            columns.clear();
+            for (const std::string & s : split(argv[++i])) {
+                columns.push_back(atoll(s.c_str()));
+            }
+        } else if (!strcmp(argv[i], "--csr")) {
+            csr = true;
+        } else if (!strcmp(argv[i], "--layer")) {
+            layer = true;
+        } else if (!strcmp(argv[i], "--unpack")) {
+            unpack = true;
+        } else if (!strcmp(argv[i], "--json") && more) {
+            json = fopen(argv[++i], "w");
+        } else {
+            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--layer] [--json FILE]\n");
+            return 2;
+        }
+    }
+    cudaStream_t stream;
+    CHECKED(cudaStreamCreate(&stream));
+    cudaDeviceProp device;
+    CHECKED(cudaGetDeviceProperties(&device, 0));
+    int driver = 0, runtime = 0;
+    CHECKED(cudaDriverGetVersion(&driver));
+    CHECKED(cudaRuntimeGetVersion(&runtime));
+    const double bandwidth = read_bandwidth(stream);
+    char date[32];
+    const time_t now = time(nullptr);
+    strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
+    printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000, driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
+    printf("%14s %7s %3s %4s %-8s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "density", "n", "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+    dense_product dense;
+    csr_product   sparse;
+    std::unique_ptr<cuda_sparse_uploader> uploader;
+    check_status(cuda_sparse_uploader::create(0, &uploader));
+    if (layer) {
+        for (const double d : densities) {
+            time_layer(stream, *uploader, d);
+        }
+        return 0;
+    }
+    std::vector<double> log_speedup(densities.size() * columns.size(), 0.0);
+    for (const shape s : shapes) {
+        std::vector<double> dense_us;
+        for (const int64_t n : columns) {
+            dense_us.push_back(dense.time(stream, s.rows, s.cols, n));
+        }
+        for (size_t d = 0; d < densities.size(); d++) {
+            const random_matrix m = make_random(s.rows, s.cols, densities[d]);
+            const int64_t nbytes = cuda_sparse_nbytes(m.desc, m.padded);
+            const int copies = n_copies(static_cast<double>(nbytes));
+            uint8_t * memory;
+            CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * copies)));
+            const macko_rows all = { m.desc, 0, s.rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() };
+            macko_view view;
+            check_status(validate(all, &view));
+            cuda_sparse_matrix first;
+            check_status(uploader->begin(m.desc, m.padded, memory));
+            const auto milliseconds = [] { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+            const double t0 = milliseconds();
+            check_status(uploader->rows(view));
+            const double t1 = milliseconds();
+            check_status(uploader->finish(&first));
+            if (unpack) {
+                printf("%lldx%lld density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), densities[d], t1 - t0, milliseconds() - t1);
+            }
+            std::vector<cuda_sparse_matrix> w;
+            for (int i = 0; i < copies; i++) {
+                if (i) {
+                    CHECKED(cudaMemcpy(memory + nbytes * i, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
+                }
+                w.push_back(cuda_sparse_bind(m.desc, m.padded, first.layout, first.lanes, memory + nbytes * i));
+                w.back().overshoot = first.overshoot;
+            }
+            // bytes that a product reads: of the groups that are there, not of those reserved
+            int32_t end = 0;
+            CHECKED(cudaMemcpy(&end, first.row_ptr + s.rows, 4, cudaMemcpyDeviceToHost));
+            const double read = first.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(m.file_nbytes())
+                                                                        : end * (16.0 + m.desc.delta_bits) + static_cast<double>(s.rows) * (first.lanes * 2 + 4);
+            if (unpack) { // back to dense, a panel of 16 Mi elements at a time, as for products with many columns
+                const int64_t panel = std::max<int64_t>(1, (int64_t(16) << 20) / s.cols);
+                uint16_t * dst;
+                CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * s.cols * 2)));
+                const double t = time_us(stream, copies, [&](int i) {
+                    for (int64_t r = 0; r < s.rows; r += panel) {
+                        CHECKED(cuda_sparse_unpack(w[static_cast<size_t>(i)], r, std::min(s.rows, r + panel), m.desc.type, dst, s.cols, stream));
+                    }
+                });
+                printf("%lldx%lld density %.2f: unpack %.1f us, %.0f G elements/s\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), densities[d], t, static_cast<double>(s.rows * s.cols) / t * 1e-3);
+                CHECKED(cudaFree(dst));
+            }
+            const double csr_us = csr ? sparse.time(stream, m) : 0;
+            for (size_t c = 0; c < columns.size(); c++) {
+                const int64_t n = columns[c];
+                std::vector<float> x(static_cast<size_t>(s.cols * n));
+                for (size_t i = 0; i < x.size(); i++) {
+                    x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 21) - 1024) / 512.0f;
+                }
+                float * device_x, * y;
+                CHECKED(cudaMalloc(&device_x, x.size() * 4));
+                CHECKED(cudaMalloc(&y, static_cast<size_t>(s.rows * n * 4)));
+                CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
+                CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(s.rows * n * 4)));
+                cuda_sparse_mul_mat_params p = {};
+                p.n_matrices = 1;
+                p.y[0]       = y;
+                p.ldy[0]     = s.rows;
+                p.row_end[0] = s.rows;
+                p.x          = device_x;
+                p.ldx        = s.cols;
+                p.n          = n;
+                const auto run = [&](int i) {
+                    p.w[0] = &w[static_cast<size_t>(i)];
+                    CHECKED(cuda_sparse_mul_mat(p, stream));
+                };
+                run(copies - 1);
+                CHECKED(cudaStreamSynchronize(stream));
+                std::vector<float> got(static_cast<size_t>(s.rows));
+                CHECKED(cudaMemcpy(got.data(), y + (n - 1) * s.rows, got.size() * 4, cudaMemcpyDeviceToHost));
+                const std::vector<double> want = reference(m, x.data() + (n - 1) * s.cols);
+                double difference = 0, norm = 0;
+                for (size_t i = 0; i < got.size(); i++) {
+                    difference += (static_cast<double>(got[i]) - want[i]) * (static_cast<double>(got[i]) - want[i]);
+                    norm += want[i] * want[i];
+                }
+                if (!(difference <= 1e-10 * norm)) {
+                    fprintf(stderr, "bench-spmv-gpu: %lldx%lld density %.2f n %lld: wrong result, error %.3g\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), densities[d], static_cast<long long>(n), std::sqrt(difference / norm));
+                    return 1;
+                }
+                const double alone = time_us(stream, copies, run);
+                p.programmatic = true;
+                const double chained = time_us(stream, copies, run);
+                const double best = std::min(alone, chained), speedup = dense_us[c] / best;
+                log_speedup[d * columns.size() + c] += std::log(speedup > 0 ? speedup : 1);
+                static const char * const names[] = { "rows", "runs", "striped" };
+                char text[32];
+                snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows), static_cast<long long>(s.cols));
+                printf("%14s %7.2f %3lld %4d %-5s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text, densities[d], static_cast<long long>(n), m.desc.delta_bits, names[first.layout], first.lanes,
+                       read * 1e-6, static_cast<double>(nbytes) / static_cast<double>(m.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, 100 * read / best / bandwidth);
+                fflush(stdout);
+                if (json) {
+                    fprintf(json, "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, \"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, \"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
+                            device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), densities[d], static_cast<long long>(n), m.desc.delta_bits, names[first.layout], first.lanes, read, static_cast<long long>(m.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, read / best * 1e6, bandwidth * 1e6);
+                }
+                CHECKED(cudaFree(device_x));
+                CHECKED(cudaFree(y));
+            }
+            CHECKED(cudaFree(memory));
+        }
+    }
+    for (size_t d = 0; d < densities.size(); d++) {
+        for (size_t c = 0; c < columns.size(); c++) {
+            printf("geometric mean of the speedup at density %.2f, n = %lld: %.3f\n", densities[d], static_cast<long long>(columns[c]), std::exp(log_speedup[d * columns.size() + c] / static_cast<double>(shapes.size())));
+        }
+    }
+    if (json) {
+        fclose(json);
+    }
+    return 0;
+}

@@ -17,9 +17,14 @@ struct simd : avx512 {
             w[1] = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // the x (32 16-bit numbers) whose bits are set, one behind the other; writes 64 bytes
+    // the x (32 16-bit numbers) whose bits are set, one behind the other; writes up to 64 bytes. Half-width stores, because a store of 64
+    // bytes crosses a cache line nearly always and stores are what this loop waits for; more than 16 bits are rare at these densities.
     static void pack(const uint8_t * x, uint32_t bits, uint8_t * out) {
-        _mm512_storeu_si512(out, _mm512_mask_compress_epi16(in_register(_mm512_setzero_si512()), bits, _mm512_load_si512(x)));
+        const __m512i all = _mm512_mask_compress_epi16(in_register(_mm512_setzero_si512()), bits, _mm512_load_si512(x));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(all));
+        if (__builtin_expect(__builtin_popcount(bits) > 16, 0)) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out) + 1, _mm512_extracti64x4_epi64(all, 1));
+        }
     }
     static void clear_halves(uint8_t * out) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm256_setzero_si256()); }
     // v, which has TYPE's precision, as 16-bit numbers

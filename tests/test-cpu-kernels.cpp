@@ -18,8 +18,10 @@
 #include <vector>
 
 #if defined(__x86_64__)
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized" // GCC bug 105593: undefined vectors inside AVX-512 intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #include <immintrin.h>
 #endif
 

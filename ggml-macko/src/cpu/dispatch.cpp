@@ -4,6 +4,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace macko {
 
@@ -14,16 +17,26 @@ struct candidate {
     bool               supported; // by the CPU, and by the operating system that saves its registers
 };
 
+#if defined(__x86_64__)
+// not among the names that older compilers give to __builtin_cpu_supports
+static bool cpu_has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 static const candidate * candidates(int * n) {
 #if defined(__x86_64__)
-    static const bool avx2   = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+    static const bool avx2   = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c()
                             && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
                             && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     static const bool vbmi2  = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
-    static const candidate all[] = {{&kernels_avx512_vbmi2, vbmi2}, {&kernels_avx512, avx512}, {&kernels_avx2, avx2}, {&kernels_portable, true}};
+    static const candidate all[] = {
+        { &kernels_avx512_vbmi2, vbmi2 }, { &kernels_avx512, avx512 }, { &kernels_avx2, avx2 }, { &kernels_portable, true },
+    };
 #else
-    static const candidate all[] = {{&kernels_portable, true}};
+    static const candidate all[] = {{ &kernels_portable, true }};
 #endif
     *n = static_cast<int>(sizeof(all) / sizeof(all[0]));
     return all;

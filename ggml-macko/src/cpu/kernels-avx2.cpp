@@ -33,12 +33,11 @@ constexpr spread_tables tables = make_spread_tables();
 struct simd {
     using vec = __m256;
 
-    static constexpr int width          = 8;
-    static constexpr int tile_vecs      = 8;
-    static constexpr int prefetch_bytes = 512;
+    static constexpr int width     = 8;
+    static constexpr int tile_vecs = 8;
     template <int TYPE> static constexpr int step         = 8;
     template <int TYPE> static constexpr bool packs       = false;
-    template <int NX>   static constexpr int rows_at_once = NX == 1 ? 2 : 1;
+    template <int NX>   static constexpr int rows_at_once = 1;
 
     static vec   zero()                   { return _mm256_setzero_ps(); }
     static vec   set1(float a)            { return _mm256_set1_ps(a); }

@@ -12,7 +12,8 @@ struct simd : avx512 {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
             avx512::expand<TYPE>(values, bits, w);
         } else {
-            const __m512i all = _mm512_mask_expand_epi16(in_register(_mm512_setzero_si512()), bits, in_register(_mm512_loadu_si512(values)));
+            const __m512i packed = in_register(_mm512_loadu_si512(values));
+            const __m512i all    = _mm512_mask_expand_epi16(in_register(_mm512_setzero_si512()), bits, packed);
             w[0] = widen<TYPE>(_mm512_castsi512_si256(all));
             w[1] = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }

@@ -8,9 +8,9 @@
 //                       values: conversions and FMAs in proportion to density.
 // rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
-// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1), a row's
-//                       bits become a list of columns and float weights; each entry is broadcast against the tokens of its column.
-//                       Work is in proportion to density, and a row is decoded once for a whole tile.
+// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1),
+//                       a row's bits become a list of columns and float weights; each entry is broadcast against the tokens of its
+//                       column. Work is in proportion to density, and a row is decoded once for a whole tile.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -34,6 +34,8 @@ constexpr int BLOCK_SIZE  = 32768;            // floats of accumulators that sta
 template <int NV> constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
 template <int NV> constexpr int BLOCK_ROWS  = BLOCK_SIZE / (NV * W) / W * W;
 static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
+
+constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost half its speed at density 1/2
 
 constexpr int GROUP = 8; // x that meet an expanded row at once
 
@@ -147,7 +149,7 @@ template <int TYPE, typename S> float dot_packed(const mul_mat_params & p, int64
         int64_t n = 0;
         for (int64_t word = first; word < last; word++, x += 64 * 2) {
             const uint64_t bits = mask[word];
-            __builtin_prefetch(values + n * 2 + simd::prefetch_bytes);
+            __builtin_prefetch(values + n * 2 + PREFETCH);
 #pragma GCC unroll 2
             for (int s = 0; s < 64 / STEP; s++) {
                 const uint32_t part = piece<STEP>(bits, s);
@@ -181,7 +183,7 @@ template <
 void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<TYPE>;
     constexpr int VECS = STEP / W;
-    constexpr int ACCS = NX == 1 ? 2 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
+    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;
@@ -205,7 +207,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
         for (int r = 0; r < NR; r++) {
             bits[r] = mask[r][word];
             any |= bits[r];
-            __builtin_prefetch(values[r] + simd::prefetch_bytes);
+            __builtin_prefetch(values[r] + PREFETCH);
         }
         if (!any) {
             continue;
@@ -339,7 +341,8 @@ template <int NV> INLINE void accumulate(const float * x, const entries & list, 
 }
 
 // acc is [row][NV * W]; y wants [token][row]
-template <int NV> void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token, int64_t n_tokens) {
+template <int NV>
+void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token, int64_t n_tokens) {
     for (int64_t r = 0; r < n_rows; r += W) {
         for (int g = 0; g < NV; g++) {
             vec v[W];
@@ -363,7 +366,8 @@ template <int NV> void store_block(const mul_mat_params & p, const float * acc, 
     }
 }
 
-template <int TYPE, int NV> void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+template <int TYPE, int NV>
+void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
     constexpr int     STRIDE      = NV * W;
     const int64_t     words       = words_of(p.w.cols);
     const float     * x           = static_cast<const float *>(p.scratch) + token * words * 64;
@@ -391,7 +395,9 @@ template <int TYPE, int NV> void multiply_tile(const mul_mat_params & p, int64_t
     }
 }
 
-template <int TYPE, int NV> void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+// multiply_tile with NV = vecs
+template <int TYPE, int NV>
+void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
     if (vecs == NV) {
         multiply_tile<TYPE, NV>(p, row_begin, row_end, token, n_tokens);
     } else if constexpr (NV > 1) {

@@ -8,9 +8,8 @@ namespace {
 struct simd {
     typedef float vec __attribute__((vector_size(16)));
 
-    static constexpr int width          = 4;
-    static constexpr int tile_vecs      = 8;
-    static constexpr int prefetch_bytes = 256;
+    static constexpr int width     = 4;
+    static constexpr int tile_vecs = 8;
     template <int TYPE> static constexpr int step         = 8; // columns that expand() handles
     template <int TYPE> static constexpr bool packs       = false;
     template <int NX>   static constexpr int rows_at_once = 1;

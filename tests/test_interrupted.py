@@ -146,6 +146,7 @@ def test_ctrl_c_leaves_something(tmp_path, command, number, code):
     process = subprocess.Popen(
         [sys.executable, "-m", "ggml_macko.cli", *command[:1], str(source), str(out), *command[1:]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that ran us in the background left it ignored
     )  # fmt: skip
     for line in process.stderr:
         if line.startswith("["):

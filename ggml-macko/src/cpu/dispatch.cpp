@@ -8,6 +8,10 @@
 #include <cpuid.h>
 #endif
 
+#if !defined(_OPENMP)
+#error "compile with OpenMP: without its barriers threads would read x before it is there"
+#endif
+
 namespace macko {
 
 // ---- choice ----

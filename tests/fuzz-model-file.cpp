@@ -110,7 +110,7 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
         const macko::gguf_tensor & t = file.header.tensors[i];
         return bytes(b.begin() + t.offset, b.begin() + t.offset + t.nbytes);
     };
-    const bytes values = component(m.values), deltas = component(m.deltas), row_ptr = component(m.row_ptr);
+    const bytes values = component(m.first), deltas = component(m.first + 1), row_ptr = component(m.first + 2);
     const uint64_t nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type));
     const bytes slow = builder::decode(values, deltas, row_ptr, nb, static_cast<uint64_t>(m.desc.rows), static_cast<uint64_t>(m.desc.cols), static_cast<uint32_t>(m.desc.delta_bits));
     decoder fast(m);

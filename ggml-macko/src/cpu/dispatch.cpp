@@ -103,7 +103,7 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
     const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
                         / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
-        return density < cost.packed_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::packed : x_layout::rows;
+        return density < cost.narrow_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::narrow : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);

@@ -60,8 +60,12 @@ struct simd : avx512 {
         int64_t word = 0;
         for (; word + 4 <= words; word += 4) {
             __builtin_prefetch(values + PREFETCH);
+            __builtin_prefetch(mask + word + 256);
             add_group(word,     0);
             add_group(word + 1, 1);
+            if (!FEW) {
+                __builtin_prefetch(values + PREFETCH);
+            }
             add_group(word + 2, 0);
             add_group(word + 3, 1);
         }

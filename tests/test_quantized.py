@@ -152,7 +152,7 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
     assert verified.code == 0, verified.out
     assert ("not identical" in verified.out) == (kind in KINDS)
     assert macko("restore", sparse, dense).code == 0
-    assert ("not identical" in macko("verify", sparse, dense).out) == (kind in KINDS)
+    assert macko("verify", sparse, dense).out.startswith("identical")
     with Model(sparse) as a, Model(dense) as b:
         for x, y in zip(a.tensors, b.tensors):
             assert x.read().tobytes() == y.read().tobytes(), x.name

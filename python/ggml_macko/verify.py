@@ -52,7 +52,10 @@ def tensor_difference(
         return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
     if quantized is not None and a.is_quantized != b.is_quantized:
         source, other = (b, a) if a.is_quantized else (a, b)
-        error = quantization_error(source, other, n_threads)
+        want, got = source.read_bits(n_threads), other.read_bits(n_threads)
+        if np.array_equal(want, got):  # restored from it
+            return None
+        error = quantization_error(other, want, got)
         quantized.append(error)
         return error.fault
     if a.sparse is None and b.sparse is None:
@@ -81,30 +84,31 @@ class QuantizationError:
     fault: str | None  # a zero that did not stay one, or an error beyond the type's bound
 
 
-def quantization_error(source: Tensor, quantized: Tensor, n_threads: int = 0) -> QuantizationError:
-    bits = source.read_bits(n_threads)
+def quantization_error(quantized: Tensor, bits: np.ndarray, decoded: np.ndarray) -> QuantizationError:
+    """bits: the dense source; decoded: what quantized gives, both bit patterns (rows, cols)."""
     m = quantized.read_sparse()
-    want = packed.to_float(bits, source.type)
-    got = packed.to_float(quantized.read_bits(n_threads), source.type)
-    error = np.abs(got - want)
+    want, got = packed.to_float(bits, m.type), packed.to_float(decoded, m.type)
+    difference = got - want
     fault = None
-    places = packed.places(m)
-    stored = np.zeros(bits.shape, dtype=bool)
-    stored[places] = True
-    zero_lost = (want != 0) & ~stored | (got != 0) & (want == 0)  # -0.0 may be stored, or dropped
-    beyond = np.zeros(bits.shape, dtype=bool)
-    beyond[places] = error[places] > packed.error_bound(m)
-    for what, wrong in (("a zero is not one any more, or a weight became one", zero_lost), ("the error is too large", beyond)):
-        if fault is None and wrong.any():
-            row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-            fault = f"{quantized.name}: row {row}, column {column}: {what} ({want[row, column]:g}, {got[row, column]:g})"
-    power = np.mean(want.astype(np.float64) ** 2, axis=1)
+    zeros = bits == 0
+    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
+        zeros = want == 0  # -0.0 was dropped
+    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
+        fault = f"{quantized.name}: {m.nnz} weights are stored, but {bits.size - int(np.count_nonzero(zeros))} are not zero"
+    else:  # the stored weights are those that are not zero, in the same order
+        beyond = np.zeros(bits.shape, dtype=bool)
+        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m)
+        for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
+            if fault is None and wrong.any():
+                row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+                fault = f"{quantized.name}: row {row}, column {column}: {what} ({want[row, column]:g}, {got[row, column]:g})"
+    power = np.einsum("ij,ij->i", want, want, dtype=np.float64)
     rows = power > 0
-    relative = np.sqrt(np.mean(error.astype(np.float64) ** 2, axis=1)[rows] / power[rows])
+    relative = np.sqrt(np.einsum("ij,ij->i", difference, difference, dtype=np.float64)[rows] / power[rows])
     return QuantizationError(
         quantized.name,
         packed.QUANT_NAMES[m.value_type],
-        float(error.max()),
+        float(np.abs(difference).max()),
         float(relative.mean()) if rows.any() else 0.0,
         float(relative.max()) if rows.any() else 0.0,
         fault,

@@ -55,7 +55,11 @@ struct avx512 {
             return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
         }
     }
-    static vec block_scale(const uint8_t * block) { return widen<GGML_MACKO_TYPE_F16>(_mm256_set1_epi16(static_cast<int16_t>(block[0] | block[1] << 8))); }
+    static vec block_scale(const uint8_t * block) {
+        int16_t d;
+        __builtin_memcpy(&d, block, sizeof(d)); // broadcast straight from memory
+        return widen<GGML_MACKO_TYPE_F16>(_mm256_set1_epi16(d));
+    }
     // q of a block of 32 values
     template <int TYPE> static __m256i quants(const uint8_t * block) {
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {

@@ -74,52 +74,44 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // A row's product with one x of 16-bit integers, but for the scale of x. The x of its non-zeros are lined up as in dot_narrow; then they
-    // meet whole blocks. The row's first value is value `skip` of the first block. FEW: rarely more than 32 non-zeros in 64 columns.
-    template <int TYPE, bool FEW> static float dot_quants(const uint64_t * mask, int64_t words, const uint8_t * block, int64_t skip, const uint8_t * x) {
-        constexpr int64_t CHUNK    = 32;   // words whose x are lined up at a time
-        constexpr int     PREFETCH = 4096; // bytes ahead in the values
-        constexpr int64_t NBYTES   = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18;
+    // Lines up the x (16-bit integers) of the non-zeros of some words behind n zeros, n < 32, and zeros up to a whole block behind them.
+    // Returns how many there are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
+    template <bool FEW> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, int16_t * lined) {
         const __m512i places = _mm512_load_si512(places_0_63.place);
-        alignas(64) int16_t lined[CHUNK * 64 + 32 + 64];
-        vec     acc[2] = { zero(), zero() };
-        int64_t n      = skip; // lined up; those of the row before count as zeros
         _mm512_store_si512(lined, _mm512_setzero_si512());
-        const auto multiply_blocks = [&](int64_t n_blocks) __attribute__((always_inline)) {
-            for (int64_t b = 0; b < n_blocks; b++, block += NBYTES) {
-                __builtin_prefetch(block + PREFETCH);
-                const __m512i sums = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(block)), _mm512_load_si512(lined + b * 32));
-                acc[b & 1] = fma(_mm512_cvtepi32_ps(sums), block_scale(block), acc[b & 1]);
+        for (int64_t word = 0; word < words; word++) {
+            const uint64_t bits = mask[word];
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
+            const __m512i  lo   = _mm512_load_si512(x + word * 128);
+            const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
+            const int      here = __builtin_popcountll(bits);
+            // what is stored behind the last of them is overwritten by the next
+            _mm512_storeu_si512(lined + n, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(at)), hi));
+            if (!FEW || __builtin_expect(here > 32, 0)) {
+                _mm512_storeu_si512(lined + n + 32, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(at, 1)), hi));
             }
-        };
-        for (int64_t word = 0; word < words; word += CHUNK) {
-            const int64_t end = word + CHUNK < words ? word + CHUNK : words;
-            for (int64_t line = 0; line < CHUNK; line += 8) {
-                __builtin_prefetch(mask + word + 256 + line);
-            }
-            for (int64_t w = word; w < end; w++) {
-                const uint64_t bits = mask[w];
-                const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
-                const __m512i  lo   = _mm512_load_si512(x + w * 128);
-                const __m512i  hi   = _mm512_load_si512(x + w * 128 + 64);
-                const int      here = __builtin_popcountll(bits);
-                // what is stored behind the last of them is overwritten by the next, or never used
-                _mm512_storeu_si512(lined + n, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(at)), hi));
-                if (!FEW || __builtin_expect(here > 32, 0)) {
-                    _mm512_storeu_si512(lined + n + 32, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(at, 1)), hi));
-                }
-                n += here;
-            }
-            const int64_t n_blocks = n / 32;
-            multiply_blocks(n_blocks);
-            _mm512_store_si512(lined, _mm512_load_si512(lined + n_blocks * 32));
-            n %= 32;
+            n += here;
         }
-        if (n > 0) {
-            _mm512_storeu_si512(lined + n, _mm512_setzero_si512());
-            multiply_blocks(1);
+        _mm512_storeu_si512(lined + n, _mm512_setzero_si512());
+        return n;
+    }
+    template <int TYPE> static vec add_block(const uint8_t * block, const int16_t * lined, vec sum) {
+        const __m512i products = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(block)), _mm512_load_si512(lined));
+        return fma(_mm512_cvtepi32_ps(products), block_scale(block), sum);
+    }
+    // sum of d * q * x over whole blocks
+    template <int TYPE> static float dot_blocks(const uint8_t * block, int64_t n_blocks, const int16_t * lined) {
+        constexpr int     PREFETCH = 4096; // bytes ahead
+        constexpr int64_t NBYTES   = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18;
+        vec a = zero(), b = zero();
+        for (int64_t i = 0; i < n_blocks; i += 2, block += 2 * NBYTES) {
+            __builtin_prefetch(block + PREFETCH);
+            a = add_block<TYPE>(block, lined + i * 32, a);
+            if (i + 1 < n_blocks) {
+                b = add_block<TYPE>(block + NBYTES, lined + i * 32 + 32, b);
+            }
         }
-        return sum(add(acc[0], acc[1]));
+        return sum(add(a, b));
     }
     static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
     static float largest(vec v)              { return _mm512_reduce_max_ps(v); }

@@ -4,9 +4,9 @@
   python3 tools/ec_csr_storage.py [--shapes 4096x4096,...] [--sparsities 0.7,0.8,0.9]
   python3 tools/ec_csr_storage.py --model MODEL.gguf        -0.0 counts as zero
 
-Every size is that of arrays that were really encoded (FP16; FP32 has the same blocks and twice the bytes of values). Padding: stored values
-that are no non-zeros, over non-zeros. Reduction: against CSR with 32-bit columns and row pointers. The last column is the reduction with
-32-bit bases. Needs the installed package.
+Every size is that of arrays that were really encoded (FP16; FP32 has the same blocks and twice the bytes of values).
+Padding: stored values that are no non-zeros, over non-zeros. Reduction: against CSR with 32-bit columns and row
+pointers. The last column is the reduction with 32-bit bases. Needs the installed package.
 """
 
 from __future__ import annotations
@@ -59,10 +59,26 @@ def row_of(label: str, delta_bits: int, found: list) -> list:
     mean = {key: float(np.mean([f[key] for f in found])) for key in found[0]}
     percent = [f"{100 * mean[k]:.2f} %" for k in ("padding", "in blocks of several rows")]
     reductions = [f"{100 * mean[k]:.1f} %" for k in ("reduction FP16", "reduction FP32", "FP16, 32-bit bases")]
-    return [label, delta_bits, *percent, f"{mean['bytes per non-zero']:.3f}", *reductions, f"{max(f['seconds'] for f in found):.1f}"]
+    return [
+        label,
+        delta_bits,
+        *percent,
+        f"{mean['bytes per non-zero']:.3f}",
+        *reductions,
+        f"{max(f['seconds'] for f in found):.1f}",
+    ]
 
 
-HEADERS = ["bits", "padding", "in blocks of several rows", "bytes per non-zero", "reduction FP16", "reduction FP32", "FP16, 32-bit bases", "longest s"]
+HEADERS = [
+    "bits",
+    "padding",
+    "in blocks of several rows",
+    "bytes per non-zero",
+    "reduction FP16",
+    "reduction FP32",
+    "FP16, 32-bit bases",
+    "longest s",
+]
 
 
 def print_table(first: list, rows: list) -> None:
@@ -98,7 +114,9 @@ def run_model(path: str) -> None:
             for label, options in VARIANTS.items():
                 for delta_bits in ec_csr.DELTA_BITS:
                     found.setdefault((kind, label, delta_bits), []).append(measure(bits, delta_bits, options))
-    print_table(["weight", "blocks"], [[kind, *row_of(label, bits, results)] for (kind, label, bits), results in found.items()])
+    print_table(
+        ["weight", "blocks"], [[kind, *row_of(label, bits, results)] for (kind, label, bits), results in found.items()]
+    )
 
 
 def main() -> None:

@@ -241,9 +241,7 @@ class Tensor:
             arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
             return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
         arrays[2] = arrays[2].view(np.int32)
-        return formats.MackoMatrix(
-            self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays
-        )
+        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
 
     def _read_component(self, i: int, dtype: type) -> np.ndarray:
         component = self.shard.tensors[self.sparse.tensor_index[i]]

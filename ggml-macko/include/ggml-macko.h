@@ -207,7 +207,7 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
-// validates the payload of matrix i on a private copy; in blocks, so memory stays small
+// validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
 GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
 // ---- loading into llama.cpp ----

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <omp.h>
+#include <mutex>
 
 namespace macko {
 
@@ -202,6 +202,7 @@ struct extractor {
     int64_t                 words;
     int64_t                 max_elements; // of a block
     ec_csr_blocks           out;
+    std::mutex              out_mutex; // not an OpenMP critical section: what throws in one never leaves it
     level                   rest; // what goes into blocks with one row
 
     int64_t max_columns(int32_t granularity) const { return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT); }
@@ -276,7 +277,7 @@ struct extractor {
     }
 
     void append(const std::vector<ec_csr_block> & blocks, const std::vector<int32_t> & cols, const int32_t * rows) {
-#pragma omp critical(macko_extract_append)
+        const std::lock_guard<std::mutex> lock(out_mutex);
         for (ec_csr_block b : blocks) {
             b.rows = static_cast<int64_t>(out.rows.size());
             out.rows.insert(out.rows.end(), rows, rows + b.granularity);
@@ -396,7 +397,7 @@ int extract_blocks(const macko_desc & desc, const void * dense, const extract_op
     if (const int status = check_extract_options(options)) {
         return status;
     }
-    extractor e = { desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {} };
+    extractor e { desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {}, {} };
     if (desc.type == GGML_MACKO_TYPE_F32) {
         e.run(static_cast<const uint32_t *>(dense));
     } else {

@@ -183,6 +183,21 @@ def test_wrong_argument_is_taken(code, call):
     assert e.value.code == code
 
 
+@pytest.mark.parametrize("delta_bits", DELTA_BITS)
+def test_default_is_larger_than_without_extraction(delta_bits):
+    """Rows that are alike pay with 8 bits; with 4 bits the columns that fill no block cost more in fillers."""
+    rng = np.random.default_rng(4)
+    alike = generators.random_bits(rng, 200, 2048, 1.0)
+    alike[np.repeat(rng.random((50, 2048)) >= 0.3, 4, axis=0)] = 0
+    for bits in (alike, generators.random_bits(rng, 100, 2048, 0.3)):
+        plain = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(max_granularity=1))
+        m = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits)
+        assert m.nbytes <= plain.nbytes
+        asked = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(min_columns=128))
+        assert ec_csr.sets(asked)[0, 0] > 1  # who asks for blocks gets them
+    assert ec_csr.sets(bindings.ec_csr_encode(alike, TYPE_F16, 8))[0, 0] >= 4
+
+
 # ---- SparseMatrix ----
 
 

@@ -138,7 +138,8 @@ struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
 // how blocks are extracted; NULL means { 16, 0, true, 0 }
 struct ggml_macko_ec_csr_options {
     int32_t  max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
-    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: from where it makes the matrix smaller (8-bit deltas 128, 4-bit 256)
+    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
+                              // extraction at all if that is smaller
     bool     clip;            // cut blocks with more than twice the elements of an average row
     uint64_t seed;            // of the order in which rows look for partners: the result depends on nothing else
 };

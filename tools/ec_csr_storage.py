@@ -3,6 +3,7 @@
 
   python3 tools/ec_csr_storage.py [--shapes 4096x4096,...] [--sparsities 0.7,0.8,0.9]
   python3 tools/ec_csr_storage.py --model MODEL.gguf        -0.0 counts as zero
+  python3 tools/ec_csr_storage.py --structured              beside MACKO
 
 Every size is that of arrays that were really encoded (FP16; FP32 has the same blocks and twice the bytes of values).
 Padding: stored values that are no non-zeros, over non-zeros. Reduction: against CSR with 32-bit columns and row
@@ -17,7 +18,7 @@ import time
 
 import numpy as np
 
-from ggml_macko import bindings, console, ec_csr, formats, weights
+from ggml_macko import SparseMatrix, bindings, console, ec_csr, formats, weights
 from ggml_macko.bindings import EcCsrOptions
 from ggml_macko.gguf_files import Model
 
@@ -25,7 +26,7 @@ SHAPES = "1024x8192,4096x4096,4096x11008,11008x4096,5120x5120,5120x13824,13824x5
 VARIANTS = {  # label -> options. 128 is the smallest block that the paper extracts
     "no extraction": EcCsrOptions(max_granularity=1),
     "every block of 128": EcCsrOptions(min_columns=128),
-    "blocks that pay": EcCsrOptions(),
+    "default": EcCsrOptions(),
 }
 
 
@@ -119,15 +120,44 @@ def run_model(path: str) -> None:
     )
 
 
+def run_structured(rows: int, cols: int) -> None:
+    """Masks at density .3 that are not random: columns of uneven density, rows that are alike."""
+    rng = np.random.default_rng(0)
+    uniform = rng.random((rows, cols), dtype=np.float32)
+    masks = {"random": uniform < 0.3}
+    for share, high in ((0.2, 0.8), (0.25, 0.95)):
+        low = (0.3 - share * high) / (1 - share)
+        masks[f"{share:.0%} of the columns at {high}, the others at {low:.3f}"] = uniform < np.where(
+            rng.random(cols) < share, high, low
+        )
+    masks["column densities from Beta(.5, 1.17)"] = uniform < rng.beta(0.5, 0.5 * 7 / 3, cols)
+    for alike, redrawn in ((2, 0), (4, 0), (4, 0.02), (16, 0.05)):
+        patterns = np.repeat(rng.random((rows // alike, cols)) < 0.3, alike, axis=0)[rng.permutation(rows)]
+        mask = np.where(rng.random((rows, cols)) < redrawn, uniform < 0.3, patterns)
+        masks[f"{alike} rows alike, {redrawn:.0%} of the places redrawn"] = mask
+    table = []
+    for label, mask in masks.items():
+        w = np.where(mask, np.float16(1), np.float16(0))
+        found = [
+            SparseMatrix.from_dense(w),
+            *(SparseMatrix.from_dense(w, b, format="ec-csr") for b in ec_csr.DELTA_BITS),
+        ]
+        table.append([label, *(f"{m.nbytes / m.nnz:.3f}" for m in found)])
+    print(console.table(table, [f"bytes per non-zero, FP16, {rows}x{cols}", "macko", "ec-csr-4", "ec-csr-8"]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help=f"ROWSxCOLS, ... (default: {SHAPES})")
     parser.add_argument("--sparsities", default="0.7,0.8,0.9", help="shares of zeros (default: 0.7,0.8,0.9)")
     parser.add_argument("--each", action="store_true", help="also print each shape")
     parser.add_argument("--model", metavar="MODEL.gguf", help="the F16 weights of a pruned model instead")
+    parser.add_argument("--structured", action="store_true", help="masks that are not random, beside MACKO, instead")
     args = parser.parse_args()
     if args.model:
         run_model(args.model)
+    elif args.structured:
+        run_structured(2048, 4096)
     else:
         shapes = [tuple(int(x) for x in s.split("x")) for s in args.shapes.split(",")]
         run_random(shapes, [float(s) for s in args.sparsities.split(",")], args.each)

@@ -60,8 +60,6 @@ count_function best_count() {
 count_function best_count() { return count_shared_plain; }
 #endif
 
-const count_function count_shared = best_count();
-
 } // namespace
 
 // ---- extraction ----
@@ -92,6 +90,7 @@ using pairs = std::vector<std::pair<int32_t, int32_t>>;
 // min_shared at least. Counts are made for a batch of rows at a time; that changes nothing but the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
     constexpr int64_t batch = 32;
+    static const count_function count_shared = best_count();
     pairs out;
     std::vector<int32_t> shared;
     while (order.size() > 1) {

@@ -97,6 +97,26 @@ def _ggml() -> _Ggml:
     return _Ggml()
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end of the block (or of the outermost such block)."""
+    held: list = []
+    before: dict = {}
+    if threading.current_thread() is threading.main_thread():  # only that one gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda *caught: held.append(caught))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number, frame in held:
+            if callable(before[number]):
+                before[number](number, frame)
+            elif before[number] == signal.SIG_DFL:
+                signal.raise_signal(number)
+
+
 class Tap:
     """Between the scheduler and a consumer: `callback` goes into llama_context_params.cb_eval and must live as long as
     the context; each llama_decode stands in a `with tap.evaluation()`."""
@@ -113,19 +133,8 @@ class Tap:
     def evaluation(self) -> Iterator[None]:
         """Brings out what the consumer raised, and holds signals back meanwhile: Python cannot raise through C."""
         self._error = None
-        held: list = []
-        before: dict = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, lambda *caught: held.append(caught))
-        try:
+        with signals_held():
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            for number, frame in held:
-                if callable(before[number]):
-                    before[number](number, frame)
         if self._error is not None:
             raise self._error
 

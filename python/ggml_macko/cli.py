@@ -17,6 +17,7 @@ from .errors import MackoError
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
+    "calibrate": "calibrate",
     "prune": "prune",
     "convert": "convert",
     "restore": "restore",

@@ -17,6 +17,12 @@ def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) ->
     log(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
 
 
+def eta(done: int, total: int, seconds: float, n: int) -> str:
+    """Of a run whose last `n` of `done` chunks took `seconds`; llama-imatrix's words."""
+    left = seconds / n * (total - done)
+    return f"[{done:4d}/{total:4d}] {seconds / n:.2f} seconds per pass - ETA {left // 3600:.0f} hours {left % 3600 / 60:.2f} minutes"
+
+
 def size(nbytes: int) -> str:
     return f"{nbytes / MIB:8.2f} MiB"
 

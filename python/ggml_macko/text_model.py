@@ -104,7 +104,7 @@ class TextModel:
 
     def read_chunks(self, text_path: str | os.PathLike, n_chunks: int = -1) -> np.ndarray:
         """(chunks, n_ctx) int32 of a file; at most n_chunks if that is not negative. Two chunks are the least."""
-        text = Path(text_path).read_bytes()
+        text = _read_text(text_path)
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -176,10 +176,17 @@ class TextModel:
         self.close()
 
 
-def add_arguments(parser: argparse.ArgumentParser, n_batch: int) -> None:
+def _read_text(path: str | os.PathLike) -> bytes:
+    text = Path(path).read_bytes()
+    if not text:
+        raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
+    return text
+
+
+def add_arguments(parser: argparse.ArgumentParser, n_batch: int, file_required: bool = True) -> None:
     """Options of the tools that evaluate a text, with llama.cpp's names."""
     parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model, dense or sparse")
-    parser.add_argument("-f", "--file", metavar="FNAME", help="text file")
+    parser.add_argument("-f", "--file", required=file_required, metavar="FNAME", help="text file")
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
@@ -204,7 +211,9 @@ def add_arguments(parser: argparse.ArgumentParser, n_batch: int) -> None:
 
 
 def open_model(args: argparse.Namespace, n_ctx: int | None = None, consumer: Consumer | None = None) -> TextModel:
-    """The model of parsed arguments."""
+    """The model of parsed arguments, once it is clear that there is a text."""
+    if args.file is not None:
+        _read_text(args.file)
     return TextModel(
         args.model,
         n_ctx or args.ctx_size,

@@ -88,7 +88,9 @@ class _Ggml:
         while len(ops) < 1024 and b"MUL_MAT_ID" not in ops:
             ops[lib.ggml_op_name(len(ops))] = len(ops)
         if lib.ggml_tensor_overhead() != ctypes.sizeof(_Tensor) + _OBJECT_NBYTES or b"MUL_MAT_ID" not in ops:
-            raise errors.error(errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for")
+            raise errors.error(
+                errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for"
+            )
         self.mul_mat, self.mul_mat_id = ops[b"MUL_MAT"], ops[b"MUL_MAT_ID"]
 
 

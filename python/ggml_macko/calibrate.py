@@ -71,7 +71,10 @@ class Checkpoint:
     def save(self, sums: SquareSums, chunks: np.ndarray) -> None:
         """chunks: those that are done."""
         keys = [make_key(_KEY + k, "str", v) for k, v in self._run.items()]
-        keys += [make_key(_KEY + "chunks", "u32", len(chunks)), make_key(_KEY + "text", "str", _digest(chunks.tobytes()))]
+        keys += [
+            make_key(_KEY + "chunks", "u32", len(chunks)),
+            make_key(_KEY + "text", "str", _digest(chunks.tobytes())),
+        ]
         arrays = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
         arrays.update({name + imatrix.COUNTS: c for name, c in sums.counts.items()})
         with AtomicOutput(self.path, [], force=True) as output:
@@ -162,7 +165,12 @@ def run(args: argparse.Namespace) -> int:
         text_model.open_model(args, consumer=sums) as model,
     ):
         chunks = model.read_chunks(args.file, args.chunks)
-        settings = {"-c": args.ctx_size, "-b": args.batch_size, "-ub": args.ubatch_size, "--process-output": args.process_output}
+        settings = {
+            "-c": args.ctx_size,
+            "-b": args.batch_size,
+            "-ub": args.ubatch_size,
+            "--process-output": args.process_output,
+        }
         checkpoint = Checkpoint(output.path, args.model, settings)
         done = checkpoint.load(sums, chunks)
         if done:
@@ -208,7 +216,11 @@ def check_written(found: imatrix.Imatrix, output: AtomicOutput) -> None:
     written = imatrix.read(output.partial)
     for name, s in found.entries.items():
         other = written.entries.get(name)
-        if other is None or not np.array_equal(other.sums.ravel(), s.sums.ravel()) or other.counts.tolist() != s.counts.tolist():
+        if (
+            other is None
+            or not np.array_equal(other.sums.ravel(), s.sums.ravel())
+            or other.counts.tolist() != s.counts.tolist()
+        ):
             raise errors.error(errors.FILE_CHANGED, f"{output.path}: {name}: what was written is not what was meant")
 
 

@@ -18,6 +18,7 @@ from .errors import MackoError
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
     "calibrate": "calibrate",
+    "perplexity": "perplexity",
     "prune": "prune",
     "convert": "convert",
     "restore": "restore",

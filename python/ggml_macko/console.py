@@ -19,8 +19,9 @@ def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) ->
 
 def eta(done: int, total: int, seconds: float, n: int) -> str:
     """Of a run whose last `n` of `done` chunks took `seconds`; llama-imatrix's words."""
-    left = seconds / n * (total - done)
-    return f"[{done:4d}/{total:4d}] {seconds / n:.2f} seconds per pass - ETA {left // 3600:.0f} hours {left % 3600 / 60:.2f} minutes"
+    hours, left = divmod(seconds / n * (total - done), 3600)
+    each = seconds / n
+    return f"[{done:4d}/{total:4d}] {each:.2f} seconds per pass - ETA {hours:.0f} hours {left / 60:.2f} minutes"
 
 
 def size(nbytes: int) -> str:

@@ -428,7 +428,8 @@ class AtomicOutput:
 
     The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
     seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
-    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it over.
+    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
+    over.
     """
 
     def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False, signature: bytes = b"GGUF"):
@@ -465,7 +466,8 @@ class AtomicOutput:
                 os.close(fd)
                 if e.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
-                by = "another process" if len(owner) < 4 or owner == self._signature else f"pid {struct.unpack('<I', owner)[0]}"
+                unknown = len(owner) < 4 or owner == self._signature
+                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
                 raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
             if same:
                 break

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from . import errors
-from .gguf_files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key
 from .formats import TYPE_F32
+from .gguf_files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 _ALIGNMENT = 32
@@ -57,8 +57,8 @@ class Imatrix:
         if found.sums.size != cols * n_mat or len(found.counts) not in (1, n_mat):
             raise errors.error(
                 errors.BAD_ARGUMENT,
-                f"{self.path}: {tensor.name}: {_shape(found.sums)} sums and {len(found.counts)} counts, but the tensor has "
-                f"{n_mat} x {cols} columns: it is the imatrix of another model",
+                f"{self.path}: {tensor.name}: {_shape(found.sums)} sums and {len(found.counts)} counts, but the tensor "
+                f"has {n_mat} x {cols} columns: it is the imatrix of another model",
             )
         return Statistics(found.sums.reshape(n_mat, cols), np.broadcast_to(found.counts, n_mat))
 

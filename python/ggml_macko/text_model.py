@@ -1,5 +1,5 @@
-"""A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the same
-batches, the same context settings, so that the same libllama gives the same numbers.
+"""A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the
+same batches, the same context settings, so that the same libllama gives the same numbers.
 
 A text is tokenized once, special tokens of the vocabulary's own choice (BOS) included, and cut into chunks of n_ctx
 tokens; a rest that fills no chunk is dropped. Each chunk is a fresh sequence; where the vocabulary wants a BOS, it
@@ -66,7 +66,9 @@ class TextModel:
             params.n_gpu_layers = 0x7FFFFFFF if n_gpu_layers < 0 else n_gpu_layers
             self._model = api.llama_model_load_from_file(os.fsencode(self.path), params)
             if not self._model:
-                raise errors.error(errors.LOAD_FAILED, f"{path}: llama.cpp could not load the model; --verbose shows why")
+                raise errors.error(
+                    errors.LOAD_FAILED, f"{path}: llama.cpp could not load the model; --verbose shows why"
+                )
             on_error.callback(api.llama_model_free, self._model)
             threads = n_threads or len(os.sched_getaffinity(0))
             params = api.llama_context_default_params()
@@ -81,12 +83,15 @@ class TextModel:
             self._ctx = api.llama_init_from_model(self._model, params)
             if not self._ctx:
                 raise errors.error(
-                    errors.LOAD_FAILED, f"{path}: llama.cpp could not create a context of {n_ctx} tokens; --verbose shows why"
+                    errors.LOAD_FAILED,
+                    f"{path}: llama.cpp could not create a context of {n_ctx} tokens; --verbose shows why",
                 )
             on_error.callback(api.llama_free, self._ctx)
             self._vocab = api.llama_model_get_vocab(self._model)
             if api.llama_vocab_get_add_eos(self._vocab):
-                raise errors.error(errors.BAD_ARGUMENT, f"{path}: its vocabulary ends each text with EOS; not supported")
+                raise errors.error(
+                    errors.BAD_ARGUMENT, f"{path}: its vocabulary ends each text with EOS; not supported"
+                )
             self._stack = on_error.pop_all()
 
     @property
@@ -109,7 +114,8 @@ class TextModel:
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
                 errors.BAD_ARGUMENT,
-                f"{text_path}: {len(tokens)} tokens; at least {2 * self.n_ctx} are needed for chunks of {self.n_ctx} (-c)",
+                f"{text_path}: {len(tokens)} tokens; at least {2 * self.n_ctx} are needed for chunks of {self.n_ctx} "
+                "(-c)",
             )
         n = len(tokens) // self.n_ctx
         if n_chunks >= 0:
@@ -164,7 +170,9 @@ class TextModel:
             if self._tap is not None:
                 self._api.llama_synchronize(self._ctx)
         if status != 0:
-            raise errors.error(errors.LOAD_FAILED, f"{self.path}: llama.cpp could not evaluate a batch (status {status})")
+            raise errors.error(
+                errors.LOAD_FAILED, f"{self.path}: llama.cpp could not evaluate a batch (status {status})"
+            )
 
     def close(self) -> None:
         self._stack.close()

@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "inspect_gguf",
     "generate": "generate",
     "bench": "bench",
+    "report": "report",
     "run": "run",
 }
 

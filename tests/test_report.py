@@ -11,7 +11,8 @@ import pytest
 
 import gguf_bytes
 import tiny_models
-from ggml_macko import perplexity, report
+from ggml_macko import likelihood, perplexity, report
+from ggml_macko.text_model import TextModel
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def made(tmp_path_factory):
 
 def run(macko, made, *args):
     _, model, text = made
-    common = ["-f", text, "-c", 32, "--chunks", 2, "-p", 8, "-n", 4, "-r", 1, "-t", 2]
+    common = ["-f", text, "-c", 32, "-p", 8, "-n", 4, "-r", 1, "-t", 2]
     return macko("report", model, *args, *common)
 
 
@@ -46,8 +47,9 @@ def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
     assert [r["kind"] for r in results.values()] == ["dense", "quantized", "quantized", "sparse", "sparse"]
     assert list(results) == ["model", "Q8_0", "Q4_0", "magnitude 80% per tensor", "pruned"]
     for name, path in (("model", model), ("pruned", pruned)):
-        want = perplexity.of_file(path, text, 2, n_ctx=32, n_threads=2, n_gpu_layers=0).ppl
-        assert results[name]["ppl"] == pytest.approx(want, rel=1e-4), name
+        want = perplexity.of_file(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
+        assert results[name]["ppl"] == pytest.approx(want.ppl, rel=1e-4), name
+        assert results[name]["tokens"] == want.n_tokens
     assert results["model"]["nbytes"] == model.stat().st_size
     n_parameters = sum(int(t.n_elements) for t in gguf.GGUFReader(model).tensors)
     for r in results.values():
@@ -121,3 +123,15 @@ def test_existing_plot_is_replaced_without_force(made, macko, tmp_path):
     done = run(macko, made, "-o", tmp_path / "plot", "--types", "")
     assert done.code == 1 and "exists; use --force" in done.err
     assert [p.name for p in tmp_path.iterdir()] == ["plot.svg"] and (tmp_path / "plot.svg").read_text() == "mine"
+
+
+def test_chunks_are_the_first_ones(made):
+    _, model, text = made
+    with TextModel(model, n_ctx=32, n_threads=2) as llama:
+        chunks = llama.read_chunks(text)
+        picked = [
+            likelihood.estimate(llama, chunks[i : i + 1]).nll for i in (0, len(chunks) // 3, 2 * len(chunks) // 3)
+        ]
+    found = report.perplexity_of(model, text, 3, n_ctx=32, n_threads=2)
+    assert found.nll == pytest.approx(np.mean(picked), rel=1e-5)
+    assert report.perplexity_of(model, text, 10**6, n_ctx=32, n_threads=2).n_tokens == len(chunks) * 15

@@ -20,7 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
-from ggml_macko import cli, console, hessians, layerwise, perplexity, prune
+from ggml_macko import cli, console, hessians, layerwise, prune, report
 from ggml_macko.gguf_files import AtomicOutput, Model
 
 # label, method, --per
@@ -42,7 +42,7 @@ class Sweep:
         self.results = json.loads(self.results_path.read_text()) if self.results_path.exists() else {}
 
     def measure(self, label: str, path: pathlib.Path) -> dict:
-        found = perplexity.of_file(path, self.args.held_out, self.args.held_out_chunks)
+        found = report.perplexity_of(path, self.args.held_out, self.args.held_out_chunks)
         self.results[label] = {"ppl": found.ppl, "error": found.error, "tokens": found.n_tokens}
         self.results_path.write_text(json.dumps(self.results, indent=1) + "\n")
         console.log(f"{label:50s} {found.ppl:9.4f} +/- {found.error:.4f}")
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("-f", "--file", required=True, help="calibration text")
     parser.add_argument("--chunks", type=int, default=128, help="chunks of it (default: 128)")
     parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to measure perplexity on")
-    parser.add_argument("--held-out-chunks", type=int, default=64, help="chunks of it (default: 64)")
+    parser.add_argument("--held-out-chunks", type=int, default=64, help="chunks of it, spread evenly (default: 64)")
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")

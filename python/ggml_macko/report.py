@@ -18,10 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from . import bench, console, convert, errors, perplexity, prune
+from . import bench, console, convert, errors, likelihood, prune
 from .generate import gpu_layers
 from .gguf_files import AtomicOutput, Model
-from .text_model import N_CTX
+from .text_model import N_CTX, TextModel
 
 DENSE, QUANTIZED, SPARSE = "dense", "quantized", "sparse"
 PLOTS = {".png": b"\x89PNG", ".svg": b"<?xm"}  # suffix -> what such a file starts with
@@ -115,12 +115,24 @@ def quantize(source: Path, output: Path, name: str, n_threads: int) -> None:
 # ---- measuring ----
 
 
+def perplexity_of(path: Path, text: str, n_chunks: int, **options: int) -> likelihood.Estimate:
+    """On n_chunks chunks spread evenly over the text (all if negative). options: TextModel's.
+
+    llama-perplexity's figure would be that of the first chunks, which may be one document.
+    """
+    with TextModel(path, **options) as model:
+        chunks = model.read_chunks(text)
+        if 0 <= n_chunks < len(chunks):
+            chunks = chunks[[i * len(chunks) // n_chunks for i in range(n_chunks)]]
+        return likelihood.estimate(model, chunks)
+
+
 def measure(forms: Forms, args: argparse.Namespace, threads: int) -> list:
     """A dict per form."""
     out = []
     for label, kind, path in forms.list:
         begin = time.monotonic()
-        found = perplexity.of_file(
+        found = perplexity_of(
             path, args.file, args.chunks, n_ctx=args.ctx_size, n_threads=threads, n_gpu_layers=args.gpu_layers
         )
         console.log(f"{label}: perplexity {found.ppl:.4f} +/- {found.error:.4f} ({time.monotonic() - begin:.1f} s)")
@@ -249,7 +261,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
     parser.add_argument("--force", action="store_true", help="replace them if they exist")
-    parser.add_argument("--chunks", type=int, default=-1, metavar="N", help="chunks of the text (default: -1, all)")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="chunks of the text, spread evenly over it (default: -1, all)",
+    )
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )

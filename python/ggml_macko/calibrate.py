@@ -89,12 +89,15 @@ class Checkpoint:
         with Model(self.path) as file:
             found = {k.name[len(_KEY) :]: k.value() for k in file.keys if k.name.startswith(_KEY)}
             done = int(found.get("chunks", 0))
-            expected = {**self._run, "text": _digest(chunks[:done].tobytes())}
-            other = [what for what, value in expected.items() if found.get(what) != value]
-            if other or not 0 < done <= len(chunks):
-                what = other[0] if other else "--chunks"
+            differs = [what for what, value in self._run.items() if found.get(what) != value]
+            if not differs and not 0 < done <= len(chunks):
+                differs = ["--chunks"]
+            if not differs and found.get("text") != _digest(chunks[:done].tobytes()):
+                differs = ["text"]
+            if differs:
                 raise errors.error(
-                    errors.BAD_ARGUMENT, f"{self.path}: is from a run with another {what}; delete it to start anew"
+                    errors.BAD_ARGUMENT,
+                    f"{self.path}: is from a run with another {differs[0]}; delete it to start anew",
                 )
             tensors = {t.name: t for t in file.tensors}
             for name, t in tensors.items():

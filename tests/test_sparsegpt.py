@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
+
 import gguf
 import numpy as np
 import pytest
@@ -258,3 +263,29 @@ def test_weight_that_is_never_multiplied(tmp_path, model, text, macko):
     )  # fmt: skip
     assert done.code == 1 and "token_embd.weight: llama.cpp did not multiply with it" in done.err
     assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "text.txt"}
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("more", [[], ["--sequential"]])
+def test_ctrl_c_leaves_the_working_copy(tmp_path, text, number, code, more):
+    """Stopped while the text runs through the model: the first pass is announced, and takes minutes."""
+    model = tmp_path / "model.gguf"
+    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    text.write_text(text.read_text() * 2000)
+    args = ["--method", "sparsegpt", "--sparsity", "0.5", "-f", text, "--chunks", "-1", "-c", "64", *more]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ggml_macko.cli", "prune", model, tmp_path / "out.gguf", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    for line in process.stderr:
+        if line.startswith("pass 1/"):
+            break
+    assert len(list(tmp_path.glob(".macko-prune-*"))) == 1
+    time.sleep(1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert "Traceback" not in err and {p.name for p in tmp_path.iterdir()} == {"model.gguf", "text.txt"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import generators
 import gguf_bytes
 import tiny_models
-from ggml_macko import hessians, layerwise, prune, sparsegpt
+from ggml_macko import hessians, layerwise, prune, report, sparsegpt
 from ggml_macko.activations import Weight
 from ggml_macko.errors import MackoError
 from ggml_macko.gguf_files import Model
@@ -131,6 +131,23 @@ def test_pattern_is_broken(pattern, cols):
 def test_second_moments_that_have_no_inverse():
     with pytest.raises(np.linalg.LinAlgError):
         sparsegpt.inverse_factor(np.array([[1, 5], [5, 1]], dtype=np.float32))
+
+
+@pytest.mark.slow
+def test_sparsegpt_is_worse_than_wanda_or_wanda_than_magnitude(tmp_path, shared_models, macko):
+    """Perplexity of a real model on text that it has not seen."""
+    found = {}
+    for sparsity in ("0.5", "0.7"):
+        for method in prune.METHODS:
+            text = [] if method == "magnitude" else ["-f", shared_models / "calibration.txt", "--chunks", 32]
+            out = tmp_path / "out.gguf"
+            done = macko(
+                "prune", shared_models / "docs-4m-f16.gguf", out, "--force",
+                "--method", method, "--sparsity", sparsity, *text,
+            )  # fmt: skip
+            assert done.code == 0, done.err
+            found[method] = report.perplexity_of(out, shared_models / "held-out.txt", 16).ppl
+        assert found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
 
 
 # ---- second moments ----

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import struct
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -240,6 +244,24 @@ def test_bad_base_file_is_not_one_line(tmp_path, macko, base):
         one_line(done, path, text)
     few = macko("perplexity", "-m", DEMO, "--kl-divergence", "--kl-divergence-base", base, "--chunks", "1")
     one_line(few, base, "at least 100")
+
+
+def test_interrupt_leaves_half_a_file(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(SAMPLE.read_bytes() * 20)
+    args = ["-m", DEMO, "-f", text, "--kl-divergence-base", tmp_path / "base"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ggml_macko.cli", "perplexity", *map(str, args)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    partial = tmp_path / ".base.partial"
+    begin = time.monotonic()
+    while not (partial.exists() and partial.stat().st_size > 100) and process.poll() is None and time.monotonic() - begin < 120:
+        time.sleep(0.01)
+    assert partial.exists() and partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a whole one
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 130 and out == b""
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_failed_evaluation_is_a_figure(tmp_path, monkeypatch):

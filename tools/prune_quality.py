@@ -59,6 +59,12 @@ class Sweep:
             for label, method, per in METHODS
             for rule in prune.ALLOCATIONS
         ]
+        todo += [
+            (f"{label}, uniform, {pattern}", method, per, "uniform", pattern)
+            for pattern in filter(None, args.patterns.split(","))
+            for label, method, per in METHODS
+            if label != "magnitude, tensor"
+        ]
         todo = [job for job in todo if job[0] not in self.results]
         if todo:
             self.run_one_pass(todo)
@@ -77,9 +83,10 @@ class Sweep:
             wanda = layerwise.Scorer(layerwise.statistics_of_text(model.path, tensors, options))
             moments = hessians.Hessians(names)
             layerwise.gather(model.path, options, moments)
-            for label, method, per, rule, sparsity in todo:
-                s = prune.parse_sparsity(sparsity)
-                options = prune.Options(s, method=method, per=per, allocation=rule)
+            for label, method, per, rule, how_many in todo:
+                pattern = prune.parse_pattern(how_many) if ":" in how_many else None
+                sparsity = 1 - Fraction(*pattern) if pattern else prune.parse_sparsity(how_many)
+                options = prune.Options(sparsity, method=method, per=per, allocation=rule, pattern=pattern)
                 scorer = wanda if method == "wanda" else layerwise.Scorer()
                 quotas = prune.plan(tensors, options, scorer, wanda)
                 with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
@@ -110,11 +117,11 @@ class Sweep:
 
     def table(self) -> str:
         args = self.args
-        sparsities = args.sparsities.split(",")
+        columns = [*args.sparsities.split(","), *filter(None, args.patterns.split(","))]
         rows = []
 
         def cells(make: object) -> list:
-            return [f"{self.results[make(s)]['ppl']:.2f}" if make(s) in self.results else "" for s in sparsities]
+            return [f"{self.results[make(s)]['ppl']:.2f}" if make(s) in self.results else "" for s in columns]
 
         for label, _, _ in METHODS:
             for rule in prune.ALLOCATIONS:
@@ -125,7 +132,7 @@ class Sweep:
         for path in [args.model, *args.other]:
             found = self.results[pathlib.Path(path).stem]
             rows.append([f"**{pathlib.Path(path).stem}**, as it is", "", f"{found['ppl']:.2f} ± {found['error']:.2f}"])
-        headers = ["method", "allocation", *(f"{float(s):.0%}" for s in sparsities)]
+        headers = ["method", "allocation", *(s if ":" in s else f"{float(s):.0%}" for s in columns)]
         return console.table(rows, headers, ".2f")
 
 
@@ -140,6 +147,7 @@ def main() -> int:
     parser.add_argument("--held-out", required=True, metavar="FNAME", help="text to measure perplexity on")
     parser.add_argument("--held-out-chunks", type=int, default=64, help="chunks of it, spread evenly (default: 64)")
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
+    parser.add_argument("--patterns", default="2:4", metavar="N:M,...", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")
     args = parser.parse_args()

@@ -219,11 +219,13 @@ def draw(figure_class: type, results: list, title: str, n_gen: int) -> object:
 
 
 def save_plots(figure: object, stem: Path, outputs: dict) -> None:
+    from matplotlib import rc_context
+
     for suffix, output in outputs.items():
         data = io.BytesIO()
-        # no date: the same figures give the same file
-        metadata = {"Date": None} if suffix == ".svg" else {}
-        figure.savefig(data, format=suffix[1:], dpi=110, metadata=metadata)
+        # text as text; no date, no random ids: the same figures give the same file
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "macko"}):
+            figure.savefig(data, format=suffix[1:], dpi=110, metadata={"Date": None} if suffix == ".svg" else {})
         output.write(output.magic + data.getvalue()[4:])
         output.seal()
     for output in outputs.values():

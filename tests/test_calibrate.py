@@ -479,12 +479,15 @@ def test_bad_input_is_not_one_line(tmp_path, macko):
     empty, short, out = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "out.gguf"
     empty.write_text("")
     short.write_text("The function returns a value. " * 30)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(DEMO.read_bytes()[:-1000])
     missing = tmp_path / "missing"
     for args, parts in (
         (["-m", DEMO, "-f", empty], [empty, "is empty"]),
         (["-m", DEMO, "-f", short], [short, "tokens; at least 1024 are needed"]),
+        (["-m", DEMO, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
         (["-m", DEMO, "-f", missing], [missing, "No such file"]),
         (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
         (["-m", SAMPLE, "-f", SAMPLE], [SAMPLE, "GGUF"]),
@@ -495,7 +498,7 @@ def test_bad_input_is_not_one_line(tmp_path, macko):
     ):
         one_line(macko("calibrate", *args, "-o", out), *parts)
     one_line(macko("calibrate", "-m", DEMO, "-f", SAMPLE, "-o", tmp_path / "no" / "out.gguf"), "No such file")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "short.txt", "torn.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(DEMO.read_bytes())
     one_line(macko("calibrate", "-m", copy, "-f", SAMPLE, "-o", copy, "--force"), "input and output files are the same")

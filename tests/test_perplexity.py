@@ -191,12 +191,15 @@ def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
     empty, short, out = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "base"
     empty.write_text("")
     short.write_text("The function returns a value. " * 30)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(DEMO.read_bytes()[:-1000])
     missing = tmp_path / "missing"
     for args, parts in (
         (["-m", DEMO, "-f", empty], [empty, "is empty"]),
         (["-m", DEMO, "-f", short], [short, "tokens; at least 1024 are needed", "-c"]),
+        (["-m", DEMO, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
         (["-m", DEMO, "-f", missing], [missing, "No such file"]),
         (["-m", DEMO, "-f", tmp_path], [tmp_path, "Is a directory"]),
         (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
@@ -209,7 +212,7 @@ def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
         (["-m", DEMO, "--kl-divergence"], ["--kl-divergence-base is missing"]),
     ):
         one_line(macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "short.txt", "torn.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]
     out.write_text("mine")
     one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--kl-divergence-base", out), out, "exists; use --force")
     assert out.read_text() == "mine"

@@ -23,6 +23,7 @@ from .activations import Consumer, Tap
 from .generate import gpu_layers
 
 N_CTX = 512  # as llama-imatrix and llama-perplexity
+MAX_TEXT = 2**30  # bytes; llama_tokenize counts in int32
 
 
 class TextModel:
@@ -99,13 +100,19 @@ class TextModel:
         return self._api.llama_vocab_n_tokens(self._vocab)
 
     def tokenize(self, text: bytes) -> np.ndarray:
-        """int32; with BOS in front where the vocabulary wants one."""
+        """int32; with BOS in front where the vocabulary wants one. text: valid UTF-8, else llama.cpp may abort."""
         tokens = np.empty(len(text) + 16, dtype=np.int32)
-        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        n = self._api.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), True, False)
+        n = self._tokenize(text, tokens)
+        if n < 0:  # a character can be several tokens; then -n is how many there are
+            tokens = np.empty(-n, dtype=np.int32)
+            n = self._tokenize(text, tokens)
         if n < 0:
             raise errors.error(errors.BAD_ARGUMENT, "the text could not be tokenized")
         return tokens[:n].copy()
+
+    def _tokenize(self, text: bytes, tokens: np.ndarray) -> int:
+        pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        return self._api.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), True, False)
 
     def read_chunks(self, text_path: str | os.PathLike, n_chunks: int = -1) -> np.ndarray:
         """(chunks, n_ctx) int32 of a file; at most n_chunks if that is not negative. Two chunks are the least."""
@@ -188,6 +195,14 @@ def _read_text(path: str | os.PathLike) -> bytes:
     text = Path(path).read_bytes()
     if not text:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
+    if len(text) > MAX_TEXT:
+        raise errors.error(errors.LIMIT, f"{path}: {len(text)} bytes; a text has at most {MAX_TEXT}")
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"{path}: is not UTF-8 text: byte {e.start} is 0x{text[e.start]:02x}"
+        ) from e
     return text
 
 

@@ -176,6 +176,10 @@ def print_table(results: list, args: argparse.Namespace) -> None:
 
 _COLORS = {DENSE: "black", QUANTIZED: "tab:orange", SPARSE: "tab:blue"}
 _MARKERS = {DENSE: "s", QUANTIZED: "o", SPARSE: "D"}
+_LABEL_PLACES = [  # from the marker, in points
+    *((0, 6, "center"), (0, -12, "center"), (6, -3, "left"), (-6, -3, "right")),
+    *((4, 14, "left"), (-4, 14, "right"), (4, -20, "left"), (-4, -20, "right"), (0, 24, "center")),
+]
 
 
 def matplotlib_figure() -> type:
@@ -202,9 +206,6 @@ def draw(figure_class: type, results: list, title: str, n_gen: int) -> object:
             axes.plot(
                 [r[key] for r in points], [r["ppl"] for r in points], _MARKERS[kind], color=_COLORS[kind], label=kind
             )
-        for i, r in enumerate(sorted(results, key=lambda r: r[key])):  # above and below in turn, to keep names apart
-            place = {"xytext": (0, 6 if i % 2 else -12), "textcoords": "offset points", "ha": "center", "fontsize": 7}
-            axes.annotate(r["model"], (r[key], r["ppl"]), **place)
         axes.axhline(results[0]["ppl"], color="gray", linewidth=0.6, linestyle=":")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -215,7 +216,32 @@ def draw(figure_class: type, results: list, title: str, n_gen: int) -> object:
     figure.axes[0].set_ylabel("perplexity (log), lower is better")
     figure.axes[0].legend()
     figure.suptitle(title, fontsize=10)
+    figure.draw_without_rendering()  # lays it out: from here on, places are known
+    for axes, (key, _) in zip(figure.axes, panels):
+        label_points(axes, [(r[key], r["ppl"], r["model"]) for r in results])
     return figure
+
+
+def label_points(axes: object, points: list) -> None:
+    """Writes each name where it covers neither a marker nor another name, if there is such a place."""
+    from matplotlib.transforms import Bbox
+
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in (axes.transData.transform(p[:2]) for p in points)]
+    for x, y, name in points:
+        for dx, dy, align in _LABEL_PLACES:
+            place = {"xytext": (dx, dy), "textcoords": "offset points", "ha": align, "fontsize": 7}
+            text = axes.annotate(name, (x, y), **place)
+            box = text.get_window_extent()
+            if (
+                not any(box.overlaps(other) for other in taken)
+                and axes.bbox.containsx(box.x0)
+                and axes.bbox.containsx(box.x1)
+            ):
+                break
+            text.remove()
+        else:
+            text = axes.annotate(name, (x, y), **place)
+        taken.append(box)
 
 
 def save_plots(figure: object, stem: Path, outputs: dict) -> None:

@@ -131,8 +131,9 @@ class Sweep:
                 rows.append([f"{label}, sequential", "uniform", *cells(lambda s, a=label: f"{a}, sequential, {s}")])
         for path in [args.model, *args.other]:
             found = self.results[pathlib.Path(path).stem]
-            rows.append([f"**{pathlib.Path(path).stem}**, as it is", "", f"{found['ppl']:.2f} ± {found['error']:.2f}"])
-        headers = ["method", "allocation", *(s if ":" in s else f"{float(s):.0%}" for s in columns)]
+            name = f"**{pathlib.Path(path).stem}**"
+            rows.append([name, "", *[""] * len(columns), f"{found['ppl']:.2f} ± {found['error']:.2f}"])
+        headers = ["method", "allocation", *(s if ":" in s else f"{float(s):.0%}" for s in columns), "as it is"]
         return console.table(rows, headers, ".2f")
 
 

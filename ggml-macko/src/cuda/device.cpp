@@ -22,10 +22,56 @@ namespace {
 constexpr size_t ALIGNMENT        = CUDA_SPARSE_ALIGNMENT;
 constexpr size_t RING_NBYTES      = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE   = size_t(64) << 10;
+constexpr size_t BIG_GPU_NBYTES   = size_t(32) << 30;
+constexpr size_t PANEL_NBYTES     = size_t(96) << 20; // of a sparse matrix made dense: whole matrices of common models, so that the product's
+constexpr size_t SMALL_PANEL_NBYTES = size_t(32) << 20; // tiles fill the GPU as they do for dense weights; less where memory is short
 constexpr size_t MAX_CAPTURES     = 24; // graphs kept per context: one per batch shape and window of 256 positions
 constexpr int64_t MAX_CAPTURE_COLUMNS = 64; // larger batches keep the GPU busy while the CPU queues, and seldom come twice
 
 // ---- GPU ----
+
+// What the products of many columns need beside the tensors, for all contexts of a GPU: their work is on one stream. Gone with the last context.
+struct workspace {
+    void        * gemm = nullptr; // cuBLAS's
+    panel_buffers panels;
+
+    // false: no memory; what there is stays usable
+    bool create(bool panels_wanted) {
+        size_t free = 0, total = 0;
+        if (!gemm && cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) != cudaSuccess) {
+            gemm = nullptr;
+        }
+        if (panels_wanted && !panels.nbytes && cudaMemGetInfo(&free, &total) == cudaSuccess) {
+            const size_t nbytes = total >= BIG_GPU_NBYTES ? PANEL_NBYTES : SMALL_PANEL_NBYTES;
+            bool ok = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess;
+            for (int i = 0; i < panel_buffers::N; i++) {
+                ok = ok && cudaMalloc(&panels.memory[i], nbytes) == cudaSuccess && cudaEventCreateWithFlags(&panels.made[i], cudaEventDisableTiming) == cudaSuccess &&
+                    cudaEventCreateWithFlags(&panels.used[i], cudaEventDisableTiming) == cudaSuccess;
+            }
+            panels.nbytes = ok ? nbytes : 0;
+        }
+        cudaGetLastError();
+        return gemm && (!panels_wanted || panels.nbytes);
+    }
+    ~workspace() {
+        cudaFree(gemm);
+        for (int i = 0; i < panel_buffers::N; i++) {
+            cudaFree(panels.memory[i]);
+            if (panels.made[i]) {
+                cudaEventDestroy(panels.made[i]);
+            }
+            if (panels.used[i]) {
+                cudaEventDestroy(panels.used[i]);
+            }
+        }
+        if (panels.begin) {
+            cudaEventDestroy(panels.begin);
+        }
+        if (panels.stream) {
+            cudaStreamDestroy(panels.stream);
+        }
+    }
+};
 
 struct gpu {
     int         id = 0;
@@ -35,12 +81,18 @@ struct gpu {
 
     ggml_backend_buffer_type buft = {}, host_buft = {};
 
+    std::mutex                      compute; // held while a graph is queued: contexts share what follows
+    std::unique_ptr<cublas_library> cublas;  // a handle costs host memory that CUDA never gives back: one per GPU, for good
+    bool                            cublas_opened = false;
+    std::weak_ptr<workspace>        shared;
+
     std::mutex            mutex; // of what follows
     cudaStream_t          stream = nullptr;
     char                * ring   = nullptr; // pinned
     size_t                ring_used = 0;
     std::atomic<bool>     dead{ false };
     std::atomic<uint64_t> buffers_freed{ 0 };
+    std::atomic<int64_t>  n_sparse{ 0 }; // matrices in buffers
 
     // makes this GPU current on the calling thread, and its stream on first use
     bool select() {
@@ -56,7 +108,9 @@ struct gpu {
             return false;
         }
         const std::lock_guard<std::mutex> lock(mutex);
-        return stream || (check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
+        int least = 0, most = 0; // products before the panels that are made beside them
+        return stream || (check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
+            check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
     }
 
     bool check(cudaError_t error, const char * what) {
@@ -127,6 +181,7 @@ void buffer_free_buffer(ggml_backend_buffer_t buffer) {
         context->device.check(cudaFree(context->base), "cudaFree");
     }
     context->device.buffers_freed++;
+    context->device.n_sparse -= static_cast<int64_t>(context->matrices.size());
     delete context;
 }
 
@@ -190,6 +245,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
     }
     tensor->extra = m.get();
     context.matrices.push_back(std::move(m));
+    context.device.n_sparse++;
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
@@ -304,12 +360,21 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return ggml_backend_buffer_init(buft, buffer_iface, new buffer_context { device, base, {} }, size);
 }
 
+// w, or what it is a view of, is or will be one of our sparse matrices in this buffer type
+bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
+    if (!w || !w->buffer || w->buffer->buft != buft) {
+        return false;
+    }
+    const ggml_tensor * root = w->view_src ? w->view_src : w;
+    return stored(root) || sparse_of_load(root);
+}
+
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones
-size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
         return static_cast<size_t>(cuda_sparse_nbytes(matrix->desc, matrix->n_padded));
     }
-    const size_t scratch = graph_scratch_nbytes(tensor);
+    const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);
 }
 
@@ -359,12 +424,12 @@ struct capture {
 struct backend_context {
     gpu                           & device;
     op_context                      ops;
-    std::unique_ptr<cublas_library> cublas;
+    std::shared_ptr<workspace>      shared;
     cudaStream_t                    capture_stream = nullptr;
     unsigned                      * counters       = nullptr;
     bool                            pending        = false; // work queued since the last synchronize
 
-    bool                 use_graphs = true, use_fusion = true, use_cublas = true; // use_cublas: still to be opened
+    bool                 use_graphs = true, use_fusion = true;
     std::vector<capture> captures;
     uint64_t             last_uid      = 0;
     size_t               last_capture  = 0;  // index, valid while last_uid is
@@ -372,6 +437,26 @@ struct backend_context {
     uint64_t             clock         = 0;
 
     explicit backend_context(gpu & d) : device(d) {}
+
+    // what products of many columns need: without it they are slower
+    void attach_workspace(bool use_cublas) {
+        const std::lock_guard<std::mutex> lock(device.compute);
+        if (use_cublas && !device.cublas_opened) {
+            device.cublas        = cublas_open();
+            device.cublas_opened = true;
+        }
+        shared = device.shared.lock();
+        if (!shared) {
+            device.shared = shared = std::make_shared<workspace>();
+        }
+        if (!shared->create(device.n_sparse > 0)) {
+            log_error("%s: no memory for the workspace of matrix products: prompts are processed slowly\n", device.name.c_str());
+        }
+        ops.cublas           = use_cublas && shared->gemm ? device.cublas.get() : nullptr;
+        ops.cublas_workspace = shared->gemm;
+        ops.panels           = shared->panels.nbytes ? &shared->panels : nullptr;
+    }
+
     ~backend_context() {
         if (device.select()) {
             device.synchronize();
@@ -510,11 +595,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         return GGML_STATUS_FAILED;
     }
     ctx.pending = true;
-    if (ctx.use_cublas) { // on first use: a backend that only uploads weights needs none
-        ctx.cublas     = cublas_open();
-        ctx.ops.cublas = ctx.cublas.get();
-        ctx.use_cublas = false;
-    }
+    const std::lock_guard<std::mutex> lock(device.compute);
     if (!ctx.use_graphs || !is_worth_capturing(graph)) {
         return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
     }
@@ -647,7 +728,6 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto context = std::make_unique<backend_context>(device);
     context->use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
     context->use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
-    context->use_cublas        = !getenv("GGML_MACKO_NO_CUBLAS");
     context->ops.cc            = device.cc;
     context->ops.n_sm          = device.n_sm;
     context->ops.shared_nbytes = device.shared_nbytes;
@@ -657,6 +737,9 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
         return nullptr;
     }
     context->ops.counters = context->counters;
+    if (!load::current()) { // one that only uploads weights needs none
+        context->attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
+    }
     return new ggml_backend { backend_guid(), backend_iface, dev, context.release() };
 }
 
@@ -676,16 +759,12 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
             return false; // on another GPU
         }
     }
-    const ggml_tensor * w = op->src[0];
-    if (w && w->buffer && w->buffer->buft == &device.buft) {
-        const ggml_tensor * root = w->view_src ? w->view_src : w;
-        if (stored(root) || sparse_of_load(root)) {
-            return graph_supports_op(op, true);
-        }
-    } else if (w && sparse_of_load(w)) {
+    const ggml_tensor * w      = op->src[0];
+    const bool          sparse = is_sparse_weight(&device.buft, w);
+    if (!sparse && w && !(w->buffer && w->buffer->buft == &device.buft) && sparse_of_load(w)) {
         return false; // sparse, and somewhere else: that place's affair
     }
-    return graph_supports_op(op, false);
+    return graph_supports_op(op, sparse);
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {

@@ -9,6 +9,7 @@
 #include "cuda/graph.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -22,36 +23,32 @@ namespace {
 constexpr size_t ALIGNMENT        = CUDA_SPARSE_ALIGNMENT;
 constexpr size_t RING_NBYTES      = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE   = size_t(64) << 10;
-constexpr size_t BIG_GPU_NBYTES   = size_t(32) << 30;
-constexpr size_t PANEL_NBYTES     = size_t(96) << 20; // of a sparse matrix made dense: whole matrices of common models, so that the product's
-constexpr size_t SMALL_PANEL_NBYTES = size_t(32) << 20; // tiles fill the GPU as they do for dense weights; less where memory is short
+constexpr size_t MAX_PANEL_NBYTES = size_t(96) << 20; // of a sparse matrix made dense: whole matrices of common models, so that the product's
+constexpr size_t MAX_PANEL_SHARE  = 512;              // tiles fill the GPU as they do for dense weights; of the GPU's memory at most 1/512
 constexpr size_t MAX_CAPTURES     = 24; // graphs kept per context: one per batch shape and window of 256 positions
 constexpr int64_t MAX_CAPTURE_COLUMNS = 64; // larger batches keep the GPU busy while the CPU queues, and seldom come twice
 
 // ---- GPU ----
 
-// What the products of many columns need beside the tensors, for all contexts of a GPU: their work is on one stream. Gone with the last context.
+// What the products of many columns need beside the tensors, shared by the contexts of a GPU: their work is on one stream. Gone with the last context.
 struct workspace {
     void        * gemm = nullptr; // cuBLAS's
     panel_buffers panels;
 
     // false: no memory; what there is stays usable
-    bool create(bool panels_wanted) {
-        size_t free = 0, total = 0;
-        if (!gemm && cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) != cudaSuccess) {
-            gemm = nullptr;
-        }
-        if (panels_wanted && !panels.nbytes && cudaMemGetInfo(&free, &total) == cudaSuccess) {
-            const size_t nbytes = total >= BIG_GPU_NBYTES ? PANEL_NBYTES : SMALL_PANEL_NBYTES;
-            bool ok = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess;
+    bool create(size_t panel_nbytes) {
+        bool ok = gemm || cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) == cudaSuccess;
+        if (panel_nbytes > 0 && !panels.nbytes) {
+            bool made = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess;
             for (int i = 0; i < panel_buffers::N; i++) {
-                ok = ok && cudaMalloc(&panels.memory[i], nbytes) == cudaSuccess && cudaEventCreateWithFlags(&panels.made[i], cudaEventDisableTiming) == cudaSuccess &&
+                made = made && cudaMalloc(&panels.memory[i], panel_nbytes) == cudaSuccess && cudaEventCreateWithFlags(&panels.made[i], cudaEventDisableTiming) == cudaSuccess &&
                     cudaEventCreateWithFlags(&panels.used[i], cudaEventDisableTiming) == cudaSuccess;
             }
-            panels.nbytes = ok ? nbytes : 0;
+            panels.nbytes = made ? panel_nbytes : 0;
+            ok = ok && made;
         }
         cudaGetLastError();
-        return gemm && (!panels_wanted || panels.nbytes);
+        return ok;
     }
     ~workspace() {
         cudaFree(gemm);
@@ -77,6 +74,7 @@ struct gpu {
     int         id = 0;
     std::string name, description, pci_id;
     int         cc = 0, n_sm = 0, shared_nbytes = 0;
+    size_t      max_panel_nbytes = 0;
     pid_t       pid = getpid();
 
     ggml_backend_buffer_type buft = {}, host_buft = {};
@@ -92,7 +90,7 @@ struct gpu {
     size_t                ring_used = 0;
     std::atomic<bool>     dead{ false };
     std::atomic<uint64_t> buffers_freed{ 0 };
-    std::atomic<int64_t>  n_sparse{ 0 }; // matrices in buffers
+    std::atomic<size_t>   panel_nbytes{ 0 }; // that suit the largest sparse matrix so far
 
     // makes this GPU current on the calling thread, and its stream on first use
     bool select() {
@@ -181,7 +179,6 @@ void buffer_free_buffer(ggml_backend_buffer_t buffer) {
         context->device.check(cudaFree(context->base), "cudaFree");
     }
     context->device.buffers_freed++;
-    context->device.n_sparse -= static_cast<int64_t>(context->matrices.size());
     delete context;
 }
 
@@ -244,8 +241,9 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         return;
     }
     tensor->extra = m.get();
+    const size_t dense = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(m->matrix.cols, 8) * 2);
+    context.device.panel_nbytes = std::max<size_t>(context.device.panel_nbytes, std::min(dense, context.device.max_panel_nbytes));
     context.matrices.push_back(std::move(m));
-    context.device.n_sparse++;
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
@@ -446,10 +444,10 @@ struct backend_context {
             device.cublas_opened = true;
         }
         shared = device.shared.lock();
-        if (!shared) {
+        if (!shared || (shared->panels.nbytes && shared->panels.nbytes < device.panel_nbytes)) { // those who have the old one keep it
             device.shared = shared = std::make_shared<workspace>();
         }
-        if (!shared->create(device.n_sparse > 0)) {
+        if (!shared->create(device.panel_nbytes)) {
             log_error("%s: no memory for the workspace of matrix products: prompts are processed slowly\n", device.name.c_str());
         }
         ops.cublas           = use_cublas && shared->gemm ? device.cublas.get() : nullptr;
@@ -822,6 +820,7 @@ std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
         device->cc            = prop.major * 10 + prop.minor;
         device->n_sm          = prop.multiProcessorCount;
         device->shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
+        device->max_panel_nbytes = std::min(MAX_PANEL_NBYTES, prop.totalGlobalMem / MAX_PANEL_SHARE);
         auto * dev = new ggml_backend_device { device_iface, reg, device };
         device->buft      = { { buft_get_name, buft_alloc_buffer, buft_get_alignment, nullptr, buft_get_alloc_size, buft_is_host }, dev, device };
         device->host_buft = { { host_buft_get_name, host_buft_alloc_buffer, host_buft_get_alignment, nullptr, nullptr, host_buft_is_host }, dev, device };

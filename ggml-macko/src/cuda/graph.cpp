@@ -172,9 +172,12 @@ const float * f32_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) 
 }
 float * f32_at(ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) { return const_cast<float *>(f32_at(static_cast<const ggml_tensor *>(t), i1, i2, i3)); }
 
+int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
+int64_t panel_rows(const op_context & ctx, const stored_matrix & w) { return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, static_cast<int64_t>(ctx.panels->nbytes)); }
+
 // are n columns better served by unpacking the matrix and a dense product? float32 values always go through the exact kernel
 bool unpacks(const op_context & ctx, const stored_matrix & w, int64_t n) {
-    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32;
+    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32 && panel_rows(ctx, w) * panel_ld(w) * 2 <= static_cast<int64_t>(ctx.panels->nbytes);
 }
 
 bool unpacks(const op_context & ctx, const ggml_tensor * node) {
@@ -221,8 +224,6 @@ private:
     const ggml_tensor * x16_of_ = nullptr; // product that has x16
     tensor_type         x16_type_ = TYPE_F16;
 
-    int64_t     panel_rows(const stored_matrix & w) const { return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, static_cast<int64_t>(ctx.panels->nbytes)); }
-    static int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
     tensor_type panel_type(const stored_matrix & w) const { return op_mul_mat_16_type(ctx, static_cast<tensor_type>(w.matrix.type)); }
     cudaError_t make_panels();
     cudaError_t queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
@@ -234,7 +235,7 @@ graph_walk::graph_walk(const op_context & c, const ggml_cgraph * graph) : ctx(c)
         const ggml_tensor * node = graph->nodes[i];
         if (computes(node) && unpacks(ctx, node)) {
             const stored_matrix & w    = *stored(node->src[0]);
-            const int64_t         rows = panel_rows(w);
+            const int64_t         rows = panel_rows(ctx, w);
             each_batch(node, [&](int64_t i2, int64_t i3) {
                 const int64_t first = first_row(node, i2, i3);
                 for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
@@ -267,7 +268,7 @@ cudaError_t graph_walk::make_panels() {
 cudaError_t graph_walk::queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
     const panel_buffers & b    = *ctx.panels;
     const stored_matrix & w    = *stored(node->src[0]);
-    const int64_t         rows = panel_rows(w);
+    const int64_t         rows = panel_rows(ctx, w);
     op_tensor x = view(node->src[1]), y = view(node);
     x.data += i2 * x.nb[2] + i3 * x.nb[3];
     y.data += i2 * y.nb[2] + i3 * y.nb[3];
@@ -373,8 +374,11 @@ cudaError_t queue_node(graph_walk & walk, ggml_tensor * node) {
     binary_op  binary;
     unary_op   unary;
     glu_params glu;
-    if (node->op == GGML_OP_MUL_MAT) {
-        return !stored(a) ? walk.queue_dense(node) : unpacks(ctx, node) ? walk.queue_unpacked(node) : queue_sparse_mul_mat(ctx, node);
+    if (node->op == GGML_OP_MUL_MAT && !stored(a)) {
+        return walk.queue_dense(node);
+    }
+    if (unpacks(ctx, node)) {
+        return walk.queue_unpacked(node);
     }
     walk.left_products();
     if (get_binary(node, &binary)) {
@@ -411,6 +415,8 @@ cudaError_t queue_node(graph_walk & walk, ggml_tensor * node) {
             return op_argsort(ctx, ggml_get_op_params_i32(node, 0) == GGML_SORT_ORDER_DESC, view(a), dst);
         case GGML_OP_ROPE:
             return op_rope(ctx, get_rope(node), view(a), view(b), optional_view(c).get(), dst);
+        case GGML_OP_MUL_MAT:
+            return queue_sparse_mul_mat(ctx, node);
         case GGML_OP_MUL_MAT_ID:
             return stored(a) ? queue_sparse_mul_mat_id(ctx, node) : op_mul_mat_id(ctx, view(a), view(b), view(c), dst, scratch_of(node));
         case GGML_OP_FLASH_ATTN_EXT: {

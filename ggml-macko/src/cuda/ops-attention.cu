@@ -124,13 +124,33 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
         prefetch_row(k_base + pos * p.k.nb[1], static_cast<int>(p.k.ne[0] / TK::BLOCK * static_cast<int>(sizeof(typename TK::block))));
         prefetch_row(v_base + pos * p.v.nb[1], static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
     }
+    // f16 rows of the next round. With ROPE, where the kernel before is a matrix product, those of the first are fetched before it ends
+    constexpr bool RAW = std::is_same_v<TK, value_type<TYPE_F16>> && std::is_same_v<TV, value_type<TYPE_F16>>;
+    uint4 k_raw[RAW ? VEC_ROWS : 1], v_raw[RAW ? VEC_ROWS : 1];
+    const auto fetch = [&](int first) {
+#pragma unroll
+        for (int r = 0; r < (RAW ? VEC_ROWS : 0); r++) {
+            const int pos = max(0, min(first + r * GROUPS + group, end - 1));
+            k_raw[r] = v_raw[r] = make_uint4(0, 0, 0, 0);
+            if (has_k) {
+                k_raw[r] = load_once(reinterpret_cast<const uint4 *>(k_base + pos * p.k.nb[1]) + lane);
+            }
+            if (has_v) {
+                v_raw[r] = load_once(reinterpret_cast<const uint4 *>(v_base + pos * p.v.nb[1]) + lane);
+            }
+        }
+    };
     if constexpr (ROPE) { // positions are an input of the graph: no kernel writes them
+        fetch(split * p.split_size);
         if (static_cast<int>(threadIdx.x) < head_dim / 2) {
             angle[threadIdx.x] = rotation_of(n.rope, static_cast<int>(threadIdx.x), 0);
         }
         __syncthreads();
     }
     wait_for_previous();
+    if constexpr (RAW && !ROPE) {
+        fetch(split * p.split_size);
+    }
 
     const __half * mask[G] = {};
     float q[G][8], sums[G][8] = {}, max[G], weight[G] = {}, slope[G];
@@ -186,23 +206,30 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
                 any |= bias[r][g] != -INFINITY;
             }
         }
-        if (first != split * p.split_size && !__any_sync(FULL_WARP, any)) { // the first round's loads do not wait for the mask
-            continue;
+        if (first != split * p.split_size) { // the first round's loads do not wait for the mask
+            if (!__any_sync(FULL_WARP, any)) {
+                continue;
+            }
+            fetch(first);
         }
         float v[VEC_ROWS][8];
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
             const int pos = min(first + r * GROUPS + group, end - 1);
             float k[8] = {};
-            if (has_k) {
-                TK::load8(k_base + pos * p.k.nb[1], e0, k);
-            }
-            if (has_v) {
-                TV::load8(v_base + pos * p.v.nb[1], e0, v[r]);
+            if constexpr (RAW) {
+                TK::unpack8(k_raw[r], k);
+                TV::unpack8(v_raw[r], v[r]);
             } else {
+                if (has_k) {
+                    TK::load8(k_base + pos * p.k.nb[1], e0, k);
+                }
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     v[r][i] = 0;
+                }
+                if (has_v) {
+                    TV::load8(v_base + pos * p.v.nb[1], e0, v[r]);
                 }
             }
             if constexpr (ROPE) { // another block may be about to write them
@@ -581,10 +608,11 @@ constexpr int MIN_SPLIT      = 256; // positions: below, the combination costs m
 constexpr int MAX_SPLITS     = 64;
 constexpr int TARGET_BLOCKS  = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
 
-int heads_per_block(int64_t group) { return group >= 3 ? 4 : group == 2 ? 2 : 1; }
+// Query heads that share what is read of K and V. Short contexts and few rows of q (heads of all tokens) are a matter of latency: then more blocks.
+int heads_per_block(int64_t group, int64_t n_kv, int64_t n_rows) { return n_kv <= 1024 && n_rows <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1; }
 
 int64_t vec_blocks(const attention_params & p) { // for one split
-    const int64_t kv_heads = p.k.ne[2], group = p.q.ne[2] / kv_heads, g = heads_per_block(group);
+    const int64_t kv_heads = p.k.ne[2], group = p.q.ne[2] / kv_heads, g = heads_per_block(group, p.k.ne[1], p.q.n_rows());
     return kv_heads * ((group + g - 1) / g) * p.q.ne[1] * p.q.ne[3];
 }
 
@@ -638,7 +666,7 @@ template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ct
 template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) { return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a); }
 
 template <typename TK, typename TV, int LANES, bool ROPE> cudaError_t launch_vec(const op_context & ctx, const attention_args & a, const new_row_args & n) {
-    const int  g = heads_per_block(a.group);
+    const int  g = heads_per_block(a.group, a.k.ne[1], a.q.n_rows());
     const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * ((a.group + g - 1) / g)), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
     switch (g) {
         case 1:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 1, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);

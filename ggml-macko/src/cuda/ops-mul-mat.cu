@@ -413,10 +413,14 @@ cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_n
     }
 }
 
-// rows of a panel: panels of a matrix are of equal size
+// rows of a panel of at most nbytes (or BLOCK_M rows, if they are longer): panels of a matrix are of equal size
 int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
-    const int64_t most = std::max<int64_t>(BLOCK_M, nbytes / (ld * 2)), panels = std::max<int64_t>(1, (rows + most - 1) / most);
-    return std::min(rows, align_up((rows + panels - 1) / panels, BLOCK_M));
+    const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
+    if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
+        return rows;
+    }
+    const int64_t panels = most ? (rows + most - 1) / most : 1;
+    return most ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
 }
 
 template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {

@@ -118,9 +118,8 @@ def plot(results: list, path: str) -> None:
     speed.axhline(1, color="gray", linewidth=1, linestyle="--")
     speed.set(xlabel="density", ylabel="speed relative to cuBLAS, F16", yscale="log", title=results[0]["gpu"])
     speed.legend()
-    points = [(r["nbytes"] / 1e6, r["bandwidth"] / r["read_bandwidth"], r["density"]) for r in results]
-    dots = bandwidth.scatter(*zip(*points), s=12)
-    dots.set_array([p[2] for p in points])
+    nbytes, share = [r["nbytes"] / 1e6 for r in results], [r["bandwidth"] / r["read_bandwidth"] for r in results]
+    dots = bandwidth.scatter(nbytes, share, s=12, c=[r["density"] for r in results])
     figure.colorbar(dots, ax=bandwidth, label="density")
     bandwidth.set(
         xlabel="MB read", ylabel="of measured read bandwidth", xscale="log", ylim=(0, 1), title=results[0]["date"]

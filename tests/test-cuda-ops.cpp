@@ -338,7 +338,7 @@ void test_rows_of_one_element_and_strided_sources() {
 
 void test_rope_modes_offsets_and_cache_write() {
     for (int k = 0; k < 30; k++) {
-        const int64_t head_dim = pick({ 8, 64, 96, 128 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
+        const int64_t head_dim = pick({ 8, 64, 96, 128, 768 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
         rope_params p = {};
         p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096, p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
         p.beta_fast = 32, p.beta_slow = 1;

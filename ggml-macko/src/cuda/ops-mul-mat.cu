@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
 
 // tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT: always in range.
 constexpr int SORT_THREADS = 1024;
-__global__ void sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
+__global__ void __launch_bounds__(SORT_THREADS) sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
     wait_for_previous();
     const int n = n_tokens * p.n_used;
     const auto id_of = [&](int e) { return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1); };

@@ -50,7 +50,7 @@ __device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, i
 }
 
 template <typename T>
-__global__ void rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
+__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
     wait_for_previous();
     using value = typename T::block;
     const int64_t t = blockIdx.x % dst.ne[2], i3 = blockIdx.x / dst.ne[2];
@@ -61,7 +61,7 @@ __global__ void rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
 }
 
 // q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's, then v's.
-__global__ void rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
+__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
     using f32 = value_type<TYPE_F32>;
     using f16 = value_type<TYPE_F16>;

@@ -53,6 +53,13 @@ static double to_double(uint32_t bits, int type) {
     return static_cast<double>(f);
 }
 
+static double round_to(double v, int type) {
+    const float f = static_cast<float>(v);
+    return type == GGML_MACKO_TYPE_F16    ? static_cast<double>(__half2float(__float2half(f)))
+           : type == GGML_MACKO_TYPE_BF16 ? static_cast<double>(__bfloat162float(__float2bfloat16(f)))
+                                          : v;
+}
+
 static uint32_t random_bits(rng & random, int type) {
     const float magnitude = static_cast<float>(std::exp2(random.unit() * 12 - 8) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
     const float f = random.unit() < 0.5 ? -magnitude : magnitude;
@@ -198,14 +205,15 @@ struct options {
     bool residual = false, bias = false, norm = false, silu = false, in_place = false;
 };
 
-// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm, rounded to the type
+// of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the bound grows by that.
 static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx, int64_t n, const std::vector<float> & norm,
-                      float eps, std::vector<double> & y, std::vector<double> & magnitude) {
+                      float eps, bool rounds, std::vector<double> & y, std::vector<double> & magnitude) {
     y.assign(static_cast<size_t>((end - begin) * n), 0.0);
     magnitude = y;
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < n; j++) {
-        std::vector<double> column(static_cast<size_t>(w.cols));
+        std::vector<double> column(static_cast<size_t>(w.cols)), slack(static_cast<size_t>(w.cols));
         double squares = 0;
         for (int64_t c = 0; c < w.cols; c++) {
             const double v = static_cast<double>(x[static_cast<size_t>(j * ldx + c)]);
@@ -213,15 +221,20 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
             column[static_cast<size_t>(c)] = norm.empty() ? v : v * static_cast<double>(norm[static_cast<size_t>(c)]);
         }
         const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(w.cols) + static_cast<double>(eps));
+        for (size_t c = 0; c < column.size(); c++) {
+            const double v = column[c] * scale;
+            column[c] = rounds ? round_to(v, w.type) : v;
+            slack[c]  = rounds && !norm.empty() ? std::fabs(round_to(v * (1 + 1e-6), w.type) - round_to(v * (1 - 1e-6), w.type)) / MAX_ERROR : 0;
+        }
         for (int64_t r = begin; r < end; r++) {
             double sum = 0, m = 0;
             for (int64_t c = 0; c < w.cols; c++) {
-                const double product = w.weights[static_cast<size_t>(r * w.cols + c)] * column[static_cast<size_t>(c)];
+                const double weight = w.weights[static_cast<size_t>(r * w.cols + c)], product = weight * column[static_cast<size_t>(c)];
                 sum += product;
-                m += std::fabs(product);
+                m += std::fabs(product) + std::fabs(weight) * slack[static_cast<size_t>(c)];
             }
-            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum * scale;
-            magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m * scale;
+            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum;
+            magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m;
         }
     }
 }
@@ -253,14 +266,17 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     p.silu_mul    = o.silu;
     const size_t n_y = o.silu ? 1 : w.size();
     std::vector<std::unique_ptr<guarded>> y, residual, bias;
-    std::vector<std::vector<double>> ref(w.size()), magnitude(w.size());
+    using arrays = std::vector<std::vector<double>>;
+    arrays refs[2] = { arrays(w.size()), arrays(w.size()) }, magnitudes[2] = { arrays(w.size()), arrays(w.size()) };
     for (size_t i = 0; i < w.size(); i++) {
         const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)), end = w[i]->rows, m = end - begin;
         p.w[i]         = &w[i]->device;
         p.row_begin[i] = begin;
         p.row_end[i]   = end;
         p.ldy[i]       = m + random.range(0, 5);
-        reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, ref[i], magnitude[i]);
+        for (const bool rounds : { true, false }) {
+            reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i], magnitudes[rounds][i]);
+        }
         y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
         residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
         bias.push_back(std::make_unique<guarded>(m));
@@ -286,9 +302,10 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
         y[i]->get();
         CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
         const int64_t m = p.row_end[i] - p.row_begin[i];
-        double worst = 0;
-        int64_t worst_at = 0;
         for (int64_t j = 0; j < n; j++) {
+            // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32 values, may not
+            double  worst[2] = {};
+            int64_t worst_at[2] = {};
             for (int64_t r = 0; r < p.ldy[i]; r++) {
                 const float got = y[i]->at(j * p.ldy[i] + r);
                 if (r >= m) {
@@ -297,33 +314,38 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                     continue;
                 }
                 const size_t k = static_cast<size_t>(j * m + r);
-                double want = ref[i][k], bound = magnitude[i][k];
-                if (o.silu) {
-                    const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
-                    want  = gate * s * up;
-                    bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
-                }
-                if (o.bias) {
-                    want += static_cast<double>(bias[i]->at(r));
-                    bound += 1;
-                }
-                if (o.residual) {
-                    want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
-                    bound += 1;
-                }
-                const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
-                if (!(error <= worst)) { // NaN lands here too
-                    worst = error;
-                    worst_at = j * p.ldy[i] + r;
+                for (const int rounds : { 0, 1 }) {
+                    const arrays & ref = refs[rounds], & magnitude = magnitudes[rounds];
+                    double want = ref[i][k], bound = magnitude[i][k];
+                    if (o.silu) {
+                        const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
+                        want  = gate * s * up;
+                        bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
+                    }
+                    if (o.bias) {
+                        want += static_cast<double>(bias[i]->at(r));
+                        bound += 1;
+                    }
+                    if (o.residual) {
+                        want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
+                        bound += 1;
+                    }
+                    const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
+                    if (!(error <= worst[rounds])) { // NaN lands here too
+                        worst[rounds] = error;
+                        worst_at[rounds] = r;
+                    }
                 }
             }
+            const bool rounded = n > 1 && w[i]->type != GGML_MACKO_TYPE_F32 && !(worst[0] <= MAX_ERROR);
+            CHECK(worst[rounded] <= MAX_ERROR, "%s: matrix %zu, column %lld, row %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(j),
+                  static_cast<long long>(worst_at[rounded]), worst[rounded], MAX_ERROR);
         }
-        CHECK(worst <= MAX_ERROR, "%s: matrix %zu, element %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(worst_at), worst, MAX_ERROR);
     }
 }
 
-static void check_unpack(const test_matrix & w, const std::string & name) {
-    const int64_t begin = w.rows / 3, ld = w.cols + 2, size = value_nbytes(w.type);
+static void check_unpack(const test_matrix & w, const std::string & name, int64_t ld) {
+    const int64_t begin = w.rows / 3, size = value_nbytes(w.type);
     uint8_t * dst;
     const size_t n = static_cast<size_t>((w.rows - begin) * ld * size);
     CUDA_CHECK(cudaMalloc(&dst, n));
@@ -342,6 +364,11 @@ static void check_unpack(const test_matrix & w, const std::string & name) {
     }
     CHECK(same, "%s: unpacked bits differ", name.c_str());
     CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+}
+
+static void check_unpack(const test_matrix & w, const std::string & name) {
+    check_unpack(w, name, w.cols + 2);
+    check_unpack(w, name + ", aligned rows", (w.cols + 15) & ~int64_t(7));
 }
 
 static const char * const layout_names[] = { "rows", "runs", "striped" };
@@ -428,7 +455,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader) {
         } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
             all(CUDA_SPARSE_LAYOUT_RUNS, 8);
         }
-        for (const int64_t n : { 1, 3, 6 }) {
+        for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
             o.norm = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;

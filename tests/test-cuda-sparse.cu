@@ -73,7 +73,7 @@ static uint32_t random_bits(rng & random, int type) {
 
 // ---- a matrix, dense and on the device ----
 
-enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES };
+enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES, EQUAL_ROWS = N_STRUCTURES };
 
 struct test_matrix {
     int64_t               rows, cols;
@@ -108,10 +108,15 @@ struct test_matrix {
             if (s == UNEVEN) {
                 d = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
             }
+            int64_t left = std::llround(density * static_cast<double>(cols)); // EQUAL_ROWS: entries to come
             for (int64_t c = 0; c < cols; c++) {
+                if (s == EQUAL_ROWS) {
+                    d = static_cast<double>(left) / static_cast<double>(cols - c);
+                }
                 const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
                 if (random.unit() < (in_band ? d : d / 50)) {
                     const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                    left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
                 }
@@ -439,8 +444,8 @@ static void test_very_wide(cuda_sparse_uploader & uploader) {
     }
 }
 
-static void test_matrices_that_share_x(cuda_sparse_uploader & uploader) {
-    for (uint64_t seed = 1; seed <= 24; seed++) {
+static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int bits = BITS[random.range(1, 3)];
@@ -516,8 +521,19 @@ static void test_experts(cuda_sparse_uploader & uploader) {
     }
 }
 
+// rows pruned to the same number of entries, as some methods do: 6 of 8 entries of each row's last group are empty here
+static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader) {
+    rng random(7);
+    test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS);
+    CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
+    w.upload(random, uploader);
+    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_RUNS, "layout %d", w.device.layout);
+    check_product(random, { &w }, 1, {}, "equal rows");
+    check_unpack(w, "equal rows");
+}
+
 // the same bits every time, launched alone, as a dependent launch and from a graph
-static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
+static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
         rng random(static_cast<uint64_t>(bits));
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM);
@@ -548,7 +564,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
             CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
             CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
             CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            for (int i = 0; i < 100; i++) {
+            for (int i = 0; i < n_repeats; i++) {
                 CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
                 p.programmatic = i % 3 == 1;
                 CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
@@ -605,8 +621,9 @@ int main(int argc, char ** argv) {
     if (n_cases >= 100) {
         test_very_wide(*uploader);
     }
-    test_matrices_that_share_x(*uploader);
+    test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader);
-    test_repeats_are_bit_identical(*uploader);
+    test_equal_rows_keep_the_fast_layout(*uploader);
+    test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
     return test_summary("test-cuda-sparse");
 }

@@ -30,8 +30,8 @@ struct unpack_params {
 
 constexpr int MAX_UNPACK_WARPS = 4;
 
-// Where entries go is counted in units of 2^-SHIFT bytes of 16-bit columns, STEP of them from one code step to the next (set_weights divides
-// it by up to 64 for codes of 2 bits, by 128 for those of 1, by 32 in the RUNS layout's codes of less than 8).
+// Where entries go is counted in units of 2^-SHIFT bytes of 16-bit columns, STEP of them from one code step to the next: set_weights divides
+// it by up to 16 for codes of 4 bits, 64 for those of 2, 128 for those of 1.
 template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_SHIFT = STRIPED ? (BITS == 1 ? 1 : 0) : BITS < 8 ? 6 : 0;
 template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_STEP  = (STRIPED ? 64u : 2u) << UNPACK_SHIFT<BITS, STRIPED>;
 

@@ -367,7 +367,7 @@ void test_rope_modes_offsets_and_cache_write() {
             }
             const double a = x->get(first, h, t), b = x->get(second, h, t);
             const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta) : a * std::sin(theta) + b * std::cos(theta));
-            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + 24 * std::fabs(extrapolated))); // the angle itself is a float
+            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated))); // the angle is a float, and a power of one
         };
         check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
 

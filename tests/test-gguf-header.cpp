@@ -505,6 +505,10 @@ static void test_ec_csr_lies() {
             ec_lie("ec-csr component too short", S(BAD_COMPONENT), resize(component, -2));
         }
     }
+    ec_lie("ec-csr with more rows than bytes", S(LIMIT), [](file & f) { // 200,000 x 1: 400 kB dense from 8 kB passes the other limits
+        patch<uint64_t>(&f.find("macko.tensor.ne")->value, 12 + 8 * 16, 1);
+        patch<uint64_t>(&f.find("macko.tensor.ne")->value, 12 + 8 * 17, 200000);
+    });
     ec_lie("bases of 32 bits",           S(BAD_COMPONENT), [=](file & f) { tensor & t = f.at(ec(".bases")); t.type = TYPE_I32; t.ne[0] /= 2; });
     ec_lie("ec-csr components swapped",  S(BAD_COMPONENT), [=](file & f) { std::swap(f.at(ec(".rows")), f.at(ec(".sets"))); });
     ec_lie("sets of 5 numbers",          S(BAD_COMPONENT), resize(".sets", 1));

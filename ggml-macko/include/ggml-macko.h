@@ -140,7 +140,8 @@ struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
 // how blocks are extracted; NULL means { 16, 0, true, 0 }
 struct ggml_macko_ec_csr_options {
     int32_t  max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
-    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: from where it makes the matrix smaller (8-bit deltas 128, 4-bit 256)
+    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
+                              // extraction at all if that is smaller
     bool     clip;            // cut blocks with more than twice the elements of an average row
     uint64_t seed;            // of the order in which rows look for partners: the result depends on nothing else
 };
@@ -239,7 +240,7 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
-// validates the payload of matrix i on a private copy; in blocks, so memory stays small
+// validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
 GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
 // ---- loading into llama.cpp ----

@@ -148,6 +148,12 @@ static int32_t paying_columns(int32_t delta_bits) {
     return delta_bits == 8 ? 128 : 256;
 }
 
+static int encode_blocks(const macko_desc & desc, const void * dense, const extract_options & options, int n_team, ec_csr_matrix * out) {
+    ec_csr_blocks blocks;
+    const int     status = extract_blocks(desc, dense, options, n_team, &blocks);
+    return status ? status : assemble(desc, dense, blocks, n_team, out);
+}
+
 int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t delta_bits, const ggml_macko_ec_csr_options * options, int n_threads,
                              ggml_macko_ec_csr_matrix ** out) {
     return at_c_edge([&]() -> int {
@@ -172,13 +178,19 @@ int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int
         if (const int status = check_desc(desc)) { // nnz
             return status;
         }
-        ec_csr_blocks blocks;
-        if (const int status = extract_blocks(desc, dense, extract, n_team, &blocks)) {
+        auto m = std::make_unique<ggml_macko_ec_csr_matrix>();
+        if (const int status = encode_blocks(desc, dense, extract, n_team, &m->matrix)) {
             return status;
         }
-        auto m = std::make_unique<ggml_macko_ec_csr_matrix>();
-        if (const int status = assemble(desc, dense, blocks, n_team, &m->matrix)) {
-            return status;
+        // What blocks save, the fillers may cost that they leave behind in their rows: the whole matrix tells
+        if (o.min_columns == 0 && m->matrix.sets[0].granularity > 1) {
+            ec_csr_matrix plain;
+            if (const int status = encode_blocks(desc, dense, { 1, extract.min_columns, extract.clip, 0 }, n_team, &plain)) {
+                return status;
+            }
+            if (plain.nbytes() < m->matrix.nbytes()) {
+                m->matrix = std::move(plain);
+            }
         }
         *out = m.release();
         return GGML_MACKO_STATUS_OK;

@@ -431,7 +431,7 @@ class File:
         return out
 
     def check_payload(self, i: int, n_threads: int = 0) -> None:
-        """Full validation of sparse matrix i, in blocks of rows."""
+        """Full validation of sparse matrix i."""
         _check(_lib().ggml_macko_file_check_payload(self._c, i, n_threads))
 
 

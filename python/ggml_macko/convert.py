@@ -223,6 +223,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if count.n_nonfinite:
         return stay(f"{count.n_nonfinite} values are not finite", count)
 
+    if any(fmt == EC_CSR for fmt, _ in TYPES[wanted]):  # takes seconds to minutes
+        console.log(f"{t.name}: looking for blocks ..")
     found = []  # (bytes, format, delta_bits, components, encoded)
     value_type = QUANT_TYPES.get(wanted, t.type)
     for fmt, delta_bits in TYPES[wanted]:
@@ -379,19 +381,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
     )
     parser.add_argument(
-        "--optimize", choices=["size"], default="size", help="what auto looks at: size, the bytes really encoded (default)"
+        "--optimize",
+        choices=["size"],
+        default="size",
+        help="what auto looks at: size, the bytes really encoded (default)",
     )
     parser.add_argument(
-        "--granularity", type=int, default=16, metavar="N", help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)"
+        "--granularity",
+        type=int,
+        default=16,
+        metavar="N",
+        help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)",
     )
     parser.add_argument(
         "--min-columns",
         type=int,
         default=0,
         metavar="N",
-        help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as make the file smaller)",
+        help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as save bytes)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
@@ -417,7 +428,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.output and args.output.lower() in TYPES:  # `convert IN macko --dry-run`
         args.output, args.type = None, args.output
     overrides = tuple(parse_override(text) for text in args.tensor_type)
-    if not 0 <= args.seed < 2**64 or not -(2**31) <= min(args.granularity, args.min_columns) <= max(args.granularity, args.min_columns) < 2**31:
+    if not 0 <= args.seed < 2**64 or not all(0 <= n < 2**31 for n in (args.granularity, args.min_columns)):
         raise errors.error(errors.BAD_ARGUMENT, "--seed, --granularity or --min-columns is out of range")
     extraction = bindings.EcCsrOptions(args.granularity, args.min_columns, True, args.seed)
     options = Options(parse_type(args.type), overrides, args.drop_negative_zeros, args.nthreads, extraction)

@@ -1,8 +1,9 @@
-"""NumPy twin of the EC-CSR codec (FORMAT.md section 6; EC-SpMV paper, section 6): arrays to blocks, blocks to arrays, and
-every check that a reader makes.
+"""NumPy twin of the EC-CSR codec (FORMAT.md section 6; EC-SpMV paper, section 6): arrays to blocks, blocks to arrays,
+and every check that a reader makes.
 
-The readable reference that tests hold the C codec against. Which blocks a matrix is cut into is the C library's business
-(ggml_macko/src/format/extract.cpp). Values are bit patterns, as in formats.py. Nothing here touches the C library.
+The readable reference that tests hold the C codec against. Which blocks a matrix is cut into is the C library's
+business (ggml-macko/src/format/extract.cpp). Values are bit patterns, as in formats.py. Nothing here touches the C
+library.
 """
 
 from __future__ import annotations

@@ -250,9 +250,7 @@ class Tensor:
             arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
             return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
         arrays[2] = arrays[2].view(np.int32)
-        return formats.MackoMatrix(
-            self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays
-        )
+        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
 
     def _read_component(self, i: int, dtype: type) -> np.ndarray:
         component = self.shard.tensors[self.sparse.tensor_index[i]]
@@ -439,20 +437,22 @@ class AtomicOutput:
 
         with AtomicOutput("out.gguf", inputs, force) as out:
             ... out.write(data) ...
-            out.seal()           # now a GGUF, on disk, still under the partial name
+            out.seal()           # complete, on disk, still under the partial name
             ... verify out.partial ...
             out.commit()
 
     The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
-    seal() writes the GGUF magic, so that no reader takes a torn file for a model. Leaving the block without commit()
-    removes it; after kill -9 or a power cut it stays, and the next run takes it over.
+    seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
+    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
+    over.
     """
 
-    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False):
+    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False, signature: bytes = b"GGUF"):
         self.path = Path(os.path.realpath(path))
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.magic = struct.pack("<I", os.getpid())
         self._force = force
+        self._signature = signature
         for source in inputs:
             if self.path.exists() and self.path.samefile(source):
                 raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
@@ -481,7 +481,8 @@ class AtomicOutput:
                 os.close(fd)
                 if e.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
-                by = "another process" if len(owner) < 4 or owner == b"GGUF" else f"pid {struct.unpack('<I', owner)[0]}"
+                unknown = len(owner) < 4 or owner == self._signature
+                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
                 raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
             if same:
                 break
@@ -507,9 +508,9 @@ class AtomicOutput:
             view = view[os.write(self._fd, view[: 1 << 30]) :]
 
     def seal(self) -> None:
-        """All data is written: make it durable, then turn it into a GGUF."""
+        """All data is written: make it durable, then turn it into a file of its format."""
         os.fsync(self._fd)
-        if os.pwrite(self._fd, b"GGUF", 0) != 4:
+        if os.pwrite(self._fd, self._signature, 0) != 4:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.partial))
         os.fsync(self._fd)
 

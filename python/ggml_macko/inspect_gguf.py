@@ -41,10 +41,16 @@ def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
 
 
 def set_report(t: Tensor) -> list:
-    """Block sets of an ec-csr tensor. coverage: share of its stored values; """
+    """Block sets of an ec-csr tensor. coverage: share of its stored values;"""
     n_stored = t.n_stored()
     return [
-        {"granularity": int(g), "vector_size": int(v), "blocks": int(n), "columns": int(cols), "coverage": int(g) * int(cols) / n_stored}
+        {
+            "granularity": int(g),
+            "vector_size": int(v),
+            "blocks": int(n),
+            "columns": int(cols),
+            "coverage": int(g) * int(cols) / n_stored,
+        }
         for g, v, n, cols in t.sets()
     ]
 

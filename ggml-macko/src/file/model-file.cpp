@@ -407,7 +407,10 @@ static int check_macko_components(const gguf_tensor * t, sparse_matrix * m) {
 }
 
 // types, and lengths as far as they do not depend on the set table: that is payload
-static int check_ec_csr_components(const gguf_tensor * t, sparse_matrix * m) {
+static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, sparse_matrix * m) {
+    if (m->desc.rows / MAX_EC_ROWS > file_size) { // no component has one element per row, as row_ptr has; what is made of a matrix has
+        return fail(GGML_MACKO_STATUS_LIMIT, "%s: %" PRId64 " rows from a file of %" PRId64 " bytes (limit %" PRId64 " x)", m->name.c_str(), m->desc.rows, file_size, MAX_EC_ROWS);
+    }
     const int32_t base_type = ec_base_nbytes(m->desc.cols) == 2 ? TYPE_I16 : TYPE_I32;
     const int32_t types[]   = { m->desc.type, TYPE_I8, base_type, TYPE_I32, TYPE_I32, TYPE_I32 };
     for (size_t c = 0; c < FORMAT_EC_CSR.n_components; c++) {
@@ -451,7 +454,7 @@ static int bind_components(model_file * file, size_t t, size_t index) {
         file->tensor_sparse_index[t + c] = static_cast<int64_t>(index);
     }
     m.first = t;
-    return m.format == &FORMAT_EC_CSR ? check_ec_csr_components(&tensors[t], &m) :
+    return m.format == &FORMAT_EC_CSR ? check_ec_csr_components(&tensors[t], file->header.file_size, &m) :
            m.format == &FORMAT_PACKED ? check_packed_components(&tensors[t], &m) : check_macko_components(&tensors[t], &m);
 }
 

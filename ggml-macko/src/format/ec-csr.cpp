@@ -178,7 +178,6 @@ enum class fault { none, column, delta, zero, overlap, special };
 struct block_data {
     int64_t       cols;     // of the matrix
     int64_t       per_lane; // columns
-    int64_t       v;
     int32_t       g;
     int32_t       index;    // row of the block
     const void  * bases;
@@ -188,7 +187,7 @@ struct block_data {
 };
 
 // position in the arrays of column k of a lane, in columns from the block's first
-inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; }
+inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; } // v should be a constant: divisions
 
 template <typename T> inline fault put(T * dense, int64_t col, T value, T exponent) {
     if (dense[col] != 0) {
@@ -232,7 +231,7 @@ template <typename T, int BITS, typename B> fault decode_shared(const block_data
 }
 
 // a block with g = 1: fillers and padding
-template <typename T, int BITS, typename B> fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
+template <typename T, int BITS, typename B, int V> fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T         * values = static_cast<const T *>(d.values);
     constexpr int64_t max    = (1 << BITS) - 1;
     int64_t n_padding = 0;
@@ -240,7 +239,7 @@ template <typename T, int BITS, typename B> fault decode_single(const block_data
     bool    filler    = false; // the last entry was one
     for (int64_t lane = 0; lane < EC_LANES; lane++) {
         for (int64_t k = 0; k < d.per_lane; k++) {
-            const int64_t  e     = position(lane, k, d.v);
+            const int64_t  e     = position(lane, k, V);
             const uint32_t delta = delta_code(d.deltas, e, BITS);
             const int64_t  next  = k ? col + delta : static_cast<int64_t>(static_cast<const B *>(d.bases)[lane]);
             const bool     first = lane + k == 0;
@@ -274,7 +273,7 @@ template <typename T, int BITS, typename B> fault decode_single(const block_data
             col = next;
         }
     }
-    return filler || (n_padding >= EC_LANES * d.v && !d.empty_matrix) ? fault::zero : fault::none;
+    return filler || (n_padding >= EC_LANES * V && !d.empty_matrix) ? fault::zero : fault::none;
 }
 
 template <typename T, int BITS, typename B> int decode_row(const ec_csr_view & view, int64_t row, T exponent, T * dense, int64_t * nnz) {
@@ -282,12 +281,14 @@ template <typename T, int BITS, typename B> int decode_row(const ec_csr_view & v
     for (const ec_csr_view::block_row * ref = view.row_begin(row); ref < view.row_end(row); ref++) {
         const ec_csr_range & s   = view.sets()[ref->set];
         const int32_t      * ptr = a.blk_ptr + s.blk_ptr + ref->block;
-        const block_data d = { a.desc.cols, (ptr[1] - ptr[0]) / EC_LANES, s.vector_size, s.granularity, ref->index,
+        const block_data d = { a.desc.cols, (ptr[1] - ptr[0]) / EC_LANES, s.granularity, ref->index,
                                static_cast<const B *>(a.bases) + (s.block + ref->block) * EC_LANES,
                                static_cast<const T *>(a.values) + s.value + static_cast<int64_t>(ptr[0]) * s.granularity,
                                a.deltas + (s.col + ptr[0]) * BITS / 8, a.desc.nnz == 0 };
         int64_t     at = 0;
-        const fault f  = s.granularity > 1 ? decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz) : decode_single<T, BITS, B>(d, exponent, dense, &at, nnz);
+        const fault f  = s.granularity > 1 ? decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz)
+                       : s.vector_size > 1 ? decode_single<T, BITS, B, EC_VECTOR>(d, exponent, dense, &at, nnz)
+                                           : decode_single<T, BITS, B, 1>(d, exponent, dense, &at, nnz);
         if (f == fault::none) {
             continue;
         }

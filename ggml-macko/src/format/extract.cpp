@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <omp.h>
+#include <mutex>
 
 namespace macko {
 
@@ -60,8 +60,6 @@ count_function best_count() {
 count_function best_count() { return count_shared_plain; }
 #endif
 
-const count_function count_shared = best_count();
-
 } // namespace
 
 // ---- extraction ----
@@ -92,6 +90,7 @@ using pairs = std::vector<std::pair<int32_t, int32_t>>;
 // min_shared at least. Counts are made for a batch of rows at a time; that changes nothing but the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
     constexpr int64_t batch = 32;
+    static const count_function count_shared = best_count();
     pairs out;
     std::vector<int32_t> shared;
     while (order.size() > 1) {
@@ -202,6 +201,7 @@ struct extractor {
     int64_t                 words;
     int64_t                 max_elements; // of a block
     ec_csr_blocks           out;
+    std::mutex              out_mutex; // not an OpenMP critical section: what throws in one never leaves it
     level                   rest; // what goes into blocks with one row
 
     int64_t max_columns(int32_t granularity) const { return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT); }
@@ -276,7 +276,7 @@ struct extractor {
     }
 
     void append(const std::vector<ec_csr_block> & blocks, const std::vector<int32_t> & cols, const int32_t * rows) {
-#pragma omp critical(macko_extract_append)
+        const std::lock_guard<std::mutex> lock(out_mutex);
         for (ec_csr_block b : blocks) {
             b.rows = static_cast<int64_t>(out.rows.size());
             out.rows.insert(out.rows.end(), rows, rows + b.granularity);
@@ -396,7 +396,7 @@ int extract_blocks(const macko_desc & desc, const void * dense, const extract_op
     if (const int status = check_extract_options(options)) {
         return status;
     }
-    extractor e = { desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {} };
+    extractor e { desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {}, {} };
     if (desc.type == GGML_MACKO_TYPE_F32) {
         e.run(static_cast<const uint32_t *>(dense));
     } else {

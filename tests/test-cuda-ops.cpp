@@ -338,7 +338,7 @@ void test_rows_of_one_element_and_strided_sources() {
 
 void test_rope_modes_offsets_and_cache_write() {
     for (int k = 0; k < 30; k++) {
-        const int64_t head_dim = pick({ 8, 64, 96, 128 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
+        const int64_t head_dim = pick({ 8, 64, 96, 128, 768 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
         rope_params p = {};
         p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096, p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
         p.beta_fast = 32, p.beta_slow = 1;
@@ -367,7 +367,7 @@ void test_rope_modes_offsets_and_cache_write() {
             }
             const double a = x->get(first, h, t), b = x->get(second, h, t);
             const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta) : a * std::sin(theta) + b * std::cos(theta));
-            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + 24 * std::fabs(extrapolated))); // the angle itself is a float
+            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated))); // the angle is a float, and a power of one
         };
         check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
 
@@ -595,9 +595,75 @@ void test_attention_masks_groups_and_splits() {
     }
 }
 
+// one token: against op_rope_cache and op_attention one after the other, which the tests above judge
+void test_rope_and_attention_in_one_launch() {
+    for (int k = 0; k < 40; k++) {
+        const int64_t head_dim = pick({ 64, 80, 96, 128, 256 }), kv_heads = pick({ 1, 2, 8 }), group = pick({ 1, 2, 3, 4, 7 }), heads = kv_heads * group;
+        const int64_t rows = 1100, n_kv = pick({ 32, 70, 256, 1100 }), row = random_source.range(0, n_kv - 1), width = head_dim * kv_heads;
+        rope_params r = {};
+        r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000, r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
+        auto q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 }), value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
+        auto pos = make(TYPE_I32, { 1 }), ids = make(TYPE_I64, { 1 }), factors = make(TYPE_F32, { head_dim / 2 }), mask = make(TYPE_F16, { n_kv, 1 }), sinks = make(TYPE_F32, { heads });
+        auto k_cache = make(TYPE_F16, { width, rows }), v_cache = make(TYPE_F16, { width, rows }), k_cache2 = make(TYPE_F16, { width, rows }), v_cache2 = make(TYPE_F16, { width, rows });
+        auto want = make(TYPE_F32, { head_dim, heads, 1 }), got = make(TYPE_F32, { head_dim, heads, 1 });
+        q->random(), key->random(), value->random(), k_cache->random(), v_cache->random(), sinks->random();
+        cuda_ok(cudaMemcpy(k_cache2->t.data, k_cache->t.data, k_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
+        cuda_ok(cudaMemcpy(v_cache2->t.data, v_cache->t.data, v_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
+        factors->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors->set(1 + random_source.unit(), i0); });
+        factors->upload();
+        pos->set(static_cast<double>(random_source.range(0, 2000)), 0), pos->upload();
+        ids->set(static_cast<double>(row), 0), ids->upload();
+        mask->each([&](int64_t i0, int64_t, int64_t, int64_t) { mask->set(i0 != row && (i0 > row || random_source.range(0, 5) == 0) ? -INFINITY : 0, i0); });
+        mask->upload();
+        const op_tensor * f = k % 4 == 1 ? &factors->t : nullptr;
+        const auto * id = reinterpret_cast<const int64_t *>(ids->t.data);
+        const auto cache_view = [&](const device_tensor & cache) {
+            op_tensor t = cache.t;
+            t.ne[0] = head_dim, t.ne[1] = n_kv, t.ne[2] = kv_heads, t.ne[3] = 1;
+            t.nb[2] = head_dim * 2, t.nb[3] = t.nb[1] * rows;
+            return t;
+        };
+        const auto attention = [&](const device_tensor & keys, const device_tensor & values, const device_tensor & out) {
+            attention_params p = {};
+            p.q = q_dst->t;
+            std::swap(p.q.ne[1], p.q.ne[2]), std::swap(p.q.nb[1], p.q.nb[2]);
+            p.k = cache_view(keys), p.v = cache_view(values), p.dst = out.t;
+            p.mask = &mask->t, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
+            p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
+            return p;
+        };
+        const rope_cache_params c  = { q->t, q_dst->t, key->t, k_cache->t, value->t, v_cache->t, id, id };
+        const rope_cache_params c2 = { q->t, q_dst->t, key->t, k_cache2->t, value->t, v_cache2->t, id, id };
+        const attention_params  a  = attention(*k_cache, *v_cache, *want), a2 = attention(*k_cache2, *v_cache2, *got);
+        if (!op_rope_attention_supported(r, pos->t, f, c2, a2)) {
+            CHECK(false, "rope and attention refused: head %d", static_cast<int>(head_dim));
+            continue;
+        }
+        char * scratch = nullptr;
+        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a) + 256), "scratch");
+        CHECK(op_rope_attention(ctx, r, pos->t, f, c2, a2, scratch) == cudaSuccess, "rope and attention");
+        CHECK(op_rope_cache(ctx, r, pos->t, f, c) == cudaSuccess && op_attention(ctx, a, scratch) == cudaSuccess, "rope, attention");
+        want->download("rope, attention"), got->download("rope and attention");
+        k_cache->download("k"), k_cache2->download("k2"), v_cache->download("v"), v_cache2->download("v2");
+        CHECK(v_cache->host == v_cache2->host, "rope and attention: the values differ, head %d row %d", static_cast<int>(head_dim), static_cast<int>(row));
+        double worst = 0;
+        k_cache->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { // another order of the same operations: a last bit of the new row
+            const double difference = std::fabs(k_cache->get(i0, i1) - k_cache2->get(i0, i1));
+            worst = difference <= (i1 == row ? 2 * U_F16 * (std::fabs(k_cache->get(i0, i1)) + 0x1p-14) : 0) ? worst : INFINITY;
+        });
+        CHECK(worst == 0, "rope and attention: the keys differ, head %d row %d", static_cast<int>(head_dim), static_cast<int>(row));
+        want->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+            const double difference = std::fabs(got->get(i0, i1) - want->get(i0, i1));
+            worst = difference >= 0 ? std::max(worst, difference) : INFINITY;
+        });
+        CHECK(worst <= 2e-3, "rope and attention: head %d kv %d group %d row %d: off by %.3g", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(row), worst);
+        cudaFree(scratch);
+    }
+}
+
 } // namespace
 
-int main() {
+int main(int argc, char ** argv) { // [NAME]: only this test
     int n = 0;
     if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) {
         printf("test-cuda-ops: skipped: no GPU\n");
@@ -612,19 +678,28 @@ int main() {
     ctx.n_sm          = prop.multiProcessorCount;
     ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
     const auto cublas = cublas_open();
+    cuda_ok(cudaMalloc(&ctx.cublas_workspace, CUBLAS_WORKSPACE_NBYTES), "workspace");
+    const struct { const char * name; void (*run)(); } tests[] = {
+        { "binary", test_binary_broadcast_and_in_place },
+        { "glu", test_glu_halves_and_pairs },
+        { "norm", test_rms_norm_with_sum_and_scale },
+        { "softmax", test_soft_max_masked_rows },
+        { "argsort", test_argsort_is_a_sorted_permutation },
+        { "rows", test_rows_of_one_element_and_strided_sources },
+        { "rope", test_rope_modes_offsets_and_cache_write },
+        { "products", test_products_of_every_type },
+        { "experts", test_expert_products_with_strided_ids },
+        { "attention", test_attention_masks_groups_and_splits },
+        { "fused-attention", test_rope_and_attention_in_one_launch },
+    };
     for (const bool overlap : { false, true }) {
         ctx.overlap = overlap && ctx.cc >= 90;
         ctx.cublas  = overlap ? nullptr : cublas.get(); // both ways to multiply
-        test_binary_broadcast_and_in_place();
-        test_glu_halves_and_pairs();
-        test_rms_norm_with_sum_and_scale();
-        test_soft_max_masked_rows();
-        test_argsort_is_a_sorted_permutation();
-        test_rows_of_one_element_and_strided_sources();
-        test_rope_modes_offsets_and_cache_write();
-        test_products_of_every_type();
-        test_expert_products_with_strided_ids();
-        test_attention_masks_groups_and_splits();
+        for (const auto & test : tests) {
+            if (argc < 2 || !strcmp(argv[1], test.name)) {
+                test.run();
+            }
+        }
     }
     return test_summary("test-cuda-ops");
 }

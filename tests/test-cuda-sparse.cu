@@ -53,6 +53,13 @@ static double to_double(uint32_t bits, int type) {
     return static_cast<double>(f);
 }
 
+static double round_to(double v, int type) {
+    const float f = static_cast<float>(v);
+    return type == GGML_MACKO_TYPE_F16    ? static_cast<double>(__half2float(__float2half(f)))
+           : type == GGML_MACKO_TYPE_BF16 ? static_cast<double>(__bfloat162float(__float2bfloat16(f)))
+                                          : v;
+}
+
 static uint32_t random_bits(rng & random, int type) {
     const float magnitude = static_cast<float>(std::exp2(random.unit() * 12 - 8) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
     const float f = random.unit() < 0.5 ? -magnitude : magnitude;
@@ -66,7 +73,7 @@ static uint32_t random_bits(rng & random, int type) {
 
 // ---- a matrix, dense and on the device ----
 
-enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES };
+enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES, EQUAL_ROWS = N_STRUCTURES };
 
 struct test_matrix {
     int64_t               rows, cols;
@@ -101,10 +108,15 @@ struct test_matrix {
             if (s == UNEVEN) {
                 d = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
             }
+            int64_t left = std::llround(density * static_cast<double>(cols)); // EQUAL_ROWS: entries to come
             for (int64_t c = 0; c < cols; c++) {
+                if (s == EQUAL_ROWS) {
+                    d = static_cast<double>(left) / static_cast<double>(cols - c);
+                }
                 const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
                 if (random.unit() < (in_band ? d : d / 50)) {
                     const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                    left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
                 }
@@ -198,14 +210,15 @@ struct options {
     bool residual = false, bias = false, norm = false, silu = false, in_place = false;
 };
 
-// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm, rounded to the type
+// of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the bound grows by that.
 static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx, int64_t n, const std::vector<float> & norm,
-                      float eps, std::vector<double> & y, std::vector<double> & magnitude) {
+                      float eps, bool rounds, std::vector<double> & y, std::vector<double> & magnitude) {
     y.assign(static_cast<size_t>((end - begin) * n), 0.0);
     magnitude = y;
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < n; j++) {
-        std::vector<double> column(static_cast<size_t>(w.cols));
+        std::vector<double> column(static_cast<size_t>(w.cols)), slack(static_cast<size_t>(w.cols));
         double squares = 0;
         for (int64_t c = 0; c < w.cols; c++) {
             const double v = static_cast<double>(x[static_cast<size_t>(j * ldx + c)]);
@@ -213,15 +226,20 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
             column[static_cast<size_t>(c)] = norm.empty() ? v : v * static_cast<double>(norm[static_cast<size_t>(c)]);
         }
         const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(w.cols) + static_cast<double>(eps));
+        for (size_t c = 0; c < column.size(); c++) {
+            const double v = column[c] * scale;
+            column[c] = rounds ? round_to(v, w.type) : v;
+            slack[c]  = rounds && !norm.empty() ? std::fabs(round_to(v * (1 + 1e-6), w.type) - round_to(v * (1 - 1e-6), w.type)) / MAX_ERROR : 0;
+        }
         for (int64_t r = begin; r < end; r++) {
             double sum = 0, m = 0;
             for (int64_t c = 0; c < w.cols; c++) {
-                const double product = w.weights[static_cast<size_t>(r * w.cols + c)] * column[static_cast<size_t>(c)];
+                const double weight = w.weights[static_cast<size_t>(r * w.cols + c)], product = weight * column[static_cast<size_t>(c)];
                 sum += product;
-                m += std::fabs(product);
+                m += std::fabs(product) + std::fabs(weight) * slack[static_cast<size_t>(c)];
             }
-            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum * scale;
-            magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m * scale;
+            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum;
+            magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m;
         }
     }
 }
@@ -253,14 +271,17 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     p.silu_mul    = o.silu;
     const size_t n_y = o.silu ? 1 : w.size();
     std::vector<std::unique_ptr<guarded>> y, residual, bias;
-    std::vector<std::vector<double>> ref(w.size()), magnitude(w.size());
+    using arrays = std::vector<std::vector<double>>;
+    arrays refs[2] = { arrays(w.size()), arrays(w.size()) }, magnitudes[2] = { arrays(w.size()), arrays(w.size()) };
     for (size_t i = 0; i < w.size(); i++) {
         const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)), end = w[i]->rows, m = end - begin;
         p.w[i]         = &w[i]->device;
         p.row_begin[i] = begin;
         p.row_end[i]   = end;
         p.ldy[i]       = m + random.range(0, 5);
-        reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, ref[i], magnitude[i]);
+        for (const bool rounds : { true, false }) {
+            reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i], magnitudes[rounds][i]);
+        }
         y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
         residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
         bias.push_back(std::make_unique<guarded>(m));
@@ -286,9 +307,10 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
         y[i]->get();
         CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
         const int64_t m = p.row_end[i] - p.row_begin[i];
-        double worst = 0;
-        int64_t worst_at = 0;
         for (int64_t j = 0; j < n; j++) {
+            // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32 values, may not
+            double  worst[2] = {};
+            int64_t worst_at[2] = {};
             for (int64_t r = 0; r < p.ldy[i]; r++) {
                 const float got = y[i]->at(j * p.ldy[i] + r);
                 if (r >= m) {
@@ -297,33 +319,38 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                     continue;
                 }
                 const size_t k = static_cast<size_t>(j * m + r);
-                double want = ref[i][k], bound = magnitude[i][k];
-                if (o.silu) {
-                    const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
-                    want  = gate * s * up;
-                    bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
-                }
-                if (o.bias) {
-                    want += static_cast<double>(bias[i]->at(r));
-                    bound += 1;
-                }
-                if (o.residual) {
-                    want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
-                    bound += 1;
-                }
-                const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
-                if (!(error <= worst)) { // NaN lands here too
-                    worst = error;
-                    worst_at = j * p.ldy[i] + r;
+                for (const int rounds : { 0, 1 }) {
+                    const arrays & ref = refs[rounds], & magnitude = magnitudes[rounds];
+                    double want = ref[i][k], bound = magnitude[i][k];
+                    if (o.silu) {
+                        const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
+                        want  = gate * s * up;
+                        bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
+                    }
+                    if (o.bias) {
+                        want += static_cast<double>(bias[i]->at(r));
+                        bound += 1;
+                    }
+                    if (o.residual) {
+                        want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
+                        bound += 1;
+                    }
+                    const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
+                    if (!(error <= worst[rounds])) { // NaN lands here too
+                        worst[rounds] = error;
+                        worst_at[rounds] = r;
+                    }
                 }
             }
+            const bool rounded = n > 1 && w[i]->type != GGML_MACKO_TYPE_F32 && !(worst[0] <= MAX_ERROR);
+            CHECK(worst[rounded] <= MAX_ERROR, "%s: matrix %zu, column %lld, row %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(j),
+                  static_cast<long long>(worst_at[rounded]), worst[rounded], MAX_ERROR);
         }
-        CHECK(worst <= MAX_ERROR, "%s: matrix %zu, element %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(worst_at), worst, MAX_ERROR);
     }
 }
 
-static void check_unpack(const test_matrix & w, const std::string & name) {
-    const int64_t begin = w.rows / 3, ld = w.cols + 2, size = value_nbytes(w.type);
+static void check_unpack(const test_matrix & w, const std::string & name, int64_t ld) {
+    const int64_t begin = w.rows / 3, size = value_nbytes(w.type);
     uint8_t * dst;
     const size_t n = static_cast<size_t>((w.rows - begin) * ld * size);
     CUDA_CHECK(cudaMalloc(&dst, n));
@@ -342,6 +369,11 @@ static void check_unpack(const test_matrix & w, const std::string & name) {
     }
     CHECK(same, "%s: unpacked bits differ", name.c_str());
     CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+}
+
+static void check_unpack(const test_matrix & w, const std::string & name) {
+    check_unpack(w, name, w.cols + 2);
+    check_unpack(w, name + ", aligned rows", (w.cols + 15) & ~int64_t(7));
 }
 
 static const char * const layout_names[] = { "rows", "runs", "striped" };
@@ -412,8 +444,8 @@ static void test_very_wide(cuda_sparse_uploader & uploader) {
     }
 }
 
-static void test_matrices_that_share_x(cuda_sparse_uploader & uploader) {
-    for (uint64_t seed = 1; seed <= 24; seed++) {
+static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int bits = BITS[random.range(1, 3)];
@@ -428,7 +460,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader) {
         } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
             all(CUDA_SPARSE_LAYOUT_RUNS, 8);
         }
-        for (const int64_t n : { 1, 3, 6 }) {
+        for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
             o.norm = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;
@@ -489,8 +521,19 @@ static void test_experts(cuda_sparse_uploader & uploader) {
     }
 }
 
+// rows pruned to the same number of entries, as some methods do: 6 of 8 entries of each row's last group are empty here
+static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader) {
+    rng random(7);
+    test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS);
+    CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
+    w.upload(random, uploader);
+    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_RUNS, "layout %d", w.device.layout);
+    check_product(random, { &w }, 1, {}, "equal rows");
+    check_unpack(w, "equal rows");
+}
+
 // the same bits every time, launched alone, as a dependent launch and from a graph
-static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
+static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
         rng random(static_cast<uint64_t>(bits));
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM);
@@ -521,7 +564,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader) {
             CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
             CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
             CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            for (int i = 0; i < 100; i++) {
+            for (int i = 0; i < n_repeats; i++) {
                 CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
                 p.programmatic = i % 3 == 1;
                 CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
@@ -578,8 +621,9 @@ int main(int argc, char ** argv) {
     if (n_cases >= 100) {
         test_very_wide(*uploader);
     }
-    test_matrices_that_share_x(*uploader);
+    test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader);
-    test_repeats_are_bit_identical(*uploader);
+    test_equal_rows_keep_the_fast_layout(*uploader);
+    test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
     return test_summary("test-cuda-sparse");
 }

@@ -1,8 +1,9 @@
 """Speed on this machine: `macko bench` (matrix times vector, by shape and density) and `macko bench -m MODEL` (tokens
-per second).
+per second); with --gpu on the GPU.
 
-The baseline is always llama.cpp itself: ggml's CPU kernels on a dense matrix of the same shape, or the same model
-dense. Runs of the things compared are interleaved, and medians are reported.
+The baseline on the CPU is llama.cpp itself: ggml's kernels on a dense matrix of the same shape, or the same model
+dense. On the GPU it is cuBLAS, or the same model dense on the same device. Runs of the things compared are
+interleaved, and medians are reported.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pathlib import Path
 
 import numpy as np
 
-from . import bindings, console, errors
+from . import bench_gpu, bindings, console, errors
 from .generate import gpu_layers
 from .gguf_files import AtomicOutput, Model
 from .restore import restore
 from .sparse_matrix import SparseMatrix
 
 WORKING_SET = 256 << 20  # dense bytes that a round walks through, so that weights come from memory and not from a cache
+SHAPES = "4096x4096,4096x11008,11008x4096,2048x8192"
+DENSITIES = "0.5,0.3,0.1"
 DENSE_TYPES = {"F16": 1, "Q8_0": 8, "Q4_K": 12}  # name -> ggml type id
 
 
@@ -39,7 +42,7 @@ class _InitParams(ctypes.Structure):  # struct ggml_init_params
 
 
 class GgmlMatVec:
-    """ggml's own y = W x on the CPU, for n_copies dense matrices of zeros: time does not depend on the values."""
+    """ggml's own y = W x on the CPU, for n_copies dense random matrices."""
 
     def __init__(self, type_id: int, rows: int, cols: int, n_copies: int):
         import llama_cpp  # noqa: F401  loads ggml
@@ -58,6 +61,7 @@ class GgmlMatVec:
             (base, "ggml_new_graph", pointer, [pointer]),
             (base, "ggml_build_forward_expand", None, [pointer, pointer]),
             (base, "ggml_row_size", ctypes.c_size_t, [ctypes.c_int, i64]),
+            (base, "ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]),
             (self._cpu, "ggml_graph_compute_with_ctx", ctypes.c_int, [pointer, pointer, ctypes.c_int]),
         ):
             getattr(library, name).restype = result
@@ -69,11 +73,15 @@ class GgmlMatVec:
         if not self._context:
             raise errors.error(errors.BAD_ARGUMENT, "ggml could not get memory for a dense matrix")
         x = base.ggml_new_tensor_1d(self._context, 0, cols)
-        ctypes.memset(base.ggml_get_data(x), 0, base.ggml_nbytes(x))
+        rng = np.random.default_rng(1)
+        values = rng.standard_normal(cols, dtype=np.float32)
+        ctypes.memmove(base.ggml_get_data(x), values.ctypes.data, values.nbytes)
+        pattern = random_rows(base, type_id, min(rows, 64), cols, rng)  # repeated: quantizing all rows takes longer
         self._graph = base.ggml_new_graph(self._context)
         for _ in range(n_copies):
             w = base.ggml_new_tensor_2d(self._context, type_id, cols, rows)
-            ctypes.memset(base.ggml_get_data(w), 0, base.ggml_nbytes(w))
+            for at in range(0, nbytes, len(pattern)):
+                ctypes.memmove(base.ggml_get_data(w) + at, pattern, min(len(pattern), nbytes - at))
             base.ggml_build_forward_expand(self._graph, base.ggml_mul_mat(self._context, w, x))
 
     def run(self, n_threads: int) -> None:
@@ -83,6 +91,13 @@ class GgmlMatVec:
 
     def close(self) -> None:
         self._base.ggml_free(self._context)
+
+
+def random_rows(base: ctypes.CDLL, type_id: int, rows: int, cols: int, rng: np.random.Generator) -> bytes:
+    values = rng.standard_normal((rows, cols), dtype=np.float32)
+    out = ctypes.create_string_buffer(base.ggml_row_size(type_id, cols) * rows)
+    base.ggml_quantize_chunk(type_id, values.ctypes.data, out, 0, rows, cols, None)
+    return out.raw
 
 
 def bench_matrix(rows: int, cols: int, densities: list, n_threads: int, repetitions: int) -> list:
@@ -179,10 +194,11 @@ HELP = "measure speed on this machine"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels. With "
-        "-m: load time, prompt and generation tokens/s and peak memory of models, each run in its own process, "
-        "against the same model dense."
+        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels, or with "
+        "--gpu against cuBLAS. With -m: load time, prompt and generation tokens/s and peak memory of models, each run "
+        "in its own process, against the same model dense."
     )
+    parser.add_argument("--gpu", action="store_true", help="measure on the GPU; with -m: all layers there (-ngl all)")
     parser.add_argument(
         "-m", "--model", metavar="FNAME", action="append", default=[], help="sparse or dense GGUF; may be repeated"
     )
@@ -198,9 +214,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-layers",
         "--n-gpu-layers",
         type=gpu_layers,
-        default=0,
+        default=None,
         metavar="N",
-        help="layers on the GPU (default: 0; all: as many as there are)",
+        help="layers on the GPU (default: 0, with --gpu all; all: as many as there are)",
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument(
@@ -208,12 +224,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shapes",
-        default="4096x4096,4096x11008,11008x4096,2048x8192",
         metavar="ROWSxCOLS,...",
-        help="matrices without -m (default: %(default)s)",
+        help=f"matrices without -m (default: {SHAPES}; with --gpu the 31 shapes of the MACKO paper)",
     )
     parser.add_argument(
-        "--densities", default="0.5,0.3,0.1", metavar="D,...", help="densities without -m (default: %(default)s)"
+        "--densities",
+        metavar="D,...",
+        help=f"densities without -m (default: {DENSITIES}; with --gpu {bench_gpu.DENSITIES})",
+    )
+    parser.add_argument(
+        "--cusparse", action="store_true", help="with --gpu: CSR products of cuSPARSE, too (slow to set up)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (PNG, PDF, SVG)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
 
@@ -222,19 +245,17 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or len(os.sched_getaffinity(0))
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
         raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1; -p and -n must not be negative")
+    if (args.plot or args.cusparse) and (args.model or not args.gpu):
+        raise errors.error(errors.BAD_ARGUMENT, "--plot and --cusparse are for --gpu without -m")
+    if args.gpu_layers is None:
+        args.gpu_layers = -1 if args.gpu else 0
     about = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
+    if args.gpu:
+        about["devices"] = [description for _, description, _, _ in bench_gpu.devices()]
+        if not about["devices"]:
+            raise errors.error(errors.LOAD_FAILED, "no NVIDIA GPU was found, or this build has no GPU support")
     if not args.model:
-        results = []
-        shapes, densities = parse_shapes(args.shapes), parse_densities(args.densities)
-        for rows, cols in shapes:
-            console.log(f"{rows}x{cols} ...")
-            results += bench_matrix(rows, cols, densities, threads, args.repetitions)
-        if args.json:
-            console.print_json({**about, "matrices": results})
-        else:
-            print_matrices(results)
-            print(f"\n{threads} threads, kernels: {about['kernels']}; times are medians of {args.repetitions} rounds")
-        return 0
+        return run_matrices(args, threads, about)
     with contextlib.ExitStack() as stack:
         models = [(Path(m).name, Path(m)) for m in args.model]
         labels = {str(m): m.name for _, m in models}
@@ -255,6 +276,30 @@ def run(args: argparse.Namespace) -> int:
             f"\n{threads} threads, kernels: {about['kernels']}; medians of {args.repetitions} interleaved runs, "
             "each in its own process"
         )
+    return 0
+
+
+def run_matrices(args: argparse.Namespace, threads: int, about: dict) -> int:
+    default_shapes, default_densities = ("paper", bench_gpu.DENSITIES) if args.gpu else (SHAPES, DENSITIES)
+    shapes, densities = args.shapes or default_shapes, args.densities or default_densities
+    parsed_shapes = [] if shapes == "paper" else parse_shapes(shapes)
+    parsed_densities = parse_densities(densities)
+    results = []
+    if args.gpu:
+        results = bench_gpu.bench_matrices(shapes, densities, args.cusparse)
+        if args.plot:
+            bench_gpu.plot(results, args.plot)
+    else:
+        for rows, cols in parsed_shapes:
+            console.log(f"{rows}x{cols} ...")
+            results += bench_matrix(rows, cols, parsed_densities, threads, args.repetitions)
+    if args.json:
+        console.print_json({**about, "matrices": results})
+    elif args.gpu:
+        bench_gpu.print_matrices(results)
+    else:
+        print_matrices(results)
+        print(f"\n{threads} threads, kernels: {about['kernels']}; times are medians of {args.repetitions} rounds")
     return 0
 
 
@@ -325,15 +370,21 @@ def print_models(results: list, args: argparse.Namespace) -> None:
     def ratio(r: dict, key: str) -> str | None:
         return None if r[key] is None else f"{r[key]:.2f} ({r[key] / base[key]:.2f}x)"
 
+    gpu = [] if base["gpu_memory"] is None else ["GPU memory"]
     rows = [
         [
             r["model"],
             f"{r['nbytes'] / console.MIB:.1f} MiB ({r['nbytes'] / base['nbytes']:.2f}x)",
             f"{r['rss'] / console.MIB:.0f} MiB ({r['rss'] / base['rss']:.2f}x)",
+            *(f"{r['gpu_memory'] / console.MIB:.0f} MiB ({r['gpu_memory'] / base['gpu_memory']:.2f}x)" for _ in gpu),
             ratio(r, "load_s"),
             ratio(r, "prompt_tps"),
             ratio(r, "gen_tps"),
         ]
         for r in results
     ]
-    print(console.table(rows, ["model", "file", "peak RSS", "load s", f"pp{args.n_prompt} t/s", f"tg{args.n_gen} t/s"]))
+    print(
+        console.table(
+            rows, ["model", "file", "peak RSS", *gpu, "load s", f"pp{args.n_prompt} t/s", f"tg{args.n_gen} t/s"]
+        )
+    )

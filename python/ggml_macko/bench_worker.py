@@ -2,7 +2,7 @@
 REQUEST`.
 
 REQUEST is JSON: model, n_prompt, n_gen, threads, gpu_layers. Prints JSON: load_s, prompt_tps, gen_tps, rss (peak
-bytes, mapped file pages included).
+bytes, mapped file pages included), gpu_memory (bytes that the run took on the GPUs; null without gpu_layers).
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ def peak_rss() -> int:
 
 
 def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> dict:
+    from . import bench_gpu
     from .llama import Llama
 
+    def gpu_free() -> int:
+        return sum(free for _, _, free, _ in bench_gpu.devices()) if gpu_layers else 0
+
+    free_before = gpu_free()
     begin = time.perf_counter()
     llama = Llama(
         model,
@@ -47,7 +52,13 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     llama.reset()
     prompt_tps = rate([tokens[:n_prompt]]) if n_prompt else None
     gen_tps = rate([[token] for token in tokens[n_prompt:]]) if n_gen else None
-    return {"load_s": load_s, "prompt_tps": prompt_tps, "gen_tps": gen_tps, "rss": peak_rss()}
+    return {
+        "load_s": load_s,
+        "prompt_tps": prompt_tps,
+        "gen_tps": gen_tps,
+        "rss": peak_rss(),
+        "gpu_memory": free_before - gpu_free() if gpu_layers else None,
+    }
 
 
 if __name__ == "__main__":

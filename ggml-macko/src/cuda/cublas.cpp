@@ -11,8 +11,6 @@ namespace {
 // values of cublasStatus_t, cublasOperation_t, cublasComputeType_t and cublasGemmAlgo_t (the same in versions 11 to 13)
 constexpr int STATUS_SUCCESS = 0, OP_N = 0, OP_T = 1, COMPUTE_32F = 68, GEMM_DEFAULT = -1;
 
-constexpr size_t WORKSPACE_NBYTES = size_t(32) << 20; // what the library itself takes on Hopper; enough everywhere
-
 using handle_t        = void *;
 using create_fn       = int (*)(handle_t *);
 using destroy_fn      = int (*)(handle_t);
@@ -51,21 +49,19 @@ const functions & loaded_functions() {
 }
 
 struct cublas_handle : cublas_library {
-    handle_t handle    = nullptr;
-    void   * workspace = nullptr;
+    handle_t handle = nullptr;
 
     ~cublas_handle() override {
         if (handle) {
             loaded_functions().destroy(handle);
         }
-        cudaFree(workspace);
     }
 
-    cudaError_t mul_mat(cudaStream_t stream, tensor_type type, int64_t m, int64_t n, int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) override {
+    cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n, int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) override {
         const functions  & f      = loaded_functions();
         const cudaDataType values = type == TYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
         const float one = 1, zero = 0;
-        if (f.set_stream(handle, stream) != STATUS_SUCCESS || f.set_workspace(handle, workspace, WORKSPACE_NBYTES) != STATUS_SUCCESS) { // set_stream drops the workspace
+        if (f.set_stream(handle, stream) != STATUS_SUCCESS || f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) != STATUS_SUCCESS) { // set_stream drops the workspace
             return cudaErrorUnknown;
         }
         // column-major: y^T (m x n) = w (k x m, transposed) * x (k x n)
@@ -85,10 +81,6 @@ std::unique_ptr<cublas_library> cublas_open() {
     auto result = std::make_unique<cublas_handle>();
     if (f.create(&result->handle) != STATUS_SUCCESS) {
         result->handle = nullptr;
-        return nullptr;
-    }
-    if (cudaMalloc(&result->workspace, WORKSPACE_NBYTES) != cudaSuccess) {
-        cudaGetLastError(); // no memory to spare: our own kernels need none
         return nullptr;
     }
     return result;

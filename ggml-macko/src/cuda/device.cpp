@@ -9,6 +9,7 @@
 #include "cuda/graph.h"
 #include "ggml-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -22,18 +23,66 @@ namespace {
 constexpr size_t ALIGNMENT        = CUDA_SPARSE_ALIGNMENT;
 constexpr size_t RING_NBYTES      = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE   = size_t(64) << 10;
+constexpr size_t MAX_PANEL_NBYTES = size_t(96) << 20; // of a sparse matrix made dense: whole matrices of common models, so that the product's
+constexpr size_t MAX_PANEL_SHARE  = 512;              // tiles fill the GPU as they do for dense weights; of the GPU's memory at most 1/512
 constexpr size_t MAX_CAPTURES     = 24; // graphs kept per context: one per batch shape and window of 256 positions
 constexpr int64_t MAX_CAPTURE_COLUMNS = 64; // larger batches keep the GPU busy while the CPU queues, and seldom come twice
 
 // ---- GPU ----
 
+// What the products of many columns need beside the tensors, shared by the contexts of a GPU: their work is on one stream. Gone with the last context.
+struct workspace {
+    void        * gemm = nullptr; // cuBLAS's
+    panel_buffers panels;
+
+    // false: no memory; what there is stays usable
+    bool create(size_t panel_nbytes) {
+        bool ok = gemm || cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) == cudaSuccess;
+        if (panel_nbytes > 0 && !panels.nbytes) {
+            bool made = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess;
+            for (int i = 0; i < panel_buffers::N; i++) {
+                made = made && cudaMalloc(&panels.memory[i], panel_nbytes) == cudaSuccess && cudaEventCreateWithFlags(&panels.made[i], cudaEventDisableTiming) == cudaSuccess &&
+                    cudaEventCreateWithFlags(&panels.used[i], cudaEventDisableTiming) == cudaSuccess;
+            }
+            panels.nbytes = made ? panel_nbytes : 0;
+            ok = ok && made;
+        }
+        cudaGetLastError();
+        return ok;
+    }
+    ~workspace() {
+        cudaFree(gemm);
+        for (int i = 0; i < panel_buffers::N; i++) {
+            cudaFree(panels.memory[i]);
+            if (panels.made[i]) {
+                cudaEventDestroy(panels.made[i]);
+            }
+            if (panels.used[i]) {
+                cudaEventDestroy(panels.used[i]);
+            }
+        }
+        if (panels.begin) {
+            cudaEventDestroy(panels.begin);
+        }
+        if (panels.stream) {
+            cudaStreamDestroy(panels.stream);
+        }
+    }
+};
+
 struct gpu {
     int         id = 0;
     std::string name, description, pci_id;
     int         cc = 0, n_sm = 0, shared_nbytes = 0;
+    size_t      max_panel_nbytes = 0;
     pid_t       pid = getpid();
 
     ggml_backend_buffer_type buft = {}, host_buft = {};
+
+    std::mutex                      compute; // held while a graph is queued: contexts share what follows
+    std::unique_ptr<cublas_library> cublas;  // a handle costs host memory that CUDA never gives back: one per GPU, for good
+    bool                            cublas_opened = false;
+    std::weak_ptr<workspace>        shared;
 
     std::mutex            mutex; // of what follows
     cudaStream_t          stream = nullptr;
@@ -41,6 +90,7 @@ struct gpu {
     size_t                ring_used = 0;
     std::atomic<bool>     dead{ false };
     std::atomic<uint64_t> buffers_freed{ 0 };
+    std::atomic<size_t>   panel_nbytes{ 0 }; // that suit the largest sparse matrix so far
 
     // makes this GPU current on the calling thread, and its stream on first use
     bool select() {
@@ -56,7 +106,9 @@ struct gpu {
             return false;
         }
         const std::lock_guard<std::mutex> lock(mutex);
-        return stream || (check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
+        int least = 0, most = 0; // products before the panels that are made beside them
+        return stream || (check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
+            check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
     }
 
     bool check(cudaError_t error, const char * what) {
@@ -189,6 +241,8 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         return;
     }
     tensor->extra = m.get();
+    const size_t dense = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(m->matrix.cols, 8) * 2);
+    context.device.panel_nbytes = std::max<size_t>(context.device.panel_nbytes, std::min(dense, context.device.max_panel_nbytes));
     context.matrices.push_back(std::move(m));
 }
 
@@ -304,12 +358,21 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return ggml_backend_buffer_init(buft, buffer_iface, new buffer_context { device, base, {} }, size);
 }
 
+// w, or what it is a view of, is or will be one of our sparse matrices in this buffer type
+bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
+    if (!w || !w->buffer || w->buffer->buft != buft) {
+        return false;
+    }
+    const ggml_tensor * root = w->view_src ? w->view_src : w;
+    return stored(root) || sparse_of_load(root);
+}
+
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones
-size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
         return static_cast<size_t>(cuda_sparse_nbytes(matrix->desc, matrix->n_padded));
     }
-    const size_t scratch = graph_scratch_nbytes(tensor);
+    const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);
 }
 
@@ -359,12 +422,12 @@ struct capture {
 struct backend_context {
     gpu                           & device;
     op_context                      ops;
-    std::unique_ptr<cublas_library> cublas;
+    std::shared_ptr<workspace>      shared;
     cudaStream_t                    capture_stream = nullptr;
     unsigned                      * counters       = nullptr;
     bool                            pending        = false; // work queued since the last synchronize
 
-    bool                 use_graphs = true, use_fusion = true, use_cublas = true; // use_cublas: still to be opened
+    bool                 use_graphs = true, use_fusion = true;
     std::vector<capture> captures;
     uint64_t             last_uid      = 0;
     size_t               last_capture  = 0;  // index, valid while last_uid is
@@ -372,6 +435,26 @@ struct backend_context {
     uint64_t             clock         = 0;
 
     explicit backend_context(gpu & d) : device(d) {}
+
+    // what products of many columns need: without it they are slower
+    void attach_workspace(bool use_cublas) {
+        const std::lock_guard<std::mutex> lock(device.compute);
+        if (use_cublas && !device.cublas_opened) {
+            device.cublas        = cublas_open();
+            device.cublas_opened = true;
+        }
+        shared = device.shared.lock();
+        if (!shared || (shared->panels.nbytes && shared->panels.nbytes < device.panel_nbytes)) { // those who have the old one keep it
+            device.shared = shared = std::make_shared<workspace>();
+        }
+        if (!shared->create(device.panel_nbytes)) {
+            log_error("%s: no memory for the workspace of matrix products: prompts are processed slowly\n", device.name.c_str());
+        }
+        ops.cublas           = use_cublas && shared->gemm ? device.cublas.get() : nullptr;
+        ops.cublas_workspace = shared->gemm;
+        ops.panels           = shared->panels.nbytes ? &shared->panels : nullptr;
+    }
+
     ~backend_context() {
         if (device.select()) {
             device.synchronize();
@@ -510,11 +593,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         return GGML_STATUS_FAILED;
     }
     ctx.pending = true;
-    if (ctx.use_cublas) { // on first use: a backend that only uploads weights needs none
-        ctx.cublas     = cublas_open();
-        ctx.ops.cublas = ctx.cublas.get();
-        ctx.use_cublas = false;
-    }
+    const std::lock_guard<std::mutex> lock(device.compute);
     if (!ctx.use_graphs || !is_worth_capturing(graph)) {
         return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
     }
@@ -647,7 +726,6 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto context = std::make_unique<backend_context>(device);
     context->use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
     context->use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
-    context->use_cublas        = !getenv("GGML_MACKO_NO_CUBLAS");
     context->ops.cc            = device.cc;
     context->ops.n_sm          = device.n_sm;
     context->ops.shared_nbytes = device.shared_nbytes;
@@ -657,6 +735,9 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
         return nullptr;
     }
     context->ops.counters = context->counters;
+    if (!load::current()) { // one that only uploads weights needs none
+        context->attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
+    }
     return new ggml_backend { backend_guid(), backend_iface, dev, context.release() };
 }
 
@@ -676,16 +757,12 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
             return false; // on another GPU
         }
     }
-    const ggml_tensor * w = op->src[0];
-    if (w && w->buffer && w->buffer->buft == &device.buft) {
-        const ggml_tensor * root = w->view_src ? w->view_src : w;
-        if (stored(root) || sparse_of_load(root)) {
-            return graph_supports_op(op, true);
-        }
-    } else if (w && sparse_of_load(w)) {
+    const ggml_tensor * w      = op->src[0];
+    const bool          sparse = is_sparse_weight(&device.buft, w);
+    if (!sparse && w && !(w->buffer && w->buffer->buft == &device.buft) && sparse_of_load(w)) {
         return false; // sparse, and somewhere else: that place's affair
     }
-    return graph_supports_op(op, false);
+    return graph_supports_op(op, sparse);
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
@@ -743,6 +820,7 @@ std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
         device->cc            = prop.major * 10 + prop.minor;
         device->n_sm          = prop.multiProcessorCount;
         device->shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
+        device->max_panel_nbytes = std::min(MAX_PANEL_NBYTES, prop.totalGlobalMem / MAX_PANEL_SHARE);
         auto * dev = new ggml_backend_device { device_iface, reg, device };
         device->buft      = { { buft_get_name, buft_alloc_buffer, buft_get_alignment, nullptr, buft_get_alloc_size, buft_is_host }, dev, device };
         device->host_buft = { { host_buft_get_name, host_buft_alloc_buffer, host_buft_get_alignment, nullptr, nullptr, host_buft_is_host }, dev, device };

@@ -1,9 +1,12 @@
 #include "cuda/graph.h"
 
+#include "cuda/common.cuh"
+
 #include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace macko {
 
@@ -133,6 +136,10 @@ attention_params get_attention(const ggml_tensor * node, const optional_view & m
     return p;
 }
 
+bool computes(const ggml_tensor * node) { return !is_no_op(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node); }
+
+bool is_weight(const ggml_tensor * t) { return t->op == GGML_OP_NONE && t->buffer && ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS; }
+
 char * scratch_of(const ggml_tensor * node) { return static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256); }
 
 // ---- sparse products ----
@@ -165,48 +172,172 @@ const float * f32_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) 
 }
 float * f32_at(ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) { return const_cast<float *>(f32_at(static_cast<const ggml_tensor *>(t), i1, i2, i3)); }
 
-struct sparse_rows : row_source {
-    const cuda_sparse_matrix & matrix;
-    int64_t                    first_row;
-    sparse_rows(const cuda_sparse_matrix & m, int64_t row) : matrix(m), first_row(row) {}
-    cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t stream) const override {
-        return cuda_sparse_unpack(matrix, first_row + row_begin, first_row + row_end, type, dst, ld, stream);
-    }
-};
+int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
+int64_t panel_rows(const op_context & ctx, const stored_matrix & w) { return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, static_cast<int64_t>(ctx.panels->nbytes)); }
 
 // are n columns better served by unpacking the matrix and a dense product? float32 values always go through the exact kernel
 bool unpacks(const op_context & ctx, const stored_matrix & w, int64_t n) {
-    return n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32;
+    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32 && panel_rows(ctx, w) * panel_ld(w) * 2 <= static_cast<int64_t>(ctx.panels->nbytes);
 }
 
-cudaError_t queue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {
-    const stored_matrix & w = *stored(node->src[0]);
-    const ggml_tensor   * m = node->src[0];
-    const ggml_tensor   * x = node->src[1];
-    for (int64_t i3 = 0; i3 < x->ne[3]; i3++) {
-        for (int64_t i2 = 0; i2 < x->ne[2]; i2++) {
-            const int64_t row = (i3 / (x->ne[3] / m->ne[3]) * m->ne[2] + i2 / (x->ne[2] / m->ne[2])) * w.rows_per_matrix;
-            if (unpacks(ctx, w, x->ne[1])) {
-                op_tensor xi = view(x), yi = view(node);
-                xi.data = reinterpret_cast<char *>(const_cast<float *>(f32_at(x, 0, i2, i3)));
-                yi.data = reinterpret_cast<char *>(f32_at(node, 0, i2, i3));
-                xi.ne[2] = xi.ne[3] = yi.ne[2] = yi.ne[3] = 1;
-                const cudaError_t error = op_mul_mat_unpacked(ctx, sparse_rows(w.matrix, row), static_cast<tensor_type>(w.matrix.type), w.rows_per_matrix, xi, yi, scratch_of(node));
-                if (error != cudaSuccess) {
-                    return error;
-                }
-                continue;
-            }
-            cuda_sparse_mul_mat_params p = sparse_params(ctx, w, f32_at(x, 0, i2, i3), f32_at(node, 0, i2, i3), static_cast<int64_t>(x->nb[1]) / 4, static_cast<int64_t>(node->nb[1]) / 4, x->ne[1]);
-            p.row_begin[0] = row;
-            p.row_end[0]   = row + w.rows_per_matrix;
-            const cudaError_t error = cuda_sparse_mul_mat(p, ctx.stream);
+bool unpacks(const op_context & ctx, const ggml_tensor * node) {
+    return node->op == GGML_OP_MUL_MAT && stored(node->src[0]) && unpacks(ctx, *stored(node->src[0]), node->src[1]->ne[1]);
+}
+
+// first row of the stored matrix that batch (i2, i3) of a product multiplies
+int64_t first_row(const ggml_tensor * node, int64_t i2, int64_t i3) {
+    const ggml_tensor * w = node->src[0];
+    const ggml_tensor * x = node->src[1];
+    return (i3 / (x->ne[3] / w->ne[3]) * w->ne[2] + i2 / (x->ne[2] / w->ne[2])) * stored(w)->rows_per_matrix;
+}
+
+template <typename F> cudaError_t each_batch(const ggml_tensor * node, F && f) {
+    for (int64_t i3 = 0; i3 < node->src[1]->ne[3]; i3++) {
+        for (int64_t i2 = 0; i2 < node->src[1]->ne[2]; i2++) {
+            const cudaError_t error = f(i2, i3);
             if (error != cudaSuccess) {
                 return error;
             }
         }
     }
     return cudaSuccess;
+}
+
+// State of one walk over a graph.
+// Panels: those that its sparse products will multiply, in their order. Two are made ahead on panel_buffers' stream.
+// x16: products that follow each other and share x share its 16-bit copy, which is in the scratch memory of the first of them. That one's
+// result is read behind the last of them at the earliest, so the memory is its until then.
+class graph_walk {
+public:
+    const op_context & ctx;
+
+    graph_walk(const op_context & c, const ggml_cgraph * graph);
+
+    cudaError_t queue_unpacked(ggml_tensor * node);
+    cudaError_t queue_dense(ggml_tensor * node);
+    void        left_products() { x16_of_ = nullptr; } // any other node
+
+private:
+    struct panel { const stored_matrix * w; int64_t row_begin, row_end; };
+    std::vector<panel>  panels_;
+    size_t              n_made_ = 0, n_used_ = 0;
+    const ggml_tensor * x16_of_ = nullptr; // product that has x16
+    tensor_type         x16_type_ = TYPE_F16;
+
+    tensor_type panel_type(const stored_matrix & w) const { return op_mul_mat_16_type(ctx, static_cast<tensor_type>(w.matrix.type)); }
+    cudaError_t make_panels();
+    cudaError_t queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
+    char      * shared_x16(ggml_tensor * node, tensor_type type, bool * made);
+};
+
+graph_walk::graph_walk(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (computes(node) && unpacks(ctx, node)) {
+            const stored_matrix & w    = *stored(node->src[0]);
+            const int64_t         rows = panel_rows(ctx, w);
+            each_batch(node, [&](int64_t i2, int64_t i3) {
+                const int64_t first = first_row(node, i2, i3);
+                for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+                    panels_.push_back({ &w, first + row, first + std::min(row + rows, w.rows_per_matrix) });
+                }
+                return cudaSuccess;
+            });
+        }
+    }
+}
+
+cudaError_t graph_walk::make_panels() {
+    const panel_buffers & b = *ctx.panels;
+    if (n_made_ == 0) { // whoever used the buffers before us has done so on our stream
+        CUDA_TRY(cudaEventRecord(b.begin, ctx.stream));
+        CUDA_TRY(cudaStreamWaitEvent(b.stream, b.begin));
+    }
+    for (; n_made_ < panels_.size() && n_made_ < n_used_ + panel_buffers::N; n_made_++) {
+        const panel & p  = panels_[n_made_];
+        const size_t  at = n_made_ % panel_buffers::N;
+        if (n_made_ >= panel_buffers::N) {
+            CUDA_TRY(cudaStreamWaitEvent(b.stream, b.used[at]));
+        }
+        CUDA_TRY(cuda_sparse_unpack(p.w->matrix, p.row_begin, p.row_end, panel_type(*p.w), b.memory[at], panel_ld(*p.w), b.stream));
+        CUDA_TRY(cudaEventRecord(b.made[at], b.stream));
+    }
+    return cudaSuccess;
+}
+
+cudaError_t graph_walk::queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
+    const panel_buffers & b    = *ctx.panels;
+    const stored_matrix & w    = *stored(node->src[0]);
+    const int64_t         rows = panel_rows(ctx, w);
+    op_tensor x = view(node->src[1]), y = view(node);
+    x.data += i2 * x.nb[2] + i3 * x.nb[3];
+    y.data += i2 * y.nb[2] + i3 * y.nb[3];
+    x.ne[2] = x.ne[3] = y.ne[2] = y.ne[3] = 1;
+    for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+        CUDA_TRY(make_panels());
+        const size_t at = n_used_ % panel_buffers::N;
+        CUDA_TRY(cudaStreamWaitEvent(ctx.stream, b.made[at]));
+        CUDA_TRY(op_mul_mat_16(ctx, panel_type(w), b.memory[at], panel_ld(w), std::min(rows, w.rows_per_matrix - row), x, x16, y, row));
+        CUDA_TRY(cudaEventRecord(b.used[at], ctx.stream));
+        n_used_++;
+    }
+    return cudaSuccess;
+}
+
+// where node's x is, or is to be made, in 16 bits
+char * graph_walk::shared_x16(ggml_tensor * node, tensor_type type, bool * made) {
+    *made = x16_of_ && x16_type_ == type && x16_of_->src[1] == node->src[1];
+    if (!*made) {
+        x16_of_   = node;
+        x16_type_ = type;
+    }
+    return scratch_of(x16_of_);
+}
+
+cudaError_t graph_walk::queue_unpacked(ggml_tensor * node) {
+    const tensor_type type = panel_type(*stored(node->src[0]));
+    if (node->src[1]->ne[2] * node->src[1]->ne[3] == 1) {
+        bool made;
+        char * x16 = shared_x16(node, type, &made);
+        if (!made) {
+            CUDA_TRY(op_mul_mat_x16(ctx, type, view(node->src[1]), x16));
+        }
+        return queue_panels(node, 0, 0, x16);
+    }
+    left_products();
+    return each_batch(node, [&](int64_t i2, int64_t i3) {
+        op_tensor x = view(node->src[1]);
+        x.data += i2 * x.nb[2] + i3 * x.nb[3];
+        x.ne[2] = x.ne[3] = 1;
+        const cudaError_t error = op_mul_mat_x16(ctx, type, x, scratch_of(node));
+        return error != cudaSuccess ? error : queue_panels(node, i2, i3, scratch_of(node));
+    });
+}
+
+cudaError_t graph_walk::queue_dense(ggml_tensor * node) {
+    const op_tensor w = view(node->src[0]), x = view(node->src[1]);
+    if (!op_mul_mat_wants_x16(ctx, w, x)) {
+        left_products();
+        return op_mul_mat(ctx, w, x, view(node), scratch_of(node));
+    }
+    const tensor_type type = op_mul_mat_16_type(ctx, w.type);
+    bool made;
+    char * x16 = shared_x16(node, type, &made);
+    if (!made) {
+        CUDA_TRY(op_mul_mat_x16(ctx, type, x, x16));
+    }
+    return op_mul_mat(ctx, w, x, view(node), scratch_of(node), x16);
+}
+
+cudaError_t queue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {
+    const stored_matrix & w = *stored(node->src[0]);
+    const ggml_tensor   * x = node->src[1];
+    return each_batch(node, [&](int64_t i2, int64_t i3) {
+        cuda_sparse_mul_mat_params p = sparse_params(ctx, w, f32_at(x, 0, i2, i3), f32_at(node, 0, i2, i3), static_cast<int64_t>(x->nb[1]) / 4, static_cast<int64_t>(node->nb[1]) / 4, x->ne[1]);
+        p.row_begin[0] = first_row(node, i2, i3);
+        p.row_end[0]   = p.row_begin[0] + w.rows_per_matrix;
+        return cuda_sparse_mul_mat(p, ctx.stream);
+    });
 }
 
 // columns are (used, token): one launch per used slot for all tokens, or per token for all slots, whichever are fewer
@@ -234,7 +365,8 @@ cudaError_t queue_sparse_mul_mat_id(const op_context & ctx, ggml_tensor * node) 
 
 // ---- one node ----
 
-cudaError_t queue_node(const op_context & ctx, ggml_tensor * node) {
+cudaError_t queue_node(graph_walk & walk, ggml_tensor * node) {
+    const op_context  & ctx = walk.ctx;
     const ggml_tensor * a = node->src[0];
     const ggml_tensor * b = node->src[1];
     const ggml_tensor * c = node->src[2];
@@ -242,6 +374,13 @@ cudaError_t queue_node(const op_context & ctx, ggml_tensor * node) {
     binary_op  binary;
     unary_op   unary;
     glu_params glu;
+    if (node->op == GGML_OP_MUL_MAT && !stored(a)) {
+        return walk.queue_dense(node);
+    }
+    if (unpacks(ctx, node)) {
+        return walk.queue_unpacked(node);
+    }
+    walk.left_products();
     if (get_binary(node, &binary)) {
         return op_binary(ctx, binary, view(a), view(b), dst);
     }
@@ -277,7 +416,7 @@ cudaError_t queue_node(const op_context & ctx, ggml_tensor * node) {
         case GGML_OP_ROPE:
             return op_rope(ctx, get_rope(node), view(a), view(b), optional_view(c).get(), dst);
         case GGML_OP_MUL_MAT:
-            return stored(a) ? queue_sparse_mul_mat(ctx, node) : op_mul_mat(ctx, view(a), view(b), dst, scratch_of(node));
+            return queue_sparse_mul_mat(ctx, node);
         case GGML_OP_MUL_MAT_ID:
             return stored(a) ? queue_sparse_mul_mat_id(ctx, node) : op_mul_mat_id(ctx, view(a), view(b), view(c), dst, scratch_of(node));
         case GGML_OP_FLASH_ATTN_EXT: {
@@ -293,7 +432,7 @@ cudaError_t queue_node(const op_context & ctx, ggml_tensor * node) {
 
 // Nodes that one launch computes. Results of members but the last ones are not stored, so each must have no use outside.
 struct fused_group {
-    enum kind_t { NONE, SPARSE_PRODUCTS, RMS_NORM, ROPE_CACHE } kind = NONE;
+    enum kind_t { NONE, SPARSE_PRODUCTS, RMS_NORM, ROPE_CACHE, ROPE_ATTENTION } kind = NONE;
     int                 last = -1;             // index of the last node
     // SPARSE_PRODUCTS
     const ggml_tensor * norm = nullptr;        // RMS_NORM and MUL in front, or null
@@ -308,14 +447,14 @@ struct fused_group {
     // RMS_NORM: [ADD], RMS_NORM, [MUL]
     const ggml_tensor * add  = nullptr;
     ggml_tensor       * mul  = nullptr;        // or the norm itself
-    // ROPE_CACHE
+    // ROPE_CACHE: [ROPE,] ROPE, SET_ROWS, SET_ROWS
     ggml_tensor       * rope_q = nullptr;
     ggml_tensor       * rope_k = nullptr;
     ggml_tensor       * set_k  = nullptr;
     ggml_tensor       * set_v  = nullptr;
+    // ROPE_ATTENTION: those, and
+    ggml_tensor       * attention = nullptr;
 };
-
-bool computes(const ggml_tensor * node) { return !is_no_op(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node); }
 
 int next_node(const ggml_cgraph * graph, int i) {
     do {
@@ -364,9 +503,6 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     int index[CUDA_SPARSE_MAX_GROUPED];
     int last = i;
     for (int k = at; k < graph->n_nodes && f.n < CUDA_SPARSE_MAX_GROUPED && can_group(ctx, graph->nodes[k], input); k = next_node(graph, k)) {
-        if (f.n > 0 && !same_kind(f.product[0], graph->nodes[k])) {
-            break;
-        }
         index[f.n] = k;
         f.product[f.n] = f.result[f.n] = graph->nodes[k];
         f.n++;
@@ -407,7 +543,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
         last            = k;
     }
     const int next = next_node(graph, last);
-    if (f.n == 2 && !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {
+    if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {
         ggml_tensor * glu = graph->nodes[next];
         if (ggml_get_glu_op(glu) == GGML_GLU_OP_SWIGLU && glu->src[1] && is_f32_rows(glu) && ggml_are_same_shape(f.product[0], f.product[1])) {
             if (glu->src[0] == f.product[1] && glu->src[1] == f.product[0]) {
@@ -501,6 +637,22 @@ rope_cache_params cache_params(const fused_group & f) {
     return p;
 }
 
+// is node the attention of one token that alone reads f's rotated query?
+bool is_attention_of(const ggml_cgraph * graph, int rope_q, const fused_group & f, const ggml_tensor * node) {
+    if (node->op != GGML_OP_FLASH_ATTN_EXT || !f.rope_q || single_source(node->src[0]) != f.rope_q || !has_uses(graph, rope_q, 1) || f.rope_k->src[1]->op != GGML_OP_NONE ||
+        (f.rope_k->src[2] && f.rope_k->src[2]->op != GGML_OP_NONE)) {
+        return false;
+    }
+    for (const ggml_tensor * t = node->src[0]; t != f.rope_q; t = t->src[0]) { // its views
+        const auto * end = graph->nodes + graph->n_nodes, * at = std::find(graph->nodes + rope_q, graph->nodes + graph->n_nodes, t);
+        if (at == end || ggml_node_get_use_count(graph, static_cast<int>(at - graph->nodes)) != 1) {
+            return false;
+        }
+    }
+    const optional_view mask(node->src[3]), sinks(node->src[4]);
+    return op_rope_attention_supported(get_rope(f.rope_k), view(f.rope_k->src[1]), optional_view(f.rope_k->src[2]).get(), cache_params(f), get_attention(node, mask, sinks));
+}
+
 bool match_rope_cache(const ggml_cgraph * graph, int i, fused_group * group) {
     fused_group f;
     int k = i;
@@ -539,6 +691,12 @@ bool match_rope_cache(const ggml_cgraph * graph, int i, fused_group * group) {
     }
     f.kind = fused_group::ROPE_CACHE;
     f.last = set_v;
+    const int attention = next_node(graph, set_v);
+    if (attention < graph->n_nodes && is_attention_of(graph, i, f, graph->nodes[attention])) {
+        f.kind      = fused_group::ROPE_ATTENTION;
+        f.last      = attention;
+        f.attention = graph->nodes[attention];
+    }
     *group = f;
     return true;
 }
@@ -556,6 +714,7 @@ bool overlaps(const ggml_tensor * a, const ggml_tensor * b) {
 }
 bool is_same(const ggml_tensor * a, const ggml_tensor * b) { return a->data == b->data && ggml_are_same_stride(a, b); }
 
+// can the group be one launch?
 bool is_safe(const fused_group & f) {
     switch (f.kind) {
         case fused_group::SPARSE_PRODUCTS:
@@ -572,6 +731,10 @@ bool is_safe(const fused_group & f) {
             }
             return true;
         case fused_group::RMS_NORM: {
+            op_tensor scale, add, sum;
+            if (!op_rms_norm_supported(norm_params(f, &scale, &add, &sum))) {
+                return false;
+            }
             const ggml_tensor * inputs[] = { f.add ? f.add->src[0] : f.norm->src[0], f.add ? f.add->src[1] : nullptr };
             for (const ggml_tensor * in : inputs) {
                 if (in && ((overlaps(in, f.mul) && !is_same(in, f.mul)) || (f.add && overlaps(in, f.add) && !is_same(in, f.add)))) {
@@ -580,6 +743,8 @@ bool is_safe(const fused_group & f) {
             }
             return !(f.add && overlaps(f.add, f.mul)) && !(f.norm_weight && overlaps(f.norm_weight, f.mul) && !is_same(f.norm_weight, f.mul));
         }
+        case fused_group::ROPE_ATTENTION:
+            return !overlaps(f.attention, f.rope_q->src[0]) && !overlaps(f.attention, f.rope_k->src[0]) && !overlaps(f.attention, f.set_v->src[0]);
         default: {
             const ggml_tensor * q = f.rope_q;
             return !q || (!overlaps(q, f.rope_k->src[0]) && !overlaps(q, f.set_v->src[0]) && (!overlaps(q, q->src[0]) || is_same(q, q->src[0])));
@@ -590,29 +755,45 @@ bool is_safe(const fused_group & f) {
 cudaError_t queue_group(const op_context & ctx, const fused_group & f) {
     switch (f.kind) {
         case fused_group::SPARSE_PRODUCTS: {
-            cuda_sparse_mul_mat_params p = sparse_params(ctx, *stored(f.product[0]->src[0]), static_cast<const float *>(f.x->data), nullptr, static_cast<int64_t>(f.x->nb[1]) / 4, 0, f.x->ne[1]);
-            p.n_matrices = f.n;
-            for (int j = 0; j < f.n; j++) {
-                const stored_matrix & w = *stored(f.product[j]->src[0]);
-                ggml_tensor * y = f.glu ? f.glu : f.result[j];
-                p.w[j]         = &w.matrix;
-                p.y[j]         = static_cast<float *>(y->data);
-                p.ldy[j]       = static_cast<int64_t>(y->nb[1]) / 4;
-                p.row_begin[j] = 0;
-                p.row_end[j]   = w.rows_per_matrix;
-                p.bias[j]      = f.bias[j] ? static_cast<const float *>(f.bias[j]->data) : nullptr;
-                p.residual[j]  = f.residual[j] ? static_cast<const float *>(f.residual[j]->data) : nullptr;
+            bool queued[CUDA_SPARSE_MAX_GROUPED] = {};
+            for (int first = 0; first < f.n; first++) { // one launch per kind
+                if (queued[first]) {
+                    continue;
+                }
+                cuda_sparse_mul_mat_params p = sparse_params(ctx, *stored(f.product[first]->src[0]), static_cast<const float *>(f.x->data), nullptr, static_cast<int64_t>(f.x->nb[1]) / 4, 0, f.x->ne[1]);
+                p.n_matrices = 0;
+                for (int j = first; j < f.n; j++) {
+                    if (!same_kind(f.product[first], f.product[j])) {
+                        continue;
+                    }
+                    const stored_matrix & w = *stored(f.product[j]->src[0]);
+                    ggml_tensor * y = f.glu ? f.glu : f.result[j];
+                    const int     i = p.n_matrices++;
+                    p.w[i]         = &w.matrix;
+                    p.y[i]         = static_cast<float *>(y->data);
+                    p.ldy[i]       = static_cast<int64_t>(y->nb[1]) / 4;
+                    p.row_begin[i] = 0;
+                    p.row_end[i]   = w.rows_per_matrix;
+                    p.bias[i]      = f.bias[j] ? static_cast<const float *>(f.bias[j]->data) : nullptr;
+                    p.residual[i]  = f.residual[j] ? static_cast<const float *>(f.residual[j]->data) : nullptr;
+                    queued[j]      = true;
+                }
+                if (f.norm) {
+                    p.norm_weight = static_cast<const float *>(f.norm_weight->data);
+                    p.norm_eps    = param_f32(f.norm, 0);
+                }
+                p.silu_mul = f.glu != nullptr;
+                CUDA_TRY(cuda_sparse_mul_mat(p, ctx.stream));
             }
-            if (f.norm) {
-                p.norm_weight = static_cast<const float *>(f.norm_weight->data);
-                p.norm_eps    = param_f32(f.norm, 0);
-            }
-            p.silu_mul = f.glu != nullptr;
-            return cuda_sparse_mul_mat(p, ctx.stream);
+            return cudaSuccess;
         }
         case fused_group::RMS_NORM: {
             op_tensor scale, add, sum;
             return op_rms_norm(ctx, norm_params(f, &scale, &add, &sum));
+        }
+        case fused_group::ROPE_ATTENTION: {
+            const optional_view mask(f.attention->src[3]), sinks(f.attention->src[4]);
+            return op_rope_attention(ctx, get_rope(f.rope_k), view(f.rope_k->src[1]), optional_view(f.rope_k->src[2]).get(), cache_params(f), get_attention(f.attention, mask, sinks), scratch_of(f.attention));
         }
         default:
             return op_rope_cache(ctx, get_rope(f.rope_k), view(f.rope_k->src[1]), optional_view(f.rope_k->src[2]).get(), cache_params(f));
@@ -685,12 +866,12 @@ bool graph_supports_op(const ggml_tensor * op, bool sparse) {
     }
 }
 
-size_t graph_scratch_nbytes(const ggml_tensor * op) {
+size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse) {
     switch (op->op) {
         case GGML_OP_MUL_MAT:
-            return op_mul_mat_scratch_nbytes(view(op->src[0]), view(op->src[1]));
+            return sparse ? op_mul_mat_x16_nbytes(view(op->src[1])) : op_mul_mat_scratch_nbytes(view(op->src[0]), view(op->src[1]));
         case GGML_OP_MUL_MAT_ID:
-            return op_mul_mat_id_scratch_nbytes(view(op->src[0]), view(op->src[1]), view(op->src[2]));
+            return sparse ? 0 : op_mul_mat_id_scratch_nbytes(view(op->src[0]), view(op->src[1]), view(op->src[2]));
         case GGML_OP_FLASH_ATTN_EXT: {
             const optional_view mask(op->src[3]), sinks(op->src[4]);
             return op_attention_scratch_nbytes(get_attention(op, mask, sinks));
@@ -702,15 +883,18 @@ size_t graph_scratch_nbytes(const ggml_tensor * op) {
 
 void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
     constexpr int REACH = 24; // nodes between products of one input: rope, norms and views of three projections
+    const auto is_product = [](const ggml_tensor * node, const ggml_tensor * x) {
+        return node->op == GGML_OP_MUL_MAT && node->src[1] == x && is_weight(node->src[0]) && x->ne[2] * x->ne[3] == 1;
+    };
     for (int i = 0; i < graph->n_nodes; i++) {
         ggml_tensor * first = graph->nodes[i];
-        if (first->op != GGML_OP_MUL_MAT || !can_group(ctx, first, first->src[1])) {
+        if (first->op != GGML_OP_MUL_MAT || !is_product(first, first->src[1])) {
             continue;
         }
         int end = i + 1; // products that moved up stand here
         for (int k = end; k < std::min(graph->n_nodes, i + REACH) && end - i < CUDA_SPARSE_MAX_GROUPED; k++) {
             ggml_tensor * node = graph->nodes[k];
-            if (can_group(ctx, node, first->src[1]) && same_kind(first, node)) { // its operands are there already
+            if (is_product(node, first->src[1]) && !stored(node->src[0]) == !stored(first->src[0])) { // its operands are there already
                 std::rotate(graph->nodes + end, graph->nodes + k, graph->nodes + k + 1);
                 end++;
             }
@@ -749,6 +933,7 @@ void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_gr
 }
 
 cudaError_t graph_queue(const op_context & ctx, const ggml_cgraph * graph, bool fuse, const ggml_tensor ** failed) {
+    graph_walk walk(ctx, graph);
     for (int i = 0; i < graph->n_nodes; i++) {
         ggml_tensor * node = graph->nodes[i];
         if (!computes(node)) {
@@ -756,20 +941,12 @@ cudaError_t graph_queue(const op_context & ctx, const ggml_cgraph * graph, bool 
         }
         fused_group f;
         cudaError_t error;
-        const bool  fused = fuse && match(ctx, graph, i, &f) && is_safe(f);
-        if (fused && f.kind == fused_group::RMS_NORM) {
-            op_tensor scale, add, sum;
-            if (op_rms_norm_supported(norm_params(f, &scale, &add, &sum))) {
-                error = queue_group(ctx, f);
-                i     = f.last;
-            } else {
-                error = queue_node(ctx, node);
-            }
-        } else if (fused) {
+        if (fuse && match(ctx, graph, i, &f) && is_safe(f)) {
+            walk.left_products();
             error = queue_group(ctx, f);
             i     = f.last;
         } else {
-            error = queue_node(ctx, node);
+            error = queue_node(walk, node);
         }
         if (error != cudaSuccess) {
             *failed = node;

@@ -2,10 +2,12 @@
 // is written.
 //   attention_vec_kernel    few tokens (decode): float32 arithmetic, any K/V type. A block takes a piece ("split") of the positions of one
 //                           KV head, for up to G query heads that share it; the last block of a head to finish combines the splits in
-//                           their order, so the result does not depend on which one that is.
+//                           their order, so the result does not depend on which one that is. With ROPE it also rotates the query and the
+//                           new key of one token, and writes the new key and value to the cache: no kernel of its own for that.
 //   attention_tile_kernel   many tokens (prefill): tensor cores, tiles of 64 tokens x 64 positions; K, V and the probabilities in f16, sums
 //                           in float32. Tiles that the mask hides completely are skipped: causal prefill costs half.
 #include "cuda/ops-mma.cuh"
+#include "cuda/ops-rope.cuh"
 
 #include <algorithm>
 #include <cmath>
@@ -50,8 +52,8 @@ __device__ __forceinline__ float rescale(float old_max, float new_max) { return 
 
 // ---------------------------------------------------------------------------------------------- few tokens
 
-constexpr int VEC_WARPS = 8;
-constexpr int VEC_ROWS  = 4; // positions that a lane group has in flight
+template <int LANES> constexpr int vec_warps() { return LANES == 32 ? 8 : 16; }
+constexpr int VEC_ROWS = 4; // positions that a lane group has in flight
 // The code of this kernel runs once per launch, cold: on an H200 its time at short contexts is that of fetching instructions (8 rows
 // unrolled instead of 4: 16 us instead of 9). So: short loops, no 64-bit divisions, no library tanh.
 
@@ -61,13 +63,46 @@ __device__ __forceinline__ void prefetch_row(const char * row, int nbytes) {
     }
 }
 
+// what the kernel needs to rotate: raw q, k and v of one token, and the rows of the cache that k and v go to
+struct new_row_args {
+    rope_args       rope;
+    const char    * q, * k, * v;           // f32
+    int64_t         q_nb1, k_nb1;          // from head to head
+    const int64_t * k_id, * v_id;          // on the GPU
+};
+
+// elements e0 ... e0+7 of a head, which the lanes of a group hold in turn, rotated by `angle` of each pair
+template <int LANES> __device__ __forceinline__ void rotate_row(const rope_params & p, const rotation * angle, int e0, float x[8]) {
+    if (p.mode == 0) { // pairs of neighbours
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const rotation r = angle[min(e0, p.n_dims - 8) / 2 + i / 2];
+            const float a = x[i], b = x[i + 1];
+            x[i]     = a * r.cosine - b * r.sine;
+            x[i + 1] = a * r.sine + b * r.cosine;
+        }
+        return;
+    }
+    const int  half = p.n_dims / 2, lane = static_cast<int>(threadIdx.x) % LANES;
+    const bool low  = e0 < half;
+    const int  with = static_cast<int>(threadIdx.x) % WARP - lane + (low ? lane + half / 8 : lane - half / 8) % LANES;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float    other = __shfl_sync(FULL_WARP, x[i], with);
+        const rotation r     = angle[(e0 + i) % half];
+        x[i] = e0 >= p.n_dims ? 0 : x[i] * r.cosine + (low ? -other : other) * r.sine;
+    }
+}
+
 // LANES lanes hold a row of K or V, 8 elements each; G query heads
-template <typename TK, typename TV, int LANES, int G>
-__global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attention_args p) {
-    constexpr int GROUPS = VEC_WARPS * WARP / LANES; // lane groups of the block: each takes every GROUPS-th position
-    __shared__ float shared_sums[GROUPS * G * LANES * 8];
-    __shared__ float shared_max[GROUPS][G], shared_weight[GROUPS][G];
+template <typename TK, typename TV, int LANES, int G, bool ROPE>
+__global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kernel(const __grid_constant__ attention_args p, const __grid_constant__ new_row_args n) {
+    constexpr int WARPS  = vec_warps<LANES>(), THREADS = WARPS * WARP;
+    constexpr int GROUPS = THREADS / LANES; // lane groups of the block: each takes every GROUPS-th position
+    __shared__ float shared_sums[WARPS * G * LANES * 8];
+    __shared__ float shared_max[WARPS][G], shared_weight[WARPS][G];
     __shared__ bool  is_last;
+    __shared__ rotation angle[ROPE ? LANES * 4 : 1];
 
     const int n_tokens  = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]), n_kv = static_cast<int>(p.k.ne[1]);
     const int head_dim  = static_cast<int>(p.q.ne[0]), head_dim_v = static_cast<int>(p.v.ne[0]);
@@ -85,11 +120,37 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
     const char * v_base = p.v.data + kv_head * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const int end = min(n_kv, (split + 1) * p.split_size);
     // most of the cache was written long ago: bring it to L2 while the kernel before runs out
-    for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += VEC_WARPS * WARP) {
+    for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += THREADS) {
         prefetch_row(k_base + pos * p.k.nb[1], static_cast<int>(p.k.ne[0] / TK::BLOCK * static_cast<int>(sizeof(typename TK::block))));
         prefetch_row(v_base + pos * p.v.nb[1], static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
     }
+    // f16 rows of the next round. With ROPE, where the kernel before is a matrix product, those of the first are fetched before it ends
+    constexpr bool RAW = std::is_same_v<TK, value_type<TYPE_F16>> && std::is_same_v<TV, value_type<TYPE_F16>>;
+    uint4 k_raw[RAW ? VEC_ROWS : 1], v_raw[RAW ? VEC_ROWS : 1];
+    const auto fetch = [&](int first) {
+#pragma unroll
+        for (int r = 0; r < (RAW ? VEC_ROWS : 0); r++) {
+            const int pos = max(0, min(first + r * GROUPS + group, end - 1));
+            k_raw[r] = v_raw[r] = make_uint4(0, 0, 0, 0);
+            if (has_k) {
+                k_raw[r] = load_once(reinterpret_cast<const uint4 *>(k_base + pos * p.k.nb[1]) + lane);
+            }
+            if (has_v) {
+                v_raw[r] = load_once(reinterpret_cast<const uint4 *>(v_base + pos * p.v.nb[1]) + lane);
+            }
+        }
+    };
+    if constexpr (ROPE) { // positions are an input of the graph: no kernel writes them
+        fetch(split * p.split_size);
+        if (static_cast<int>(threadIdx.x) < head_dim / 2) {
+            angle[threadIdx.x] = rotation_of(n.rope, static_cast<int>(threadIdx.x), 0);
+        }
+        __syncthreads();
+    }
     wait_for_previous();
+    if constexpr (RAW && !ROPE) {
+        fetch(split * p.split_size);
+    }
 
     const __half * mask[G] = {};
     float q[G][8], sums[G][8] = {}, max[G], weight[G] = {}, slope[G];
@@ -102,13 +163,34 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
             mask[g] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 + stream * p.mask_nb3);
         }
         if (has_k) {
-            value_type<TYPE_F32>::load8(p.q.data + token * p.q.nb[1] + head * p.q.nb[2] + stream * p.q.nb[3], e0, q[g]);
+            value_type<TYPE_F32>::load8(ROPE ? n.q + head * n.q_nb1 : p.q.data + token * p.q.nb[1] + head * p.q.nb[2] + stream * p.q.nb[3], e0, q[g]);
         } else {
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 q[g][i] = 0;
             }
         }
+        if constexpr (ROPE) {
+            rotate_row<LANES>(n.rope.p, angle, e0, q[g]);
+        }
+    }
+    float new_k[8] = {}, new_v[8] = {}; // as the cache will have them
+    int   k_row = -1, v_row = -1;
+    if constexpr (ROPE) {
+        k_row = static_cast<int>(*n.k_id);
+        v_row = static_cast<int>(*n.v_id);
+        if (has_k) {
+            value_type<TYPE_F32>::load8(n.k + kv_head * n.k_nb1, e0, new_k);
+            value_type<TYPE_F32>::load8(n.v + kv_head * head_dim * static_cast<int64_t>(sizeof(float)), e0, new_v);
+        }
+        rotate_row<LANES>(n.rope.p, angle, e0, new_k);
+        const uint4 k16 = pack8<__half>(new_k), v16 = pack8<__half>(new_v);
+        if (has_k && group == 0 && split == 0 && static_cast<int>(blockIdx.y) % chunks == 0) {
+            *reinterpret_cast<uint4 *>(const_cast<char *>(k_base) + k_row * p.k.nb[1] + e0 * 2) = k16;
+            *reinterpret_cast<uint4 *>(const_cast<char *>(v_base) + v_row * p.v.nb[1] + e0 * 2) = v16;
+        }
+        value_type<TYPE_F16>::unpack8(k16, new_k);
+        value_type<TYPE_F16>::unpack8(v16, new_v);
     }
 
     for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
@@ -124,23 +206,37 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
                 any |= bias[r][g] != -INFINITY;
             }
         }
-        if (first != split * p.split_size && !__any_sync(FULL_WARP, any)) { // the first round's loads do not wait for the mask
-            continue;
+        if (first != split * p.split_size) { // the first round's loads do not wait for the mask
+            if (!__any_sync(FULL_WARP, any)) {
+                continue;
+            }
+            fetch(first);
         }
         float v[VEC_ROWS][8];
 #pragma unroll
         for (int r = 0; r < VEC_ROWS; r++) {
             const int pos = min(first + r * GROUPS + group, end - 1);
             float k[8] = {};
-            if (has_k) {
-                TK::load8(k_base + pos * p.k.nb[1], e0, k);
-            }
-            if (has_v) {
-                TV::load8(v_base + pos * p.v.nb[1], e0, v[r]);
+            if constexpr (RAW) {
+                TK::unpack8(k_raw[r], k);
+                TV::unpack8(v_raw[r], v[r]);
             } else {
+                if (has_k) {
+                    TK::load8(k_base + pos * p.k.nb[1], e0, k);
+                }
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     v[r][i] = 0;
+                }
+                if (has_v) {
+                    TV::load8(v_base + pos * p.v.nb[1], e0, v[r]);
+                }
+            }
+            if constexpr (ROPE) { // another block may be about to write them
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    k[i]    = pos == k_row ? new_k[i] : k[i];
+                    v[r][i] = pos == v_row ? new_v[i] : v[r][i];
                 }
             }
 #pragma unroll
@@ -181,29 +277,47 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
         }
     }
 
-    // the block's lane groups, in order
+    // the lane groups of a warp, then the warps, in order
 #pragma unroll
-    for (int g = 0; g < G; g++) {
-        if (lane == 0) {
-            shared_max[group][g]    = max[g];
-            shared_weight[group][g] = weight[g];
+    for (int offset = LANES; offset < WARP; offset *= 2) {
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            const float new_max = fmaxf(max[g], __shfl_xor_sync(FULL_WARP, max[g], offset)), f = rescale(max[g], new_max);
+            max[g]     = new_max;
+            weight[g] *= f;
+            weight[g] += __shfl_xor_sync(FULL_WARP, weight[g], offset);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                sums[g][i] *= f;
+                sums[g][i] += __shfl_xor_sync(FULL_WARP, sums[g][i], offset);
+            }
         }
+    }
+    const int warp = static_cast<int>(threadIdx.x) / WARP;
+    if (static_cast<int>(threadIdx.x) % WARP < LANES) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            shared_sums[((group * G + g) * LANES + lane) * 8 + i] = sums[g][i];
+        for (int g = 0; g < G; g++) {
+            if (lane == 0) {
+                shared_max[warp][g]    = max[g];
+                shared_weight[warp][g] = weight[g];
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                shared_sums[((warp * G + g) * LANES + lane) * 8 + i] = sums[g][i];
+            }
         }
     }
     __syncthreads();
     const int64_t row0 = (static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head0; // of dst, and of partial
     const int     partial_ld = head_dim_v + 2;
-    for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += VEC_WARPS * WARP) {
+    for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += THREADS) {
         const int g = i / head_dim_v, e = i % head_dim_v;
         float m = -INFINITY;
-        for (int j = 0; j < GROUPS; j++) {
+        for (int j = 0; j < WARPS; j++) {
             m = fmaxf(m, shared_max[j][g]);
         }
         float sum = 0, w = 0;
-        for (int j = 0; j < GROUPS; j++) {
+        for (int j = 0; j < WARPS; j++) {
             const float f = rescale(shared_max[j][g], m);
             sum += f * shared_sums[(j * G + g) * LANES * 8 + e];
             w   += f * shared_weight[j][g];
@@ -241,7 +355,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) attention_vec_kernel(attenti
     if (threadIdx.x == 0) {
         *counter = 0;
     }
-    for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += VEC_WARPS * WARP) {
+    for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += THREADS) {
         const int g = i / head_dim_v, e = i % head_dim_v;
         const float * part = p.partial + (row0 + g) * p.n_splits * partial_ld;
         const float   sink = p.sinks ? p.sinks[head0 + g] * LOG2_E : -INFINITY;
@@ -494,10 +608,11 @@ constexpr int MIN_SPLIT      = 256; // positions: below, the combination costs m
 constexpr int MAX_SPLITS     = 64;
 constexpr int TARGET_BLOCKS  = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
 
-int heads_per_block(int64_t group) { return group >= 3 ? 4 : group == 2 ? 2 : 1; }
+// Query heads that share what is read of K and V. Short contexts and few rows of q (heads of all tokens) are a matter of latency: then more blocks.
+int heads_per_block(int64_t group, int64_t n_kv, int64_t n_rows) { return n_kv <= 1024 && n_rows <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1; }
 
 int64_t vec_blocks(const attention_params & p) { // for one split
-    const int64_t kv_heads = p.k.ne[2], group = p.q.ne[2] / kv_heads, g = heads_per_block(group);
+    const int64_t kv_heads = p.k.ne[2], group = p.q.ne[2] / kv_heads, g = heads_per_block(group, p.k.ne[1], p.q.n_rows());
     return kv_heads * ((group + g - 1) / g) * p.q.ne[1] * p.q.ne[3];
 }
 
@@ -550,22 +665,22 @@ template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ct
 
 template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) { return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a); }
 
-template <typename TK, typename TV, int LANES> cudaError_t launch_vec(const op_context & ctx, const attention_args & a) {
-    const int  g = heads_per_block(a.group);
+template <typename TK, typename TV, int LANES, bool ROPE> cudaError_t launch_vec(const op_context & ctx, const attention_args & a, const new_row_args & n) {
+    const int  g = heads_per_block(a.group, a.k.ne[1], a.q.n_rows());
     const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * ((a.group + g - 1) / g)), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
     switch (g) {
-        case 1:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 1>, grid, VEC_WARPS * WARP, 0, a);
-        case 2:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 2>, grid, VEC_WARPS * WARP, 0, a);
-        default: return launch(ctx, attention_vec_kernel<TK, TV, LANES, 4>, grid, VEC_WARPS * WARP, 0, a);
+        case 1:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 1, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
+        case 2:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 2, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
+        default: return launch(ctx, attention_vec_kernel<TK, TV, LANES, 4, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
     }
 }
 
-template <typename TK, typename TV> cudaError_t launch_vec(const op_context & ctx, const attention_args & a) {
+template <typename TK, typename TV, bool ROPE> cudaError_t launch_vec(const op_context & ctx, const attention_args & a, const new_row_args & n) {
     const int64_t head_dim = std::max(a.k.ne[0], a.v.ne[0]);
-    return head_dim <= 64 ? launch_vec<TK, TV, 8>(ctx, a) : head_dim <= 128 ? launch_vec<TK, TV, 16>(ctx, a) : launch_vec<TK, TV, 32>(ctx, a);
+    return head_dim <= 64 ? launch_vec<TK, TV, 8, ROPE>(ctx, a, n) : head_dim <= 128 ? launch_vec<TK, TV, 16, ROPE>(ctx, a, n) : launch_vec<TK, TV, 32, ROPE>(ctx, a, n);
 }
 
-template <tensor_type TYPE> cudaError_t launch_vec_same(const op_context & ctx, const attention_args & a) { return launch_vec<value_type<TYPE>, value_type<TYPE>>(ctx, a); }
+template <tensor_type TYPE> cudaError_t launch_vec_same(const op_context & ctx, const attention_args & a) { return launch_vec<value_type<TYPE>, value_type<TYPE>, false>(ctx, a, {}); }
 
 } // namespace
 
@@ -601,7 +716,7 @@ size_t op_attention_scratch_nbytes(const attention_params & p) {
     return n_splits == 1 ? 0 : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) * static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
 }
 
-cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch) {
+static attention_args make_attention_args(const op_context & ctx, const attention_params & p, char * scratch) {
     attention_args a = {};
     a.q = p.q, a.k = p.k, a.v = p.v, a.dst = p.dst;
     a.has_mask    = p.mask != nullptr;
@@ -618,13 +733,18 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
     a.v_streams   = static_cast<int>(p.q.ne[3] / p.v.ne[3]);
     a.mask_nb2    = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3    = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
-    if (const int stages = tile_stages(ctx, p)) {
-        return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
-    }
     a.n_splits   = split_count(p);
     a.split_size = static_cast<int>((p.k.ne[1] + a.n_splits - 1) / a.n_splits);
     a.partial    = reinterpret_cast<float *>(scratch);
     a.counters   = ctx.counters;
+    return a;
+}
+
+cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch) {
+    const attention_args a = make_attention_args(ctx, p, scratch);
+    if (const int stages = tile_stages(ctx, p)) {
+        return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
+    }
     switch (p.k.type) {
         case TYPE_F32:    return launch_vec_same<TYPE_F32>(ctx, a);
         case TYPE_F16:    return launch_vec_same<TYPE_F16>(ctx, a);
@@ -637,6 +757,25 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
         case TYPE_IQ4_NL: return launch_vec_same<TYPE_IQ4_NL>(ctx, a);
         default:          return cudaErrorInvalidValue;
     }
+}
+
+bool op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p) {
+    const int64_t head_dim = p.q.ne[0];
+    const auto is_view = [&](const op_tensor & t, const op_tensor & cache) { // heads of the cache's rows
+        return t.type == TYPE_F16 && t.data == cache.data && t.nb[1] == cache.nb[1] && t.nb[2] == head_dim * 2 && t.ne[0] == head_dim && cache.ne[0] == head_dim * t.ne[2];
+    };
+    return op_attention_supported(p) && op_rope_cache_supported(r, pos, factors, c) && p.q.ne[1] * p.q.ne[3] == 1 && p.q.data == c.q_dst.data && p.q.ne[2] == c.q.ne[1] && head_dim == c.q.ne[0] &&
+        head_dim == c.k.ne[0] && (p.q.ne[2] == 1 || p.q.nb[2] == c.q_dst.nb[1]) && is_view(p.k, c.k_cache) && is_view(p.v, c.v_cache) && is_aligned(c.q, 16) && is_aligned(c.k, 16) && is_aligned(c.v, 16) &&
+        (r.mode == 0 || r.mode == MODE_NEOX) && r.offset == 0 && r.n_dims == head_dim && head_dim % 16 == 0;
+}
+
+cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p, char * scratch) {
+    new_row_args n = {};
+    n.rope  = make_rope_args(r, pos, factors, 1);
+    n.q     = c.q.data, n.k = c.k.data, n.v = c.v.data;
+    n.q_nb1 = c.q.nb[1], n.k_nb1 = c.k.nb[1];
+    n.k_id  = c.k_ids, n.v_id = c.v_ids;
+    return launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, make_attention_args(ctx, p, scratch), n);
 }
 
 } // namespace macko

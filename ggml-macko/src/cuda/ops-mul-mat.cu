@@ -41,11 +41,11 @@ struct mul_mat_args {
 
 // ROW_WARPS warps share a row of w. VECTOR: rows of w and x allow loads of 8 elements, and k is a multiple of 8.
 template <typename T, int COLS, int ROW_WARPS, bool VECTOR, bool EXPERTS>
-__global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(mul_mat_args p) {
-    wait_for_previous();
+__global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
     constexpr int ROWS = VEC_WARPS / ROW_WARPS; // per block
     const int lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
     const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP);
+    wait_for_previous();
     const int col0 = static_cast<int>(blockIdx.y) * COLS;
     const int z    = static_cast<int>(blockIdx.z);
     const char * w = p.w;
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
 
 // tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT: always in range.
 constexpr int SORT_THREADS = 1024;
-__global__ void sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
+__global__ void __launch_bounds__(SORT_THREADS) sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
     wait_for_previous();
     const int n = n_tokens * p.n_used;
     const auto id_of = [&](int e) { return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1); };
@@ -413,39 +413,26 @@ cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_n
     }
 }
 
-// the panels of w that op_mul_mat_unpacked multiplies one by one
-template <typename T> struct converted_rows : row_source {
-    const op_context & ctx;
-    const op_tensor  & w;
-    bool               vector;
-    converted_rows(const op_context & c, const op_tensor & t, bool v) : ctx(c), w(t), vector(v) {}
-    cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t) const override {
-        const char * rows = w.data + row_begin * w.nb[1];
-        if (type == TYPE_F16) {
-            return convert_rows<T, __half>(ctx, rows, w.nb[1], row_end - row_begin, w.ne[0], vector, static_cast<__half *>(dst), ld);
-        }
-        return convert_rows<T, __nv_bfloat16>(ctx, rows, w.nb[1], row_end - row_begin, w.ne[0], vector, static_cast<__nv_bfloat16 *>(dst), ld);
+// rows of a panel of at most nbytes (or BLOCK_M rows, if they are longer): panels of a matrix are of equal size
+int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
+    const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
+    if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
+        return rows;
     }
-};
-
-// rows of a panel: panels of a matrix are of equal size
-int64_t panel_rows(int64_t rows, int64_t ld) {
-    const int64_t most = std::max<int64_t>(BLOCK_M, PANEL_NBYTES / (ld * 2)), panels = std::max<int64_t>(1, (rows + most - 1) / most);
-    return std::min(rows, align_up((rows + panels - 1) / panels, BLOCK_M));
+    const int64_t panels = most ? (rows + most - 1) / most : 1;
+    return most ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
 }
 
-// x in 16 bits at the start of scratch
-template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, int64_t ld, char * scratch) {
-    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(scratch), ld);
+template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {
+    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(x16), align_up(x.ne[0], 8));
 }
 
-// one matrix of 16-bit rows
 template <typename H>
-cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x, const char * x16, int64_t ldx, const op_tensor & dst, int64_t first_row) {
+cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
     constexpr tensor_type type = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
     float * y = reinterpret_cast<float *>(dst.data) + first_row;
     if (ctx.cublas) {
-        return ctx.cublas->mul_mat(ctx.stream, type, m, x.ne[1], x.ne[0], w, ldw, x16, ldx, y, dst.nb[1] / 4);
+        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16, align_up(x.ne[0], 8), y, dst.nb[1] / 4);
     }
     op_tensor rows = { static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m } };
     op_tensor part = dst;
@@ -455,34 +442,32 @@ cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int6
     return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
 }
 
-template <typename H>
-cudaError_t mul_mat_panels(const op_context & ctx, const row_source & w, int64_t m, const op_tensor & x, const op_tensor & dst, char * scratch) {
-    constexpr tensor_type type = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
-    const int64_t ld    = align_up(x.ne[0], 8), rows = panel_rows(m, ld);
+// w converted to H, a panel at a time, behind x16 in scratch
+template <typename T, typename H>
+cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
+    const int64_t ld    = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
     char        * panel = scratch + align_up(x.ne[1] * ld * 2, 256);
-    if (ctx.cublas) {
-        CUDA_TRY(convert_x<H>(ctx, x, ld, scratch));
-    }
-    for (int64_t row = 0; row < m; row += rows) {
-        const int64_t some = std::min(rows, m - row);
-        CUDA_TRY(w.unpack(row, row + some, type, panel, ld, ctx.stream));
-        CUDA_TRY(mul_mat_16<H>(ctx, panel, ld, some, x, scratch, ld, dst, row));
+    for (int64_t row = 0; row < w.ne[1]; row += rows) {
+        const int64_t some = std::min(rows, w.ne[1] - row);
+        CUDA_TRY((convert_rows<T, H>(ctx, w.data + row * w.nb[1], w.nb[1], some, w.ne[0], vector, reinterpret_cast<H *>(panel), ld)));
+        CUDA_TRY(mul_mat_16<H>(ctx, panel, ld, some, x, x16, dst, row));
     }
     return cudaSuccess;
 }
 
-// one matrix through cuBLAS
-template <typename T>
-cudaError_t mul_mat_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, bool vector, char * scratch) {
-    using H = half_of<T>;
+// one matrix in 16 bits; x16 is read by cuBLAS only
+template <typename T, typename H>
+cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
+    if (ctx.cublas && !x16) {
+        CUDA_TRY(convert_x<H>(ctx, x, scratch));
+        x16 = scratch;
+    }
     if constexpr (std::is_same_v<typename T::block, H> && T::IS_PLAIN) {
         if (vector) { // as it lies there
-            const int64_t ld = align_up(x.ne[0], 8);
-            CUDA_TRY(convert_x<H>(ctx, x, ld, scratch));
-            return mul_mat_16<H>(ctx, w.data, w.nb[1] / 2, w.ne[1], x, scratch, ld, dst, 0);
+            return mul_mat_16<H>(ctx, w.data, w.nb[1] / 2, w.ne[1], x, x16, dst, 0);
         }
     }
-    return mul_mat_panels<H>(ctx, converted_rows<T>(ctx, w, vector), w.ne[1], x, dst, scratch);
+    return mul_mat_panels<T, H>(ctx, w, x, x16, dst, vector, scratch);
 }
 
 // cuBLAS pays off where the product is one large matrix
@@ -508,31 +493,43 @@ bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_ten
     return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
 }
 
+size_t op_mul_mat_x16_nbytes(const op_tensor & x) { return static_cast<size_t>(align_up(x.ne[1] * align_up(x.ne[0], 8) * 2, 256)); }
+
 size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
     if (x.ne[1] < GEMM_MIN_N) {
         return 0;
     }
     const int64_t ld = align_up(w.ne[0], 8);
-    return static_cast<size_t>(align_up(x.ne[1] * ld * 2, 256) + align_up(panel_rows(w.ne[1], ld) * ld * 2, 256));
+    return op_mul_mat_x16_nbytes(x) + static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
 }
 
-cudaError_t op_mul_mat_unpacked(const op_context & ctx, const row_source & w, tensor_type type, int64_t rows, const op_tensor & x, const op_tensor & dst, char * scratch) {
-    // before cc 8.0 there are no bf16 units: values of common models fit f16
-    return type == TYPE_BF16 && ctx.cc >= 80 ? mul_mat_panels<__nv_bfloat16>(ctx, w, rows, x, dst, scratch) : mul_mat_panels<__half>(ctx, w, rows, x, dst, scratch);
+// before cc 8.0 there are no bf16 units: values of common models fit f16
+tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) { return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16; }
+
+cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16) {
+    if (!ctx.cublas) {
+        return cudaSuccess; // gemm_kernel reads x itself
+    }
+    return type == TYPE_F16 ? convert_x<__half>(ctx, x, x16) : convert_x<__nv_bfloat16>(ctx, x, x16);
 }
 
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch) {
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+    return type == TYPE_F16 ? mul_mat_16<__half>(ctx, w, ldw, rows, x, x16, dst, first_row) : mul_mat_16<__nv_bfloat16>(ctx, w, ldw, rows, x, x16, dst, first_row);
+}
+
+int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) { return panel_rows(rows, align_up(cols, 8), panel_nbytes); }
+
+bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && x.ne[1] >= GEMM_MIN_N && use_cublas(ctx, w, x); }
+
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16) {
     const mul_mat_args p = make_args(w, x, dst);
     const bool vector    = is_vector(w, x);
     const int  n_batches = static_cast<int>(x.ne[2] * x.ne[3]);
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
-            if (p.n >= GEMM_MIN_N && has_units<T>(ctx) && use_cublas(ctx, w, x)) {
-                return mul_mat_cublas<T>(ctx, w, x, dst, vector, scratch);
-            }
-            if (p.n >= GEMM_MIN_N && !has_units<T>(ctx) && n_batches == 1) {
-                return mul_mat_panels<__half>(ctx, converted_rows<T>(ctx, w, vector), w.ne[1], x, dst, scratch);
+            if (p.n >= GEMM_MIN_N && n_batches == 1 && (!has_units<T>(ctx) || use_cublas(ctx, w, x))) {
+                return has_units<T>(ctx) ? mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch) : mul_mat_converted<T, __half>(ctx, w, x, x16, dst, vector, scratch);
             }
             if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
                 const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));

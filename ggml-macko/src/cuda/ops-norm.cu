@@ -17,7 +17,7 @@ struct rms_norm_args {
 };
 
 template <bool HAS_SCALE, bool HAS_ADD, typename V> // V: float, or float4 where everything is aligned and ne[0] % 4 == 0
-__global__ void rms_norm_kernel(rms_norm_args p) {
+__global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) {
     wait_for_previous();
     __shared__ float partial[WARP];
     constexpr int N = sizeof(V) / sizeof(float);
@@ -82,7 +82,7 @@ __device__ float alibi_slope(float max_bias, uint32_t head, uint32_t n_head_log2
     return head < n_head_log2 ? powf(m0, static_cast<float>(head + 1)) : powf(m1, static_cast<float>(2 * (head - n_head_log2) + 1));
 }
 
-__global__ void soft_max_kernel(soft_max_args p) {
+__global__ void __launch_bounds__(MAX_THREADS) soft_max_kernel(soft_max_args p) {
     wait_for_previous();
     __shared__ float partial[WARP];
     const row_index row   = split_row(blockIdx.x, p.dst.ne[1], p.dst.ne[2]);
@@ -119,7 +119,7 @@ __global__ void soft_max_kernel(soft_max_args p) {
     }
 }
 
-__global__ void sum_rows_kernel(op_tensor x, op_tensor dst) {
+__global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_tensor dst) {
     wait_for_previous();
     __shared__ float partial[WARP];
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
@@ -135,7 +135,7 @@ __global__ void sum_rows_kernel(op_tensor x, op_tensor dst) {
 }
 
 // bitonic network over n (a power of two) indices in shared memory; padding entries sort behind all others; equal values keep their order
-__global__ void argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
+__global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
     wait_for_previous();
     extern __shared__ int index[];
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);

@@ -1,8 +1,6 @@
 // Rotary position embedding, and its fusion with the write into the KV cache. A thread owns one rotated pair of one token and walks over
 // heads, so that the angle is computed once for several of them.
-#include "cuda/ops-common.cuh"
-
-#include <cmath>
+#include "cuda/ops-rope.cuh"
 
 namespace macko {
 
@@ -10,53 +8,6 @@ namespace {
 
 constexpr int MAX_PAIRS = 256; // threads along a row; longer rows loop
 constexpr int HEAD_ROWS = 4;   // heads side by side in a block
-
-constexpr int MODE_NEOX = 2, MODE_MROPE = 8, MODE_VISION = 24, MODE_IMROPE = 40;
-
-struct rope_args {
-    rope_params     p;
-    const int32_t * pos;
-    int64_t         n_pos;   // tokens: stride between the position streams of MROPE
-    const float   * factors;
-    float           theta_scale, corr_low, corr_high;
-};
-
-struct rotation { float cosine, sine; };
-
-// angle of pair `pair` (0 ... n_dims/2-1, beyond for VISION) of token t
-__device__ rotation rotation_of(const rope_args & a, int pair, int64_t t) {
-    int stream = 0; // which of MROPE's four positions, and the exponent of its frequency
-    int power  = pair;
-    if (a.p.mode & MODE_MROPE) {
-        const int * s     = a.p.sections;
-        const int   total = s[0] + s[1] + s[2] + s[3];
-        const int   at    = pair % total;
-        const int   second = s[0] + s[1], third = second + s[2];
-        if (a.p.mode == MODE_IMROPE) { // interleaved streams
-            stream = at % 3 == 1 && at < 3 * s[1] ? 1 : at % 3 == 2 && at < 3 * s[2] ? 2 : at % 3 == 0 && at < 3 * s[0] ? 0 : 3;
-        } else {
-            stream = at < s[0] ? 0 : at < second ? 1 : at < third ? 2 : 3;
-        }
-        if (a.p.mode == MODE_VISION) { // frequencies start again in each section
-            power = at - (stream == 0 ? 0 : stream == 1 ? s[0] : stream == 2 ? second : third);
-        }
-    }
-    const float base  = static_cast<float>(a.pos[t + stream * a.n_pos]) * powf(a.theta_scale, static_cast<float>(power));
-    const float extrapolated = a.factors ? base / a.factors[pair] : base;
-    float theta     = a.p.freq_scale * extrapolated;
-    float magnitude = a.p.attn_factor;
-    if (a.p.ext_factor != 0) { // YaRN
-        const float ramp = 1 - fminf(1, fmaxf(0, (static_cast<float>(pair) - a.corr_low) / fmaxf(0.001f, a.corr_high - a.corr_low)));
-        const float mix  = ramp * a.p.ext_factor;
-        theta      = theta * (1 - mix) + extrapolated * mix;
-        magnitude *= 1 + 0.1f * logf(1 / a.p.freq_scale);
-    }
-    rotation r;
-    sincosf(theta, &r.sine, &r.cosine);
-    r.cosine *= magnitude;
-    r.sine   *= magnitude;
-    return r;
-}
 
 // the two elements of a pair
 __device__ __forceinline__ void pair_place(const rope_params & p, int pair, int * first, int * second) {
@@ -99,7 +50,7 @@ __device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, i
 }
 
 template <typename T>
-__global__ void rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
+__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
     wait_for_previous();
     using value = typename T::block;
     const int64_t t = blockIdx.x % dst.ne[2], i3 = blockIdx.x / dst.ne[2];
@@ -110,7 +61,7 @@ __global__ void rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
 }
 
 // q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's, then v's.
-__global__ void rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
+__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
     using f32 = value_type<TYPE_F32>;
     using f16 = value_type<TYPE_F16>;
@@ -135,22 +86,6 @@ __global__ void rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks
     for (int64_t i = first; i < p.v.ne[0]; i += static_cast<int64_t>(v_blocks) * blockDim.x * blockDim.y) {
         row[i] = __float2half_rn(v[i]);
     }
-}
-
-float correction_dim(const rope_params & p, float n_rotations) {
-    return static_cast<float>(p.n_dims) * std::log(static_cast<float>(p.n_ctx_orig) / (n_rotations * 2 * static_cast<float>(M_PI))) / (2 * std::log(p.freq_base));
-}
-
-rope_args make_args(const rope_params & p, const op_tensor & pos, const op_tensor * factors, int64_t n_tokens) {
-    rope_args a = {};
-    a.p           = p;
-    a.pos         = reinterpret_cast<const int32_t *>(pos.data);
-    a.n_pos       = n_tokens;
-    a.factors     = factors ? reinterpret_cast<const float *>(factors->data) : nullptr;
-    a.theta_scale = std::pow(p.freq_base, -2.0f / static_cast<float>(p.n_dims));
-    a.corr_low    = std::fmax(0.0f, std::floor(correction_dim(p, p.beta_fast)));
-    a.corr_high   = std::fmin(static_cast<float>(p.n_dims - 1), std::ceil(correction_dim(p, p.beta_slow)));
-    return a;
 }
 
 dim3 block_of(const rope_params & p) { return dim3(static_cast<unsigned>(row_threads(p.mode == MODE_VISION ? p.n_dims : p.n_dims / 2, MAX_PAIRS)), HEAD_ROWS); }
@@ -181,7 +116,7 @@ bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tens
 }
 
 cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst) {
-    const rope_args a = make_args(p, pos, factors, x.ne[2]);
+    const rope_args a = make_rope_args(p, pos, factors, x.ne[2]);
     const dim3 grid(static_cast<unsigned>(x.ne[2] * x.ne[3]), static_cast<unsigned>(head_blocks(x.ne[1], x.ne[2] * x.ne[3])));
     return x.type == TYPE_F16 ? launch(ctx, rope_kernel<value_type<TYPE_F16>>, grid, block_of(p), 0, a, x, dst)
                               : launch(ctx, rope_kernel<value_type<TYPE_F32>>, grid, block_of(p), 0, a, x, dst);
@@ -195,7 +130,7 @@ bool op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const
 }
 
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p) {
-    const rope_args a = make_args(r, pos, factors, p.q.ne[2]);
+    const rope_args a = make_rope_args(r, pos, factors, p.q.ne[2]);
     const int q_blocks = head_blocks(p.q.ne[1], p.q.ne[2]), k_blocks = head_blocks(p.k.ne[1], p.q.ne[2]);
     const dim3 block   = block_of(r);
     const int v_blocks = p.q.ne[2] >= 64 ? 1 : static_cast<int>((p.v.ne[0] + block.x * block.y - 1) / (block.x * block.y));

@@ -30,6 +30,13 @@ static __constant__ int8_t mxfp4_values[16]  = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1,
 
 template <tensor_type TYPE> struct value_type;
 
+// elements of a matrix, read once: kept out of L1, where the other operand is read again and again
+static __device__ __forceinline__ uint4 load_once(const uint4 * p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
 // ---- plain types ----
 template <typename T> struct plain_type {
     using block = T;
@@ -52,8 +59,8 @@ template <> struct value_type<TYPE_F32> : plain_type<float> {
 template <> struct value_type<TYPE_F16> : plain_type<__half> {
     static __device__ float  to_float(__half x) { return __half2float(x); }
     static __device__ __half from_float(float x) { return __float2half_rn(x); }
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const uint4 raw = reinterpret_cast<const uint4 *>(row)[i / 8];
+    static __device__ void load8(const char * row, int64_t i, float * out) { unpack8(load_once(reinterpret_cast<const uint4 *>(row) + i / 8), out); }
+    static __device__ void unpack8(uint4 raw, float * out) {
         const __half2 * h = reinterpret_cast<const __half2 *>(&raw);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -67,7 +74,7 @@ template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
     static __device__ float         to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
     static __device__ __nv_bfloat16 from_float(float x) { return __float2bfloat16_rn(x); }
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const uint4 raw = reinterpret_cast<const uint4 *>(row)[i / 8];
+        const uint4 raw = load_once(reinterpret_cast<const uint4 *>(row) + i / 8);
         const uint32_t w[4] = { raw.x, raw.y, raw.z, raw.w };
 #pragma unroll
         for (int k = 0; k < 4; k++) { // bf16 is the upper half of a float

@@ -40,6 +40,8 @@ struct op_context {
     unsigned       * counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
     bool             overlap = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
     cublas_library * cublas  = nullptr; // null where there is none
+    void           * cublas_workspace = nullptr; // CUBLAS_WORKSPACE_NBYTES (cublas.h), of its own so that products can be captured
+    const struct panel_buffers * panels = nullptr; // graph.h; null: sparse weights are not made dense, for any number of columns
 };
 
 int64_t type_block_size(tensor_type type);   // elements per block: 1, 32 or 256
@@ -136,14 +138,18 @@ cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const o
 // ---- matrix products with dense weights (ops-mul-mat.cu) ----
 // dst[n, m] = w[m, :] . x[n, :], w broadcast over dims 2 and 3
 bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch);
+// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16 = nullptr);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
-// the same for a matrix that is not there as rows: panels of it are made in scratch, as F16 or BF16 rows
-struct row_source {
-    virtual ~row_source() = default;
-    virtual cudaError_t unpack(int64_t row_begin, int64_t row_end, tensor_type type, void * dst, int64_t ld, cudaStream_t stream) const = 0;
-};
-cudaError_t op_mul_mat_unpacked(const op_context & ctx, const row_source & w, tensor_type type, int64_t rows, const op_tensor & x, const op_tensor & dst, char * scratch);
+// Products in two steps, for several matrices with one x and for matrices that are made when they are needed. op_mul_mat_16_type: type in which
+// a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it; op_mul_mat_16: some
+// rows of the product, from rows of w in this type, ldw elements apart.
+tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights);
+size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
+cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16);
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row);
+bool        op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x); // does op_mul_mat read x16?
+int64_t     op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);               // rows per panel of at most this size, all panels alike
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
 bool        op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch);
@@ -159,5 +165,9 @@ struct attention_params {
 bool        op_attention_supported(const attention_params & p);
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
 size_t      op_attention_scratch_nbytes(const attention_params & p);
+// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos and factors: written by no kernel
+// of this graph. dst overlaps none of c.q, c.k, c.v.
+bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p);
+cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p, char * scratch);
 
 } // namespace macko

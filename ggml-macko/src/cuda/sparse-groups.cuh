@@ -6,22 +6,23 @@
 
 namespace macko {
 
-template <typename T> struct group_values;
-template <> struct group_values<__half> {
+// one of two 16-bit values in a word
+template <bool HIGH> __device__ __forceinline__ float half_word(__half, uint32_t w) {
+    const __half2 h = *reinterpret_cast<const __half2 *>(&w);
+    return HIGH ? __high2float(h) : __low2float(h);
+}
+template <bool HIGH> __device__ __forceinline__ float half_word(__nv_bfloat16, uint32_t w) { return __uint_as_float(HIGH ? w & 0xffff0000u : w << 16); }
+
+// to the type of x in shared memory. F16 saturates: an infinity would poison whole rows of the product
+__device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
+__device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v); }
+__device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
+
+template <typename T> struct group_values {
     uint4 v;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
     template <int K> __device__ __forceinline__ float get() const {
-        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
-        const __half2 h = *reinterpret_cast<const __half2 *>(&w);
-        return K % 2 ? __high2float(h) : __low2float(h);
-    }
-};
-template <> struct group_values<__nv_bfloat16> {
-    uint4 v;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
-    template <int K> __device__ __forceinline__ float get() const {
-        const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
-        return __uint_as_float(K % 2 ? w & 0xffff0000u : w << 16);
+        return half_word<K % 2 == 1>(T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
     }
 };
 // lo, hi: the codes of entries 0-3 and 4-7, one per byte, byte k shifted by what weight[] takes back
@@ -55,6 +56,15 @@ template <> struct group_codes<1> {
 // than 8 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
 template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 8 ? 5 : 0;
 template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 8 ? 128 : 4;
+
+// sum modulo a modulus that it reaches at most once: `negative` is -modulus, and what is taken below zero is huge
+__device__ __forceinline__ uint32_t wrap(uint32_t sum, uint32_t negative) {
+#if __CUDA_ARCH__ >= 900
+    return __viaddmin_u32(sum, negative, sum); // one instruction
+#else
+    return min(sum + negative, sum);
+#endif
+}
 
 inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
     for (int k = 0; k < 8; k++) {

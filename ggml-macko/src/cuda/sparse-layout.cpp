@@ -18,7 +18,14 @@ static int64_t aligned(int64_t n) { return (n + CUDA_SPARSE_ALIGNMENT - 1) & ~(C
 int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded) {
     // The last group of a row is half full on average. Ordering by position moves fillers about, and each of 31 stripes may end in an
     // empty place: this covers random masks; what is emptier in its stripes than that becomes RUNS or ROWS.
-    return (n_padded + n_padded / 400) / CUDA_SPARSE_GROUP + desc.rows * 9 / 16 + 64;
+    const int64_t groups = (n_padded + n_padded / 400) / CUDA_SPARSE_GROUP + desc.rows * 9 / 16 + 64;
+    // Rows pruned to equal lengths (a header tells: entries divide by rows) all waste the same part of their last group, unless fillers,
+    // which are rare among codes of 8 bits, vary them.
+    if (desc.delta_bits == 8 && desc.nnz % desc.rows == 0) {
+        const int64_t per_row = (desc.nnz / desc.rows + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP;
+        return std::max(groups, std::min(desc.rows * per_row + n_padded - desc.nnz, n_padded / CUDA_SPARSE_GROUP + desc.rows + 64));
+    }
+    return groups;
 }
 
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory) {

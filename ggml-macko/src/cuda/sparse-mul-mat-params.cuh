@@ -112,10 +112,13 @@ cudaError_t launch_sparse(KERNEL kernel, const sparse_launch & p, int threads, i
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 
-// bytes of shared memory of the RUNS kernel with nx columns of x
-inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * nx + nx * 32) * 4; }
+// 4-byte words of shared memory that nx columns of x take in the RUNS kernel: one is float32, more are 16-bit
+constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// one launch of the RUNS kernel: nx (1, 2 or 4) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
+// bytes of shared memory of the RUNS kernel with nx columns of x
+inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx) + nx * 32) * 4; }
+
+// one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 

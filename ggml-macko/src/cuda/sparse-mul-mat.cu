@@ -179,8 +179,9 @@ static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & 
     return part;
 }
 
-// measured on an H200: passes of four columns take as long as unpacking and a dense product at 12 to 24 columns, passes of one at 8
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout != CUDA_SPARSE_LAYOUT_ROWS && w.cols <= 12288 ? 12 : 8; }
+// Measured on an H200 at densities .1 ... .5 (notes): passes of eight columns and unpacking with a dense product cost the same at 9 to 20
+// columns, with codes of 8 bits (few entries: unpacking is mostly writing zeros) at 12 to 40.
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 8 : w.delta_bits == 8 ? 16 : 12; }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
@@ -223,12 +224,15 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
-    const bool rows  = w.layout == CUDA_SPARSE_LAYOUT_ROWS;
-    const int  fits  = rows || runs_shared_nbytes(p, 4) <= device.shared_nbytes ? 4 : runs_shared_nbytes(p, 2) <= device.shared_nbytes ? 2 : 1;
+    const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS;
+    int fits = rows ? 4 : 8; // columns of x in shared memory
+    while (!rows && fits > 1 && runs_shared_nbytes(p, fits) > device.shared_nbytes) {
+        fits /= 2;
+    }
     for (int64_t j = 0; j < a.n;) {
         const int64_t left = a.n - j;
-        const int nx = left == 1 ? 1 : left == 2 && !rows ? std::min(fits, 2) : fits;
-        const int64_t n = std::min<int64_t>(nx, a.n - j);
+        const int nx = left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);
+        const int64_t n = std::min<int64_t>(nx, left);
         CUDA_TRY(launch_columns(columns_of(a, j, n), nx, stream));
         j += n;
     }

@@ -12,6 +12,7 @@ namespace macko {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
+// Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is not. Sums are float32.
 // y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if all W_i have the same cols, type, delta_bits, layout and lanes;
 // else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
 struct cuda_sparse_mul_mat_params {

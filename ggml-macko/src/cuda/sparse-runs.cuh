@@ -1,6 +1,7 @@
-// y = W x for up to four columns of x, W in the RUNS or STRIPED layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
+// y = W x for up to eight columns of x, W in the RUNS or STRIPED layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
 //
-//   block   fills shared memory with x (float32; 1, 2 or 4 columns interleaved), one block per SM, then deals rows to its warps
+//   block   fills shared memory with x (1 column in float32; 2, 4 or 8, interleaved, in the type of the weights), one block per
+//           SM, then deals rows to its warps
 //   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
 //           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
 //   thread  per group: 8 values, 8 codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
@@ -12,45 +13,59 @@
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace macko {
 
-template <int NX> struct alignas(4 * NX) columns { float v[NX]; };
+// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers from shared memory
+// would take longer than the weights from global memory, and wide matrices would not have two columns fit.
+template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), T, float>;
+template <typename X, int NX> struct alignas(sizeof(X) * NX) columns { X v[NX]; };
 
 // x at a byte address of shared memory + a constant
-template <int NX, int OFFSET> __device__ __forceinline__ columns<NX> load_x(uint32_t address) {
-    columns<NX> x;
+template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x(float (&x)[NX], uint32_t address) {
     if constexpr (NX == 1) {
-        asm volatile("ld.shared.f32 %0, [%1+%2];" : "=f"(x.v[0]) : "r"(address), "n"(OFFSET));
-    } else if constexpr (NX == 2) {
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2+%3];" : "=f"(x.v[0]), "=f"(x.v[1]) : "r"(address), "n"(OFFSET));
+        asm volatile("ld.shared.f32 %0, [%1+%2];" : "=f"(x[0]) : "r"(address), "n"(OFFSET));
     } else {
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4+%5];"
-                     : "=f"(x.v[0]), "=f"(x.v[1]), "=f"(x.v[2]), "=f"(x.v[3]) : "r"(address), "n"(OFFSET));
+        uint32_t w[NX / 2];
+        if constexpr (NX == 2) {
+            asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(w[0]) : "r"(address), "n"(OFFSET));
+        } else if constexpr (NX == 4) {
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(w[0]), "=r"(w[1]) : "r"(address), "n"(OFFSET));
+        } else {
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address), "n"(OFFSET));
+        }
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            x[c] = c % 2 ? half_word<true>(T(), w[c / 2]) : half_word<false>(T(), w[c / 2]);
+        }
     }
-    return x;
 }
 
 template <typename T, int BITS, int NX> struct group {
     group_values<T>   values;
     group_codes<BITS> codes;
 
-    // at: where the group's first step starts. With one column and whole bytes, x_address is in it already.
+    static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
+
+    // at: where the group's first step starts. With words of 4 bytes and steps of whole bytes, x_address is in it already.
     template <bool STRIPED, int K>
-    __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[2][NX]) const {
+    __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
         constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
+        constexpr int      words = x_words(NX);
         const uint32_t to = __dp4a(packed, weight[K], at);
-        const uint32_t address = NX == 1 && shift == 0 ? to : x_address + (to >> shift) * NX;
-        const columns<NX> x = load_x<NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * NX>(address);
+        const uint32_t address = words == 1 && shift == 0 ? to : x_address + (to >> shift) * words;
+        float x[NX];
+        load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
 #pragma unroll
         for (int c = 0; c < NX; c++) {
-            sum[K % 2][c] = fmaf(values.template get<K>(), x.v[c], sum[K % 2][c]);
+            sum[K % CHAINS][c] = fmaf(values.template get<K>(), x[c], sum[K % CHAINS][c]);
         }
         return to;
     }
     // returns where the next group starts
     template <bool STRIPED>
-    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[2][NX]) const {
+    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
         const uint32_t lo = codes.lo(), hi = codes.hi();
         add<STRIPED, 0>(lo, at, x_address, weight, sum);
         add<STRIPED, 1>(lo, at, x_address, weight, sum);
@@ -89,11 +104,12 @@ __device__ __forceinline__ void wait_for_copies() {
 // Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
 // multiplied with (by the same threads: store_x has the same loop).
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
+    constexpr int words = x_words(NX);
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
-    for (int i = p.cols * NX + thread; i < p.modulus * NX; i += threads) {
+    for (int i = p.cols * words + thread; i < p.modulus * words; i += threads) {
         xs[i] = 0.0f;
     }
-    for (int i = (p.modulus + p.cols) * NX + thread; i < (p.modulus + p.overshoot) * NX; i += threads) {
+    for (int i = (p.modulus + p.cols) * words + thread; i < (p.modulus + p.overshoot) * words; i += threads) {
         xs[i] = 0.0f;
     }
     if (NX == 1 && p.norm_weight) {
@@ -103,30 +119,20 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     }
 }
 
-// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes)
-template <int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x, int column) {
-    float squares[NX] = {};
-#pragma unroll 4
-    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
-        columns<NX> v;
-#pragma unroll
-        for (int c = 0; c < NX; c++) {
-            v.v[c] = c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f;
-        }
-        if (NORM) {
-            const float weight = NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
-#pragma unroll
-            for (int c = 0; c < NX; c++) {
-                squares[c] = fmaf(v.v[c], v.v[c], squares[c]);
-                v.v[c] *= weight;
-            }
-        }
-        reinterpret_cast<columns<NX> *>(xs)[i] = v;
-        if (i < p.overshoot) {
-            reinterpret_cast<columns<NX> *>(xs)[p.modulus + i] = v;
-        }
-    }
-    if (NORM) {
+// what x is multiplied with after its norm's weights, from the warps' sums of squares
+__device__ __forceinline__ float norm_scale(const sparse_launch & p, const float * partial) {
+    const unsigned l = threadIdx.x % 32;
+    return rsqrtf(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
+}
+
+// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes). In 16 bits the
+// normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the scale is left to the sums.
+template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x, int column) {
+    using word = columns<x_type<T, NX>, NX>;
+    constexpr bool ROUNDS = sizeof(x_type<T, NX>) == 2;
+    const auto x_at = [&](int c, int i) { return c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f; };
+    float squares[NX] = {}, scale[NX];
+    const auto sum_squares = [&] {
 #pragma unroll
         for (int c = 0; c < NX; c++) {
             const float sum = warp_sum(squares[c]);
@@ -134,12 +140,49 @@ template <int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs,
                 partial[c * 32 + threadIdx.x / 32] = sum;
             }
         }
+    };
+    if (NORM && ROUNDS) {
+        for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                squares[c] = fmaf(x_at(c, i), x_at(c, i), squares[c]);
+            }
+        }
+        sum_squares();
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            scale[c] = norm_scale(p, partial + c * 32);
+        }
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
+        const float weight = !NORM ? 1.0f : NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
+        word w;
+#pragma unroll
+        for (int c = 0; c < NX; c++) {
+            float v = x_at(c, i);
+            if (NORM && ROUNDS) {
+                v *= scale[c] * weight;
+            } else if (NORM) {
+                squares[c] = fmaf(v, v, squares[c]);
+                v *= weight;
+            }
+            round_to(&w.v[c], v);
+        }
+        reinterpret_cast<word *>(xs)[i] = w;
+        if (i < p.overshoot) {
+            reinterpret_cast<word *>(xs)[p.modulus + i] = w;
+        }
+    }
+    if (NORM && !ROUNDS) {
+        sum_squares();
     }
 }
 
 // Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and the warps' sums of
 // squares go to partial. Ends with a barrier.
-template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
+template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
     const float * x = p.x + column * p.ldx;
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if (NX == 1 && !p.norm_weight) {
@@ -156,9 +199,9 @@ template <int NX> __device__ __forceinline__ void fill_x(float * xs, float * par
         wait_for_copies();
     } else if (p.norm_weight) {
         wait_for_copies(); // of the norm's weights
-        store_x<NX, true>(xs, partial, p, x, column);
+        store_x<T, NX, true>(xs, partial, p, x, column);
     } else {
-        store_x<NX, false>(xs, partial, p, x, column);
+        store_x<T, NX, false>(xs, partial, p, x, column);
     }
     __syncthreads();
 }
@@ -178,7 +221,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     constexpr int ROWS  = 32 / LANES; // of a unit
     constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) float xs[];
-    float * partial = xs + static_cast<size_t>(p.modulus + p.overshoot) * NX; // NX * 32
+    float * partial = xs + static_cast<size_t>(p.modulus + p.overshoot) * x_words(NX); // NX * 32
 
     const int lane   = threadIdx.x % LANES;
     const int sub    = threadIdx.x % 32 / LANES;
@@ -188,8 +231,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     const int column = blockIdx.y * NX;
 
     const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
-    const uint32_t origin    = NX == 1 && shift == 0 ? x_address : 0;
-    const uint32_t wrap      = static_cast<uint32_t>(p.modulus) * 4;
+    const uint32_t origin    = x_words(NX) == 1 && shift == 0 ? x_address : 0;
+    const uint32_t lap       = static_cast<uint32_t>(p.modulus) * 4;
 
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
@@ -248,20 +291,16 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    fill_x<NX>(xs, partial, p, column);
+    fill_x<T, NX>(xs, partial, p, column);
     float scale[NX];
 #pragma unroll
     for (int k = 0; k < NX; k++) {
-        scale[k] = 1.0f;
-        if (p.norm_weight) {
-            const int l = threadIdx.x % 32;
-            scale[k] = rsqrtf(warp_sum(l < warps ? partial[k * 32 + l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
-        }
+        scale[k] = NX == 1 && p.norm_weight ? norm_scale(p, partial + k * 32) : 1.0f;
     }
 
     float gate[NX] = {};
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
-        float sum[2][NX] = {};
+        float sum[group<T, BITS, NX>::CHAINS][NX] = {};
         const int own = c.own, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
@@ -283,8 +322,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             for (int d = 0; d < DEPTH; d++) {
                 if (step + d < own) {
                     at = now[d].template multiply<STRIPED>(at, x_address, p.weight, sum);
-                    if (STRIPED && at >= origin + wrap) {
-                        at -= wrap;
+                    if (STRIPED && at >= origin + lap) {
+                        at -= lap;
                     }
                 }
             }
@@ -298,7 +337,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
 #pragma unroll
         for (int k = 0; k < NX; k++) {
-            const float y = warp_sum<LANES>(sum[0][k] + sum[1][k]) * scale[k];
+            const float y = warp_sum<LANES>(NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k]) * scale[k];
             if (GROUPED && p.silu_mul && t.matrix == 0) {
                 gate[k] = y;
             } else if (lane == 0 && t.row < p.m[t.matrix].n_rows && column + k < p.n_columns) {
@@ -335,8 +374,11 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
     const int blocks = std::min(device.multiprocessors, p.n_units);
     const int units  = (p.n_units + blocks - 1) / blocks;
     const bool grouped = p.n_matrices > 1;
-    if (nx == 4) { // 4 sums and 4 x per thread: no registers for more groups ahead
-        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+    if (nx == 8) { // 8 sums and 8 x per thread: no registers for more groups ahead
+        return launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+    }
+    if (nx == 4) {
+        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
     }
     if (nx == 2) {
         return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);

@@ -23,77 +23,100 @@ struct unpack_params {
     uint16_t         * dst;
     int64_t            ld;
     int32_t            rows;   // at a time in a block's shared memory, at most 32 / lanes
+    int32_t            pitch;  // elements of a row there: those of dst, and behind them where fillers may land
     int32_t            vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
     uint32_t           weight[8];
 };
 
-constexpr int UNPACK_WARPS = 4;
+constexpr int MAX_UNPACK_WARPS = 4;
+
+// Where entries go is counted in units of 2^-SHIFT bytes of 16-bit columns, STEP of them from one code step to the next: set_weights divides
+// it by up to 16 for codes of 4 bits, 64 for those of 2, 128 for those of 1.
+template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_SHIFT = STRIPED ? (BITS == 1 ? 1 : 0) : BITS < 8 ? 6 : 0;
+template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_STEP  = (STRIPED ? 64u : 2u) << UNPACK_SHIFT<BITS, STRIPED>;
 
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their columns there, then one
-// pass to dst. A thread has a quarter of a run's groups; the sum of the codes before them says where
-// it starts.
-template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
+// pass to dst. Each warp has a share of every run's groups; the sum of the codes before them says where it starts. The groups of the next
+// row are on their way while this one goes to dst.
+template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(MAX_UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
     constexpr int DEPTH = 4; // groups requested at a time
-    constexpr uint32_t shift = SHIFT<BITS, STRIPED> + 2, step = STEP<BITS, STRIPED> >> shift; // units per column
+    constexpr uint32_t UNIT = UNPACK_STEP<BITS, STRIPED>, shift = UNPACK_SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) uint16_t dense[];
-    __shared__ uint32_t advance[UNPACK_WARPS][32];
+    __shared__ uint32_t advance[MAX_UNPACK_WARPS][32];
     const cuda_sparse_matrix & m = p.m;
     const int lanes = m.lanes, rows = p.rows;
-    const int warp  = threadIdx.x / 32;
+    const int warp  = threadIdx.x / 32, warps = blockDim.x / 32;
     const int lane  = threadIdx.x % lanes, sub = threadIdx.x % 32 / lanes;
-    const int pitch = (static_cast<int>(m.cols) + 7) & ~7;
-    const uint32_t modulus = 32 * static_cast<uint32_t>(m.stripe) - 1; // only used if STRIPED
+    const int pitch = p.pitch;
+    const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.stripe); // -(bytes of the places of a row); only used if STRIPED
     const CONVERT convert;
-    uint16_t * mine = dense + sub * pitch; // only touched if sub < rows
+    char * mine = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
-    for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end; row0 += static_cast<int64_t>(gridDim.x) * rows) {
-        const int64_t row = row0 + sub;
-        const bool here   = row < p.row_end && sub < rows;
-        const int begin   = here ? m.row_ptr[row] : 0, groups = here ? m.row_ptr[row + 1] - begin : 0;
-        const int skip    = lane * groups / lanes, own = (lane + 1) * groups / lanes - skip, full = groups / lanes;
-        const int last    = begin + full * lanes + skip - lane * full;
-        const int from    = own * warp / UNPACK_WARPS, to = own * (warp + 1) / UNPACK_WARPS; // of the run's groups
-        const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
-        uint32_t at = here ? static_cast<uint32_t>(m.bases[row * lanes + lane]) << shift : 0;
 
-        uint4 values[DEPTH];
-        group_codes<BITS> codes[DEPTH];
-        const auto load = [&](int first) {
-#pragma unroll
-            for (int d = 0; d < DEPTH; d++) {
-                if (first + d < to) {
-                    values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(first + d));
-                    codes[d].load(m.codes, slot_of(first + d));
-                }
-            }
-        };
-        load(from);
-        uint32_t sum = 0;
-        const auto add = [&](const group_codes<BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * STEP<BITS, STRIPED>; };
-#pragma unroll 4
-        for (int s = from + DEPTH; s < to; s++) {
-            group_codes<BITS> c;
-            c.load(m.codes, slot_of(s));
-            add(c);
-        }
+    // this thread's share of a row: groups from ... to-1 of its run
+    int begin, groups, from, to, own, full, last;
+    uint32_t base;
+    uint4 values[DEPTH];
+    group_codes<BITS> codes[DEPTH];
+    const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
+    const auto load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            if (from + d < to) {
-                add(codes[d]);
+            if (first + d < to) {
+                values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(first + d));
+                codes[d].load(m.codes, slot_of(first + d));
             }
         }
-        advance[warp][threadIdx.x % 32] = sum;
-        for (int i = threadIdx.x; i < rows * pitch / 8; i += UNPACK_WARPS * 32) {
+    };
+    const auto begin_rows = [&](int64_t row0) {
+        const int64_t row = row0 + sub;
+        const bool here   = row < p.row_end && sub < rows;
+        begin  = here ? m.row_ptr[row] : 0;
+        groups = here ? m.row_ptr[row + 1] - begin : 0;
+        base   = here ? m.bases[row * lanes + lane] : 0;
+        const int skip = lane * groups / lanes;
+        own  = (lane + 1) * groups / lanes - skip;
+        full = groups / lanes;
+        last = begin + full * lanes + skip - lane * full;
+        from = own * warp / warps;
+        to   = own * (warp + 1) / warps;
+        load(from);
+    };
+
+    const int64_t stride = static_cast<int64_t>(gridDim.x) * rows;
+    int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows;
+    begin_rows(row0);
+    for (; row0 < p.row_end; row0 += stride) {
+        uint32_t at = base * 2 << shift;
+        for (int i = threadIdx.x; i < rows * pitch / 8; i += blockDim.x) {
             reinterpret_cast<uint4 *>(dense)[i] = make_uint4(0, 0, 0, 0);
+        }
+        if (warps > 1) {
+            uint32_t sum = 0;
+            const auto add = [&](const group_codes<BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * UNIT; };
+#pragma unroll 4
+            for (int s = from + DEPTH; s < to; s++) {
+                group_codes<BITS> c;
+                c.load(m.codes, slot_of(s));
+                add(c);
+            }
+#pragma unroll
+            for (int d = 0; d < DEPTH; d++) {
+                if (from + d < to) {
+                    add(codes[d]);
+                }
+            }
+            advance[warp][threadIdx.x % 32] = sum;
         }
         __syncthreads();
         for (int w = 0; w < warp; w++) {
             at += advance[w][threadIdx.x % 32];
         }
-        if (STRIPED) {
-            at %= modulus << shift;
+        if (STRIPED && warps > 1) {
+            at %= (0 - negative) << shift;
         }
+        const int last_group = lane == lanes - 1 ? own - 1 : -1; // of the row: fillers behind its entries would hit the first ones
         for (int s = from; s < to; s += DEPTH) {
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
@@ -101,36 +124,44 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
                     const uint32_t lo = codes[d].lo(), hi = codes[d].hi();
                     const uint32_t half = __dp4a(lo, p.weight[3], at);
                     const uint32_t words[4] = { values[d].x, values[d].y, values[d].z, values[d].w };
+                    const auto scatter = [&](auto && wanted) {
 #pragma unroll
-                    for (int k = 0; k < 8; k++) {
-                        uint32_t word = ((k < 4 ? __dp4a(lo, p.weight[k], at) : __dp4a(hi, p.weight[k], half)) >> shift) + k * step;
-                        if (STRIPED && word >= modulus) {
-                            word -= modulus;
+                        for (int k = 0; k < 8; k++) {
+                            uint32_t to = ((k < 4 ? __dp4a(lo, p.weight[k], at) : __dp4a(hi, p.weight[k], half)) >> shift) + k * (UNIT >> shift);
+                            if (STRIPED) {
+                                to = wrap(to, negative);
+                            }
+                            const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
+                            if (wanted(value)) {
+                                *reinterpret_cast<uint16_t *>(mine + to) = convert(value);
+                            }
                         }
-                        const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
-                        if (value) {
-                            mine[word] = convert(value);
-                        }
+                    };
+                    if (STRIPED && s + d == last_group) {
+                        scatter([](uint16_t value) { return value != 0; });
+                    } else {
+                        scatter([](uint16_t) { return true; });
                     }
-                    at = __dp4a(hi, p.weight[7], half) + 8 * STEP<BITS, STRIPED>;
-                    if (STRIPED && at >= modulus << shift) {
-                        at -= modulus << shift;
+                    at = __dp4a(hi, p.weight[7], half) + 8 * UNIT;
+                    if (STRIPED) {
+                        at = wrap(at, negative << shift);
                     }
                 }
             }
             load(s + DEPTH);
         }
         __syncthreads();
+        begin_rows(row0 + stride);
         for (int r = 0; r < rows && row0 + r < p.row_end; r++) {
             uint16_t * out = p.dst + (row0 + r - p.row_begin) * p.ld;
             const uint16_t * in = dense + r * pitch;
             if (p.vector == 8) {
 #pragma unroll 4
-                for (int i = threadIdx.x; i < pitch / 8; i += UNPACK_WARPS * 32) {
+                for (int i = threadIdx.x; i < m.cols / 8; i += blockDim.x) {
                     reinterpret_cast<uint4 *>(out)[i] = reinterpret_cast<const uint4 *>(in)[i];
                 }
             } else {
-                for (int i = threadIdx.x; i < m.cols; i += UNPACK_WARPS * 32) {
+                for (int i = threadIdx.x; i < m.cols; i += blockDim.x) {
                     out[i] = in[i];
                 }
             }
@@ -142,16 +173,20 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
 template <int BITS, bool STRIPED, typename CONVERT> static cudaError_t launch_unpack_runs(unpack_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+    set_weights(p.weight, BITS, UNPACK_STEP<BITS, STRIPED>);
     const auto kernel = unpack_runs_kernel<BITS, STRIPED, CONVERT>;
-    const int64_t pitch_nbytes = ((p.m.cols + 7) & ~int64_t(7)) * 2; // fits: x, which is twice as large, does
-    const int64_t room = device.shared_nbytes - static_cast<int64_t>(UNPACK_WARPS * 32 * sizeof(uint32_t));
+    p.pitch = static_cast<int32_t>((std::max<int64_t>(p.m.cols + CUDA_SPARSE_GROUP, 32 * p.m.stripe) + 7) & ~int64_t(7));
+    const int64_t pitch_nbytes = p.pitch * 2; // fits: x, which is twice as large, does
+    const int64_t room = device.shared_nbytes - static_cast<int64_t>(MAX_UNPACK_WARPS * 32 * sizeof(uint32_t));
     const int rows = static_cast<int>(std::min<int64_t>(32 / p.m.lanes, room / pitch_nbytes));
     const size_t shared = static_cast<size_t>(rows * pitch_nbytes);
+    // one warp per row needs no sums of codes, but there have to be enough blocks on an SM
+    const int64_t resident = room / (rows * pitch_nbytes + 2048);
+    const int warps = resident >= 16 ? 1 : MAX_UNPACK_WARPS;
     p.rows = rows;
     CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)));
-    const int64_t blocks = std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows, 64 * device.multiprocessors);
-    kernel<<<static_cast<unsigned>(blocks), UNPACK_WARPS * 32, shared, stream>>>(p);
+    const int64_t blocks = std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows, std::max<int64_t>(1, resident) * device.multiprocessors);
+    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(warps * 32), shared, stream>>>(p);
     return cudaGetLastError();
 }
 
@@ -221,7 +256,7 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
                     : launch_unpack_rows<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, bf16_to_f16(), stream);
     }
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
-    unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, aligned ? 8 : 1, {} };
+    unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
 }
 

@@ -1,0 +1,349 @@
+"""Models on an NVIDIA GPU against the same models on the CPU, dense and sparse: text, logits, repetition, memory.
+
+Skipped where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import generators
+import gguf_bytes
+import tiny_models
+from ggml_macko import bench_gpu
+from ggml_macko.perplexity import logits
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = "The function returns"
+SAMPLE = generators.ROOT / "models" / "sample.txt"
+MAKE = generators.ROOT / "tools" / "make_random_llama.py"
+Q8_0 = 8
+NMSE = 1e-4  # of logits against the CPU, which rounds activations to F16 or Q8; measured 2e-7 ... 5e-5 (q8_0 cache)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    if not bench_gpu.PROGRAM.exists() and not bench_gpu.devices():
+        pytest.skip("this build has no GPU support")
+    if not bench_gpu.devices():
+        pytest.skip("no NVIDIA GPU was found")
+
+
+def run_macko(*args):
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """kind -> path of the bundled model"""
+    sparse = tmp_path_factory.mktemp("demo") / "sparse.gguf"
+    run_macko("convert", generators.DEMO, sparse)
+    return {"dense": generators.DEMO, "sparse": sparse}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """kind -> path of a random mixture of experts"""
+    folder = tmp_path_factory.mktemp("experts")
+    shape = [
+        "--layers",
+        "2",
+        "--embd",
+        "256",
+        "--ff",
+        "512",
+        "--heads",
+        "8",
+        "--kv-heads",
+        "2",
+        "--vocab",
+        "1000",
+        "--experts",
+        "4",
+    ]
+    subprocess.run(
+        [sys.executable, str(MAKE), *shape, "--density", "0.4", str(folder / "dense.gguf")],
+        check=True,
+        capture_output=True,
+    )
+    run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
+    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse")}
+
+
+def open_model(path, n_gpu_layers=-1, **kwargs):
+    from ggml_macko import Llama
+
+    kwargs = {"n_ctx": 512, "n_batch": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs}
+    return Llama(str(path), n_gpu_layers=n_gpu_layers, **kwargs)
+
+
+def greedy(llama, n=64, prompt=PROMPT):
+    return llama(prompt, max_tokens=n, temperature=0)["choices"][0]["text"]
+
+
+def nmse(got, want):
+    assert np.isfinite(got).all()
+    return float(((got - want) ** 2).sum() / (want.astype(np.float64) ** 2).sum())
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_gpu_writes_other_text_than_cpu(demo, kind, flash):
+    want = greedy(open_model(demo[kind], 0, flash_attn=flash))
+    for layers in (-1, 2, 0):
+        assert greedy(open_model(demo[kind], layers, flash_attn=flash)) == want, layers
+
+
+def test_layers_are_not_on_the_gpu(demo):
+    before = bench_gpu.devices()[0][2]
+    llama = open_model(demo["sparse"])
+    assert before - bench_gpu.devices()[0][2] >= 1 << 20  # weights and cache
+    llama.close()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
+def test_prompt_length_moves_logits(demo, kind, n):
+    """each kind of product: one column, few, sparse weights made dense, tensor cores"""
+    tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
+    for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
+        want, got = (logits(open_model(demo[kind], layers, logits_all=True, **kwargs), tokens) for layers in (0, -1))
+        assert nmse(got, want) < NMSE, kwargs
+
+
+@pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
+def test_architecture_differs_from_cpu(tmp_path, name):
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    dense.write_bytes(gguf_bytes.write(tiny_models.make(name)))
+    run_macko("convert", dense, sparse)
+    tokens = [(37 * i + 5) % 90 + 3 for i in range(40)]  # longer than the sliding windows
+    for path in (dense, sparse):
+        for flash in (False, True):
+            want, got = (
+                logits(open_model(path, layers, n_ctx=128, logits_all=True, flash_attn=flash), tokens)
+                for layers in (0, -1)
+            )
+            assert nmse(got, want) < NMSE, (path.name, flash)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_experts_differ_from_cpu(experts, kind):
+    tokens = [(7919 * i + 300) % 1000 for i in range(60)]
+    want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
+    for n in (60, 7, 1):
+        assert nmse(logits(got, tokens[:n]), logits(want, tokens[:n])) < NMSE, n
+
+
+class Sequences:
+    """Several sequences in one context, through llama.cpp's own functions."""
+
+    def __init__(self, path, n_gpu_layers, n_seq, flash):
+        import llama_cpp
+
+        self.api = llama_cpp
+        self.llama = open_model(path, n_gpu_layers)
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_seq_max, params.n_threads, params.n_threads_batch = (
+            1024,
+            512,
+            n_seq,
+            2,
+            2,
+        )
+        params.flash_attn_type = 1 if flash else 0
+        self.context = llama_cpp.llama_init_from_model(self.llama._model.model, params)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.n_vocab = self.llama.n_vocab()
+
+    def decode(self, entries):
+        """entries: (token, position, sequence); logits of each"""
+        batch = self.api.llama_batch_init(len(entries), 0, 1)
+        batch.n_tokens = len(entries)
+        for i, (token, position, sequence) in enumerate(entries):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = (
+                token,
+                position,
+                1,
+                sequence,
+                1,
+            )
+        assert self.api.llama_decode(self.context, batch) == 0
+        rows = [
+            np.ctypeslib.as_array(self.api.llama_get_logits_ith(self.context, i), (self.n_vocab,)).copy()
+            for i in range(len(entries))
+        ]
+        self.api.llama_batch_free(batch)
+        return np.array(rows)
+
+    def close(self):
+        self.api.llama_free(self.context)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_sequences_and_context_shift_mix(demo, kind, flash):
+    """three sequences of unequal length, then 30 positions of one dropped and the rest moved down, then more tokens"""
+    out = []
+    for layers in (0, -1):
+        s = Sequences(demo[kind], layers, 3, flash)
+        rows = [s.decode([(10 + 7 * q + 3 * i, i, q) for i in range(40 + 10 * q)]) for q in range(3)]
+        rows.append(s.decode([(77 + q, 40 + 10 * q, q) for q in range(3)]))
+        s.api.llama_memory_seq_rm(s.memory, 1, 5, 35)
+        s.api.llama_memory_seq_add(s.memory, 1, 35, -1, -30)
+        rows += [s.decode([(100 + i, 21 + i, 1)]) for i in range(3)]
+        s.api.llama_memory_seq_cp(s.memory, 1, 2, -1, -1)
+        s.api.llama_memory_seq_rm(s.memory, 0, -1, -1)
+        rows.append(s.decode([(200 + i, i, 0) for i in range(20)]))
+        s.close()
+        out.append(np.concatenate(rows))
+    assert nmse(out[1], out[0]) < NMSE
+
+
+HASHES = """
+import hashlib, sys
+import llama_cpp
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+llama = open_model({path!r}, flash_attn=True, logits_all=True)
+tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:60]
+hashes = []
+for i in range({n}):
+    rows = [logits(llama, tokens[:40])]
+    for token in tokens[40:]:
+        llama.eval([token])
+        rows.append(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llama._ctx.ctx, 0), (llama.n_vocab(),)).copy())
+    hashes.append(hashlib.sha256(b"".join(r.tobytes() for r in rows)).hexdigest())
+print(json.dumps(hashes))
+"""
+
+
+def hashes_of(path, n, **environment):
+    code = HASHES.format(tests=str(generators.ROOT / "tests"), path=str(path), n=n)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_bits_change_from_run_to_run(demo, kind):
+    """prompt and 20 tokens, a hundred times; and with every kernel queued by itself, not as a captured graph"""
+    hashes = hashes_of(demo[kind], 100)
+    assert len(hashes) == 100 and len(set(hashes)) == 1
+    assert set(hashes_of(demo[kind], 3, GGML_MACKO_NO_GRAPHS="1")) == set(hashes)
+
+
+def test_two_models_mix(demo, experts):
+    tokens = [(37 * i + 5) % 900 for i in range(50)]
+    want = [logits(open_model(path, logits_all=True), tokens) for path in (demo["sparse"], experts["sparse"])]
+    first, second = (open_model(path, logits_all=True) for path in (demo["sparse"], experts["sparse"]))
+    for _ in range(3):
+        np.testing.assert_array_equal(logits(first, tokens), want[0])
+        np.testing.assert_array_equal(logits(second, tokens), want[1])
+    first.close()
+    np.testing.assert_array_equal(logits(second, tokens), want[1])
+
+
+OUT_OF_MEMORY = """
+import ctypes, sys
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+bench_gpu.devices()
+ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
+for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_buffer_type, base.ggml_backend_buft_alloc_buffer):
+    f.restype = ctypes.c_void_p
+ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+base.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+base.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
+buft = base.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
+held = []
+for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest fits
+    while buffer := base.ggml_backend_buft_alloc_buffer(buft, size):
+        held.append(buffer)
+try:
+    open_model({path!r}, verbose=True)
+    print("loaded")
+except ValueError as e:
+    print("refused:", e)
+for buffer in held:
+    base.ggml_backend_buffer_free(buffer)
+print(greedy(open_model({path!r}), 16))
+"""
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_full_gpu_crashes_or_stays_silent(demo, kind):
+    """one line says what is needed and what is free; afterwards, with memory again, the same process works"""
+    code = OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, text = done.stdout.splitlines()[0], "\n".join(done.stdout.splitlines()[1:])
+    assert refused.startswith("refused:"), done.stdout
+    load = (
+        done.stderr[done.stderr.index("llama_model_loader") :] if "llama_model_loader" in done.stderr else done.stderr
+    )
+    lines = [line for line in load.splitlines() if "MACKO0: out of memory" in line]
+    assert lines and "MiB are needed" in lines[0] and "free" in lines[0], done.stderr[-2000:]
+    assert text.strip() == greedy(open_model(demo[kind]), 16).strip()
+
+
+CYCLES = """
+import gc, os, re, sys
+sys.path.insert(0, {tests!r})
+from test_gpu import *
+def rss():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
+seen = []
+for i in range({n}):
+    llama = open_model({path!r}, flash_attn=i % 2 == 0)
+    greedy(llama, 8)
+    llama.close()
+    del llama
+    gc.collect()
+    counts = [len(os.listdir("/proc/self/" + what)) for what in ("fd", "task")]
+    seen.append((rss(), bench_gpu.devices()[0][2] >> 10, *counts))
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.slow
+def test_cycles_leak(demo):
+    """500 times load, generate, free: host memory, GPU memory, descriptors, threads"""
+    code = CYCLES.format(tests=str(generators.ROOT / "tests"), path=str(demo["sparse"]), n=500)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = np.array(json.loads(done.stdout))[20:]
+    slope = np.polyfit(np.arange(len(seen)), seen[:, 0], 1)[0]
+    assert slope < 16, f"host memory grows by {slope:.1f} KiB per cycle"
+    assert seen[:, 1].max() - seen[-1, 1] <= 2048, "GPU memory"
+    assert (seen[-1, 2:] <= seen[0, 2:]).all(), "descriptors or threads"
+
+
+def test_bench_on_the_gpu(demo, tmp_path, macko):
+    if not bench_gpu.PROGRAM.exists():
+        pytest.skip("bench-spmv-gpu was not built")
+    plot = tmp_path / "speed.png"
+    done = macko(
+        "bench", "--gpu", "--shapes", "4096x4096,1024x2048", "--densities", "0.5,0.1", "--plot", plot, "--json"
+    )
+    assert done.code == 0, done.err
+    results = json.loads(done.out)["matrices"]
+    assert len(results) == 4 and plot.read_bytes().startswith(b"\x89PNG")
+    assert all(0 < r["bandwidth"] <= 1.3 * r["read_bandwidth"] for r in results)
+    table = macko("bench", "--gpu", "--shapes", "1024x2048", "--densities", "0.5")
+    assert "| 1024x2048" in table.out and "geometric mean" in table.out
+    done = macko("bench", "--gpu", "-m", demo["sparse"], "-p", "32", "-n", "8", "-r", "1", "--json")
+    assert done.code == 0, done.err
+    dense, sparse = json.loads(done.out)["models"]
+    assert sparse["gpu_memory"] > 0 and dense["gpu_memory"] > 0 and sparse["gen_tps"] > 0

@@ -196,6 +196,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if count.n_nonfinite:
         return stay(f"{count.n_nonfinite} values are not finite", count)
 
+    if any(fmt == EC_CSR for fmt, _ in TYPES[wanted]):  # takes seconds to minutes
+        console.log(f"{t.name}: looking for blocks ..")
     found = []  # (bytes, format, delta_bits, components, encoded)
     for fmt, delta_bits in TYPES[wanted]:
         encoded = None

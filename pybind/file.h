@@ -27,10 +27,10 @@ struct ggml_macko_sparse_info {
     int32_t      n_dims;
     int64_t      ne[4];
     int64_t      nnz;
-    int64_t      n_padded;
     int64_t      nbytes;
     int64_t      nbytes_dense;
-    int64_t      tensor_index[3];
+    int64_t      first_tensor;
+    int64_t      n_components;
 };
 int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);

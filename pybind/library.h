@@ -42,6 +42,8 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_NOT_CANONICAL     = 52,
     GGML_MACKO_STATUS_NOT_FINITE        = 53,
     GGML_MACKO_STATUS_BAD_NNZ           = 54,
+    GGML_MACKO_STATUS_BAD_BLOCK         = 55,
+    GGML_MACKO_STATUS_OVERLAP           = 56,
 };
 
 enum ggml_macko_type {

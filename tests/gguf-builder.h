@@ -1,4 +1,4 @@
-// Writes GGUF files for the tests, valid ones and broken ones, with an own scalar MACKO encoder: nothing here calls the library
+// Writes GGUF files for the tests, valid ones and broken ones, with own scalar encoders: nothing here calls the library
 // that is under test. A file is a struct that a test may change before and after it is serialized.
 #pragma once
 
@@ -16,7 +16,7 @@ namespace builder {
 using bytes = std::vector<uint8_t>;
 
 enum value_type : uint32_t { U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 };
-enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I32 = 26, TYPE_BF16 = 30 };
+enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30 };
 
 template <typename T> void put(bytes * out, T value) {
     const size_t n = out->size();
@@ -264,6 +264,101 @@ inline bytes decode(const bytes & values, const bytes & deltas, const bytes & ro
     return out;
 }
 
+// FORMAT.md section 6, for narrow matrices: each row with non-zeros is one short block. cols <= 65536, at most 128 entries in a row
+struct ec_components {
+    bytes    values, deltas, bases, blk_ptr, rows, sets;
+    uint64_t nnz = 0;
+};
+
+inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
+    struct entry { uint16_t col; bytes value; };
+    struct block { int32_t row; std::vector<entry> entries; };
+    const uint64_t nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
+    const uint16_t step = static_cast<uint16_t>((1u << bits) - 1);
+    const bytes    zero(nb, 0);
+    ec_components  c;
+    std::vector<block> blocks;
+    for (uint64_t r = 0; r < rows; r++) {
+        block b = { static_cast<int32_t>(r), {} };
+        for (uint64_t col = 0; col < cols; col++) {
+            const bytes value(m.data.begin() + static_cast<int64_t>((r * cols + col) * nb), m.data.begin() + static_cast<int64_t>((r * cols + col + 1) * nb));
+            if (value == zero) {
+                continue;
+            }
+            while (!b.entries.empty() && col - b.entries.back().col > step) {
+                b.entries.push_back({ static_cast<uint16_t>(b.entries.back().col + step), zero });
+            }
+            b.entries.push_back({ static_cast<uint16_t>(col), value });
+            c.nnz++;
+        }
+        if (!b.entries.empty()) {
+            blocks.push_back(b);
+        }
+    }
+    if (blocks.empty()) {
+        blocks.push_back({ 0, { { 0, zero } } });
+    }
+    for (block & b : blocks) {
+        while (b.entries.size() % 32) {
+            b.entries.push_back({ b.entries.back().col, zero });
+        }
+        if (b.entries.size() > 128) {
+            throw std::runtime_error("a row of more than 128 entries");
+        }
+    }
+    std::stable_sort(blocks.begin(), blocks.end(), [](const block & a, const block & b) { return a.entries.size() > b.entries.size(); });
+    int32_t n_cols = 0;
+    put<int32_t>(&c.blk_ptr, 0);
+    for (const block & b : blocks) { // lane l has entries l * n/32 ...; entry k of lane l stands at k * 32 + l
+        const size_t per_lane = b.entries.size() / 32;
+        const size_t first    = static_cast<size_t>(n_cols);
+        n_cols += static_cast<int32_t>(b.entries.size());
+        c.deltas.resize(static_cast<size_t>(n_cols) * bits / 8);
+        c.values.resize(static_cast<size_t>(n_cols) * nb);
+        for (size_t lane = 0; lane < 32; lane++) {
+            put<uint16_t>(&c.bases, b.entries[lane * per_lane].col);
+            for (size_t k = 0; k < per_lane; k++) {
+                const entry & e     = b.entries[lane * per_lane + k];
+                const size_t  place = first + k * 32 + lane;
+                const size_t  delta = k ? static_cast<size_t>(e.col - b.entries[lane * per_lane + k - 1].col) : 0;
+                c.deltas[place * bits / 8] = static_cast<uint8_t>(c.deltas[place * bits / 8] | delta << (place * bits % 8));
+                std::copy(e.value.begin(), e.value.end(), c.values.begin() + static_cast<int64_t>(place * nb));
+            }
+        }
+        put<int32_t>(&c.blk_ptr, n_cols);
+        put<int32_t>(&c.rows, b.row);
+    }
+    for (const int32_t x : { 1, 1, static_cast<int32_t>(blocks.size()), n_cols }) {
+        put<int32_t>(&c.sets, x);
+    }
+    return c;
+}
+
+// the inverse, for accepted arrays whose blocks are all short
+inline bytes decode_ec(const ec_components & c, uint64_t nb, uint64_t rows, uint64_t cols, uint32_t bits) {
+    bytes out(rows * cols * nb);
+    const auto number = [](const bytes & b, size_t i) { int32_t x; memcpy(&x, b.data() + 4 * i, 4); return x; };
+    for (size_t b = 0; b < c.rows.size() / 4; b++) {
+        const size_t first = static_cast<size_t>(number(c.blk_ptr, b)), per_lane = static_cast<size_t>(number(c.blk_ptr, b + 1) - number(c.blk_ptr, b)) / 32;
+        for (size_t lane = 0; lane < 32; lane++) {
+            uint16_t base;
+            memcpy(&base, c.bases.data() + 2 * (32 * b + lane), 2);
+            uint64_t col = base;
+            for (size_t k = 0; k < per_lane; k++) {
+                const size_t place = first + k * 32 + lane;
+                col += (c.deltas.at(place * bits / 8) >> (place * bits % 8)) & ((1u << bits) - 1);
+                if (col >= cols) {
+                    throw std::runtime_error("column out of range");
+                }
+                for (size_t i = 0; i < nb; i++) {
+                    out[(static_cast<size_t>(number(c.rows, b)) * cols + col) * nb + i] |= c.values.at(place * nb + i);
+                }
+            }
+        }
+    }
+    return out;
+}
+
 // ---- models ----
 
 struct model {
@@ -402,8 +497,8 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     return m;
 }
 
-// the sparse file of a model
-inline file sparse_file(const model & m) {
+// the sparse file of a model; with_ec: what has 4 or 8 delta bits is ec-csr
+inline file sparse_file(const model & m, bool with_ec = false) {
     file f = m.dense;
     f.tensors.clear();
     std::vector<std::string> names, formats;
@@ -415,22 +510,35 @@ inline file sparse_file(const model & m) {
             f.tensors.push_back(t);
             continue;
         }
-        const components c = encode(m.sparse[next], m.bits[next]);
-        f.tensors.push_back({ t.name + ".values",  { c.values.size() / m.sparse[next].value_nbytes() }, t.type, c.values, 0 });
-        f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },      TYPE_I8,  c.deltas, 0 });
-        f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
+        const uint64_t nb = m.sparse[next].value_nbytes();
+        if (with_ec && m.bits[next] >= 4) {
+            const ec_components c = encode_ec(m.sparse[next], m.bits[next]);
+            f.tensors.push_back({ t.name + ".values",  { c.values.size() / nb },  t.type,   c.values,  0 });
+            f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },       TYPE_I8,  c.deltas,  0 });
+            f.tensors.push_back({ t.name + ".bases",   { c.bases.size() / 2 },    TYPE_I16, c.bases,   0 });
+            f.tensors.push_back({ t.name + ".blk_ptr", { c.blk_ptr.size() / 4 },  TYPE_I32, c.blk_ptr, 0 });
+            f.tensors.push_back({ t.name + ".rows",    { c.rows.size() / 4 },     TYPE_I32, c.rows,    0 });
+            f.tensors.push_back({ t.name + ".sets",    { c.sets.size() / 4 },     TYPE_I32, c.sets,    0 });
+            nnz.push_back(c.nnz);
+            formats.push_back("ec-csr");
+        } else {
+            const components c = encode(m.sparse[next], m.bits[next]);
+            f.tensors.push_back({ t.name + ".values",  { c.values.size() / nb },  t.type,   c.values,  0 });
+            f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },       TYPE_I8,  c.deltas,  0 });
+            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 },  TYPE_I32, c.row_ptr, 0 });
+            nnz.push_back(c.nnz);
+            formats.push_back("macko");
+        }
         names.push_back(t.name);
-        formats.push_back("macko");
         types.push_back(t.type);
         bits.push_back(m.bits[next]);
         for (size_t d = 0; d < 4; d++) {
             ne.push_back(d < t.ne.size() ? t.ne[d] : 1);
         }
-        nnz.push_back(c.nnz);
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_ec ? 2 : 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

@@ -293,7 +293,7 @@ struct output {
     }
 };
 
-enum class how { dispatched, packed, rows, panels };
+enum class how { dispatched, narrow, rows, panels };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
     const guarded scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
@@ -306,7 +306,7 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
-        const x_layout layout = with == how::packed ? x_layout::packed : with == how::rows ? x_layout::rows : x_layout::panels;
+        const x_layout layout = with == how::narrow ? x_layout::narrow : with == how::rows ? x_layout::rows : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
             set.prepare(params, layout, i, n_threads);
         }
@@ -342,11 +342,11 @@ static void check_all_sets(const problem & p, bool threads) {
         check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
         bool same = one.same(with_rows) || one.same(with_panels);
-        if (p.n == 1 && p.round_x && p.m.desc.type != GGML_MACKO_TYPE_F32 && set->costs.packed_below > 0) {
-            output with_packed(p.n, rows);
-            multiply(*set, p, how::packed, 3, with_packed);
-            check_result(*set, p, "packed", with_packed);
-            same |= one.same(with_packed);
+        if (p.n == 1 && p.round_x && p.m.desc.type != GGML_MACKO_TYPE_F32 && set->costs.narrow_below > 0) {
+            output with_narrow(p.n, rows);
+            multiply(*set, p, how::narrow, 3, with_narrow);
+            check_result(*set, p, "narrow", with_narrow);
+            same |= one.same(with_narrow);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
         for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {

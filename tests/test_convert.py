@@ -227,7 +227,7 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
     size = (tmp_path / "s.gguf").stat().st_size
     assert f"macko size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
     with Model(tiny) as model:
-        plans = convert.plan_model(model, convert.Options())
+        plans = convert.plan_model(model, convert.Options(), convert.Spool(None))
         tensors = [new for p in plans for new in p.new_tensors()]
         assert convert.file_nbytes(model.keys + convert.sparse_keys(plans), tensors, model.alignment) == size
     real_types = dict(re.findall(r"(\S+) +- \[.*converting to (\S+) ", real.err))

@@ -12,7 +12,7 @@ from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prom
 
 # |logit - float64| of the dense pruned model: llama.cpp rounds activations and the KV cache to F16 (2^-11 relative), through 4 and 6 layers
 LOGIT_BOUND = 24 * 2.0**-10
-PERPLEXITY_WINDOWS = 24
+PERPLEXITY_CHUNKS = 24
 
 CASES = [("docs-4m-s70-f16", None)]
 for name in ("docs-4m-f16", "docs-23m-f16"):
@@ -25,11 +25,10 @@ def tensors(path):
 
 
 def perplexity(path):
-    from ggml_macko.perplexity import perplexity
+    from ggml_macko.perplexity import of_file
 
     held_out = SHARED_MODELS / "held-out.txt"
-    text = (held_out if held_out.exists() else DEMO.parent / "sample.txt").read_text(encoding="utf-8", errors="replace")
-    return perplexity(open_model(path, logits_all=True), text, n_windows=PERPLEXITY_WINDOWS)
+    return of_file(path, held_out if held_out.exists() else DEMO.parent / "sample.txt", PERPLEXITY_CHUNKS).ppl
 
 
 @pytest.mark.slow

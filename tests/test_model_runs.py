@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from ggml_macko import errors
+from llama_logits import logits
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED_MODELS = ROOT.parent / "shared" / "models"
@@ -36,8 +37,6 @@ def greedy(llama, n=128, prompt=PROMPT):
 
 
 def prompt_logits(llama, n=256):
-    from ggml_macko.perplexity import logits
-
     tokens = llama.tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
     return tokens, logits(llama, tokens)
 

@@ -1,4 +1,4 @@
-"""Model-level helpers: random models, experts, generate, perplexity, bench, and what loading refuses."""
+"""Model-level helpers: random models, experts, generate, bench, and what loading refuses."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import generators
-from ggml_macko import bindings, errors, perplexity
+from ggml_macko import bindings, errors
 from ggml_macko.gguf_files import type_name
+from llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 PROMPT = "abc def"
@@ -68,10 +69,10 @@ def test_sparse_random_model_disagrees_with_dense(models, tmp_path, macko, name)
     assert macko("convert", models[name], sparse).code == 0
     dense_llama, sparse_llama = open_model(models[name], logits_all=True), open_model(sparse, logits_all=True)
     tokens = [(7919 * i + 300) % 1000 for i in range(40)]
-    want, got = (perplexity.logits(x, tokens) for x in (dense_llama, sparse_llama))
+    want, got = (logits(x, tokens) for x in (dense_llama, sparse_llama))
     assert np.isfinite(want).all() and want.std() > 0.1
     assert np.abs(got - want).max() < 0.02 * want.std(), np.abs(got - want).max() / want.std()
-    one_by_one = [perplexity.logits(sparse_llama, tokens[: i + 1])[-1] for i in (0, 6, 39)]
+    one_by_one = [logits(sparse_llama, tokens[: i + 1])[-1] for i in (0, 6, 39)]
     assert np.abs(np.array(one_by_one) - got[[0, 6, 39]]).max() < 0.02 * want.std()
 
 
@@ -95,36 +96,6 @@ def test_generate_writes_another_text(tmp_path, macko):
     assert macko("generate", "-m", sparse, "-f", prompt, *args[2:]).out == texts[0].out
     done = macko("generate", "-m", sparse, "-p", "word " * 600)
     assert done.code == 1 and "the context 512" in done.err
-
-
-def test_perplexity_off_its_definition(tmp_path, macko):
-    """Against float64 arithmetic on llama_cpp's own scores, and equal to 4 digits for dense and sparse."""
-    text = (
-        (generators.ROOT / "README.md").read_text()
-        if (generators.ROOT / "README.md").exists()
-        else "The function returns a value. " * 300
-    )
-    text = text[:6000]
-    sparse = tmp_path / "s.gguf"
-    assert macko("convert", generators.DEMO, sparse).code == 0
-    values = []
-    for path in (generators.DEMO, sparse):
-        llama = open_model(path, logits_all=True)
-        values.append(perplexity.perplexity(llama, text, n_windows=3))
-    assert values[1] == pytest.approx(values[0], rel=1e-4)
-    tokens = llama.tokenize(text.encode(), add_bos=False)[: 3 * 512]
-    nll, n = 0.0, 0
-    for begin in range(0, len(tokens), 512):
-        window = tokens[begin : begin + 512]
-        llama.reset()
-        llama.eval(window)
-        scores = llama.scores[: len(window)].astype(np.float64)
-        for i in range(len(window) - 1):
-            nll += np.logaddexp.reduce(scores[i]) - scores[i, window[i + 1]]
-            n += 1
-    assert values[1] == pytest.approx(np.exp(nll / n), rel=1e-6)
-    with pytest.raises(ValueError, match="fewer than two tokens"):
-        perplexity.perplexity(llama, "")
 
 
 def test_broken_sparse_file_reaches_llama_cpp(tmp_path, macko):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import formats, prune
+from ggml_macko import formats, layerwise, masks
 from ggml_macko.formats import TYPE_F16, TYPE_F32
 
 PRUNED = {
@@ -72,7 +72,7 @@ def test_ties_are_broken_at_random(rows, cols, k, seed):
     """Few distinct scores, so nearly all are ties."""
     k = min(k, cols)
     scores = np.random.default_rng(seed).integers(0, 4, (rows, cols)).astype(np.float32)
-    mask = prune.lowest_per_row(scores, k)
+    mask = masks.lowest_per_row(scores, k)
     want = np.zeros_like(mask)
     for row, chosen in zip(scores, want):
         chosen[np.argsort(row, kind="stable")[:k]] = True
@@ -80,7 +80,7 @@ def test_ties_are_broken_at_random(rows, cols, k, seed):
 
 
 def test_threads_change_the_result(tmp_path, tiny, macko, monkeypatch):
-    monkeypatch.setattr(prune, "BLOCK_ELEMENTS", 100)  # many blocks
+    monkeypatch.setattr(layerwise, "BLOCK_ELEMENTS", 100)  # many blocks
     outs = []
     for threads in (1, 2, 5):
         outs.append(tmp_path / f"{threads}.gguf")
@@ -175,5 +175,5 @@ def test_sparse_input_is_pruned(tmp_path, tiny, macko):
 def test_magnitude_is_rounded():
     """float32 weights that differ in the last bit."""
     one = np.float32(1)
-    scores = prune.magnitude(np.array([[np.nextafter(one, 2), -one]], np.float32).view(np.uint32), TYPE_F32, None)
-    assert prune.lowest_per_row(scores, 1).tolist() == [[False, True]]
+    scores = masks.magnitude(np.array([[np.nextafter(one, 2), -one]], np.float32).view(np.uint32), TYPE_F32)
+    assert masks.lowest_per_row(scores, 1).tolist() == [[False, True]]

@@ -22,16 +22,6 @@ OUT = ROOT / "demo-out"
 PROMPT = "The function returns"
 N_TOKENS = 48
 
-MEASURE = """
-import json, sys
-from ggml_macko import Llama
-from ggml_macko.perplexity import perplexity
-path, text = sys.argv[1:]
-llama = Llama(path, n_ctx=512, n_batch=512, logits_all=True, verbose=False)
-print(json.dumps(perplexity(llama, open(text, encoding="utf-8", errors="replace").read())))
-"""
-
-
 def macko(*args: object, quiet: bool = False) -> str:
     command = [sys.executable, "-m", "ggml_macko.cli", *map(str, args)]
     print("\n$ macko " + " ".join(_shown(a) for a in args), flush=True)
@@ -52,9 +42,9 @@ def words(path: pathlib.Path) -> str:
     return macko("generate", "-m", path, "-p", PROMPT, "-n", N_TOKENS, "--temp", 0, quiet=True).strip()
 
 
-def perplexity(path: pathlib.Path) -> float:
-    done = subprocess.run([sys.executable, "-c", MEASURE, path, SAMPLE], check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout)
+def perplexity(path: pathlib.Path) -> str:
+    """Of the sample text, with its error."""
+    return macko("perplexity", "-m", path, "-f", SAMPLE, quiet=True).strip().split("PPL = ")[1]
 
 
 def compare(dense: pathlib.Path, sparse: pathlib.Path, label: str) -> list:
@@ -69,7 +59,7 @@ def compare(dense: pathlib.Path, sparse: pathlib.Path, label: str) -> list:
     for path, kind, s in zip((dense, sparse), ("dense F16", "sparse"), speeds["models"]):
         rows.append(
             [label, kind, f"{path.stat().st_size / 2**20:.2f}", f"{s['rss'] / 2**20:.0f}", f"{s['prompt_tps']:.0f}", f"{s['gen_tps']:.0f}",
-             f"{perplexity(path):.3f}", texts[path][:40]]
+             perplexity(path), texts[path][:40]]
         )  # fmt: skip
     return rows
 

@@ -62,6 +62,8 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_NOT_CANONICAL     = 52,
     GGML_MACKO_STATUS_NOT_FINITE        = 53,
     GGML_MACKO_STATUS_BAD_NNZ           = 54,
+    GGML_MACKO_STATUS_BAD_BLOCK         = 55, // EC-CSR: a set, block pointer or row index
+    GGML_MACKO_STATUS_OVERLAP           = 56, // EC-CSR: two blocks hold one element
 };
 
 // the ggml type ids that values may have
@@ -83,7 +85,7 @@ GGML_MACKO_API const char * ggml_macko_version(void);
 GGML_MACKO_API const char * ggml_macko_built_for_llama_cpp_python(void);
 GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
 
-// ---- codec (FORMAT.md section 3; paper section 4) ----
+// ---- MACKO codec (FORMAT.md section 3; paper section 4) ----
 
 struct ggml_macko_matrix {
     int64_t         rows;
@@ -116,11 +118,50 @@ GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int64
 // validates, then writes rows * cols dense elements; lengths as above
 GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, void * dense, int n_threads);
 
+// ---- EC-CSR codec (FORMAT.md section 6; EC-SpMV paper sections 4-6) ----
+
+struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
+    int64_t         rows;
+    int64_t         cols;
+    int32_t         type;       // enum ggml_macko_type
+    int32_t         delta_bits; // 4 or 8
+    int64_t         nnz;
+    int64_t         n_values, n_deltas, n_bases, n_blk_ptr, n_block_rows, n_sets;
+    const void    * values;
+    const uint8_t * deltas;
+    const void    * bases;      // uint16_t if cols <= 65536, else int32_t
+    const int32_t * blk_ptr;
+    const int32_t * block_rows; // X.rows
+    const int32_t * sets;       // n_sets: its elements, four per set
+};
+
+// how blocks are extracted; NULL means { 16, 0, true, 0 }
+struct ggml_macko_ec_csr_options {
+    int32_t  max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
+    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
+                              // extraction at all if that is smaller
+    bool     clip;            // cut blocks with more than twice the elements of an average row
+    uint64_t seed;            // of the order in which rows look for partners: the result depends on nothing else
+};
+
+// an encoded matrix; owns its memory
+struct ggml_macko_ec_csr_matrix;
+// extracts blocks and encodes them. NOT_FINITE if a value is Inf or NaN, LIMIT if there are too many entries.
+GGML_MACKO_API int  ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t delta_bits, const struct ggml_macko_ec_csr_options * options, int n_threads, struct ggml_macko_ec_csr_matrix ** out);
+// its arrays, valid until it is freed
+GGML_MACKO_API int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m, struct ggml_macko_ec_csr * arrays);
+GGML_MACKO_API void ggml_macko_ec_csr_free(struct ggml_macko_ec_csr_matrix * m);
+// full check of an untrusted matrix
+GGML_MACKO_API int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
+// checks, and writes rows * cols dense elements; on an error some of them may have been written
+GGML_MACKO_API int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
+
 // ---- CPU kernels on plain arrays ----
 
 // a matrix in the layout that is fastest on this CPU; owns its memory
 struct ggml_macko_cpu_matrix;
 GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
 GGML_MACKO_API void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
 GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
 // y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
@@ -154,20 +195,20 @@ GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * fil
 
 struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
-    const char * format;        // "macko"
+    const char * format;        // "macko" or "ec-csr"
     int32_t      type;          // dense ggml type
     int32_t      delta_bits;
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape
     int64_t      nnz;
-    int64_t      n_padded;
     int64_t      nbytes;        // of all components
     int64_t      nbytes_dense;
-    int64_t      tensor_index[3]; // values, deltas, row_ptr in the tensor table
+    int64_t      first_tensor;  // of its components in the tensor table; FORMAT.md sections 3 and 6 have their order
+    int64_t      n_components;
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
-// validates the payload of matrix i on a private copy; in blocks, so memory stays small
+// validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
 GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
 // ---- loading into llama.cpp ----

@@ -3,9 +3,11 @@
 #include "cpu/kernels.h"
 #include "file/model-file.h"
 #include "format/encode.h"
+#include "format/extract.h"
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <omp.h>
 
@@ -22,7 +24,7 @@ const char * ggml_macko_version(void) {
     return GGML_MACKO_VERSION;
 }
 
-// ---- codec ----
+// ---- MACKO codec ----
 
 int64_t ggml_macko_n_padded(int64_t n_stored) {
     return n_padded(n_stored);
@@ -135,6 +137,116 @@ int ggml_macko_decode(const ggml_macko_matrix * m, int64_t n_values, int64_t n_d
     });
 }
 
+// ---- EC-CSR codec ----
+
+struct ggml_macko_ec_csr_matrix {
+    ec_csr_matrix matrix;
+};
+
+// the smallest extracted block that takes fewer bytes than its elements in blocks of one row: half of its deltas against its bases
+static int32_t paying_columns(int32_t delta_bits) {
+    return delta_bits == 8 ? 128 : 256;
+}
+
+static int encode_blocks(const macko_desc & desc, const void * dense, const extract_options & options, int n_team, ec_csr_matrix * out) {
+    ec_csr_blocks blocks;
+    const int     status = extract_blocks(desc, dense, options, n_team, &blocks);
+    return status ? status : assemble(desc, dense, blocks, n_team, out);
+}
+
+int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t delta_bits, const ggml_macko_ec_csr_options * options, int n_threads,
+                             ggml_macko_ec_csr_matrix ** out) {
+    return at_c_edge([&]() -> int {
+        if (!dense || !out) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        macko_desc desc = { rows, cols, type, delta_bits, 0 };
+        if (const int status = check_ec_csr_desc(desc)) {
+            return status;
+        }
+        const ggml_macko_ec_csr_options o       = options ? *options : ggml_macko_ec_csr_options { 16, 0, true, 0 };
+        const extract_options           extract = { o.max_granularity, o.min_columns ? o.min_columns : paying_columns(delta_bits), o.clip, o.seed };
+        const int                       n_team  = threads(n_threads, rows * cols);
+        ggml_macko_count                count   = {};
+        if (const int status = count_dense(dense, type, rows, cols, n_team, &count)) {
+            return status;
+        }
+        if (count.n_nonfinite) {
+            return fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN", static_cast<long long>(count.n_nonfinite));
+        }
+        desc.nnz = count.nnz;
+        if (const int status = check_desc(desc)) { // nnz
+            return status;
+        }
+        auto m = std::make_unique<ggml_macko_ec_csr_matrix>();
+        if (const int status = encode_blocks(desc, dense, extract, n_team, &m->matrix)) {
+            return status;
+        }
+        // What blocks save, the fillers may cost that they leave behind in their rows: the whole matrix tells
+        if (o.min_columns == 0 && m->matrix.sets[0].granularity > 1) {
+            ec_csr_matrix plain;
+            if (const int status = encode_blocks(desc, dense, { 1, extract.min_columns, extract.clip, 0 }, n_team, &plain)) {
+                return status;
+            }
+            if (plain.nbytes() < m->matrix.nbytes()) {
+                m->matrix = std::move(plain);
+            }
+        }
+        *out = m.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_ec_csr_arrays(const ggml_macko_ec_csr_matrix * m, ggml_macko_ec_csr * arrays) {
+    if (!m || !arrays) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    const ec_csr_arrays a = m->matrix.arrays();
+    *arrays = { a.desc.rows, a.desc.cols, a.desc.type, a.desc.delta_bits, a.desc.nnz, a.n_values, a.n_deltas, a.n_bases, a.n_blk_ptr, a.n_rows, 4 * a.n_sets,
+                a.values, a.deltas, a.bases, a.blk_ptr, a.rows, reinterpret_cast<const int32_t *>(a.sets) };
+    return GGML_MACKO_STATUS_OK;
+}
+
+void ggml_macko_ec_csr_free(ggml_macko_ec_csr_matrix * m) {
+    delete m;
+}
+
+// the view points into m's arrays
+static int check_blocks(const ggml_macko_ec_csr * m, ec_csr_view * view) {
+    if (!m || !m->values || !m->deltas || !m->bases || !m->blk_ptr || !m->block_rows || !m->sets) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    if (m->n_sets % 4) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "sets has %lld elements, not a multiple of 4", static_cast<long long>(m->n_sets));
+    }
+    return check_ec_csr({ { m->rows, m->cols, m->type, m->delta_bits, m->nnz }, reinterpret_cast<const ec_csr_set *>(m->sets), m->n_sets / 4, m->block_rows, m->n_block_rows,
+                          m->blk_ptr, m->n_blk_ptr, m->bases, m->n_bases, m->deltas, m->n_deltas, m->values, m->n_values }, view);
+}
+
+int ggml_macko_ec_csr_validate(const ggml_macko_ec_csr * m, int n_threads) {
+    return at_c_edge([&]() -> int {
+        ec_csr_view view;
+        const int   status = check_blocks(m, &view);
+        return status ? status : each_row(view, threads(n_threads, m->rows * m->cols), [](int64_t, const void *) {});
+    });
+}
+
+int ggml_macko_ec_csr_decode(const ggml_macko_ec_csr * m, void * dense, int n_threads) {
+    return at_c_edge([&]() -> int {
+        ec_csr_view view;
+        if (!dense) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (const int status = check_blocks(m, &view)) {
+            return status;
+        }
+        const int64_t nbytes = m->cols * value_nbytes(m->type);
+        return each_row(view, threads(n_threads, m->rows * m->cols), [&](int64_t row, const void * elements) {
+            memcpy(static_cast<uint8_t *>(dense) + row * nbytes, elements, static_cast<size_t>(nbytes));
+        });
+    });
+}
+
 // ---- CPU kernels ----
 
 struct ggml_macko_cpu_matrix {
@@ -195,6 +307,21 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
         *out = matrix.release();
         return GGML_MACKO_STATUS_OK;
     });
+}
+
+int ggml_macko_cpu_matrix_init_ec_csr(const ggml_macko_ec_csr * m, int n_threads, ggml_macko_cpu_matrix ** out) {
+    macko_matrix recoded;
+    const int status = at_c_edge([&]() -> int {
+        ec_csr_view view;
+        const int   bad = check_blocks(m, &view);
+        return bad ? bad : recode(view, threads(n_threads, m->rows * m->cols), &recoded);
+    });
+    if (status) {
+        return status;
+    }
+    const int64_t           n_stored = recoded.row_ptr.back();
+    const ggml_macko_matrix macko    = { m->rows, m->cols, m->type, m->delta_bits, m->nnz, n_stored, recoded.values.data(), recoded.deltas.data(), recoded.row_ptr.data() };
+    return ggml_macko_cpu_matrix_init(&macko, n_padded(n_stored), deltas_nbytes(n_padded(n_stored), m->delta_bits), m->rows + 1, n_threads, out);
 }
 
 void ggml_macko_cpu_matrix_free(ggml_macko_cpu_matrix * m) {
@@ -291,16 +418,19 @@ int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_s
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
     }
     const sparse_matrix & s = file->model->sparse[static_cast<size_t>(i)];
-    const auto          & t = file->model->header.tensors;
-    *info = { s.name.c_str(), "macko", s.desc.type, s.desc.delta_bits, s.n_dims, { s.ne[0], s.ne[1], s.ne[2], s.ne[3] }, s.desc.nnz, s.n_padded,
-              t[s.values].nbytes + t[s.deltas].nbytes + t[s.row_ptr].nbytes, s.nbytes_dense,
-              { static_cast<int64_t>(s.values), static_cast<int64_t>(s.deltas), static_cast<int64_t>(s.row_ptr) } };
+    int64_t nbytes = 0;
+    for (size_t c = 0; c < s.format->n_components; c++) {
+        nbytes += file->model->header.tensors[s.first + c].nbytes;
+    }
+    *info = { s.name.c_str(), s.format->name, s.desc.type, s.desc.delta_bits, s.n_dims, { s.ne[0], s.ne[1], s.ne[2], s.ne[3] }, s.desc.nnz, nbytes, s.nbytes_dense,
+              static_cast<int64_t>(s.first), static_cast<int64_t>(s.format->n_components) };
     return GGML_MACKO_STATUS_OK;
 }
 
 int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n_threads) {
     struct discard : payload_consumer {
         int consume(const macko_view &, int64_t) override { return GGML_MACKO_STATUS_OK; }
+        bool takes_blocks() const override { return true; }
     };
     return at_c_edge([&]() -> int {
         if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {

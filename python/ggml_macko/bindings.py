@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import errors
+from . import ec_csr, errors
+from .ec_csr import EcCsrMatrix
 from .formats import DELTA_BITS, TYPE_NAMES, MackoMatrix, bits_dtype, deltas_nbytes, n_padded
 
 LIBRARY_PATH = Path(__file__).with_name("libggml-macko.so")
@@ -79,7 +80,7 @@ def check_ggml(ggml_version: str) -> None:
     _check(_lib().ggml_macko_check_ggml(ggml_version.encode()))
 
 
-# ---- codec ----
+# ---- codecs ----
 
 
 @dataclass(frozen=True)
@@ -157,17 +158,86 @@ def encode(
     return m
 
 
-def validate(m: MackoMatrix, n_threads: int = 0) -> None:
+@dataclass(frozen=True)
+class EcCsrOptions:
+    """How blocks are extracted; struct ggml_macko_ec_csr_options says what each means."""
+
+    max_granularity: int = 16
+    min_columns: int = 0
+    clip: bool = True
+    seed: int = 0
+
+
+def ec_csr_encode(
+    dense: np.ndarray, type_id: int, delta_bits: int, options: EcCsrOptions | None = None, n_threads: int = 0
+) -> EcCsrMatrix:
+    """dense: bit patterns (rows, cols), finite. Takes seconds for large matrices: it compares all rows."""
+    dense = _dense_bits(dense, type_id)
+    options = options or EcCsrOptions()
+    ffi = _ffi()
+    c_options = ffi.new("struct ggml_macko_ec_csr_options *")
+    c_options.max_granularity, c_options.min_columns = options.max_granularity, options.min_columns
+    c_options.clip, c_options.seed = options.clip, options.seed
+    out = ffi.new("struct ggml_macko_ec_csr_matrix **")
+    _check(
+        _lib().ggml_macko_ec_csr_encode(
+            ffi.from_buffer("const void *", dense), type_id, *dense.shape, delta_bits, c_options, n_threads, out
+        )
+    )
+    owner = ffi.gc(out[0], _lib().ggml_macko_ec_csr_free)
+    c = ffi.new("struct ggml_macko_ec_csr *")
+    _check(_lib().ggml_macko_ec_csr_arrays(owner, c))
+    arrays = {}
+    for name, dtype in _ec_csr_dtypes(type_id, dense.shape[1]).items():
+        nbytes = getattr(c, f"n_{name}") * np.dtype(dtype).itemsize
+        arrays[name] = np.frombuffer(ffi.buffer(getattr(c, name), nbytes), dtype).copy()
+    return EcCsrMatrix(*dense.shape, type_id, delta_bits, c.nnz, **arrays)
+
+
+def _ec_csr_dtypes(type_id: int, cols: int) -> dict:
+    dtypes = (bits_dtype(type_id), np.uint8, ec_csr.base_dtype(cols), np.int32, np.int32, np.int32)
+    return dict(zip(ec_csr.ARRAYS, dtypes))
+
+
+_EC_CSR_POINTERS = {"values": "const void", "deltas": "const uint8_t", "bases": "const void"}  # the others: int32_t
+
+
+def _c_ec_csr(m: EcCsrMatrix):
+    """The C struct; it points into m's arrays, so m must live as long."""
+    if m.type not in TYPE_NAMES:
+        raise errors.error(errors.BAD_ARGUMENT, f"value type {m.type} is not F16, BF16 or F32")
+    ffi = _ffi()
+    c = ffi.new("struct ggml_macko_ec_csr *")
+    c.rows, c.cols, c.type, c.delta_bits, c.nnz = m.rows, m.cols, m.type, m.delta_bits, m.nnz
+    for name, dtype in _ec_csr_dtypes(m.type, m.cols).items():
+        array = getattr(m, name)
+        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+        setattr(c, f"n_{name}", len(array))
+        setattr(c, name, ffi.from_buffer(f"{_EC_CSR_POINTERS.get(name, 'const int32_t')} *", array))
+    return c
+
+
+# ---- either type ----
+
+
+def validate(m: MackoMatrix | EcCsrMatrix, n_threads: int = 0) -> None:
+    if isinstance(m, EcCsrMatrix):
+        _check(_lib().ggml_macko_ec_csr_validate(_c_ec_csr(m), n_threads))
+        return
     _check(_lib().ggml_macko_validate(_c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads))
 
 
-def decode(m: MackoMatrix, n_threads: int = 0) -> np.ndarray:
+def decode(m: MackoMatrix | EcCsrMatrix, n_threads: int = 0) -> np.ndarray:
     """Dense bit patterns (rows, cols). m is checked in full first."""
-    c = _c_matrix(m)
     validate(m, n_threads)  # before memory is taken for a shape that nobody has checked
     dense = np.empty((m.rows, m.cols), dtype=bits_dtype(m.type))
     out = _ffi().from_buffer("void *", dense, require_writable=True)
-    _check(_lib().ggml_macko_decode(c, len(m.values), len(m.deltas), len(m.row_ptr), out, n_threads))
+    if isinstance(m, EcCsrMatrix):
+        _check(_lib().ggml_macko_ec_csr_decode(_c_ec_csr(m), out, n_threads))
+    else:
+        c = _c_matrix(m)
+        _check(_lib().ggml_macko_decode(c, len(m.values), len(m.deltas), len(m.row_ptr), out, n_threads))
     return dense
 
 
@@ -182,15 +252,18 @@ def cpu_kernels() -> str:
 class CpuMatrix:
     """A matrix in the layout that is fastest on this CPU."""
 
-    def __init__(self, m: MackoMatrix, n_threads: int = 0):
+    def __init__(self, m: MackoMatrix | EcCsrMatrix, n_threads: int = 0):
         self.rows, self.cols = m.rows, m.cols
         ffi = _ffi()
         out = ffi.new("struct ggml_macko_cpu_matrix **")
-        _check(
-            _lib().ggml_macko_cpu_matrix_init(
-                _c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads, out
+        if isinstance(m, EcCsrMatrix):
+            _check(_lib().ggml_macko_cpu_matrix_init_ec_csr(_c_ec_csr(m), n_threads, out))
+        else:
+            _check(
+                _lib().ggml_macko_cpu_matrix_init(
+                    _c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads, out
+                )
             )
-        )
         self._c = ffi.gc(out[0], _lib().ggml_macko_cpu_matrix_free)
 
     @property
@@ -243,10 +316,9 @@ class FileSparse:
     delta_bits: int
     ne: tuple  # dense shape, ggml order
     nnz: int
-    n_padded: int
     nbytes: int
     nbytes_dense: int
-    tensor_index: tuple  # values, deltas, row_ptr in the tensor table
+    tensor_index: tuple  # of its components in the tensor table; FORMAT.md sections 3 and 6 have their order
 
 
 class File:
@@ -296,16 +368,15 @@ class File:
                     info.delta_bits,
                     tuple(info.ne[0 : info.n_dims]),
                     info.nnz,
-                    info.n_padded,
                     info.nbytes,
                     info.nbytes_dense,
-                    tuple(info.tensor_index),
+                    tuple(range(info.first_tensor, info.first_tensor + info.n_components)),
                 )
             )
         return out
 
     def check_payload(self, i: int, n_threads: int = 0) -> None:
-        """Full validation of sparse matrix i, in blocks of rows."""
+        """Full validation of sparse matrix i."""
         _check(_lib().ggml_macko_file_check_payload(self._c, i, n_threads))
 
 

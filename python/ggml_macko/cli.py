@@ -17,6 +17,8 @@ from .errors import MackoError
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
+    "calibrate": "calibrate",
+    "perplexity": "perplexity",
     "prune": "prune",
     "convert": "convert",
     "restore": "restore",
@@ -24,6 +26,7 @@ COMMANDS = {
     "inspect": "inspect_gguf",
     "generate": "generate",
     "bench": "bench",
+    "report": "report",
     "run": "run",
 }
 

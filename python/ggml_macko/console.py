@@ -17,6 +17,13 @@ def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) ->
     log(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
 
 
+def eta(done: int, total: int, seconds: float, n: int) -> str:
+    """Of a run whose last `n` of `done` chunks took `seconds`; llama-imatrix's words."""
+    hours, left = divmod(seconds / n * (total - done), 3600)
+    each = seconds / n
+    return f"[{done:4d}/{total:4d}] {each:.2f} seconds per pass - ETA {hours:.0f} hours {left / 60:.2f} minutes"
+
+
 def size(nbytes: int) -> str:
     return f"{nbytes / MIB:8.2f} MiB"
 

@@ -1,19 +1,22 @@
 """Dense GGUF -> sparse GGUF: `macko convert IN OUT [TYPE] [nthreads]`.
 
 Two passes over the source, one tensor in memory at a time: count (which decides the tensor table), then encode and
-write. The result is read back and compared with the source before it gets its name.
+write. How large EC-CSR is shows only when it is made; what the first pass made waits in an unnamed file for the second.
+The result is read back and compared with the source before it gets its name.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from . import bindings, console, errors, formats, weights
+from . import bindings, console, ec_csr, errors, formats, weights
 from .gguf_files import (
     MAX_NAME,
     AtomicOutput,
@@ -28,12 +31,30 @@ from .gguf_files import (
 )
 from .verify import first_difference
 
-COMPONENTS = ("values", "deltas", "row_ptr")
-TYPE_I8, TYPE_I32 = 24, 26  # ggml type ids of deltas and row_ptr
+MACKO, EC_CSR, DENSE = "macko", "ec-csr", "dense"
+# suffixes of the components, as FORMAT.md sections 3 and 6 list them
+COMPONENTS = {
+    MACKO: ("values", "deltas", "row_ptr"),
+    EC_CSR: ("values", "deltas", "bases", "blk_ptr", "rows", "sets"),
+}
+MAX_SUFFIX = max(len(c) + 1 for components in COMPONENTS.values() for c in components)
+TYPE_I8, TYPE_I16, TYPE_I32 = 24, 25, 26  # ggml type ids of components
 
-# TYPE -> delta_bits to choose from
-TYPES = {"macko": formats.DELTA_BITS, **{f"macko-d{b}": (b,) for b in formats.DELTA_BITS}}
-DENSE = "dense"
+_MACKO = tuple((MACKO, b) for b in formats.DELTA_BITS)
+_EC_CSR = tuple((EC_CSR, b) for b in ec_csr.DELTA_BITS)
+# TYPE -> what to choose from, by real size: (format, delta_bits)
+TYPES = {
+    "macko": _MACKO,
+    **{f"macko-d{b}": ((MACKO, b),) for b in formats.DELTA_BITS},
+    "ec-csr": _EC_CSR,
+    **{f"ec-csr-{b}": ((EC_CSR, b),) for b in ec_csr.DELTA_BITS},
+    "auto": _MACKO + _EC_CSR,
+}
+
+
+def storage_name(fmt: str, delta_bits: int) -> str:
+    """The TYPE of a tensor: macko-d4, ec-csr-8."""
+    return f"{fmt}-d{delta_bits}" if fmt == MACKO else f"{fmt}-{delta_bits}"
 
 
 @dataclass(frozen=True)
@@ -41,11 +62,14 @@ class Plan:
     """What becomes of a tensor."""
 
     tensor: Tensor
+    format: str  # MACKO, EC_CSR or DENSE
     delta_bits: int  # 0: stays dense
-    reason: str  # why it stays dense; empty for a tensor that nobody would store sparse
+    reason: str  # why it stays dense, or what else it could have been; empty if there was no choice
     nbytes: int  # in the new file
     count: bindings.Count | None = None
     n_negative_zeros: int = 0
+    components: tuple = ()  # (ggml type, elements, bytes) of each
+    spooled_at: int = -1  # where an EC-CSR tensor's arrays wait
 
     @property
     def density(self) -> float | None:
@@ -53,11 +77,13 @@ class Plan:
 
     @property
     def type(self) -> str:
-        return f"macko-d{self.delta_bits}" if self.delta_bits else DENSE
+        return storage_name(self.format, self.delta_bits) if self.delta_bits else DENSE
 
     @property
     def break_even(self) -> float | None:
-        """Density of random non-zeros at which this tensor would be as large as dense (delta_bits as here, or best)."""
+        """Density of random non-zeros at which this tensor would be as large as dense in MACKO (delta_bits as here, or
+        best).
+        """
         if self.count is None:
             return None
         bits = formats.value_bits(self.tensor.type)
@@ -70,20 +96,57 @@ class Plan:
             return [NewTensor(t.name, t.type, t.ne, t.nbytes)]
         return [
             NewTensor(f"{t.name}.{c}", type_id, (n,), nbytes)
-            for c, (type_id, n, nbytes) in zip(COMPONENTS, _components(t, self.delta_bits, self.count))
+            for c, (type_id, n, nbytes) in zip(COMPONENTS[self.format], self.components)
         ]
 
 
-def _components(t: Tensor, delta_bits: int, count: bindings.Count) -> list:
-    """(ggml type, elements, bytes) of each component."""
+def _macko_components(t: Tensor, delta_bits: int, count: bindings.Count) -> tuple:
     n_stored = count.n_stored[delta_bits]
     n = formats.n_padded(n_stored)
     n_deltas = formats.deltas_nbytes(n_stored, delta_bits)
-    return [
+    return (
         (t.type, n, n * formats.value_bits(t.type) // 8),
         (TYPE_I8, n_deltas, n_deltas),
         (TYPE_I32, t.rows + 1, 4 * (t.rows + 1)),
-    ]
+    )
+
+
+def _ec_csr_components(m: ec_csr.EcCsrMatrix) -> tuple:
+    bases = TYPE_I16 if m.bases.dtype.itemsize == 2 else TYPE_I32
+    types = (m.type, TYPE_I8, bases, TYPE_I32, TYPE_I32, TYPE_I32)
+    arrays = [getattr(m, name) for name in ec_csr.ARRAYS]
+    return tuple((type_id, len(a), a.nbytes) for type_id, a in zip(types, arrays))
+
+
+class Spool:
+    """Encoded tensors between the two passes: a file without a name, in the folder of the output."""
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        self._file = None
+
+    def __enter__(self) -> Spool:
+        if self._folder is not None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def put(self, m: ec_csr.EcCsrMatrix) -> int:
+        """Keeps the arrays, one behind the other; returns where. Without a folder nothing is kept."""
+        if self._file is None:
+            return -1
+        at = self._file.seek(0, 2)
+        for name in ec_csr.ARRAYS:
+            self._file.write(memoryview(getattr(m, name)).cast("B"))
+        return at
+
+    def get(self, at: int, nbytes: list) -> list:
+        """uint8 arrays of these lengths."""
+        self._file.seek(at)
+        return [np.frombuffer(self._file.read(n), np.uint8) for n in nbytes]
 
 
 @dataclass(frozen=True)
@@ -94,6 +157,7 @@ class Options:
     overrides: tuple = ()
     drop_negative_zeros: bool = False
     n_threads: int = 0
+    extraction: bindings.EcCsrOptions = bindings.EcCsrOptions()
 
 
 def read_weights(t: Tensor, options: Options) -> tuple:
@@ -106,13 +170,13 @@ def read_weights(t: Tensor, options: Options) -> tuple:
     return bits, n
 
 
-def plan_tensor(t: Tensor, options: Options, alignment: int) -> Plan:
+def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Plan:
     asked = next((name for pattern, name in options.overrides if pattern.search(t.name)), None)
     wanted = asked or options.type
     n_negative_zeros = 0
 
     def stay(reason: str, count: bindings.Count | None = None) -> Plan:
-        return Plan(t, 0, reason, align(t.nbytes, alignment), count, n_negative_zeros)
+        return Plan(t, DENSE, 0, reason, align(t.nbytes, alignment), count, n_negative_zeros)
 
     if not weights.is_multiplied(t.name, len(t.ne)):
         return stay("llama.cpp does not only multiply with it" if asked and asked != DENSE else "")
@@ -120,9 +184,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int) -> Plan:
         return stay("asked for")
     if not weights.is_value_type(t.type):
         return stay(f"{type_name(t.type)} values; only f16, bf16 and f32 can be stored sparse")
-    longest = max(len(c) for c in COMPONENTS) + 1
-    if len(t.name.encode()) + longest > MAX_NAME:
-        return stay(f"its name is longer than {MAX_NAME - longest} bytes")
+    if len(t.name.encode()) + MAX_SUFFIX > MAX_NAME:
+        return stay(f"its name is longer than {MAX_NAME - MAX_SUFFIX} bytes")
     try:
         bits, n_negative_zeros = read_weights(t, options)
         count = bindings.count_dense(bits, t.type, options.n_threads)
@@ -133,21 +196,43 @@ def plan_tensor(t: Tensor, options: Options, alignment: int) -> Plan:
     if count.n_nonfinite:
         return stay(f"{count.n_nonfinite} values are not finite", count)
 
-    def nbytes(delta_bits: int) -> int:
-        return sum(align(nbytes, alignment) for _, _, nbytes in _components(t, delta_bits, count))
-
-    allowed = [b for b in TYPES[wanted] if count.n_stored[b] <= formats.MAX_STORED]
-    if not allowed:
+    found = []  # (bytes, format, delta_bits, components, encoded)
+    for fmt, delta_bits in TYPES[wanted]:
+        encoded = None
+        if fmt == MACKO:
+            if count.n_stored[delta_bits] > formats.MAX_STORED:
+                continue
+            components = _macko_components(t, delta_bits, count)
+        else:
+            try:
+                encoded = bindings.ec_csr_encode(bits, t.type, delta_bits, options.extraction, options.n_threads)
+            except errors.MackoError as e:
+                if e.code != errors.LIMIT:
+                    raise
+                continue
+            components = _ec_csr_components(encoded)
+        nbytes = sum(align(nbytes, alignment) for _, _, nbytes in components)
+        found.append((nbytes, fmt, delta_bits, components, encoded))
+    if not found:
         return stay(f"more than {formats.MAX_STORED} entries", count)
-    best = min(allowed, key=lambda b: (nbytes(b), b))
-    if nbytes(best) >= align(t.nbytes, alignment):
+    nbytes, fmt, delta_bits, components, encoded = min(found, key=lambda x: x[0])  # the first of equals
+    if nbytes >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
-        return stay(f"would not shrink: density {density:.3f}, {nbytes(best) / t.nbytes:.3f} of dense", count)
-    return Plan(t, best, "", nbytes(best), count, n_negative_zeros)
+        return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", count)
+    at = spool.put(encoded) if encoded is not None else -1
+    reason = _why(found) if wanted == "auto" else ""
+    return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at)
 
 
-def plan_model(model: Model, options: Options) -> list:
-    return [plan_tensor(t, options, model.alignment) for t in model.tensors]
+def _why(found: list) -> str:
+    """What auto chose from: the smallest of each format."""
+    best = [min((x for x in found if x[1] == fmt), default=None, key=lambda x: x[0]) for fmt in (MACKO, EC_CSR)]
+    ranked = sorted((x for x in best if x is not None), key=lambda x: x[0])
+    return "smallest: " + ", ".join(f"{storage_name(x[1], x[2])} {console.size(x[0]).strip()}" for x in ranked)
+
+
+def plan_model(model: Model, options: Options, spool: Spool) -> list:
+    return [plan_tensor(t, options, model.alignment, spool) for t in model.tensors]
 
 
 def sparse_keys(plans: list) -> list:
@@ -156,11 +241,12 @@ def sparse_keys(plans: list) -> list:
     if not sparse:
         return []
     ne = [x for p in sparse for x in (*p.tensor.ne, 1, 1, 1)[:4]]
+    version = 2 if any(p.format == EC_CSR for p in sparse) else 1
     return [
-        make_key("macko.version", "u32", 1),
-        make_key("macko.min_reader_version", "u32", 1),
+        make_key("macko.version", "u32", version),
+        make_key("macko.min_reader_version", "u32", version),
         make_key("macko.tensor.name", "[str", [p.tensor.name for p in sparse]),
-        make_key("macko.tensor.format", "[str", ["macko"] * len(sparse)),
+        make_key("macko.tensor.format", "[str", [p.format for p in sparse]),
         make_key("macko.tensor.type", "[u32", [p.tensor.type for p in sparse]),
         make_key("macko.tensor.ne", "[u64", ne),
         make_key("macko.tensor.delta_bits", "[u32", [p.delta_bits for p in sparse]),
@@ -177,7 +263,7 @@ def encode_as_planned(model: Model, p: Plan, options: Options) -> formats.MackoM
         raise
 
 
-def write_model(model: Model, plans: list, output: AtomicOutput, options: Options) -> None:
+def write_model(model: Model, plans: list, output: AtomicOutput, options: Options, spool: Spool) -> None:
     writer = Writer(
         output, model.keys + sparse_keys(plans), [new for p in plans for new in p.new_tensors()], model.alignment
     )
@@ -187,10 +273,16 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
             writer.write(t.blocks())
             what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
         else:
-            m = encode_as_planned(model, p, options)
-            for array in (m.values, m.deltas, m.row_ptr):
+            if p.format == EC_CSR:
+                arrays = spool.get(p.spooled_at, [nbytes for _, _, nbytes in p.components])
+            else:
+                m = encode_as_planned(model, p, options)
+                arrays = [m.values, m.deltas, m.row_ptr]
+            for array in arrays:
                 writer.write([array])
-            what = f"converting to {p.type} .. size = {console.size(t.nbytes)} -> {console.size(m.nbytes)}"
+            nbytes = sum(a.nbytes for a in arrays)
+            what = f"converting to {p.type} .. size = {console.size(t.nbytes)} -> {console.size(nbytes)}"
+            what += f" ({p.reason})" if p.reason else ""
         console.progress(i + 1, len(plans), t.name, t.ne, type_name(t.type), what)
     writer.finish()
     model.check_unchanged()
@@ -216,7 +308,7 @@ HELP = "store a pruned model sparse"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a sparse GGUF: weights of blocks (and output.weight) in MACKO format where that is smaller, "
+        "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
         "everything else as it is. Lossless: the result is read back and compared bit for bit before it gets its "
         "name."
     )
@@ -228,7 +320,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="macko",
         help="macko: the number of delta bits that makes each tensor smallest (default); "
-        "macko-d1, macko-d2, macko-d4, macko-d8: that many",
+        "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
+        "columns, in the same way; takes seconds per tensor. auto: whatever is smallest for each tensor",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument(
@@ -242,6 +335,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drop-negative-zeros",
         action="store_true",
         help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
+    )
+    parser.add_argument(
+        "--optimize",
+        choices=["size"],
+        default="size",
+        help="what auto looks at: size, the bytes really encoded (default)",
+    )
+    parser.add_argument(
+        "--granularity",
+        type=int,
+        default=16,
+        metavar="N",
+        help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)",
+    )
+    parser.add_argument(
+        "--min-columns",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as save bytes)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)"
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -268,18 +384,21 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.output and args.output.lower() in TYPES:  # `convert IN macko --dry-run`
         args.output, args.type = None, args.output
     overrides = tuple(parse_override(text) for text in args.tensor_type)
-    options = Options(parse_type(args.type), overrides, args.drop_negative_zeros, args.nthreads)
+    if not 0 <= args.seed < 2**64 or not all(0 <= n < 2**31 for n in (args.granularity, args.min_columns)):
+        raise errors.error(errors.BAD_ARGUMENT, "--seed, --granularity or --min-columns is out of range")
+    extraction = bindings.EcCsrOptions(args.granularity, args.min_columns, True, args.seed)
+    options = Options(parse_type(args.type), overrides, args.drop_negative_zeros, args.nthreads, extraction)
     if not args.output and not args.dry_run:
         raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
     with Model(args.input) as model:
         if args.dry_run:
-            plans = plan_model(model, options)
+            plans = plan_model(model, options, Spool(None))
             print_plan(plans)
             print_totals(model, plans, options)
             return 0
-        with AtomicOutput(args.output, model.paths, args.force) as output:
-            plans = plan_model(model, options)
-            write_model(model, plans, output, options)
+        with AtomicOutput(args.output, model.paths, args.force) as output, Spool(output.path.parent) as spool:
+            plans = plan_model(model, options, spool)
+            write_model(model, plans, output, options, spool)
             check_and_commit(model, output, args.nthreads, options.drop_negative_zeros)
         print_totals(model, plans, options)
     warn_if_not_loadable(output.path)
@@ -326,7 +445,7 @@ def print_totals(model: Model, plans: list, options: Options) -> None:
     nbytes = file_nbytes(model.keys + sparse_keys(plans), tensors, model.alignment)
     print(console.model_line("model size", model.nbytes, n_elements))
     print(console.model_line("macko size", nbytes, n_elements))
-    n_dense = sum(bool(p.reason) for p in plans)
+    n_dense = sum(bool(p.reason) and not p.delta_bits for p in plans)
     if not any(p.delta_bits for p in plans):
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:

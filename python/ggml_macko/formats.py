@@ -25,7 +25,7 @@ MAX_STORED = 2**31 - 513  # entries of a matrix (FORMAT.md section 4)
 NEGATIVE_ZERO = {TYPE_F32: 0x80000000, TYPE_F16: 0x8000, TYPE_BF16: 0x8000}
 
 # exponent bits: all set means Inf or NaN
-_EXPONENT = {TYPE_F32: 0x7F800000, TYPE_F16: 0x7C00, TYPE_BF16: 0x7F80}
+EXPONENT = {TYPE_F32: 0x7F800000, TYPE_F16: 0x7C00, TYPE_BF16: 0x7F80}
 
 
 def value_bits(type_id: int) -> int:
@@ -75,7 +75,7 @@ class MackoMatrix:
 def encode(dense: np.ndarray, type_id: int, delta_bits: int) -> MackoMatrix:
     """dense: bit patterns (rows, cols). Values must be finite."""
     rows, cols = dense.shape
-    if np.any((dense & _EXPONENT[type_id]) == _EXPONENT[type_id]):
+    if np.any((dense & EXPONENT[type_id]) == EXPONENT[type_id]):
         raise errors.error(errors.NOT_FINITE, "a value is not finite")
     span = 1 << delta_bits
     row, col = np.nonzero(dense)
@@ -145,7 +145,7 @@ def validate(m: MackoMatrix) -> None:
         np.unpackbits(m.deltas, bitorder="little")[m.n_stored * m.delta_bits :]
     ):
         raise errors.error(errors.NOT_CANONICAL, "the padding is not zero")
-    if np.any((values & _EXPONENT[m.type]) == _EXPONENT[m.type]):
+    if np.any((values & EXPONENT[m.type]) == EXPONENT[m.type]):
         raise errors.error(errors.NOT_FINITE, "a value is not finite")
     if np.count_nonzero(values) != m.nnz:
         raise errors.error(errors.BAD_NNZ, f"{np.count_nonzero(values)} non-zeros, the header says {m.nnz}")

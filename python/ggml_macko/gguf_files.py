@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import bindings, errors, formats
+from . import bindings, ec_csr, errors, formats
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
 COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
@@ -231,26 +231,32 @@ class Tensor:
         """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
         return self.read(n_threads).view(formats.bits_dtype(self.type)).reshape(self.rows, self.cols)
 
-    def read_sparse(self) -> formats.MackoMatrix:
+    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix:
         """The stored arrays, not yet checked."""
-        values, deltas, row_ptr = (self.shard.tensors[i] for i in self.sparse.tensor_index)
-        pointers = self.shard.read(row_ptr.offset, row_ptr.nbytes).view(np.int32)
-        return formats.MackoMatrix(
-            self.rows,
-            self.cols,
-            self.type,
-            self.sparse.delta_bits,
-            self.sparse.nnz,
-            int(pointers[-1]),
-            self.shard.read(values.offset, values.nbytes).view(formats.bits_dtype(self.type)),
-            self.shard.read(deltas.offset, deltas.nbytes),
-            pointers,
-        )
+        s = self.sparse
+        arrays = [self._read_component(i, np.uint8) for i in range(len(s.tensor_index))]
+        arrays[0] = arrays[0].view(formats.bits_dtype(self.type))
+        if s.format == "ec-csr":
+            dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)
+            arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
+            return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
+        arrays[2] = arrays[2].view(np.int32)
+        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
+
+    def _read_component(self, i: int, dtype: type) -> np.ndarray:
+        component = self.shard.tensors[self.sparse.tensor_index[i]]
+        return self.shard.read(component.offset, component.nbytes).view(dtype)
 
     def n_stored(self) -> int:
-        """Entries of a sparse tensor: the last row pointer."""
+        """Values of a sparse tensor, fillers and padding of blocks counted."""
+        if self.sparse.format == "ec-csr":
+            return self.shard.tensors[self.sparse.tensor_index[0]].ne[0]
         row_ptr = self.shard.tensors[self.sparse.tensor_index[2]]
         return int(self.shard.read(row_ptr.offset + row_ptr.nbytes - 4, 4).view(np.int32)[0])
+
+    def sets(self) -> np.ndarray:
+        """Of an ec-csr tensor: (n_sets, 4) of granularity, vector size, blocks, columns; not checked."""
+        return self._read_component(5, np.int32).reshape(-1, 4)
 
     def blocks(self, n_threads: int = 0) -> Iterator[np.ndarray]:
         """The dense bytes in pieces: small ones for a dense tensor, all at once for a sparse one."""
@@ -422,20 +428,22 @@ class AtomicOutput:
 
         with AtomicOutput("out.gguf", inputs, force) as out:
             ... out.write(data) ...
-            out.seal()           # now a GGUF, on disk, still under the partial name
+            out.seal()           # complete, on disk, still under the partial name
             ... verify out.partial ...
             out.commit()
 
     The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
-    seal() writes the GGUF magic, so that no reader takes a torn file for a model. Leaving the block without commit()
-    removes it; after kill -9 or a power cut it stays, and the next run takes it over.
+    seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
+    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
+    over.
     """
 
-    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False):
+    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False, signature: bytes = b"GGUF"):
         self.path = Path(os.path.realpath(path))
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.magic = struct.pack("<I", os.getpid())
         self._force = force
+        self._signature = signature
         for source in inputs:
             if self.path.exists() and self.path.samefile(source):
                 raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
@@ -464,7 +472,8 @@ class AtomicOutput:
                 os.close(fd)
                 if e.errno not in (errno.EAGAIN, errno.EACCES):
                     raise
-                by = "another process" if len(owner) < 4 or owner == b"GGUF" else f"pid {struct.unpack('<I', owner)[0]}"
+                unknown = len(owner) < 4 or owner == self._signature
+                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
                 raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
             if same:
                 break
@@ -490,9 +499,9 @@ class AtomicOutput:
             view = view[os.write(self._fd, view[: 1 << 30]) :]
 
     def seal(self) -> None:
-        """All data is written: make it durable, then turn it into a GGUF."""
+        """All data is written: make it durable, then turn it into a file of its format."""
         os.fsync(self._fd)
-        if os.pwrite(self._fd, b"GGUF", 0) != 4:
+        if os.pwrite(self._fd, self._signature, 0) != 4:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.partial))
         os.fsync(self._fd)
 

@@ -8,6 +8,7 @@ import re
 import numpy as np
 
 from . import console, errors, weights
+from .convert import storage_name
 from .gguf_files import Model, Tensor, type_name
 
 
@@ -19,7 +20,7 @@ def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
         "name": t.name,
         "type": type_name(t.type),
         "shape": list(t.ne),
-        "storage": "dense" if t.sparse is None else f"macko-d{t.sparse.delta_bits}",
+        "storage": "dense" if t.sparse is None else storage_name(t.sparse.format, t.sparse.delta_bits),
         "density": None,
         "padding": None,
         "effective_density": t.nbytes_stored / t.nbytes,
@@ -31,10 +32,27 @@ def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
         n_stored = t.n_stored()
         out["density"] = t.sparse.nnz / t.n_elements
         out["padding"] = (n_stored - t.sparse.nnz) / n_stored if n_stored else 0.0
+        if t.sparse.format == "ec-csr":
+            out["sets"] = set_report(t)
     elif weights.is_value_type(t.type):
         nnz = sum(int(np.count_nonzero(block.view(f"u{t.nbytes // t.n_elements}"))) for block in t.blocks(n_threads))
         out["density"] = nnz / t.n_elements
     return out
+
+
+def set_report(t: Tensor) -> list:
+    """Block sets of an ec-csr tensor. coverage: share of its stored values;"""
+    n_stored = t.n_stored()
+    return [
+        {
+            "granularity": int(g),
+            "vector_size": int(v),
+            "blocks": int(n),
+            "columns": int(cols),
+            "coverage": int(g) * int(cols) / n_stored,
+        }
+        for g, v, n, cols in t.sets()
+    ]
 
 
 def model_report(model: Model, n_threads: int = 0) -> dict:
@@ -66,8 +84,8 @@ HELP = "show what a model file holds"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, "
-        "effective density (bytes here over bytes of the dense tensor), bytes and bits per weight; then totals of the"
-        " file."
+        "effective density (bytes here over bytes of the dense tensor), bytes and bits per weight; of EC-CSR tensors "
+        "the block sets, with the share of stored values that each covers; then totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -107,6 +125,10 @@ def print_report(report: dict) -> None:
     headers = ["tensor", "shape", "type", "storage", "density", "padding", "effective density", "bytes", "BPW"]
     print(console.table(rows, headers))
     print()
+    sets = [[t["name"], *s.values()] for t in report["tensors"] for s in t.get("sets", [])]
+    if sets:
+        print(console.table(sets, ["tensor", "rows of a block", "vector size", "blocks", "columns", "coverage"]))
+        print()
     for name, value in report["metadata"].items():
         print(f"{name} = {value!r}")
     print(f"{report['n_tensors']} tensors, {report['n_sparse']} stored sparse, {report['n_parameters']} parameters")

@@ -1,4 +1,4 @@
-"""SparseMatrix: MACKO on NumPy arrays, with the C codec and the C CPU kernels."""
+"""SparseMatrix: MACKO or EC-CSR on NumPy arrays, with the C codecs and the C CPU kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from . import bindings, errors, formats
+from . import bindings, ec_csr, errors, formats
+from .bindings import EcCsrOptions
 from .formats import TYPE_BF16, TYPE_F16, TYPE_F32
 
 
@@ -21,12 +22,12 @@ class SparseMatrix:
     The C library keeps a repacked copy for `@`, made with the first product.
     """
 
-    def __init__(self, arrays: formats.MackoMatrix):
+    def __init__(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix):
         """arrays: from a file or from anywhere; they are checked in full here."""
         bindings.validate(arrays)
         self._init(arrays)
 
-    def _init(self, arrays: formats.MackoMatrix) -> None:
+    def _init(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix) -> None:
         self.arrays = arrays
         self._cpu: bindings.CpuMatrix | None = None
 
@@ -34,15 +35,30 @@ class SparseMatrix:
 
     @classmethod
     def from_dense(
-        cls, dense: np.ndarray, delta_bits: int | None = None, bf16: bool = False, n_threads: int = 0
+        cls,
+        dense: np.ndarray,
+        delta_bits: int | None = None,
+        bf16: bool = False,
+        n_threads: int = 0,
+        format: str = "macko",
+        extraction: EcCsrOptions | None = None,
     ) -> SparseMatrix:
-        """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest."""
+        """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest.
+        format: "macko" or "ec-csr", or "auto" for the smaller of the two. extraction: options of EC-CSR.
+        """
         bits, type_id = _to_bits(dense, bf16)
-        count = bindings.count_dense(bits, type_id, n_threads)
-        if delta_bits is None:
-            delta_bits = smallest_delta_bits(type_id, len(bits), count.n_stored)
+        if format not in ("macko", "ec-csr", "auto"):
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not macko, ec-csr or auto")
+        found = []
+        if format != "ec-csr":
+            count = bindings.count_dense(bits, type_id, n_threads)
+            width = smallest_delta_bits(type_id, len(bits), count.n_stored) if delta_bits is None else delta_bits
+            found.append(bindings.encode(bits, type_id, width, count, n_threads))
+        if format == "ec-csr" or (format == "auto" and delta_bits in (None, *ec_csr.DELTA_BITS)):
+            widths = ec_csr.DELTA_BITS if delta_bits is None else (delta_bits,)
+            found += [bindings.ec_csr_encode(bits, type_id, b, extraction, n_threads) for b in widths]
         self = cls.__new__(cls)
-        self._init(bindings.encode(bits, type_id, delta_bits, count, n_threads))
+        self._init(min(found, key=lambda m: m.nbytes))
         return self
 
     @classmethod
@@ -51,6 +67,10 @@ class SparseMatrix:
         return cls.from_dense(matrix.toarray(), delta_bits, n_threads=n_threads)
 
     # ---- properties ----
+
+    @property
+    def format(self) -> str:
+        return "ec-csr" if isinstance(self.arrays, ec_csr.EcCsrMatrix) else "macko"
 
     @property
     def shape(self) -> tuple:
@@ -71,7 +91,7 @@ class SparseMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the canonical arrays, padding and row pointers included."""
+        """Bytes of the canonical arrays, padding and pointers included."""
         return self.arrays.nbytes
 
     @property
@@ -101,7 +121,7 @@ class SparseMatrix:
 
     def __repr__(self) -> str:
         return (
-            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {formats.TYPE_NAMES[self.arrays.type]}, "
+            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {formats.TYPE_NAMES[self.arrays.type]} {self.format}, "
             f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
         )
 

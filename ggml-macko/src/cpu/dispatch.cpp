@@ -1,6 +1,7 @@
 // Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the instruction set.
 #include "cpu/dispatch.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
@@ -103,7 +104,7 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
     const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
                         / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
-        return density < cost.packed_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::packed : x_layout::rows;
+        return density < cost.narrow_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::narrow : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
@@ -124,27 +125,6 @@ static int * part_counter(const mul_mat_params & p) {
     return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) - COUNTER_NBYTES);
 }
 
-// first row of part i of n: parts are contiguous and stream about the same number of bytes
-static int64_t part_begin(const mul_mat_params & p, int i, int n) {
-    const bitmap_matrix & w = p.w;
-    const int64_t per_row   = mask_words(w.cols) * 8 + 64; // mask, and what a row costs anyway
-    const auto bytes_before = [&](int64_t row) {
-        return (row - p.row_begin) * per_row + static_cast<int64_t>(w.row_off[row] - w.row_off[p.row_begin]) * value_nbytes(w.type);
-    };
-    const int64_t wanted = bytes_before(p.row_end) / n * i;
-    int64_t lo = p.row_begin;
-    int64_t hi = p.row_end;
-    while (lo < hi) {
-        const int64_t mid = lo + (hi - lo) / 2;
-        if (bytes_before(mid) < wanted) {
-            lo = mid + 1;
-        } else {
-            hi = mid;
-        }
-    }
-    return lo;
-}
-
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (p.n <= 0 || p.row_begin >= p.row_end) {
         return; // all threads see the same params, so none waits at a barrier
@@ -156,14 +136,13 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     }
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
-    // More parts than threads, taken as threads get free: cores do not run equally fast. Panels are read once a part, so these are larger.
-    const int n_parts = nth == 1 ? 1 : nth * (layout == x_layout::panels ? 4 : 8);
-    for (int part; (part = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < n_parts;) {
-        const int64_t begin = part_begin(p, part, n_parts);
-        const int64_t end   = part + 1 == n_parts ? p.row_end : part_begin(p, part + 1, n_parts);
-        if (begin < end) {
-            set.multiply(p, layout, begin, end);
-        }
+    // More parts than threads, taken as threads get free: cores do not run equally fast, nor are rows equally long. Panels are read once a
+    // part, so these are larger.
+    const int64_t n_rows  = p.row_end - p.row_begin;
+    const int64_t n_parts = nth == 1 ? 1 : nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t step    = (n_rows + n_parts - 1) / n_parts;
+    for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
+        set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
     }
 #pragma omp barrier
 }

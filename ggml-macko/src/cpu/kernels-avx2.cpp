@@ -36,7 +36,7 @@ struct simd {
     static constexpr int width     = 8;
     static constexpr int tile_vecs = 8;
     template <int TYPE> static constexpr int step         = 8;
-    template <int TYPE> static constexpr bool packs       = false;
+    template <int TYPE> static constexpr bool narrows     = false;
     template <int NX>   static constexpr int rows_at_once = 1;
 
     static vec   zero()                   { return _mm256_setzero_ps(); }

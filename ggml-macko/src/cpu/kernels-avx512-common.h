@@ -22,7 +22,7 @@ struct avx512 {
     static constexpr int tile_vecs = 8;
     static constexpr int prefetch_bytes = 3072; // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
     template <int TYPE> static constexpr int step         = 16;
-    template <int TYPE> static constexpr bool packs       = false;
+    template <int TYPE> static constexpr bool narrows     = false;
     template <int NX>   static constexpr int rows_at_once = NX == 1 ? 1 : 2; // each x vector is loaded once for both rows
 
     static vec   zero()                   { return _mm512_setzero_ps(); }

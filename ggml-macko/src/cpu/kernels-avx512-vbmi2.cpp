@@ -4,9 +4,21 @@
 namespace macko {
 namespace {
 
+struct places_table {
+    alignas(64) uint8_t place[64];
+};
+constexpr places_table make_places_table() {
+    places_table t = {};
+    for (int i = 0; i < 64; i++) {
+        t.place[i] = static_cast<uint8_t>(i);
+    }
+    return t;
+}
+constexpr places_table places_0_63 = make_places_table();
+
 struct simd : avx512 {
     template <int TYPE> static constexpr int  step  = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
-    template <int TYPE> static constexpr bool packs = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr bool narrows = TYPE != GGML_MACKO_TYPE_F32;
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -18,16 +30,50 @@ struct simd : avx512 {
             w[1] = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // the x (32 16-bit numbers) whose bits are set, one behind the other; writes up to 64 bytes. Half-width stores, because a store of 64
-    // bytes crosses a cache line nearly always and stores are what this loop waits for; more than 16 bits are rare at these densities.
-    static void pack(const uint8_t * x, uint32_t bits, uint8_t * out) {
-        const __m512i all = _mm512_mask_compress_epi16(in_register(_mm512_setzero_si512()), bits, _mm512_load_si512(x));
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(all));
-        if (__builtin_expect(__builtin_popcount(bits) > 16, 0)) {
-            _mm256_storeu_si256(reinterpret_cast<__m256i *>(out) + 1, _mm512_extracti64x4_epi64(all, 1));
+    // A row's product with one x. For each group of 64 columns the places of its non-zeros, compressed from 0 ... 63 by the mask, pick their
+    // x from the group's two registers, lane by lane beside the packed values. FEW: rarely more than 16 non-zeros in a group.
+    template <int TYPE, bool FEW> static float dot_narrow(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
+        constexpr int PREFETCH = 4096; // bytes ahead in the values
+        const __m512i places = _mm512_load_si512(places_0_63.place);
+        vec acc[4] = { zero(), zero(), zero(), zero() };
+        const auto add_group = [&](int64_t word, int a) __attribute__((always_inline)) {
+            const uint64_t bits = mask[word];
+            const int      n    = __builtin_popcountll(bits);
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
+            const __m512i  lo   = _mm512_load_si512(x + word * 128);
+            const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
+            // entries first ... first+31 of the group, whose places are given; x past the last is zero, and what follows in the values is finite
+            const auto add_entries = [&](int first, __m256i places_of_them) __attribute__((always_inline)) {
+                const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
+                const __m512i   xs   = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(places_of_them), hi);
+                acc[a] = fma(load_values<TYPE>(values + first * 2), widen<TYPE>(_mm512_castsi512_si256(xs)), acc[a]);
+                if (!FEW || __builtin_expect(n - first > 16, 0)) {
+                    acc[a + 2] = fma(load_values<TYPE>(values + first * 2 + 32), widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
+                }
+            };
+            add_entries(0, _mm512_castsi512_si256(at));
+            if (__builtin_expect(n > 32, 0)) {
+                add_entries(32, _mm512_extracti64x4_epi64(at, 1));
+            }
+            values += n * 2;
+        };
+        int64_t word = 0;
+        for (; word + 4 <= words; word += 4) {
+            __builtin_prefetch(values + PREFETCH);
+            __builtin_prefetch(mask + word + 256);
+            add_group(word,     0);
+            add_group(word + 1, 1);
+            if (!FEW) {
+                __builtin_prefetch(values + PREFETCH);
+            }
+            add_group(word + 2, 0);
+            add_group(word + 3, 1);
         }
+        for (; word < words; word++) {
+            add_group(word, 0);
+        }
+        return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    static void clear_halves(uint8_t * out) { _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm256_setzero_si256()); }
     // v, which has TYPE's precision, as 16-bit numbers
     template <int TYPE> static void narrow(uint8_t * out, vec v) {
         __m256i h;
@@ -45,4 +91,4 @@ struct simd : avx512 {
 
 #include "cpu/kernels-impl.h"
 
-const macko::kernel_set macko::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.2f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }};
+const macko::kernel_set macko::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }};

@@ -4,8 +4,7 @@
 // Everything here has internal linkage and calls no function of another header, std:: templates included: such a function could be
 // emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
 //
-// packed layout (one x, low density, 16-bit types): a row's mask packs x as its values are packed (compress), then packed x meets packed
-//                       values: conversions and FMAs in proportion to density.
+// narrow layout (one x, low density, 16-bit types): work in proportion to groups of 64 columns; the instruction set's own dot_narrow().
 // rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
 // panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1),
@@ -119,10 +118,10 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
     }
 }
 
-// ---- packed layout ----
-// S = simd, as a parameter, so that its packing functions are looked up only for the sets that have them
+// ---- narrow layout ----
+// S = simd, as a parameter, so that its functions are looked up only for the sets that have them
 
-template <int TYPE, typename S> void prepare_packed(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+template <int TYPE, typename S> void prepare_narrow(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     uint8_t * dst = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = p.w.cols - c;
@@ -130,46 +129,16 @@ template <int TYPE, typename S> void prepare_packed(const mul_mat_params & p, in
     }
 }
 
-template <int TYPE, typename S> float dot_packed(const mul_mat_params & p, int64_t row) {
-    constexpr int     STEP = 32;
-    constexpr int     ACCS = 4;
-    constexpr int64_t PART = 64; // words: 4096 columns, whose packed x stay in L1
-    alignas(64) uint8_t packed[(PART * 64 + ACCS * W) * 2];
-
-    const int64_t    words  = words_of(p.w.cols);
-    const uint64_t * mask   = p.w.masks + row * words;
-    const uint8_t  * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
-    const uint8_t  * x      = static_cast<const uint8_t *>(p.scratch);
-    vec acc[ACCS];
-    for (int a = 0; a < ACCS; a++) {
-        acc[a] = simd::zero();
+template <int TYPE, typename S> void multiply_narrow(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    const int64_t words = words_of(p.w.cols);
+    for (int64_t row = row_begin; row < row_end; row++) {
+        const uint8_t * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
+        const uint8_t * x      = static_cast<const uint8_t *>(p.scratch);
+        // few entries in most groups: 64 columns have 9.6 on average at this density
+        const bool few = static_cast<int64_t>(p.w.row_off[row + 1] - p.w.row_off[row]) * 20 <= p.w.cols * 3;
+        p.y[0][row - p.row_begin] = few ? S::template dot_narrow<TYPE, true> (p.w.masks + row * words, words, values, x)
+                                        : S::template dot_narrow<TYPE, false>(p.w.masks + row * words, words, values, x);
     }
-    for (int64_t first = 0; first < words; first += PART) {
-        const int64_t last = smaller(first + PART, words);
-        int64_t n = 0;
-        for (int64_t word = first; word < last; word++, x += 64 * 2) {
-            const uint64_t bits = mask[word];
-            __builtin_prefetch(values + n * 2 + PREFETCH);
-#pragma GCC unroll 2
-            for (int s = 0; s < 64 / STEP; s++) {
-                const uint32_t part = piece<STEP>(bits, s);
-                S::pack(x + s * STEP * 2, part, packed + n * 2);
-                n += __builtin_popcount(part);
-            }
-        }
-        for (int a = 0; a < ACCS; a++) { // the values past the last, finite numbers or slack, are multiplied by zero
-            S::clear_halves(packed + (n + a * W) * 2);
-        }
-        for (int64_t i = 0; i < n; i += ACCS * W) {
-#pragma GCC unroll 4
-            for (int a = 0; a < ACCS; a++) {
-                const vec w = simd::load_values<TYPE>(values + (i + a * W) * 2);
-                acc[a] = simd::fma(w, simd::load_values<TYPE>(packed + (i + a * W) * 2), acc[a]);
-            }
-        }
-        values += n * 2;
-    }
-    return simd::sum(simd::add(simd::add(acc[0], acc[2]), simd::add(acc[1], acc[3])));
 }
 
 // ---- rows layout ----
@@ -415,9 +384,9 @@ template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_b
 // ---- entry points of kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if constexpr (simd::packs<TYPE>) {
-        if (layout == x_layout::packed) {
-            return prepare_packed<TYPE, simd>(p, col_begin, col_end);
+    if constexpr (simd::narrows<TYPE>) {
+        if (layout == x_layout::narrow) {
+            return prepare_narrow<TYPE, simd>(p, col_begin, col_end);
         }
     }
     if (layout == x_layout::panels) {
@@ -439,12 +408,9 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (simd::packs<TYPE>) {
-        if (layout == x_layout::packed) {
-            for (int64_t row = row_begin; row < row_end; row++) {
-                p.y[0][row - p.row_begin] = dot_packed<TYPE, simd>(p, row);
-            }
-            return;
+    if constexpr (simd::narrows<TYPE>) {
+        if (layout == x_layout::narrow) {
+            return multiply_narrow<TYPE, simd>(p, row_begin, row_end);
         }
     }
     if (layout == x_layout::panels) {

@@ -11,7 +11,7 @@ struct simd {
     static constexpr int width     = 4;
     static constexpr int tile_vecs = 8;
     template <int TYPE> static constexpr int step         = 8; // columns that expand() handles
-    template <int TYPE> static constexpr bool packs       = false;
+    template <int TYPE> static constexpr bool narrows     = false;
     template <int NX>   static constexpr int rows_at_once = 1;
 
     static vec   zero()                      { return vec{0, 0, 0, 0}; }

@@ -1,6 +1,7 @@
 // Opens a GGUF file, checks what it says of sparse tensors (FORMAT.md sections 1-4), and reads payload block by block.
 // Payload is always validated on a private copy, never on the file itself: the file may change under us.
 #include "file/model-file.h"
+#include "format/encode.h"
 
 #include <algorithm>
 #include <atomic>
@@ -15,13 +16,20 @@
 
 namespace macko {
 
-constexpr int32_t  TYPE_I8        = 24; // ggml type ids of deltas and row_ptr
+constexpr int32_t  TYPE_I8        = 24; // ggml type ids of components
+constexpr int32_t  TYPE_I16       = 25;
 constexpr int32_t  TYPE_I32       = 26;
-constexpr int64_t  FORMAT_VERSION = 1;
+constexpr int64_t  FORMAT_VERSION = 2;
+constexpr int64_t  EC_CSR_VERSION = 2; // readers older than that do not know ec-csr
 constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
-static const char * const COMPONENTS[3] = { ".values", ".deltas", ".row_ptr" };
 constexpr size_t   MAX_SUFFIX     = 8;
+
+static const char * const MACKO_COMPONENTS[]  = { ".values", ".deltas", ".row_ptr" };
+static const char * const EC_CSR_COMPONENTS[] = { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" };
+const sparse_format FORMAT_MACKO  = { "macko",  std::size(MACKO_COMPONENTS),  MACKO_COMPONENTS };
+const sparse_format FORMAT_EC_CSR = { "ec-csr", std::size(EC_CSR_COMPONENTS), EC_CSR_COMPONENTS };
+static const sparse_format * const FORMATS[] = { &FORMAT_MACKO, &FORMAT_EC_CSR };
 
 // ---- the file system ----
 
@@ -268,14 +276,22 @@ static int check_name(const std::string & name) {
 // matrix i of the macko.tensor.* arrays, without its components
 struct sparse_keys {
     const gguf_key * format, * type, * ne, * delta_bits, * nnz;
+    int64_t          min_reader;
 };
 
 static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format, sparse_matrix * m) {
     if (const int status = check_name(m->name)) {
         return status;
     }
-    if (format != "macko") {
+    m->format = nullptr;
+    for (const sparse_format * f : FORMATS) {
+        m->format = format == f->name ? f : m->format;
+    }
+    if (m->format == nullptr) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' is not known to this build", printable(format.c_str(), format.size()).text);
+    }
+    if (m->format == &FORMAT_EC_CSR && keys.min_reader < EC_CSR_VERSION) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format 'ec-csr' in a file for readers of version %" PRId64, keys.min_reader);
     }
     int64_t type = 0;
     int64_t bits = 0;
@@ -292,7 +308,7 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     if (!header.get_int(*keys.nnz, i, &m->desc.nnz)) {
         return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz is larger than 2^63");
     }
-    if (const int status = check_desc(m->desc)) {
+    if (const int status = m->format == &FORMAT_EC_CSR ? check_ec_csr_desc(m->desc) : check_desc(m->desc)) {
         return status;
     }
     m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // check_desc: <= 16 GiB
@@ -303,10 +319,13 @@ static int read_matrices(model_file * file) {
     const gguf_header & header = file->header;
     sparse_keys keys = {};
     const gguf_key * name = nullptr;
+    if (const int status = find_u32(header, "macko.min_reader_version", &keys.min_reader)) {
+        return status;
+    }
     if (const int status = find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name)) {
         return status;
     }
-    if (name->n > MAX_TENSORS / 3) { // each has three components; also bounds 4 n below
+    if (name->n > MAX_TENSORS / 3) { // each has three components at least; also bounds 4 n below
         return fail(GGML_MACKO_STATUS_LIMIT, "too many sparse tensors (%" PRIu64 " vs %" PRIu64 ")", name->n, MAX_TENSORS / 3);
     }
     if (const int status = find_array(header, "macko.tensor.format", GGUF_STRING, name->n, &keys.format)) {
@@ -361,34 +380,59 @@ static int check_component(const gguf_tensor & t, int32_t type, int64_t n) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// the three tensors from table entry t on are matrix m's components, and have the types and lengths they must have
+static int check_macko_components(const gguf_tensor * t, sparse_matrix * m) {
+    m->n_padded = t[MACKO_VALUES].ne[0];
+    const int64_t n_max = n_padded(std::min(m->desc.rows * m->desc.cols, MAX_STORED)); // each dense element is stored once at most
+    if (m->n_padded % 8 != 0 || m->n_padded > n_max) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%" PRId64 " vs a multiple of 8 <= %" PRId64 ")", t->name.c_str(), m->n_padded, n_max);
+    }
+    if (m->desc.nnz > m->n_padded) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%s: nnz (%" PRId64 " vs %" PRId64 " entries)", m->name.c_str(), m->desc.nnz, m->n_padded);
+    }
+    if (const int status = check_component(t[MACKO_VALUES], m->desc.type, m->n_padded)) {
+        return status;
+    }
+    if (const int status = check_component(t[MACKO_DELTAS], TYPE_I8, deltas_nbytes(m->n_padded, m->desc.delta_bits))) {
+        return status;
+    }
+    return check_component(t[MACKO_ROW_PTR], TYPE_I32, m->desc.rows + 1);
+}
+
+// types, and lengths as far as they do not depend on the set table: that is payload
+static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, sparse_matrix * m) {
+    if (m->desc.rows / MAX_EC_ROWS > file_size) { // no component has one element per row, as row_ptr has; what is made of a matrix has
+        return fail(GGML_MACKO_STATUS_LIMIT, "%s: %" PRId64 " rows from a file of %" PRId64 " bytes (limit %" PRId64 " x)", m->name.c_str(), m->desc.rows, file_size, MAX_EC_ROWS);
+    }
+    const int32_t base_type = ec_base_nbytes(m->desc.cols) == 2 ? TYPE_I16 : TYPE_I32;
+    const int32_t types[]   = { m->desc.type, TYPE_I8, base_type, TYPE_I32, TYPE_I32, TYPE_I32 };
+    for (size_t c = 0; c < FORMAT_EC_CSR.n_components; c++) {
+        const int64_t n = t[c].n_dims == 1 ? std::min(t[c].ne[0], MAX_STORED) : 0;
+        if (const int status = check_component(t[c], types[c], n)) {
+            return status;
+        }
+    }
+    if (t[EC_SETS].ne[0] % 4 != 0 || t[EC_SETS].ne[0] > 4 * EC_MAX_SETS) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%" PRId64 " vs a multiple of 4 <= %" PRId64 ")", t[EC_SETS].name.c_str(), t[EC_SETS].ne[0], 4 * EC_MAX_SETS);
+    }
+    if (m->desc.nnz > t[EC_VALUES].ne[0]) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%s: nnz (%" PRId64 " vs %" PRId64 " values)", m->name.c_str(), m->desc.nnz, t[EC_VALUES].ne[0]);
+    }
+    m->n_padded = n_padded(max_recoded(m->desc));
+    return GGML_MACKO_STATUS_OK;
+}
+
+// the tensors from table entry t on are matrix m's components, and have the types and lengths they must have
 static int bind_components(model_file * file, size_t t, size_t index) {
     sparse_matrix & m = file->sparse[index];
     const auto & tensors = file->header.tensors;
-    for (size_t c = 0; c < 3; c++) {
-        if (t + c >= tensors.size() || tensors[t + c].name != m.name + COMPONENTS[c]) {
-            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s does not stand in its place of the tensor table", m.name.c_str(), COMPONENTS[c]);
+    for (size_t c = 0; c < m.format->n_components; c++) {
+        if (t + c >= tensors.size() || tensors[t + c].name != m.name + m.format->components[c]) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s does not stand in its place of the tensor table", m.name.c_str(), m.format->components[c]);
         }
         file->tensor_sparse_index[t + c] = static_cast<int64_t>(index);
     }
-    m.values   = t;
-    m.deltas   = t + 1;
-    m.row_ptr  = t + 2;
-    m.n_padded = tensors[t].ne[0];
-    const int64_t n_max = n_padded(std::min(m.desc.rows * m.desc.cols, MAX_STORED)); // each dense element is stored once at most
-    if (m.n_padded % 8 != 0 || m.n_padded > n_max) {
-        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%" PRId64 " vs a multiple of 8 <= %" PRId64 ")", tensors[t].name.c_str(), m.n_padded, n_max);
-    }
-    if (m.desc.nnz > m.n_padded) {
-        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%s: nnz (%" PRId64 " vs %" PRId64 " entries)", m.name.c_str(), m.desc.nnz, m.n_padded);
-    }
-    if (const int status = check_component(tensors[m.values], m.desc.type, m.n_padded)) {
-        return status;
-    }
-    if (const int status = check_component(tensors[m.deltas], TYPE_I8, deltas_nbytes(m.n_padded, m.desc.delta_bits))) {
-        return status;
-    }
-    return check_component(tensors[m.row_ptr], TYPE_I32, m.desc.rows + 1);
+    m.first = t;
+    return m.format == &FORMAT_EC_CSR ? check_ec_csr_components(&tensors[t], file->header.file_size, &m) : check_macko_components(&tensors[t], &m);
 }
 
 // a tensor that is not a component must not look like one
@@ -402,8 +446,10 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
         }
     }
     const std::string_view suffix = std::string_view(t.name).substr(std::min(t.name.size(), t.name.rfind('.')));
-    if (std::any_of(std::begin(COMPONENTS), std::end(COMPONENTS), [&](const char * c) { return suffix == c; })) {
-        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s belongs to no sparse tensor", t.name.c_str());
+    for (const sparse_format * f : FORMATS) {
+        if (std::any_of(f->components, f->components + f->n_components, [&](const char * c) { return suffix == c; })) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s belongs to no sparse tensor", t.name.c_str());
+        }
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -425,20 +471,19 @@ static int check_components(model_file * file) {
         }
     }
     for (const sparse_matrix & m : file->sparse) {
-        for (const char * component : COMPONENTS) {
-            if (name_find(tensor_names, m.name + component) < 0) {
-                return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "%s%s is missing", m.name.c_str(), component);
+        for (size_t c = 0; c < m.format->n_components; c++) {
+            if (name_find(tensor_names, m.name + m.format->components[c]) < 0) {
+                return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "%s%s is missing", m.name.c_str(), m.format->components[c]);
             }
         }
     }
     size_t next = 0; // matrices stand in the order of macko.tensor.name
     for (size_t t = 0; t < tensors.size();) {
-        if (next < file->sparse.size() && tensors[t].name == file->sparse[next].name + COMPONENTS[0]) {
+        if (next < file->sparse.size() && tensors[t].name == file->sparse[next].name + file->sparse[next].format->components[0]) {
             if (const int status = bind_components(file, t, next)) {
                 return status;
             }
-            next++;
-            t += 3;
+            t += file->sparse[next++].format->n_components;
         } else {
             if (const int status = check_not_component(tensors[t], sparse_names)) {
                 return status;
@@ -496,7 +541,7 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file) {
         }
         const sparse_matrix & m = file.sparse[static_cast<size_t>(index)];
         out.push_back({ m.name, m.desc.type, m.n_dims, { m.ne[0], m.ne[1], m.ne[2], m.ne[3] }, 0, m.nbytes_dense });
-        t += 3;
+        t += m.format->n_components;
     }
     return out;
 }
@@ -534,13 +579,15 @@ struct payload_reader {
     const sparse_matrix  & m;
     std::vector<int32_t>   row_ptr;
     std::vector<int64_t>   blocks; // first row of each block, then rows
+    macko_matrix           recoded; // an EC-CSR matrix: blocks of rows are taken from here, not from the file
 
-    int64_t values_offset(int64_t entry) const { return header.tensors[m.values].offset + entry * value_nbytes(m.desc.type); }
-    int64_t deltas_offset(int64_t entry) const { return header.tensors[m.deltas].offset + entry * m.desc.delta_bits / 8; } // entry % 8 == 0
+    const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
+    int64_t values_offset(int64_t entry) const { return component(MACKO_VALUES).offset + entry * value_nbytes(m.desc.type); }
+    int64_t deltas_offset(int64_t entry) const { return component(MACKO_DELTAS).offset + entry * m.desc.delta_bits / 8; } // entry % 8 == 0
 
     int read_row_ptr() {
         row_ptr.resize(static_cast<size_t>(m.desc.rows) + 1);
-        if (const int status = source.read(header.tensors[m.row_ptr].offset, row_ptr.data(), header.tensors[m.row_ptr].nbytes)) {
+        if (const int status = source.read(component(MACKO_ROW_PTR).offset, row_ptr.data(), component(MACKO_ROW_PTR).nbytes)) {
             return status;
         }
         return check_row_ptr(m.desc, row_ptr.data(), m.n_padded);
@@ -549,7 +596,7 @@ struct payload_reader {
     int read_padding() const {
         const int64_t n_stored  = row_ptr.back();
         const int64_t base      = n_stored & ~int64_t(7);
-        const int64_t n_deltas  = header.tensors[m.deltas].nbytes;
+        const int64_t n_deltas  = component(MACKO_DELTAS).nbytes;
         const int64_t n_values_bytes = (m.n_padded - base) * value_nbytes(m.desc.type); // n_padded is 8 at least: <= 64 bytes
         const int64_t n_deltas_bytes = n_deltas - base * m.desc.delta_bits / 8;
         alignas(8) uint8_t values[64];
@@ -583,6 +630,9 @@ struct payload_reader {
     int read_block(size_t b, std::vector<uint8_t> & buffer, macko_view * view) const {
         const int64_t row_begin = blocks[b];
         const int64_t row_end   = blocks[b + 1];
+        if (!recoded.values.empty()) {
+            return validate({ m.desc, row_begin, row_end, row_ptr.data(), 0, recoded.values.data(), recoded.deltas.data() }, view);
+        }
         const int64_t base      = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
         const int64_t end       = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // <= n_padded
         const int64_t n_values  = (end - base) * value_nbytes(m.desc.type);                           // multiples of 8 entries:
@@ -643,11 +693,60 @@ struct payload_reader {
     }
 };
 
+// the components of an EC-CSR matrix in private memory
+struct ec_csr_payload {
+    std::vector<uint8_t> memory[std::size(EC_CSR_COMPONENTS)];
+    ec_csr_arrays        arrays = {};
+
+    int read(const byte_source & source, const gguf_header & header, const sparse_matrix & m) {
+        for (size_t c = 0; c < std::size(memory); c++) {
+            const gguf_tensor & t = header.tensors[m.first + c];
+            memory[c].resize(static_cast<size_t>(t.nbytes));
+            if (const int status = source.read(t.offset, memory[c].data(), t.nbytes)) {
+                return status;
+            }
+        }
+        const auto n   = [&](size_t c) { return header.tensors[m.first + c].ne[0]; };
+        const auto i32 = [&](size_t c) { return reinterpret_cast<const int32_t *>(memory[c].data()); };
+        arrays = { m.desc, reinterpret_cast<const ec_csr_set *>(memory[EC_SETS].data()), n(EC_SETS) / 4, i32(EC_ROWS), n(EC_ROWS), i32(EC_BLK_PTR), n(EC_BLK_PTR),
+                   memory[EC_BASES].data(), n(EC_BASES), memory[EC_DELTAS].data(), n(EC_DELTAS), memory[EC_VALUES].data(), n(EC_VALUES) };
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+int read_ec_csr(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads, payload_consumer & consumer) {
+    const int      n_team = n_threads > 0 ? n_threads : omp_get_max_threads();
+    payload_reader reader = { source, header, m, {}, {}, {} };
+    {
+        ec_csr_payload payload;
+        ec_csr_view    view;
+        if (const int status = payload.read(source, header, m)) {
+            return status;
+        }
+        if (const int status = check_ec_csr(payload.arrays, &view)) {
+            return status;
+        }
+        if (consumer.takes_blocks()) {
+            const int status = each_row(view, n_team, [](int64_t, const void *) {});
+            return status ? status : consumer.consume_blocks(view);
+        }
+        if (const int status = recode(view, n_team, &reader.recoded)) {
+            return status;
+        }
+    }
+    reader.row_ptr = std::move(reader.recoded.row_ptr);
+    reader.make_blocks();
+    return reader.read_blocks(n_team, consumer);
+}
+
 } // namespace
 
 int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer) {
     const int status = at_c_edge([&]() -> int {
-        payload_reader reader = { source, header, matrix, {}, {} };
+        if (matrix.format == &FORMAT_EC_CSR) {
+            return read_ec_csr(source, header, matrix, n_threads, consumer);
+        }
+        payload_reader reader = { source, header, matrix, {}, {}, {} };
         if (const int s = reader.read_row_ptr()) {
             return s;
         }

@@ -3,21 +3,33 @@
 #pragma once
 
 #include "file/gguf-header.h"
-#include "format/macko.h"
+#include "format/ec-csr.h"
 
 #include <memory>
 #include <sys/stat.h>
 
 namespace macko {
 
+// components of a matrix, in the order of the tensor table
+enum macko_component  : size_t { MACKO_VALUES, MACKO_DELTAS, MACKO_ROW_PTR };
+enum ec_csr_component : size_t { EC_VALUES, EC_DELTAS, EC_BASES, EC_BLK_PTR, EC_ROWS, EC_SETS };
+
+struct sparse_format {
+    const char         * name;         // in macko.tensor.format
+    size_t               n_components;
+    const char * const * components;   // suffixes, with their dot
+};
+extern const sparse_format FORMAT_MACKO, FORMAT_EC_CSR;
+
 struct sparse_matrix { // FORMAT.md section 2
-    std::string name;
-    macko_desc  desc;
-    int32_t     n_dims;
-    int64_t     ne[4];
-    int64_t     n_padded;
-    int64_t     nbytes_dense;
-    size_t      values, deltas, row_ptr; // indices into gguf_header::tensors
+    std::string           name;
+    const sparse_format * format;
+    macko_desc            desc;
+    int32_t               n_dims;
+    int64_t               ne[4];
+    int64_t               n_padded;     // of the MACKO arrays that a consumer gets; of ec-csr an upper bound
+    int64_t               nbytes_dense;
+    size_t                first;        // component in gguf_header::tensors; the others follow it
 };
 
 struct model_file : byte_source {
@@ -51,12 +63,15 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file);
 // the same for the types of the tensors that llama.cpp gets to see (dense_tensors)
 [[nodiscard]] int check_model_tensors(const std::vector<gguf_tensor> & tensors);
 
-// payload of one matrix in blocks of rows of about 512 KiB, in parallel: each block is read into private memory, validated, and
+// Payload of one matrix. MACKO: in blocks of rows of about 512 KiB, in parallel: each block is read into private memory, validated, and
 // handed to consume(view, first_value) (first_value = non-zeros in earlier rows); consume may be called from several threads at once,
-// not in order. Checks row_ptr, padding and nnz as well.
+// not in order. Checks row_ptr, padding and nnz as well. EC-CSR: the whole matrix is read and checked, and handed to consume_blocks at
+// once; for a consumer that does not take blocks it is recoded to MACKO first.
 struct payload_consumer {
     virtual ~payload_consumer() = default;
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
+    virtual bool takes_blocks() const { return false; }
+    [[nodiscard]] virtual int consume_blocks(const ec_csr_view &) { return GGML_MACKO_STATUS_OK; }
 };
 [[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
 // the same without the file system (fuzzing, tests); tensors are those of header

@@ -142,7 +142,7 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
         } else {
             p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
         }
-        at += index >= 0 ? 3 : 1;
+        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].format->n_components : 1;
         p->append(SEGMENT_ZERO, 0, ((p->size + alignment - 1) & ~(alignment - 1)) - p->size);
     }
     out->reset(new virtual_file(std::move(p)));

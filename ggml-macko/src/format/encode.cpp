@@ -1,76 +1,14 @@
-// Dense to MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows are dealt to threads in contiguous ranges.
+// To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to threads in contiguous ranges.
 #include "format/encode.h"
+#include "format/nonzero.h"
 
 #include <cstring>
 #include <omp.h>
 #include <vector>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 namespace macko {
 
 namespace {
-
-// bit i set where v[i] has any bit set, for n <= 64 elements
-inline uint64_t nonzero_mask_any(const uint16_t * v, int64_t n) {
-    uint64_t mask = 0;
-    for (int64_t i = 0; i < n; i++) {
-        mask |= static_cast<uint64_t>(v[i] != 0) << i;
-    }
-    return mask;
-}
-
-inline uint64_t nonzero_mask_any(const uint32_t * v, int64_t n) {
-    uint64_t mask = 0;
-    for (int64_t i = 0; i < n; i++) {
-        mask |= static_cast<uint64_t>(v[i] != 0) << i;
-    }
-    return mask;
-}
-
-#if defined(__SSE2__)
-inline __m128i zero_lanes16(const void * v) {
-    return _mm_cmpeq_epi16(_mm_loadu_si128(static_cast<const __m128i *>(v)), _mm_setzero_si128());
-}
-inline __m128i zero_lanes32(const void * v) {
-    return _mm_cmpeq_epi32(_mm_loadu_si128(static_cast<const __m128i *>(v)), _mm_setzero_si128());
-}
-inline uint64_t nonzero_mask_64(const uint16_t * v) {
-    uint64_t zero = 0;
-    for (int i = 0; i < 4; i++) {
-        const __m128i bytes = _mm_packs_epi16(zero_lanes16(v + 16 * i), zero_lanes16(v + 16 * i + 8));
-        zero |= static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(bytes))) << (16 * i);
-    }
-    return ~zero;
-}
-inline uint64_t nonzero_mask_64(const uint32_t * v) {
-    uint64_t zero = 0;
-    for (int i = 0; i < 4; i++) {
-        const uint32_t * p  = v + 16 * i;
-        const __m128i    lo = _mm_packs_epi32(zero_lanes32(p), zero_lanes32(p + 4));
-        const __m128i    hi = _mm_packs_epi32(zero_lanes32(p + 8), zero_lanes32(p + 12));
-        zero |= static_cast<uint64_t>(static_cast<uint32_t>(_mm_movemask_epi8(_mm_packs_epi16(lo, hi)))) << (16 * i);
-    }
-    return ~zero;
-}
-#else
-template <typename T> inline uint64_t nonzero_mask_64(const T * v) { return nonzero_mask_any(v, 64); }
-#endif
-
-// f(col) for each non-zero of a row, columns ascending
-template <typename T, typename F> inline void for_each_column(const T * row, int64_t cols, F && f) {
-    int64_t c = 0;
-    for (; c + 64 <= cols; c += 64) {
-        for (uint64_t mask = nonzero_mask_64(row + c); mask; mask &= mask - 1) {
-            f(c + __builtin_ctzll(mask));
-        }
-    }
-    for (uint64_t mask = nonzero_mask_any(row + c, cols - c); mask; mask &= mask - 1) {
-        f(c + __builtin_ctzll(mask));
-    }
-}
 
 template <typename T> void count_row(const T * row, int64_t cols, T exponent, ggml_macko_count * count) {
     int64_t nnz = 0, next = 0, fill1 = 0, fill2 = 0, fill4 = 0, fill8 = 0;
@@ -146,24 +84,46 @@ private:
     bool      shared_;
 };
 
+// entries of a row, and its non-zeros
+template <typename T> int64_t count_entries(const T * row, int64_t cols, int bits, int64_t * nnz) {
+    int64_t next = 0, n = 0, n_values = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        n += 1 + ((col - next) >> bits);
+        n_values++;
+        next = col + 1;
+    });
+    *nnz = n_values;
+    return n;
+}
+
+template <typename T> T * write_entries(const T * row, int64_t cols, int bits, code_writer & codes, T * v) {
+    const uint32_t max_code = (1u << bits) - 1;
+    int64_t        next     = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        int64_t gap = col - next;
+        for (; gap > max_code; gap -= max_code + 1) {
+            codes.put(max_code, bits);
+            *v++ = 0;
+        }
+        codes.put(static_cast<uint32_t>(gap), bits);
+        *v++ = row[col];
+        next = col + 1;
+    });
+    return v;
+}
+
 template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix & m, int n_threads) {
     auto * values  = static_cast<T *>(const_cast<void *>(m.values));
     auto * deltas  = const_cast<uint8_t *>(m.deltas);
     auto * row_ptr = const_cast<int32_t *>(m.row_ptr);
-    const int      bits     = m.delta_bits;
-    const uint32_t max_code = (1u << bits) - 1;
+    const int bits = m.delta_bits;
 
     std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
     int64_t nnz_total = 0;
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
     for (int64_t r = 0; r < m.rows; r++) {
-        int64_t next = 0, n = 0, nnz = 0;
-        for_each_column(dense + r * m.cols, m.cols, [&](int64_t col) {
-            n += 1 + ((col - next) >> bits);
-            nnz++;
-            next = col + 1;
-        });
-        n_row[static_cast<size_t>(r)] = n;
+        int64_t nnz = 0;
+        n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, bits, &nnz);
         nnz_total += nnz;
     }
     int64_t n_stored = 0;
@@ -189,22 +149,43 @@ template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix &
         code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
         T           * v = values + row_ptr[begin];
         for (int64_t r = begin; r < end; r++) {
-            const T * row  = dense + r * m.cols;
-            int64_t   next = 0;
-            for_each_column(row, m.cols, [&](int64_t col) {
-                int64_t gap = col - next;
-                for (; gap > max_code; gap -= max_code + 1) {
-                    codes.put(max_code, bits);
-                    *v++ = 0;
-                }
-                codes.put(static_cast<uint32_t>(gap), bits);
-                *v++ = row[col];
-                next = col + 1;
-            });
+            v = write_entries(dense + r * m.cols, m.cols, bits, codes, v);
         }
         codes.finish();
     }
     return GGML_MACKO_STATUS_OK;
+}
+
+// two passes over the blocks: count, then write
+template <typename T> int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
+    const macko_desc & desc = view.arrays().desc;
+    const int          bits = desc.delta_bits;
+    m->desc = desc;
+    m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
+    std::vector<int64_t> n_row(static_cast<size_t>(desc.rows));
+    if (const int status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+            int64_t nnz = 0;
+            n_row[static_cast<size_t>(r)] = count_entries(static_cast<const T *>(row), desc.cols, bits, &nnz);
+        })) {
+        return status;
+    }
+    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
+    for (size_t r = 0; r < n_row.size(); r++) {
+        n_stored += n_row[r];
+        if (n_stored > MAX_STORED) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
+        }
+        m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
+    }
+    constexpr size_t slack = 64; // validate and consumers may load whole vectors
+    m->values.assign(static_cast<size_t>(n_padded(n_stored)) * sizeof(T) + slack, 0);
+    m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)) + slack, 0);
+    return each_row(view, n_threads, [&](int64_t r, const void * row) {
+        const int64_t first = m->row_ptr[static_cast<size_t>(r)];
+        code_writer codes(m->deltas.data(), first * bits);
+        write_entries(static_cast<const T *>(row), desc.cols, bits, codes, reinterpret_cast<T *>(m->values.data()) + first);
+        codes.finish();
+    });
 }
 
 } // namespace
@@ -221,6 +202,10 @@ int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, in
 int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
     return m.type == GGML_MACKO_TYPE_F32 ? encode_rows(static_cast<const uint32_t *>(dense), m, n_threads)
                                          : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
+}
+
+int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
+    return view.arrays().desc.type == GGML_MACKO_TYPE_F32 ? recode<uint32_t>(view, n_threads, m) : recode<uint16_t>(view, n_threads, m);
 }
 
 } // namespace macko

@@ -1,12 +1,27 @@
-// Dense matrix to the canonical MACKO arrays. Arguments were checked by the caller (capi.cpp).
+// Dense matrix, or EC-CSR, to the canonical MACKO arrays. Arguments were checked by the caller (capi.cpp).
 #pragma once
 
-#include "format/macko.h"
+#include "format/ec-csr.h"
 
 namespace macko {
 
 [[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count);
 // m's arrays have the sizes that follow from its counts; BAD_ARGUMENT if the counts are not those of dense
 [[nodiscard]] int encode(const void * dense, const ggml_macko_matrix & m, int n_threads);
+
+// arrays with their memory
+struct macko_matrix {
+    macko_desc           desc;
+    std::vector<int32_t> row_ptr;
+    std::vector<uint8_t> values; // bytes; here and in deltas, zeros follow that vector loads may touch
+    std::vector<uint8_t> deltas;
+};
+// What devices without kernels for blocks get: the same matrix as MACKO with the same delta_bits. Checks the blocks' columns and values.
+[[nodiscard]] int recode(const ec_csr_view & view, int n_threads, macko_matrix * m);
+// entries that recode may need for a matrix, as far as its description tells
+constexpr int64_t max_recoded(const macko_desc & desc) {
+    const int64_t n = desc.nnz + (desc.rows * desc.cols - desc.nnz) / (int64_t(1) << desc.delta_bits);
+    return n < MAX_STORED ? n : MAX_STORED;
+}
 
 } // namespace macko

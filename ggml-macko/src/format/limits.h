@@ -11,6 +11,7 @@ constexpr int64_t  MAX_STORED            = 0x7fffffff - 512; // n_stored
 constexpr int64_t  MAX_TENSOR_BYTES      = int64_t(16) << 30;
 constexpr int64_t  MAX_MODEL_BYTES       = int64_t(2) << 40;
 constexpr int64_t  MAX_EXPANSION         = 64;               // dense bytes over file bytes
+constexpr int64_t  MAX_EC_ROWS           = 2;                // rows of an ec-csr matrix over file bytes
 constexpr uint64_t MAX_TENSORS           = 65536;
 constexpr uint64_t MAX_KEYS              = 65536;
 constexpr uint64_t MAX_STRING            = uint64_t(64) << 20;

@@ -111,10 +111,6 @@ struct row_check {
     bool    finite    = true;
 };
 
-template <typename T> constexpr T exponent_mask(int32_t type) {
-    return static_cast<T>(sizeof(T) == 4 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u);
-}
-
 // entries begin ... end-1 of one row; T = uint16_t or uint32_t
 template <typename T, int bits> inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin, int64_t end, T exponent) {
     uint8_t        buffer[CHUNK + 8];

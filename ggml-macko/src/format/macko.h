@@ -18,6 +18,10 @@ struct macko_desc {
 
 constexpr bool    is_value_type(int32_t type)  { return type == GGML_MACKO_TYPE_F32 || type == GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16; }
 constexpr int64_t value_nbytes(int32_t type)   { return type == GGML_MACKO_TYPE_F32 ? 4 : 2; }
+// exponent bits of a value of T = uint16_t or uint32_t: all set means Inf or NaN
+template <typename T> constexpr T exponent_mask(int32_t type) {
+    return static_cast<T>(sizeof(T) == 4 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u);
+}
 constexpr bool    is_delta_bits(int32_t bits)  { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
 constexpr int64_t n_padded(int64_t n_stored)   { return n_stored <= 8 ? 8 : (n_stored + 7) & ~int64_t(7); }
 constexpr int64_t deltas_nbytes(int64_t n_padded, int32_t bits) { return (n_padded * bits / 8 + 3) & ~int64_t(3); }

@@ -1,0 +1,275 @@
+"""macko perplexity: llama-perplexity's definitions and digits, KL divergence against float64 arithmetic, bad input."""
+
+from __future__ import annotations
+
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import generators
+import gguf_bytes
+import tiny_models
+import upstream
+from ggml_macko import errors, kl_divergence, likelihood, perplexity
+from ggml_macko.text_model import TextModel
+
+DEMO = generators.DEMO
+SAMPLE = DEMO.parent / "sample.txt"
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """The demo model with fewer non-zeros."""
+    from ggml_macko import cli
+
+    path = tmp_path_factory.mktemp("pruned") / "pruned.gguf"
+    assert cli.main(["prune", str(DEMO), str(path), "--sparsity", "0.8"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Log-probabilities of the demo model: 8 chunks of 128 tokens."""
+    from ggml_macko import cli
+
+    path = tmp_path_factory.mktemp("base") / "base.bin"
+    args = ["-m", DEMO, "-f", SAMPLE, "-c", 128, "--chunks", 8, "--kl-divergence-base", path]
+    assert cli.main(["perplexity", *map(str, args)]) == 0
+    return path
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    return x - np.logaddexp.reduce(x, axis=-1)[..., None]
+
+
+def all_logits(path, chunks, **options):
+    """float32 logits of every position, from llama_cpp.Llama: another way into libllama."""
+    import llama_cpp
+    from llama_logits import logits
+
+    llama = llama_cpp.Llama(str(path), n_ctx=chunks.shape[1], n_batch=chunks.shape[1], logits_all=True, verbose=False, flash_attn=True)
+    starts = [llama.token_bos()] if llama_cpp.llama_vocab_get_add_bos(llama._model.vocab) else []
+    return np.array([logits(llama, [*starts, *c[len(starts) :]]) for c in chunks.tolist()])
+
+
+# ---- figures ----
+
+
+def test_perplexity_off_its_definition():
+    """Against float64 arithmetic: BOS in front of each chunk, second half scored."""
+    with TextModel(DEMO, 256) as model:
+        chunks = model.read_chunks(SAMPLE, 5)
+        found = likelihood.estimate(model, chunks)
+    assert chunks.shape == (5, 256)
+    log_p = log_softmax(all_logits(DEMO, chunks))[:, 128:-1]
+    nll = -np.take_along_axis(log_p, chunks[:, 129:, None].astype(np.int64), axis=2).ravel()
+    assert found.n_tokens == len(nll) == 5 * 127
+    # llama.cpp rounds attention to F16, and not in the same order in every batch; a wrong BOS or window is 50 times as far off
+    assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=3e-4)
+    assert found.error == pytest.approx(np.exp(nll.mean()) * nll.std() / np.sqrt(len(nll) - 1), rel=1e-3)
+
+
+def test_sparse_file_has_another_perplexity(tmp_path, macko):
+    assert macko("convert", DEMO, tmp_path / "s.gguf").code == 0
+    values = [perplexity.of_file(path, SAMPLE).ppl for path in (DEMO, tmp_path / "s.gguf")]
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"n_batch": 64}, {"n_batch": 100}, {"n_batch": 256}, {"n_batch": 4096, "n_ubatch": 64}])
+def test_batches_change_the_figure(options):
+    want = perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256).ppl
+    assert perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256, **options).ppl == pytest.approx(want, rel=1e-4)
+
+
+def test_divergence_off_its_definition(base, pruned):
+    """Against float64 softmaxes. The file keeps 16 bits of a log-probability: steps of 16 / 65535."""
+    with TextModel(pruned, 128) as model:
+        chunks = model.read_chunks(SAMPLE, 8)
+    found = kl_divergence.of_file(pruned, base)
+    p, q = (log_softmax(all_logits(path, chunks))[:, 64:-1] for path in (DEMO, pruned))
+    kld = (np.exp(p) * (p - q)).sum(axis=-1).ravel()
+    tokens = chunks[:, 65:, None].astype(np.int64)
+    change = (np.exp(np.take_along_axis(q, tokens, 2)) - np.exp(np.take_along_axis(p, tokens, 2))).ravel()
+    same = (p.argmax(-1) == q.argmax(-1)).mean()
+
+    assert found.n_tokens == len(kld) == 8 * 63
+    assert kld.mean() > 0.1  # the models do differ
+    assert found.kld[0] == pytest.approx(kld.mean(), rel=2e-3)
+    assert found.kld[1] == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=2e-3)
+    assert found.same_top[0] == pytest.approx(same, abs=2 / len(kld))
+    assert found.p_change[0] == pytest.approx(change.mean(), abs=2e-4)
+    assert found.p_change_rms[0] == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
+    percents = [100, 90, 50, 10, 0]
+    np.testing.assert_allclose(found.kld_percentiles(percents), np.percentile(kld, percents), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(found.p_change_percentiles(percents), np.percentile(change, percents), rtol=2e-2, atol=1e-3)
+    assert found.ppl[0] == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
+
+
+def test_model_diverges_from_itself(base):
+    found = kl_divergence.of_file(DEMO, base)
+    assert abs(found.kld[0]) < 1e-5 and found.same_top[0] > 0.99 and found.p_change_rms[0] < 1e-4
+    assert found.ratio[0] == pytest.approx(1, abs=0.01)
+
+
+def test_codes_lose_more_than_a_step():
+    """Decoded again, log-probabilities are right to a step; odd vocabularies, equal logits and far outliers too."""
+    rng = np.random.default_rng(1)
+    for n_vocab in (1, 2, 7, 100, 257):
+        logits = (4 * rng.standard_normal((9, n_vocab))).astype(np.float32)
+        logits[3] = 1.5  # no scale
+        if n_vocab > 2:
+            logits[4, 0], logits[5, 1] = 300, -300
+        tokens = rng.integers(0, n_vocab, 9)
+        nll, rows = kl_divergence.encode(logits, tokens)
+        want = log_softmax(logits)
+        np.testing.assert_allclose(nll, -want[np.arange(9), tokens], rtol=1e-5, atol=1e-5)
+        assert rows.shape == (9, (n_vocab + 1) // 2 * 2 + 4)
+        got = kl_divergence.compare(logits, tokens, rows)
+        assert np.abs(got[2]).max() < 16 / 65535
+        scale, offset = np.ascontiguousarray(rows[:, :4]).view("<f4").T.astype(np.float64)
+        decoded = scale[:, None] * rows[:, 4 : 4 + n_vocab] + offset[:, None]
+        cut = want > want.max(axis=1, keepdims=True) - 16
+        assert np.abs(decoded - want)[cut].max() < 16 / 65535 / 2 + 1e-5
+        if n_vocab % 2:
+            assert not rows[:, -1].any()
+
+
+# ---- llama-perplexity ----
+
+
+def text_models(shared):
+    yield DEMO, SAMPLE, 12
+    for name in ("docs-4m-f16", "docs-23m-f16"):
+        if (shared / f"{name}.gguf").exists():
+            yield shared / f"{name}.gguf", shared / "held-out.txt", 32
+
+
+def test_digits_differ_from_llama_perplexity(macko):
+    for model, text, chunks in text_models(generators.SHARED):
+        args = ["-m", model, "-f", text, "--chunks", chunks]
+        theirs = upstream.run("llama-perplexity", *args)
+        ours = macko("perplexity", *args)
+        final = re.search(r"Final estimate: PPL = \S+ \+/- \S+", theirs.stderr + theirs.stdout)[0]
+        assert ours.out.strip() == final
+        running = re.search(r"\[1\].*", theirs.stdout)[0]
+        assert running in ours.err
+
+
+def test_divergence_differs_from_llama_perplexity(tmp_path, macko, pruned):
+    """The same file byte for byte; each program's statistics of the other's file are the same lines."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    args = ["-m", DEMO, "-f", SAMPLE, "-c", 256, "--chunks", 10, "--kl-divergence-base"]
+    upstream.run("llama-perplexity", *args, theirs)
+    assert macko("perplexity", *args, ours).code == 0
+    assert ours.read_bytes() == theirs.read_bytes()
+    args = ["-m", pruned, "-c", 256, "--kl-divergence", "--kl-divergence-base", ours]
+    want, got = upstream.run("llama-perplexity", *args).stdout, macko("perplexity", *args)
+    assert got.out.strip() == want[want.index("======") :].strip()
+    rows = re.findall(r"^ +\d+ .* %$", want, re.MULTILINE)
+    assert len(rows) == 10 and all(row in got.err for row in rows)
+
+
+# ---- bad input ----
+
+
+def one_line(done, *parts):
+    assert done.code == 1 and "Traceback" not in done.err
+    last = done.err.strip().splitlines()
+    assert last[-1].startswith("error: ") and len(last) == 1, done.err
+    for part in parts:
+        assert str(part) in last[-1], last[-1]
+
+
+def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
+    empty, short, out = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "base"
+    empty.write_text("")
+    short.write_text("The function returns a value. " * 30)
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
+    torn = tmp_path / "torn.gguf"
+    torn.write_bytes(DEMO.read_bytes()[:-1000])
+    missing = tmp_path / "missing"
+    for args, parts in (
+        (["-m", DEMO, "-f", empty], [empty, "is empty"]),
+        (["-m", DEMO, "-f", short], [short, "tokens; at least 1024 are needed", "-c"]),
+        (["-m", DEMO, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
+        (["-m", DEMO, "-f", missing], [missing, "No such file"]),
+        (["-m", DEMO, "-f", tmp_path], [tmp_path, "Is a directory"]),
+        (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
+        (["-m", SAMPLE, "-f", SAMPLE], [SAMPLE, "GGUF"]),
+        (["-m", torn, "-f", SAMPLE], [torn]),
+        (["-m", DEMO], ["-f is missing"]),
+        (["-m", DEMO, "-f", SAMPLE, "-c", 3], ["-c 3"]),
+        (["-m", DEMO, "-f", SAMPLE, "--chunks", 0], ["--chunks 0"]),
+        (["-m", DEMO, "-f", SAMPLE, "-b", 0], ["batches of 0"]),
+        (["-m", DEMO, "--kl-divergence"], ["--kl-divergence-base is missing"]),
+    ):
+        one_line(macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]
+    out.write_text("mine")
+    one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--kl-divergence-base", out), out, "exists; use --force")
+    assert out.read_text() == "mine"
+
+
+def test_bad_base_file_is_not_one_line(tmp_path, macko, base):
+    good = base.read_bytes()
+    tiny = tmp_path / "tiny.gguf"
+    tiny.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    rows_at = 20 + 4 * 8 * 128
+    nan = struct.pack("<f", float("nan"))
+
+    def changed(at, data):
+        return good[:at] + data + good[at + len(data) :]
+
+    for label, data, model, text in (
+        ("magic", b"GGUF" + good[4:], DEMO, "does not look like"),
+        ("empty", b"", DEMO, "does not look like"),
+        ("header", good[:15], DEMO, "is truncated"),
+        ("torn", good[:-1], DEMO, "truncated or damaged"),
+        ("long", good + b"\0", DEMO, "truncated or damaged"),
+        ("chunks", changed(16, struct.pack("<i", 0)), DEMO, "n_chunk 0 cannot be"),
+        ("context", changed(8, struct.pack("<i", -1)), DEMO, "n_ctx -1"),
+        ("huge", changed(8, struct.pack("<ii", 1 << 24, 1 << 24)), DEMO, "truncated or damaged"),
+        ("token", changed(20, struct.pack("<i", 4096)), DEMO, "holds a token outside 0 ... 4095"),
+        ("nan", changed(rows_at, nan), DEMO, "chunk 1: a scale or offset is not a finite number"),
+        ("vocabulary", good, tiny, "4096 tokens in its vocabulary"),
+    ):
+        path = tmp_path / label
+        path.write_bytes(data)
+        done = macko("perplexity", "-m", model, "--kl-divergence", "--kl-divergence-base", path)
+        one_line(done, path, text)
+    few = macko("perplexity", "-m", DEMO, "--kl-divergence", "--kl-divergence-base", base, "--chunks", "1")
+    one_line(few, base, "at least 100")
+
+
+def test_interrupt_leaves_half_a_file(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(SAMPLE.read_bytes() * 20)
+    args = ["-m", DEMO, "-f", text, "--kl-divergence-base", tmp_path / "base"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ggml_macko.cli", "perplexity", *map(str, args)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    partial = tmp_path / ".base.partial"
+    begin = time.monotonic()
+    while not (partial.exists() and partial.stat().st_size > 100) and process.poll() is None and time.monotonic() - begin < 120:
+        time.sleep(0.01)
+    assert partial.exists() and partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a whole one
+    process.send_signal(signal.SIGINT)
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 130 and out == b""
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_failed_evaluation_is_a_figure(tmp_path, monkeypatch):
+    import llama_cpp.llama_cpp as api
+
+    monkeypatch.setattr(api, "llama_decode", lambda context, batch: 1)
+    with pytest.raises(errors.MackoError, match="could not evaluate"):
+        perplexity.of_file(DEMO, SAMPLE, 2)

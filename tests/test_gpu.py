@@ -17,7 +17,7 @@ import generators
 import gguf_bytes
 import tiny_models
 from ggml_macko import bench_gpu
-from ggml_macko.perplexity import logits
+from llama_logits import logits
 
 pytestmark = pytest.mark.gpu
 

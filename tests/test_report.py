@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import gguf
 import numpy as np
 import pytest
 
+import generators
 import gguf_bytes
 import tiny_models
 from ggml_macko import likelihood, perplexity, report
@@ -135,3 +137,24 @@ def test_chunks_are_the_first_ones(made):
     found = report.perplexity_of(model, text, 3, n_ctx=32, n_threads=2)
     assert found.nll == pytest.approx(np.mean(picked), rel=1e-5)
     assert report.perplexity_of(model, text, 10**6, n_ctx=32, n_threads=2).n_tokens == len(chunks) * 15
+
+
+def test_table_of_methods_misses_one(made, tmp_path):
+    """tools/prune_quality.py: every method and allocation; a second run takes what it finds."""
+    _, model, text = made
+    out = tmp_path / "table.md"
+    command = [sys.executable, generators.ROOT / "tools" / "prune_quality.py", model, "-f", text, "--held-out", text]
+    command += ["--chunks", "2", "--held-out-chunks", "2", "--sparsities", "0.8,0.9", "--sequential", "0.9", "-o", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in out.read_text().splitlines()]
+    assert rows[0] == ["method", "allocation", "80%", "90%", "2:4", "as it is"]
+    assert [r[0] for r in rows[2::2]] == [
+        *("magnitude, row", "magnitude, tensor", "Wanda", "SparseGPT", "Wanda, sequential", "**model**")
+    ]
+    results = json.loads(out.with_suffix(".json").read_text())
+    assert len(results) == 1 + 2 * 4 * 2 + 3 + 2
+    assert len({r["ppl"] for r in results.values()}) > 10 and len({r["tokens"] for r in results.values()}) == 1
+    before = out.read_text()
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0 and again.stderr == "" and out.read_text() == before

@@ -1,4 +1,4 @@
-// The codecs: dense <-> MACKO and EC-CSR arrays. Same order and names as ggml-macko.h, which says what each does.
+// The codecs: dense <-> MACKO, EC-CSR and packed arrays. Same order and names as ggml-macko.h, which says what each does.
 struct ggml_macko_matrix {
     int64_t         rows;
     int64_t         cols;
@@ -52,3 +52,23 @@ int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m, struct 
 void ggml_macko_ec_csr_free(struct ggml_macko_ec_csr_matrix * m);
 int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
 int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
+
+struct ggml_macko_packed {
+    int64_t         rows;
+    int64_t         cols;
+    int32_t         type;
+    int32_t         value_type;
+    int32_t         index_bits;
+    int64_t         nnz;
+    int64_t         n_values, n_index, n_row_ptr;
+    const void    * values;
+    const uint8_t * index;
+    const int32_t * row_ptr;
+};
+
+struct ggml_macko_packed_matrix;
+int  ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type, int32_t index_bits, int n_threads, struct ggml_macko_packed_matrix ** out);
+int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m, struct ggml_macko_packed * arrays);
+void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
+int  ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
+int  ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);

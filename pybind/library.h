@@ -49,6 +49,8 @@ enum ggml_macko_status {
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32  = 0,
     GGML_MACKO_TYPE_F16  = 1,
+    GGML_MACKO_TYPE_Q4_0 = 2,
+    GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
 };
 

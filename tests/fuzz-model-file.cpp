@@ -105,6 +105,51 @@ static int vet(const memory_source & source, macko::model_file * file) {
 
 // ---- what an accepted file must satisfy ----
 
+// a bitmap or gap codes, bit by bit
+static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr, const macko::sparse_matrix & m) {
+    const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
+    bytes  dense(static_cast<size_t>(m.nbytes_dense), 0);
+    size_t k = 0;
+    const auto store = [&](int64_t element) {
+        uint8_t * out = &dense[static_cast<size_t>(element) * nb];
+        if (m.value_type == m.desc.type) {
+            memcpy(out, &values[k * nb], nb);
+        } else {
+            const uint32_t v = nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type)
+                                       : macko::dense_at<uint16_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type);
+            memcpy(out, &v, nb);
+        }
+        k++;
+    };
+    if (m.index_bits == 0) {
+        const int64_t stride = (m.desc.cols + 7) / 8 * 8;
+        for (int64_t i = 0; i < m.desc.rows * stride; i++) {
+            if (index[static_cast<size_t>(i / 8)] >> (i % 8) & 1) {
+                store(i / stride * m.desc.cols + i % stride);
+            }
+        }
+        return dense;
+    }
+    size_t bit = 0;
+    for (int64_t r = 0; r < m.desc.rows; r++) {
+        int32_t ptr[2];
+        memcpy(ptr, &row_ptr[static_cast<size_t>(r) * 4], sizeof(ptr));
+        for (int64_t n = 0, col = -1; n < ptr[1] - ptr[0];) {
+            int64_t code = 0;
+            for (int32_t b = 0; b < m.index_bits; b++, bit++) {
+                code |= (index[bit / 8] >> (bit % 8) & 1) << b;
+            }
+            const bool escape = code == (1 << m.index_bits) - 1;
+            col += escape ? code : code + 1;
+            if (!escape) {
+                store(r * m.desc.cols + col);
+                n++;
+            }
+        }
+    }
+    return dense;
+}
+
 static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_matrix & m) {
     auto component = [&](size_t i) {
         const macko::gguf_tensor & t = file.header.tensors[i];
@@ -113,7 +158,9 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
     const uint64_t nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type)), rows = static_cast<uint64_t>(m.desc.rows), cols = static_cast<uint64_t>(m.desc.cols);
     const uint32_t bits = static_cast<uint32_t>(m.desc.delta_bits);
     bytes slow;
-    if (m.format == &macko::FORMAT_EC_CSR) {
+    if (m.format == &macko::FORMAT_PACKED) {
+        slow = decode_packed(component(m.first), component(m.first + 1), component(m.first + 2), m);
+    } else if (m.format == &macko::FORMAT_EC_CSR) {
         slow = builder::decode_ec({ component(m.first), component(m.first + 1), component(m.first + 2), component(m.first + 3), component(m.first + 4), {}, 0 }, nb, rows, cols, bits);
     } else {
         slow = builder::decode(component(m.first), component(m.first + 1), component(m.first + 2), nb, rows, cols, bits);
@@ -121,8 +168,8 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
     decoder fast(m);
     CHECK(macko::read_payload(memory_source(b), file.header, m, 1, fast) == GGML_MACKO_STATUS_OK, "%s", ggml_macko_last_error());
     CHECK(fast.dense == slow, "%s: decoded differently", m.name.c_str());
-    if (m.format == &macko::FORMAT_EC_CSR) {
-        return; // test-ec-csr takes mutants apart and puts them together again
+    if (m.format != &macko::FORMAT_MACKO) {
+        return; // test-ec-csr and test-packed take mutants of these apart
     }
     const builder::dense_matrix dense = { m.name, { cols, rows }, static_cast<uint32_t>(m.desc.type), slow };
     const builder::components c = builder::encode(dense, bits);
@@ -173,10 +220,10 @@ struct seed_file {
     layout         where;
 };
 
-static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe, bool with_ec) {
+static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe, bool with_ec, bool with_packed) {
     seed_file s;
     s.model   = builder::tiny_llama(n_embd, n_layer, seed, bpe);
-    s.file    = builder::sparse_file(s.model, with_ec);
+    s.file    = builder::sparse_file(s.model, with_ec, with_packed);
     s.content = builder::serialize(s.file, &s.where);
     return s;
 }
@@ -264,7 +311,7 @@ static void mutate_payload(rng & r, builder::file * f) {
     bytes & values  = f->tensors[i].data;
     bytes & deltas  = f->tensors[i + 1].data;
     bytes & row_ptr = f->tensors[i + 2].data;
-    const size_t nb = values.size() / f->tensors[i].ne[0];
+    const size_t nb = std::max<size_t>(1, values.size() / std::max<uint64_t>(1, f->tensors[i].ne[0])); // 1 where values are quantized
     switch (r.range(0, 9)) {
         case 0: mutate_number(r, &row_ptr, 4 * pick(r, row_ptr.size() / 4), 4); break;
         case 1: { // an entry moves to the neighbour row
@@ -364,7 +411,7 @@ int main(int argc, char ** argv) {
     int64_t n_done = 0;
     for (size_t s = 0; s < seeds.size(); s++) {
         rng r(seeds[s]);
-        const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2, s % 2 == 1); // the small vocabulary twice as often: faster
+        const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2, s % 2 == 1, s % 4 >= 2); // the small vocabulary twice as often: faster
         const int64_t n = n_mutants / static_cast<int64_t>(seeds.size()) + (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
         for (int64_t i = 0; i < n; i++) {
             const bytes b = make_mutant(r, base);

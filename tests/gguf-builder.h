@@ -498,7 +498,53 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
 }
 
 // the sparse file of a model; with_ec: what has 4 or 8 delta bits is ec-csr
-inline file sparse_file(const model & m, bool with_ec = false) {
+// a packed matrix with a bitmap: plain values, or quantized ones of which only the places have to do with the matrix
+struct packed_components {
+    bytes    values, index, row_ptr;
+    uint64_t nnz, n_values;
+};
+inline packed_components encode_packed(const dense_matrix & m, uint32_t value_type) {
+    packed_components c = {};
+    const uint64_t nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
+    const auto put_i32 = [&](uint64_t v) {
+        for (int i = 0; i < 4; i++) {
+            c.row_ptr.push_back(static_cast<uint8_t>(v >> (8 * i)));
+        }
+    };
+    c.index.assign((rows * ((cols + 7) / 8) + 3) / 4 * 4, 0);
+    put_i32(0);
+    for (uint64_t r = 0; r < rows; r++) {
+        for (uint64_t col = 0; col < cols; col++) {
+            const uint8_t * v = &m.data[(r * cols + col) * nb];
+            if (std::any_of(v, v + nb, [](uint8_t b) { return b != 0; })) {
+                c.index[r * ((cols + 7) / 8) + col / 8] |= static_cast<uint8_t>(1 << (col % 8));
+                c.values.insert(c.values.end(), v, v + nb);
+                c.nnz++;
+            }
+        }
+        put_i32(c.nnz);
+    }
+    c.n_values = std::max<uint64_t>(32, (c.nnz + 31) / 32 * 32);
+    if (value_type == m.type) {
+        c.values.resize(c.n_values * nb, 0);
+        return c;
+    }
+    const bytes plain = std::move(c.values);
+    c.values.clear();
+    for (uint64_t block = 0; block < c.n_values / 32; block++) {
+        const uint64_t n = value_type == 8 ? 32 : 16; // Q8_0, Q4_0
+        c.values.insert(c.values.end(), { static_cast<uint8_t>(block * 37), static_cast<uint8_t>(0x20 + block % 8) });
+        for (uint64_t i = 0; i < n; i++) {
+            const uint64_t k = block * 32 + i;
+            const auto     q = [&](uint64_t at) { return at < c.nnz ? plain[at * nb] : value_type == 8 ? uint8_t(0) : uint8_t(8); };
+            c.values.push_back(static_cast<uint8_t>(value_type == 8 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
+        }
+    }
+    return c;
+}
+
+// every third matrix is packed, plain or quantized
+inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
     std::vector<std::string> names, formats;
@@ -511,7 +557,15 @@ inline file sparse_file(const model & m, bool with_ec = false) {
             continue;
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
-        if (with_ec && m.bits[next] >= 4) {
+        if (with_packed && next % 3 == 0) {
+            const uint32_t value_type = next % 9 == 0 ? 8 : next % 9 == 3 ? 2 : t.type;
+            const packed_components c = encode_packed(m.sparse[next], value_type);
+            f.tensors.push_back({ t.name + ".values",  { c.n_values },            value_type, c.values,  0 });
+            f.tensors.push_back({ t.name + ".index",   { c.index.size() },        TYPE_I8,    c.index,   0 });
+            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 },  TYPE_I32,   c.row_ptr, 0 });
+            nnz.push_back(c.nnz);
+            formats.push_back("packed");
+        } else if (with_ec && m.bits[next] >= 4) {
             const ec_components c = encode_ec(m.sparse[next], m.bits[next]);
             f.tensors.push_back({ t.name + ".values",  { c.values.size() / nb },  t.type,   c.values,  0 });
             f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },       TYPE_I8,  c.deltas,  0 });
@@ -531,14 +585,14 @@ inline file sparse_file(const model & m, bool with_ec = false) {
         }
         names.push_back(t.name);
         types.push_back(t.type);
-        bits.push_back(m.bits[next]);
+        bits.push_back(formats.back() == "packed" ? 0 : m.bits[next]);
         for (size_t d = 0; d < 4; d++) {
             ne.push_back(d < t.ne.size() ? t.ne[d] : 1);
         }
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_ec ? 2 : 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 3 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 3 : with_ec ? 2 : 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

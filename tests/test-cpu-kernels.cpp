@@ -165,7 +165,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     const ggml_macko_matrix e = { desc.rows, desc.cols, desc.type, delta_bits, desc.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
-    const bitmap_matrix w = bitmap_bind(desc, memory.data);
+    const bitmap_matrix w = bitmap_bind(desc, desc.type, memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     for (int64_t r = 0; r < desc.rows; r += block_rows) {
@@ -192,15 +192,15 @@ static void test_pack_unpack_round_trip() {
                 for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
                     const int64_t rows  = random.range(1, 40);
                     const matrix  m     = random_matrix(random, type, rows, cols, density);
-                    const guarded memory(bitmap_nbytes(m.desc));
+                    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
                     const bitmap_matrix w = pack(m, delta_bits, random.range(1, rows), memory);
                     const int64_t begin = random.range(0, rows - 1);
                     const int64_t end   = random.range(begin, rows);
                     const int64_t row_nbytes = cols * value_nbytes(type);
                     const guarded all(rows * row_nbytes);
                     const guarded some((end - begin) * row_nbytes);
-                    bitmap_unpack(w, 0, rows, all.data);
-                    bitmap_unpack(w, begin, end, some.data);
+                    bitmap_unpack(w, type, 0, rows, all.data);
+                    bitmap_unpack(w, type, begin, end, some.data);
                     CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
                         "type %d bits %d %ldx%ld density %g", type, delta_bits, (long) rows, (long) cols, density);
                     CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes, static_cast<size_t>((end - begin) * row_nbytes)) == 0 && some.intact(),
@@ -221,6 +221,7 @@ struct problem {
     bool           round_x;
     guarded        x;                  // [n][cols]
     std::vector<double> want, bound;   // [n][rows]
+    std::vector<double> integer_bound; // quantized weights, n = 1: where x may be rounded to 16 bits
 
     problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n, bool round_x)
         : m(m), w(w), row_begin(row_begin), row_end(row_end), n(n), round_x(round_x), x(n * m.desc.cols * 4) {
@@ -256,6 +257,18 @@ struct problem {
                     const double product = wv * rx[static_cast<size_t>(c * n + i)];
                     want[static_cast<size_t>(r * n + i)] += product;
                     bound[static_cast<size_t>(r * n + i)] += 2 * static_cast<double>(cols) * 0x1p-24 * std::fabs(product);
+                }
+            }
+        }
+        if (n == 1) { // + sum |w| max |x| / 32767 / 2, and a little for the float that x is multiplied with before it is rounded
+            double largest = 0;
+            for (const double v : rx) {
+                largest = std::max(largest, std::fabs(v));
+            }
+            integer_bound = bound;
+            for (int64_t r = 0; r < rows; r++) {
+                for (int64_t c = 0; c < cols; c++) {
+                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest / 32767 * 0.51;
                 }
             }
         }
@@ -315,21 +328,25 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
     CHECK(out.intact() && scratch.intact() && p.x.intact(), "%s wrote outside of y or scratch", set.name);
 }
 
-static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out) {
+static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out, const std::vector<double> & bound) {
     double  worst = -1;
     int64_t at    = 0;
     for (int64_t k = 0; k < static_cast<int64_t>(p.want.size()); k++) {
         const double got   = out.y[static_cast<size_t>(k % p.n)][k / p.n];
         const double error = std::fabs(got - p.want[static_cast<size_t>(k)]);
-        const double over  = error <= p.bound[static_cast<size_t>(k)] ? 0 : std::isnan(error) ? INFINITY : error - p.bound[static_cast<size_t>(k)];
+        const double over  = error <= bound[static_cast<size_t>(k)] ? 0 : std::isnan(error) ? INFINITY : error - bound[static_cast<size_t>(k)];
         if (over > worst) {
             worst = over;
             at    = k;
         }
     }
-    CHECK(worst <= 0, "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name, what, p.m.desc.type,
+    CHECK(worst <= 0, "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name, what, p.w.type,
         (long) p.m.desc.rows, (long) p.m.desc.cols, (long) p.m.desc.nnz, (long) p.row_begin, (long) p.row_end, (long) p.n, p.round_x,
-        (long) (at % p.n), (long) (at / p.n), out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)], p.bound[static_cast<size_t>(at)]);
+        (long) (at % p.n), (long) (at / p.n), out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)], bound[static_cast<size_t>(at)]);
+}
+
+static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out) {
+    check_result(set, p, what, out, p.bound);
 }
 
 static void check_all_sets(const problem & p, bool threads) {
@@ -342,10 +359,10 @@ static void check_all_sets(const problem & p, bool threads) {
         check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
         bool same = one.same(with_rows) || one.same(with_panels);
-        if (p.n == 1 && p.round_x && p.m.desc.type != GGML_MACKO_TYPE_F32 && set->costs.narrow_below > 0) {
+        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.narrow_below > 0) {
             output with_narrow(p.n, rows);
             multiply(*set, p, how::narrow, 3, with_narrow);
-            check_result(*set, p, "narrow", with_narrow);
+            check_result(*set, p, "narrow", with_narrow, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
             same |= one.same(with_narrow);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
@@ -367,7 +384,7 @@ static void test_every_set_against_float64() {
             for (const int64_t cols : dims) {
                 const int64_t rows = dims[random.range(0, cols > 300 ? 11 : 15)];
                 const matrix  m    = random_matrix(random, type, rows, cols, density);
-                const guarded memory(bitmap_nbytes(m.desc));
+                const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
                 const bitmap_matrix w = pack(m, 4, rows, memory);
                 for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
                     const int64_t n = k == 1 ? 1 : all_n[next_n++ % std::size(all_n)];
@@ -378,12 +395,103 @@ static void test_every_set_against_float64() {
     }
 }
 
+// A quantized matrix, and in `exact` its weights d * q as F32, which holds them exactly; made from the arrays, not by the library's decoder.
+struct quantized {
+    packed_matrix            packed;
+    matrix                   exact;
+    std::unique_ptr<guarded> memory;
+    bitmap_matrix            w = {};
+
+    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density) : exact(GGML_MACKO_TYPE_F32, rows, cols) {
+        const matrix source = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
+        const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
+        CHECK(macko::pack(source.dense.data(), { source.desc, value_type, index_bits[random.range(0, 4)] }, 1, &packed) == 0, "%s", ggml_macko_last_error());
+        packed_view view;
+        CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
+        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, value_type));
+        w      = bitmap_bind(packed.desc.dense, value_type, memory->data);
+        bitmap_pack(view, 2, w);
+        int64_t k = 0;
+        for (size_t i = 0; i < source.bits.size(); i++) {
+            if (source.bits[i] != 0) {
+                const uint8_t * block = packed.values.data() + k / 32 * (value_type == GGML_MACKO_TYPE_Q8_0 ? 34 : 18);
+                const int64_t   j     = k++ % 32;
+                const int       q     = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j]) : (block[2 + j % 16] >> (j / 16 * 4) & 15) - 8;
+                const float     v     = static_cast<float>(value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
+                memcpy(&exact.bits[i], &v, 4);
+            }
+        }
+        exact.finish();
+        CHECK(memory->intact(), "packing wrote outside");
+    }
+};
+
+static void test_quantized_against_float64() {
+    rng random(12);
+    const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
+    const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
+    size_t next_n = 0;
+    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
+        for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
+            for (const int64_t cols : dims) {
+                const int64_t   rows = random.range(1, cols > 300 ? 12 : 70);
+                const quantized q(random, type, rows, cols, density);
+                const int64_t   begin = random.range(0, rows - 1);
+                check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, 1, cols % 2), false);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true), true);
+            }
+        }
+    }
+}
+
+// 16-bit integers of x: the extremes of an x without anything else, and an x of zeros
+static void test_quantized_extreme_x() {
+    rng random(13);
+    const quantized q(random, GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4);
+    for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
+        problem p(random, q.exact, q.w, 0, 40, 1, true);
+        double largest = 0;
+        for (int64_t c = 0; c < 300; c++) {
+            p.x.floats()[c] = scale * static_cast<float>(random.range(-1, 1));
+            largest = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
+        }
+        for (int64_t r = 0; r < 40; r++) {
+            double sum = 0, magnitude = 0;
+            for (int64_t c = 0; c < 300; c++) {
+                const double weight = value_of(q.exact.bits[static_cast<size_t>(r * 300 + c)], GGML_MACKO_TYPE_F32);
+                sum       += weight * p.x.floats()[c];
+                magnitude += std::fabs(weight);
+            }
+            p.want[static_cast<size_t>(r)]          = sum;
+            p.bound[static_cast<size_t>(r)]         = magnitude * largest * 300 * 0x1p-23;
+            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest / 32767 * 0.51;
+        }
+        check_all_sets(p, true);
+    }
+}
+
+static void test_quantized_unpack() {
+    rng random(14);
+    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
+        const quantized q(random, type, 17, 133, 0.3);
+        const guarded   dense(16 * 133 * 4);
+        bitmap_unpack(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);
+        bool same = dense.intact();
+        for (int64_t i = 0; i < 16 * 133; i++) {
+            const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
+            same = same && static_cast<double>(dense.floats()[i]) == want && !(want == 0 && std::signbit(dense.floats()[i]));
+        }
+        CHECK(same, "type %d", type);
+    }
+}
+
 // more rows than a block of any kernel, columns that end inside a chunk
 static void test_rows_beyond_one_block() {
     rng random(3);
     for (const int32_t type : all_types) {
         const matrix  m = random_matrix(random, type, 1037, 333, 0.4);
-        const guarded memory(bitmap_nbytes(m.desc));
+        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, 100, memory);
         for (const int64_t n : { 1, 8, 20, 130 }) {
             check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
@@ -395,7 +503,7 @@ static void test_rows_beyond_one_block() {
 static void test_row_ranges() {
     rng random(4);
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
-    const guarded memory(bitmap_nbytes(m.desc));
+    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
     const bitmap_matrix w = pack(m, 4, 96, memory);
     for (int64_t begin = 0; begin < 96; begin += 13) {
         for (const int64_t rows : { 0, 1, 2, 5, 12 }) {
@@ -414,7 +522,7 @@ static void test_rounding_of_x_is_exact() {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded memory(bitmap_nbytes(m.desc));
+        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, cols, memory);
         for (int k = 0; k < 100; k++) {
             problem p(random, m, w, 0, cols, 2, true);
@@ -444,7 +552,7 @@ static void test_x_beyond_f16_rounds_to_infinity() {
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
-    const guarded memory(bitmap_nbytes(m.desc));
+    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
     problem p(random, m, pack(m, 4, 1, memory), 0, 1, 1, true);
     const struct { float x, want; } cases[] = { { 65519.0f, 65504.0f }, { 65520.0f, INFINITY }, { -65535.0f, -INFINITY }, { 1e30f, INFINITY }, { 0x1p-25f, 0 }, { 0x1.8p-24f, 0x1p-23f } };
     for (const auto & c : cases) {
@@ -462,7 +570,7 @@ static void test_nonfinite_x_does_not_crash() {
     rng random(6);
     for (const int32_t type : all_types) {
         const matrix  m = random_matrix(random, type, 33, 129, 0.5);
-        const guarded memory(bitmap_nbytes(m.desc));
+        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, 33, memory);
         problem p(random, m, w, 0, 33, 17, true);
         for (int64_t c = 0; c < 129; c++) {
@@ -543,7 +651,7 @@ static void test_mul_mat_thread_runs_the_selected_set() {
     const char * name;
     CHECK(cpu_kernels_select(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
-    const guarded memory(bitmap_nbytes(m.desc));
+    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
     const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         if (strcmp(set->name, name) == 0) {
@@ -647,7 +755,7 @@ static void bench(int argc, char ** argv) {
                 }
                 dense.back().finish();
                 std::vector<uint32_t>().swap(dense.back().bits);
-                memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc)));
+                memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, GGML_MACKO_TYPE_F16)));
                 w.push_back(pack(dense.back(), 4, rows, *memory.back()));
             }
             printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density, 2 * static_cast<double>(rows * cols) / fastest_pack * 1e-9);
@@ -688,7 +796,7 @@ static void bench(int argc, char ** argv) {
                     });
                     const double nnz = static_cast<double>(dense[0].desc.nnz);
                     printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, density, (long) rows, (long) cols, (long) n, time * 1e6,
-                        static_cast<double>(bitmap_nbytes(dense[0].desc)) / time * 1e-9, nnz * static_cast<double>(n) / time * 1e-9,
+                        static_cast<double>(bitmap_nbytes(dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9, nnz * static_cast<double>(n) / time * 1e-9,
                         dense_time * 1e6, 2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
                     fflush(stdout);
                 }
@@ -705,6 +813,9 @@ int main(int argc, char ** argv) {
     test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
     test_pack_unpack_round_trip();
     test_every_set_against_float64();
+    test_quantized_against_float64();
+    test_quantized_extreme_x();
+    test_quantized_unpack();
     test_rows_beyond_one_block();
     test_row_ranges();
     test_rounding_of_x_is_exact();

@@ -239,7 +239,7 @@ static void test_tensor_lies() {
 }
 
 static void test_sparse_lies() {
-    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 3)); });
+    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 4)); });
     lie("reader much too old",         S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, UINT32_MAX)); });
     lie("version 0",                   S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 0)); });
     lie("min_reader_version 0",        S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 0)); });
@@ -439,6 +439,41 @@ static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
         exit(1);
     }
     return file;
+}
+
+// ---- packed: what only a file can lie about; test-packed.cpp has the payload's table ----
+
+static void test_packed_lies() {
+    const auto packed_lie = [](const char * name, int expected, const file_lie & change) {
+        builder::file f = builder::sparse_file(base_model(), false, true);
+        change(f);
+        expect(name, expected, check_all(builder::serialize(f), true));
+    };
+    const auto q8     = [](const char * component) { return base_model().sparse[0].name + component; }; // Q8_0
+    const auto plain  = [](const char * component) { return base_model().sparse[6].name + component; };
+    const auto resize = [](const std::string & name, int64_t n, size_t nbytes) { return [=](file & f) {
+        tensor & t = f.at(name);
+        t.ne[0] += static_cast<uint64_t>(n);
+        t.data.resize(nbytes ? t.ne[0] / 32 * nbytes : t.ne[0]);
+    }; };
+    packed_lie("a valid packed file",         S(OK), [](file &) {});
+    packed_lie("packed for old readers",      S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 2)); });
+    packed_lie("packed with 3 bits",          S(BAD_FORMAT), [](file & f) { f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3))); });
+    packed_lie("packed called macko",         S(BAD_FORMAT), [](file & f) { f.set(texts("macko.tensor.format", std::vector<std::string>(base_model().sparse.size(), "macko"))); });
+    for (const char * component : { ".values", ".index", ".row_ptr" }) {
+        packed_lie("packed component missing",   S(MISSING_COMPONENT), [=](file & f) { f.tensors.erase(f.tensors.begin() + static_cast<int64_t>(f.tensor_index(q8(component)))); });
+        packed_lie("packed component of rank 2", S(BAD_COMPONENT), [=](file & f) { f.at(q8(component)).ne.push_back(1); });
+    }
+    packed_lie("Q8_0 values too long",        S(BAD_COMPONENT), resize(q8(".values"), 32, 34));
+    packed_lie("Q8_0 values too short",       S(BAD_COMPONENT), resize(q8(".values"), -32, 34));
+    packed_lie("index too long",              S(BAD_COMPONENT), resize(q8(".index"), 4, 0));
+    packed_lie("index too short",             S(BAD_COMPONENT), resize(q8(".index"), -4, 0));
+    packed_lie("values of another type",      S(BAD_COMPONENT), [=](file & f) { f.at(plain(".values")).type = f.at(plain(".values")).type == TYPE_F16 ? TYPE_BF16 : TYPE_F16; });
+    packed_lie("packed components swapped",   S(BAD_COMPONENT), [=](file & f) { std::swap(f.at(q8(".index")), f.at(q8(".row_ptr"))); });
+    packed_lie("a scale is Inf",              S(NOT_FINITE), [=](file & f) { f.at(q8(".values")).data[1] = 0x7c; });
+    packed_lie("a plain value is zero",       S(NOT_CANONICAL), [=](file & f) { bytes & d = f.at(plain(".values")).data; std::fill(d.begin(), d.begin() + 4, uint8_t(0)); });
+    packed_lie("a bit moves to the next row", S(BAD_ROW_PTR), [=](file & f) { bytes & d = f.at(q8(".index")).data; d[0] = static_cast<uint8_t>(d[0] ^ 1); });
+    packed_lie("row_ptr beyond the payload",  S(BAD_ROW_PTR), [=](file & f) { patch<int32_t>(&f.at(q8(".row_ptr")).data, 4, INT32_MAX); });
 }
 
 static void ec_lie(const char * name, int expected, const file_lie & change) {
@@ -1137,6 +1172,7 @@ int main() {
     test_sparse_lies();
     test_payload_lies();
     test_ec_csr_lies();
+    test_packed_lies();
     test_ec_csr_files_round_trip();
     test_model_lies();
     test_vocab_lies();

@@ -66,10 +66,12 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_OVERLAP           = 56, // EC-CSR: two blocks hold one element
 };
 
-// the ggml type ids that values may have
+// the ggml type ids that values may have; the quantized ones only in packed matrices
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32  = 0,
     GGML_MACKO_TYPE_F16  = 1,
+    GGML_MACKO_TYPE_Q4_0 = 2,
+    GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
 };
 
@@ -156,12 +158,41 @@ GGML_MACKO_API int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * 
 // checks, and writes rows * cols dense elements; on an error some of them may have been written
 GGML_MACKO_API int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
 
+// ---- packed codec: non-zeros without fillers, plain or quantized (FORMAT.md section 7) ----
+
+struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
+    int64_t         rows;
+    int64_t         cols;
+    int32_t         type;       // of the dense matrix: F32, F16 or BF16
+    int32_t         value_type; // the same, or Q8_0 or Q4_0
+    int32_t         index_bits; // 0: a bitmap; 2, 4, 8: gap codes
+    int64_t         nnz;
+    int64_t         n_values, n_index, n_row_ptr;
+    const void    * values;
+    const uint8_t * index;
+    const int32_t * row_ptr;
+};
+
+// an encoded matrix; owns its memory
+struct ggml_macko_packed_matrix;
+// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does. NOT_FINITE if a value is Inf or NaN, or too large
+// for a scale in F16; LIMIT if there are too many non-zeros.
+GGML_MACKO_API int  ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type, int32_t index_bits, int n_threads, struct ggml_macko_packed_matrix ** out);
+// its arrays, valid until it is freed
+GGML_MACKO_API int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m, struct ggml_macko_packed * arrays);
+GGML_MACKO_API void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
+// full check of an untrusted matrix
+GGML_MACKO_API int  ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
+// checks, and writes rows * cols dense elements of m->type
+GGML_MACKO_API int  ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
+
 // ---- CPU kernels on plain arrays ----
 
 // a matrix in the layout that is fastest on this CPU; owns its memory
 struct ggml_macko_cpu_matrix;
 GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
 GGML_MACKO_API int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init_packed(const struct ggml_macko_packed * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
 GGML_MACKO_API void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
 GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
 // y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
@@ -195,15 +226,16 @@ GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * fil
 
 struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
-    const char * format;        // "macko" or "ec-csr"
+    const char * format;        // "macko", "ec-csr" or "packed"
     int32_t      type;          // dense ggml type
-    int32_t      delta_bits;
+    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0 or Q4_0
+    int32_t      delta_bits;    // of packed 0 for a bitmap
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape
     int64_t      nnz;
     int64_t      nbytes;        // of all components
     int64_t      nbytes_dense;
-    int64_t      first_tensor;  // of its components in the tensor table; FORMAT.md sections 3 and 6 have their order
+    int64_t      first_tensor;  // of its components in the tensor table; FORMAT.md sections 3, 6 and 7 have their order
     int64_t      n_components;
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);

@@ -247,6 +247,86 @@ int ggml_macko_ec_csr_decode(const ggml_macko_ec_csr * m, void * dense, int n_th
     });
 }
 
+// ---- packed codec ----
+
+struct ggml_macko_packed_matrix {
+    packed_matrix matrix;
+};
+
+int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type, int32_t index_bits, int n_threads, ggml_macko_packed_matrix ** out) {
+    return at_c_edge([&]() -> int {
+        if (!dense || !out) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        const packed_desc desc = { { rows, cols, type, 4, 0 }, value_type, index_bits };
+        if (const int status = check_packed_desc({ desc.dense, value_type, index_bits < 0 ? INDEX_BITMAP : index_bits })) {
+            return status;
+        }
+        const int        n_team = threads(n_threads, rows * cols);
+        ggml_macko_count count  = {};
+        if (const int status = count_dense(dense, type, rows, cols, n_team, &count)) {
+            return status;
+        }
+        if (count.n_nonfinite) {
+            return fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN", static_cast<long long>(count.n_nonfinite));
+        }
+        auto m = std::make_unique<ggml_macko_packed_matrix>();
+        if (const int status = pack(dense, desc, n_team, &m->matrix)) {
+            return status;
+        }
+        *out = m.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_packed_arrays(const ggml_macko_packed_matrix * m, ggml_macko_packed * arrays) {
+    if (!m || !arrays) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    const packed_arrays a = m->matrix.arrays();
+    const macko_desc  & d = a.desc.dense;
+    *arrays = { d.rows, d.cols, d.type, a.desc.value_type, a.desc.index_bits, d.nnz, a.n_values, a.n_index, a.n_row_ptr, a.values, a.index, a.row_ptr };
+    return GGML_MACKO_STATUS_OK;
+}
+
+void ggml_macko_packed_free(ggml_macko_packed_matrix * m) {
+    delete m;
+}
+
+// the view points into m's arrays
+static int check_packed_matrix(const ggml_macko_packed * m, int n_threads, packed_view * view) {
+    if (!m || !m->values || !m->index || !m->row_ptr) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+    }
+    return check_packed({ { { m->rows, m->cols, m->type, 4, m->nnz }, m->value_type, m->index_bits }, m->values, m->n_values, m->index, m->n_index, m->row_ptr, m->n_row_ptr },
+                        threads(n_threads, m->rows * m->cols), view);
+}
+
+int ggml_macko_packed_validate(const ggml_macko_packed * m, int n_threads) {
+    return at_c_edge([&]() -> int {
+        packed_view view;
+        return check_packed_matrix(m, n_threads, &view);
+    });
+}
+
+int ggml_macko_packed_decode(const ggml_macko_packed * m, void * dense, int n_threads) {
+    return at_c_edge([&]() -> int {
+        packed_view view;
+        if (!dense) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        if (const int status = check_packed_matrix(m, n_threads, &view)) {
+            return status;
+        }
+        const int64_t nbytes = m->cols * value_nbytes(m->type);
+#pragma omp parallel for schedule(dynamic, 16) num_threads(threads(n_threads, m->rows * m->cols))
+        for (int64_t r = 0; r < m->rows; r++) {
+            view.decode_row(r, static_cast<uint8_t *>(dense) + r * nbytes);
+        }
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
 // ---- CPU kernels ----
 
 struct ggml_macko_cpu_matrix {
@@ -261,6 +341,14 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
         throw std::bad_alloc();
     }
     return { memory, free };
+}
+
+static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type) {
+    ggml_macko_cpu_matrix m;
+    m.nbytes = bitmap_nbytes(desc, value_type);
+    m.memory = aligned_memory(m.nbytes);
+    m.bitmap = bitmap_bind(desc, value_type, m.memory.get());
+    return m;
 }
 
 int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, ggml_macko_cpu_matrix ** out) {
@@ -294,9 +382,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
             sum += here;
         }
         auto matrix    = std::make_unique<ggml_macko_cpu_matrix>();
-        matrix->nbytes = bitmap_nbytes(desc_of(*m));
-        matrix->memory = aligned_memory(matrix->nbytes);
-        matrix->bitmap = bitmap_bind(desc_of(*m), matrix->memory.get());
+        *matrix = empty_matrix(desc_of(*m), m->type);
         status = validate_matrix(*m, n_values, n_deltas, n_row_ptr, n_tasks, [&](const macko_view & view) {
             bitmap_pack(view, first[static_cast<size_t>(view.rows().row_begin)], matrix->bitmap);
             return 0;
@@ -322,6 +408,26 @@ int ggml_macko_cpu_matrix_init_ec_csr(const ggml_macko_ec_csr * m, int n_threads
     const int64_t           n_stored = recoded.row_ptr.back();
     const ggml_macko_matrix macko    = { m->rows, m->cols, m->type, m->delta_bits, m->nnz, n_stored, recoded.values.data(), recoded.deltas.data(), recoded.row_ptr.data() };
     return ggml_macko_cpu_matrix_init(&macko, n_padded(n_stored), deltas_nbytes(n_padded(n_stored), m->delta_bits), m->rows + 1, n_threads, out);
+}
+
+int ggml_macko_cpu_matrix_init_packed(const ggml_macko_packed * m, int n_threads, ggml_macko_cpu_matrix ** out) {
+    return at_c_edge([&]() -> int {
+        if (!out) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        const char * kernels = nullptr;
+        if (const int status = cpu_kernels_select(&kernels)) {
+            return status;
+        }
+        packed_view view;
+        if (const int status = check_packed_matrix(m, n_threads, &view)) {
+            return status;
+        }
+        auto matrix = std::make_unique<ggml_macko_cpu_matrix>(empty_matrix(view.arrays().desc.dense, m->value_type));
+        bitmap_pack(view, threads(n_threads, m->rows * m->cols), matrix->bitmap);
+        *out = matrix.release();
+        return GGML_MACKO_STATUS_OK;
+    });
 }
 
 void ggml_macko_cpu_matrix_free(ggml_macko_cpu_matrix * m) {
@@ -422,7 +528,7 @@ int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_s
     for (size_t c = 0; c < s.format->n_components; c++) {
         nbytes += file->model->header.tensors[s.first + c].nbytes;
     }
-    *info = { s.name.c_str(), s.format->name, s.desc.type, s.desc.delta_bits, s.n_dims, { s.ne[0], s.ne[1], s.ne[2], s.ne[3] }, s.desc.nnz, nbytes, s.nbytes_dense,
+    *info = { s.name.c_str(), s.format->name, s.desc.type, s.value_type, s.format == &FORMAT_PACKED ? s.index_bits : s.desc.delta_bits, s.n_dims, { s.ne[0], s.ne[1], s.ne[2], s.ne[3] }, s.desc.nnz, nbytes, s.nbytes_dense,
               static_cast<int64_t>(s.first), static_cast<int64_t>(s.format->n_components) };
     return GGML_MACKO_STATUS_OK;
 }
@@ -431,6 +537,7 @@ int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n
     struct discard : payload_consumer {
         int consume(const macko_view &, int64_t) override { return GGML_MACKO_STATUS_OK; }
         bool takes_blocks() const override { return true; }
+        bool takes_packed() const override { return true; }
     };
     return at_c_edge([&]() -> int {
         if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from . import ec_csr, errors
+from . import ec_csr, errors, packed
 from .ec_csr import EcCsrMatrix
 from .formats import DELTA_BITS, TYPE_NAMES, MackoMatrix, bits_dtype, deltas_nbytes, n_padded
+from .packed import PackedMatrix
 
 LIBRARY_PATH = Path(__file__).with_name("libggml-macko.so")
 PRELOAD_PATH = Path(__file__).with_name("libggml-macko-preload.so")
@@ -218,23 +219,73 @@ def _c_ec_csr(m: EcCsrMatrix):
     return c
 
 
-# ---- either type ----
+def packed_encode(
+    dense: np.ndarray, type_id: int, value_type: int, index_bits: int = -1, n_threads: int = 0
+) -> PackedMatrix:
+    """dense: bit patterns (rows, cols), finite. index_bits -1: what makes it smallest."""
+    dense = _dense_bits(dense, type_id)
+    ffi = _ffi()
+    out = ffi.new("struct ggml_macko_packed_matrix **")
+    _check(
+        _lib().ggml_macko_packed_encode(
+            ffi.from_buffer("const void *", dense), type_id, *dense.shape, value_type, index_bits, n_threads, out
+        )
+    )
+    owner = ffi.gc(out[0], _lib().ggml_macko_packed_free)
+    c = ffi.new("struct ggml_macko_packed *")
+    _check(_lib().ggml_macko_packed_arrays(owner, c))
+    values_nbytes = packed.values_nbytes(type_id, value_type, c.n_values)
+    values = np.frombuffer(ffi.buffer(c.values, values_nbytes), packed.values_dtype(type_id, value_type)).copy()
+    index = np.frombuffer(ffi.buffer(c.index, c.n_index), np.uint8).copy()
+    row_ptr = np.frombuffer(ffi.buffer(c.row_ptr, 4 * c.n_row_ptr), np.int32).copy()
+    return PackedMatrix(*dense.shape, type_id, value_type, c.index_bits, c.nnz, values, index, row_ptr)
 
 
-def validate(m: MackoMatrix | EcCsrMatrix, n_threads: int = 0) -> None:
+def _c_packed(m: PackedMatrix):
+    """The C struct; it points into m's arrays, so m must live as long."""
+    if m.type not in TYPE_NAMES:
+        raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
+    dtypes = (packed.values_dtype(m.type, m.value_type), np.uint8, np.int32)
+    for name, dtype in zip(packed.ARRAYS, dtypes):
+        array = getattr(m, name)
+        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+    ffi = _ffi()
+    c = ffi.new("struct ggml_macko_packed *")
+    c.rows, c.cols, c.type, c.value_type, c.index_bits, c.nnz = (
+        m.rows, m.cols, m.type, m.value_type, m.index_bits, m.nnz,
+    )  # fmt: skip
+    block = packed.BLOCK_NBYTES.get(m.value_type)
+    c.n_values = len(m.values) if block is None else len(m.values) // block * packed.BLOCK
+    c.n_index, c.n_row_ptr = len(m.index), len(m.row_ptr)
+    c.values = ffi.from_buffer("const void *", m.values)
+    c.index = ffi.from_buffer("const uint8_t *", m.index)
+    c.row_ptr = ffi.from_buffer("const int32_t *", m.row_ptr)
+    return c
+
+
+# ---- any type ----
+
+
+def validate(m: MackoMatrix | EcCsrMatrix | PackedMatrix, n_threads: int = 0) -> None:
+    if isinstance(m, PackedMatrix):
+        _check(_lib().ggml_macko_packed_validate(_c_packed(m), n_threads))
+        return
     if isinstance(m, EcCsrMatrix):
         _check(_lib().ggml_macko_ec_csr_validate(_c_ec_csr(m), n_threads))
         return
     _check(_lib().ggml_macko_validate(_c_matrix(m), len(m.values), len(m.deltas), len(m.row_ptr), n_threads))
 
 
-def decode(m: MackoMatrix | EcCsrMatrix, n_threads: int = 0) -> np.ndarray:
+def decode(m: MackoMatrix | EcCsrMatrix | PackedMatrix, n_threads: int = 0) -> np.ndarray:
     """Dense bit patterns (rows, cols). m is checked in full first."""
     validate(m, n_threads)  # before memory is taken for a shape that nobody has checked
     dense = np.empty((m.rows, m.cols), dtype=bits_dtype(m.type))
     out = _ffi().from_buffer("void *", dense, require_writable=True)
     if isinstance(m, EcCsrMatrix):
         _check(_lib().ggml_macko_ec_csr_decode(_c_ec_csr(m), out, n_threads))
+    elif isinstance(m, PackedMatrix):
+        _check(_lib().ggml_macko_packed_decode(_c_packed(m), out, n_threads))
     else:
         c = _c_matrix(m)
         _check(_lib().ggml_macko_decode(c, len(m.values), len(m.deltas), len(m.row_ptr), out, n_threads))
@@ -252,12 +303,14 @@ def cpu_kernels() -> str:
 class CpuMatrix:
     """A matrix in the layout that is fastest on this CPU."""
 
-    def __init__(self, m: MackoMatrix | EcCsrMatrix, n_threads: int = 0):
+    def __init__(self, m: MackoMatrix | EcCsrMatrix | PackedMatrix, n_threads: int = 0):
         self.rows, self.cols = m.rows, m.cols
         ffi = _ffi()
         out = ffi.new("struct ggml_macko_cpu_matrix **")
         if isinstance(m, EcCsrMatrix):
             _check(_lib().ggml_macko_cpu_matrix_init_ec_csr(_c_ec_csr(m), n_threads, out))
+        elif isinstance(m, PackedMatrix):
+            _check(_lib().ggml_macko_cpu_matrix_init_packed(_c_packed(m), n_threads, out))
         else:
             _check(
                 _lib().ggml_macko_cpu_matrix_init(
@@ -313,12 +366,13 @@ class FileSparse:
     name: str
     format: str
     type: int
+    value_type: int  # of the stored values: type, or of packed a quantized one
     delta_bits: int
     ne: tuple  # dense shape, ggml order
     nnz: int
     nbytes: int
     nbytes_dense: int
-    tensor_index: tuple  # of its components in the tensor table; FORMAT.md sections 3 and 6 have their order
+    tensor_index: tuple  # of its components in the tensor table; FORMAT.md sections 3, 6 and 7 have their order
 
 
 class File:
@@ -365,6 +419,7 @@ class File:
                     _text(info.name),
                     _text(info.format),
                     info.type,
+                    info.value_type,
                     info.delta_bits,
                     tuple(info.ne[0 : info.n_dims]),
                     info.nnz,

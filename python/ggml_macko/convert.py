@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import bindings, console, ec_csr, errors, formats, weights
+from . import bindings, console, ec_csr, errors, formats, packed, weights
 from .gguf_files import (
     MAX_NAME,
     AtomicOutput,
@@ -29,19 +29,22 @@ from .gguf_files import (
     make_key,
     type_name,
 )
-from .verify import first_difference
+from .verify import error_line, first_difference
 
-MACKO, EC_CSR, DENSE = "macko", "ec-csr", "dense"
-# suffixes of the components, as FORMAT.md sections 3 and 6 list them
+MACKO, EC_CSR, PACKED, DENSE = "macko", "ec-csr", "packed", "dense"
+# suffixes of the components, as FORMAT.md sections 3, 6 and 7 list them
 COMPONENTS = {
     MACKO: ("values", "deltas", "row_ptr"),
     EC_CSR: ("values", "deltas", "bases", "blk_ptr", "rows", "sets"),
+    PACKED: packed.ARRAYS,
 }
+FORMAT_VERSION = {MACKO: 1, EC_CSR: 2, PACKED: 3}
 MAX_SUFFIX = max(len(c) + 1 for components in COMPONENTS.values() for c in components)
 TYPE_I8, TYPE_I16, TYPE_I32 = 24, 25, 26  # ggml type ids of components
 
 _MACKO = tuple((MACKO, b) for b in formats.DELTA_BITS)
 _EC_CSR = tuple((EC_CSR, b) for b in ec_csr.DELTA_BITS)
+SMALLEST = -1  # delta_bits of packed: the codec chooses
 # TYPE -> what to choose from, by real size: (format, delta_bits)
 TYPES = {
     "macko": _MACKO,
@@ -49,11 +52,17 @@ TYPES = {
     "ec-csr": _EC_CSR,
     **{f"ec-csr-{b}": ((EC_CSR, b),) for b in ec_csr.DELTA_BITS},
     "auto": _MACKO + _EC_CSR,
+    "packed": ((PACKED, SMALLEST),),
+    **{f"macko-{name}": ((PACKED, SMALLEST),) for name in packed.QUANT_NAMES.values()},
 }
+QUANT_TYPES = {f"macko-{name}": type_id for type_id, name in packed.QUANT_NAMES.items()}  # the lossy ones
 
 
-def storage_name(fmt: str, delta_bits: int) -> str:
-    """The TYPE of a tensor: macko-d4, ec-csr-8."""
+def storage_name(fmt: str, delta_bits: int, value_type: int | None = None) -> str:
+    """The TYPE of a tensor with its index: macko-d4, ec-csr-8, packed-bitmap, macko-q8_0-gaps4."""
+    if fmt == PACKED:
+        name = f"macko-{packed.QUANT_NAMES[value_type]}" if value_type in packed.QUANT_NAMES else PACKED
+        return f"{name}-gaps{delta_bits}" if delta_bits else f"{name}-bitmap"
     return f"{fmt}-d{delta_bits}" if fmt == MACKO else f"{fmt}-{delta_bits}"
 
 
@@ -63,13 +72,14 @@ class Plan:
 
     tensor: Tensor
     format: str  # MACKO, EC_CSR or DENSE
-    delta_bits: int  # 0: stays dense
+    delta_bits: int  # of packed 0 for a bitmap
     reason: str  # why it stays dense, or what else it could have been; empty if there was no choice
     nbytes: int  # in the new file
     count: bindings.Count | None = None
     n_negative_zeros: int = 0
     components: tuple = ()  # (ggml type, elements, bytes) of each
-    spooled_at: int = -1  # where an EC-CSR tensor's arrays wait
+    spooled_at: int = -1  # where an EC-CSR or packed tensor's arrays wait
+    value_type: int | None = None  # of packed
 
     @property
     def density(self) -> float | None:
@@ -77,7 +87,7 @@ class Plan:
 
     @property
     def type(self) -> str:
-        return storage_name(self.format, self.delta_bits) if self.delta_bits else DENSE
+        return DENSE if self.format == DENSE else storage_name(self.format, self.delta_bits, self.value_type)
 
     @property
     def break_even(self) -> float | None:
@@ -87,12 +97,15 @@ class Plan:
         if self.count is None:
             return None
         bits = formats.value_bits(self.tensor.type)
+        if self.format == PACKED:  # a bitmap; at most one bit per weight
+            bits_value = {packed.TYPE_Q8_0: 8.5, packed.TYPE_Q4_0: 4.5}.get(self.value_type, bits)
+            return (bits - 1 - 32 / self.tensor.cols) / bits_value if bits_value == bits else 1.0
         widths = (self.delta_bits,) if self.delta_bits else formats.DELTA_BITS
         return max(formats.break_even_density(self.tensor.cols, b, bits) for b in widths)
 
     def new_tensors(self) -> list:
         t = self.tensor
-        if not self.delta_bits:
+        if self.format == DENSE:
             return [NewTensor(t.name, t.type, t.ne, t.nbytes)]
         return [
             NewTensor(f"{t.name}.{c}", type_id, (n,), nbytes)
@@ -118,6 +131,19 @@ def _ec_csr_components(m: ec_csr.EcCsrMatrix) -> tuple:
     return tuple((type_id, len(a), a.nbytes) for type_id, a in zip(types, arrays))
 
 
+def _packed_components(m: packed.PackedMatrix) -> tuple:
+    return (
+        (m.value_type, m.n_values, m.values.nbytes),
+        (TYPE_I8, len(m.index), m.index.nbytes),
+        (TYPE_I32, len(m.row_ptr), m.row_ptr.nbytes),
+    )
+
+
+def _arrays(m: ec_csr.EcCsrMatrix | packed.PackedMatrix) -> list:
+    names = packed.ARRAYS if isinstance(m, packed.PackedMatrix) else ec_csr.ARRAYS
+    return [getattr(m, name) for name in names]
+
+
 class Spool:
     """Encoded tensors between the two passes: a file without a name, in the folder of the output."""
 
@@ -134,13 +160,13 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
-    def put(self, m: ec_csr.EcCsrMatrix) -> int:
+    def put(self, m: ec_csr.EcCsrMatrix | packed.PackedMatrix) -> int:
         """Keeps the arrays, one behind the other; returns where. Without a folder nothing is kept."""
         if self._file is None:
             return -1
         at = self._file.seek(0, 2)
-        for name in ec_csr.ARRAYS:
-            self._file.write(memoryview(getattr(m, name)).cast("B"))
+        for array in _arrays(m):
+            self._file.write(memoryview(array).cast("B"))
         return at
 
     def get(self, at: int, nbytes: list) -> list:
@@ -160,13 +186,14 @@ class Options:
     extraction: bindings.EcCsrOptions = bindings.EcCsrOptions()
 
 
-def read_weights(t: Tensor, options: Options) -> tuple:
-    """(bit patterns (rows, cols), -0.0 among them before any were dropped)."""
+def read_weights(t: Tensor, options: Options, quantize: bool = False) -> tuple:
+    """(bit patterns (rows, cols), -0.0 that are kept). Quantized, a -0.0 would only take a place."""
     bits = t.read_bits(options.n_threads)
     negative = bits == formats.NEGATIVE_ZERO[t.type]
     n = int(np.count_nonzero(negative))
-    if n and options.drop_negative_zeros:
+    if n and (quantize or options.drop_negative_zeros):
         bits[negative] = 0
+        n = 0
     return bits, n
 
 
@@ -187,7 +214,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if len(t.name.encode()) + MAX_SUFFIX > MAX_NAME:
         return stay(f"its name is longer than {MAX_NAME - MAX_SUFFIX} bytes")
     try:
-        bits, n_negative_zeros = read_weights(t, options)
+        bits, n_negative_zeros = read_weights(t, options, wanted in QUANT_TYPES)
         count = bindings.count_dense(bits, t.type, options.n_threads)
     except errors.MackoError as e:
         if e.code != errors.LIMIT:
@@ -199,12 +226,21 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if any(fmt == EC_CSR for fmt, _ in TYPES[wanted]):  # takes seconds to minutes
         console.log(f"{t.name}: looking for blocks ..")
     found = []  # (bytes, format, delta_bits, components, encoded)
+    value_type = QUANT_TYPES.get(wanted, t.type)
     for fmt, delta_bits in TYPES[wanted]:
         encoded = None
         if fmt == MACKO:
             if count.n_stored[delta_bits] > formats.MAX_STORED:
                 continue
             components = _macko_components(t, delta_bits, count)
+        elif fmt == PACKED:
+            try:
+                encoded = bindings.packed_encode(bits, t.type, value_type, delta_bits, options.n_threads)
+            except errors.MackoError as e:
+                if e.code not in (errors.LIMIT, errors.NOT_FINITE):
+                    raise
+                return stay(str(e), count)
+            delta_bits, components = encoded.index_bits, _packed_components(encoded)
         else:
             try:
                 encoded = bindings.ec_csr_encode(bits, t.type, delta_bits, options.extraction, options.n_threads)
@@ -223,7 +259,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", count)
     at = spool.put(encoded) if encoded is not None else -1
     reason = _why(found) if wanted == "auto" else ""
-    return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at)
+    return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at, value_type)
 
 
 def _why(found: list) -> str:
@@ -239,11 +275,11 @@ def plan_model(model: Model, options: Options, spool: Spool) -> list:
 
 def sparse_keys(plans: list) -> list:
     """The macko.* metadata (FORMAT.md section 2) of the tensors that become sparse."""
-    sparse = [p for p in plans if p.delta_bits]
+    sparse = [p for p in plans if p.format != DENSE]
     if not sparse:
         return []
     ne = [x for p in sparse for x in (*p.tensor.ne, 1, 1, 1)[:4]]
-    version = 2 if any(p.format == EC_CSR for p in sparse) else 1
+    version = max(FORMAT_VERSION[p.format] for p in sparse)
     return [
         make_key("macko.version", "u32", version),
         make_key("macko.min_reader_version", "u32", version),
@@ -271,11 +307,11 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
     )
     for i, p in enumerate(plans):
         t = p.tensor
-        if not p.delta_bits:
+        if p.format == DENSE:
             writer.write(t.blocks())
             what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
         else:
-            if p.format == EC_CSR:
+            if p.spooled_at >= 0:
                 arrays = spool.get(p.spooled_at, [nbytes for _, _, nbytes in p.components])
             else:
                 m = encode_as_planned(model, p, options)
@@ -290,17 +326,21 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
     model.check_unchanged()
 
 
-def check_and_commit(model: Model, output: AtomicOutput, n_threads: int = 0, equal_zeros: bool = False) -> None:
-    """Reads the sealed output back through the C library, compares it with the source, and gives it its name."""
+def check_and_commit(model: Model, output: AtomicOutput, n_threads: int = 0, equal_zeros: bool = False) -> list:
+    """Reads the sealed output back through the C library, compares it with the source, and gives it its name. Returns
+    the errors of the quantized tensors.
+    """
     output.seal()
+    quantized: list = []
     try:
         with Model(output.partial) as written:
-            difference = first_difference(model, written, n_threads, equal_zeros=equal_zeros)
+            difference = first_difference(model, written, n_threads, equal_zeros=equal_zeros, quantized=quantized)
     except errors.MackoError as e:
         raise errors.error(e.code, str(e).replace(str(output.partial), str(output.path))) from e
     if difference is not None:
         raise errors.error(errors.FILE_CHANGED, f"{output.path}: what was written is not what was read: {difference}")
     output.commit()
+    return quantized
 
 
 # ---- command ----
@@ -311,8 +351,8 @@ HELP = "store a pruned model sparse"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
-        "everything else as it is. Lossless: the result is read back and compared bit for bit before it gets its "
-        "name."
+        "everything else as it is. Lossless, but for macko-q8_0 and macko-q4_0: the result is read back and compared bit "
+        "for bit (quantized: within the type's error, zeros kept) before it gets its name."
     )
     parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
@@ -323,7 +363,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="macko",
         help="macko: the number of delta bits that makes each tensor smallest (default); "
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
-        "columns, in the same way; takes seconds per tensor. auto: whatever is smallest for each tensor",
+        "columns, in the same way; takes seconds per tensor. auto: whatever of these is smallest for each tensor. packed: "
+        "non-zeros without fillers behind a bitmap or gap codes, lossless. macko-q8_0, macko-q4_0: the same with the "
+        "non-zeros quantized (lossy)",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument(
@@ -401,8 +443,10 @@ def run(args: argparse.Namespace) -> int:
         with AtomicOutput(args.output, model.paths, args.force) as output, Spool(output.path.parent) as spool:
             plans = plan_model(model, options, spool)
             write_model(model, plans, output, options, spool)
-            check_and_commit(model, output, args.nthreads, options.drop_negative_zeros)
+            quantized = check_and_commit(model, output, args.nthreads, options.drop_negative_zeros)
         print_totals(model, plans, options)
+        if quantized:
+            console.log(f"lossy: {error_line(quantized)}")
     warn_if_not_loadable(output.path)
     console.log(f"total time  = {(time.monotonic() - started) * 1000:8.2f} ms")
     return 0
@@ -447,14 +491,14 @@ def print_totals(model: Model, plans: list, options: Options) -> None:
     nbytes = file_nbytes(model.keys + sparse_keys(plans), tensors, model.alignment)
     print(console.model_line("model size", model.nbytes, n_elements))
     print(console.model_line("macko size", nbytes, n_elements))
-    n_dense = sum(bool(p.reason) and not p.delta_bits for p in plans)
-    if not any(p.delta_bits for p in plans):
+    n_dense = sum(bool(p.reason) and p.format == DENSE for p in plans)
+    if all(p.format == DENSE for p in plans):
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(plans)} tensor(s) stay dense, see above")
     n = sum(p.tensor.n_elements for p in plans if p.count)
     negative = sum(p.n_negative_zeros for p in plans)
-    if negative > n / 1000 and not options.drop_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w
+    if negative > n / 1000:  # masks leave them: w * 0 is -0.0 for a negative w
         console.log(
             f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
             "--drop-negative-zeros makes the file smaller"

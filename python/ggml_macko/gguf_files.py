@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import bindings, ec_csr, errors, formats
+from . import bindings, ec_csr, errors, formats, packed
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
 COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
@@ -215,6 +215,11 @@ class Tensor:
         return self.rows * self.cols
 
     @property
+    def is_quantized(self) -> bool:
+        """Stored sparse with quantized values: not bit for bit what it was made from."""
+        return self.sparse is not None and self.sparse.value_type != self.type
+
+    @property
     def nbytes_stored(self) -> int:
         return self.nbytes if self.sparse is None else self.sparse.nbytes
 
@@ -231,11 +236,15 @@ class Tensor:
         """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
         return self.read(n_threads).view(formats.bits_dtype(self.type)).reshape(self.rows, self.cols)
 
-    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix:
+    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix:
         """The stored arrays, not yet checked."""
         s = self.sparse
         arrays = [self._read_component(i, np.uint8) for i in range(len(s.tensor_index))]
-        arrays[0] = arrays[0].view(formats.bits_dtype(self.type))
+        arrays[0] = arrays[0].view(packed.values_dtype(self.type, s.value_type))
+        if s.format == "packed":
+            return packed.PackedMatrix(
+                self.rows, self.cols, self.type, s.value_type, s.delta_bits, s.nnz, *arrays[:2], arrays[2].view(np.int32)
+            )
         if s.format == "ec-csr":
             dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)
             arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]

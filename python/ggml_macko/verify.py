@@ -1,22 +1,31 @@
-"""Are two models the same, bit for bit, whatever way each is stored? `macko verify A B`."""
+"""Are two models the same, bit for bit, whatever way each is stored? `macko verify A B`. Where one of them has quantized
+values: is the error what the type allows, and did zeros stay zeros?
+"""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 import numpy as np
 
-from . import console, formats, weights
+from . import console, formats, packed, weights
 from .gguf_files import Model, Tensor
 
 
 def first_difference(
-    a: Model, b: Model, n_threads: int = 0, metadata: bool = True, equal_zeros: bool = False
+    a: Model,
+    b: Model,
+    n_threads: int = 0,
+    metadata: bool = True,
+    equal_zeros: bool = False,
+    quantized: list | None = None,
 ) -> str | None:
     """One line that names the first thing that differs, or None. Order of tensors and keys, and how they are stored,
     do not count.
 
-    equal_zeros: -0.0 and 0.0 count as equal.
+    equal_zeros: -0.0 and 0.0 count as equal. quantized: a tensor whose values are quantized in one of the models only
+    does not differ if its error is within bounds; its QuantizationError is appended here.
     """
     if metadata:
         keys_a, keys_b = ({k.name: k.record for k in m.keys} for m in (a, b))
@@ -30,15 +39,25 @@ def first_difference(
         if name not in tensors_a or name not in tensors_b:
             return f"{name}: only in {a.path if name in tensors_a else b.path}"
     for t in a.tensors:
-        difference = tensor_difference(t, tensors_b[t.name], n_threads, equal_zeros)
+        difference = tensor_difference(t, tensors_b[t.name], n_threads, equal_zeros, quantized)
         if difference is not None:
             return difference
     return None
 
 
-def tensor_difference(a: Tensor, b: Tensor, n_threads: int = 0, equal_zeros: bool = False) -> str | None:
+def tensor_difference(
+    a: Tensor, b: Tensor, n_threads: int = 0, equal_zeros: bool = False, quantized: list | None = None
+) -> str | None:
     if (a.type, _shape(a)) != (b.type, _shape(b)):
         return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
+    if quantized is not None and a.is_quantized != b.is_quantized:
+        source, other = (b, a) if a.is_quantized else (a, b)
+        want, got = source.read_bits(n_threads), other.read_bits(n_threads)
+        if np.array_equal(want, got):  # restored from it
+            return None
+        error = quantization_error(other, want, got)
+        quantized.append(error)
+        return error.fault
     if a.sparse is None and b.sparse is None:
         pairs = zip(a.blocks(), b.blocks())
     else:
@@ -51,6 +70,60 @@ def tensor_difference(a: Tensor, b: Tensor, n_threads: int = 0, equal_zeros: boo
             return _name_byte(a, at + int(np.argmax(block_a != block_b)), block_a, block_b, at)
         at += len(block_a)
     return None
+
+
+@dataclass(frozen=True)
+class QuantizationError:
+    """Of a tensor, against what it was quantized from."""
+
+    name: str
+    value_type: str
+    max_error: float
+    rms_relative: float  # RMS of a row's error over RMS of the row: mean of the rows
+    rms_relative_max: float  # ... and the worst row
+    fault: str | None  # a zero that did not stay one, or an error beyond the type's bound
+
+
+def quantization_error(quantized: Tensor, bits: np.ndarray, decoded: np.ndarray) -> QuantizationError:
+    """bits: the dense source; decoded: what quantized gives, both bit patterns (rows, cols)."""
+    m = quantized.read_sparse()
+    want, got = packed.to_float(bits, m.type), packed.to_float(decoded, m.type)
+    difference = got - want
+    fault = None
+    zeros = bits == 0
+    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
+        zeros = want == 0  # -0.0 was dropped
+    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
+        fault = f"{quantized.name}: {m.nnz} weights are stored, but {bits.size - int(np.count_nonzero(zeros))} are not zero"
+    else:  # the stored weights are those that are not zero, in the same order
+        beyond = np.zeros(bits.shape, dtype=bool)
+        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m)
+        for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
+            if fault is None and wrong.any():
+                row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+                fault = f"{quantized.name}: row {row}, column {column}: {what} ({want[row, column]:g}, {got[row, column]:g})"
+    power = np.einsum("ij,ij->i", want, want, dtype=np.float64)
+    rows = power > 0
+    relative = np.sqrt(np.einsum("ij,ij->i", difference, difference, dtype=np.float64)[rows] / power[rows])
+    return QuantizationError(
+        quantized.name,
+        packed.QUANT_NAMES[m.value_type],
+        float(np.abs(difference).max()),
+        float(relative.mean()) if rows.any() else 0.0,
+        float(relative.max()) if rows.any() else 0.0,
+        fault,
+    )
+
+
+def error_line(errors_of: list) -> str:
+    """What a user should know of quantized tensors."""
+    kinds = ", ".join(sorted({e.value_type for e in errors_of}))
+    worst = max(errors_of, key=lambda e: e.rms_relative_max)
+    return (
+        f"{len(errors_of)} tensors with {kinds} values: error at most {max(e.max_error for e in errors_of):.3g}, RMS "
+        f"{np.mean([e.rms_relative for e in errors_of]):.2%} of a row's (worst row {worst.rms_relative_max:.2%}, in "
+        f"{worst.name}); zeros stayed zeros"
+    )
 
 
 def _positive_zeros(data: np.ndarray, type_id: int) -> np.ndarray:
@@ -83,7 +156,9 @@ HELP = "compare two models bit for bit"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compares two GGUF models bit for bit, each dense, sparse or split: metadata, tensor names, types, shapes, "
-        "values. Prints the first difference and exits with 1, or says that they are identical and exits with 0."
+        "values. Prints the first difference and exits with 1, or says that they are identical and exits with 0. Tensors "
+        "that one of the models has with quantized values need not be identical: their errors are printed, and the exit "
+        "code is 0 if they are within what the type allows and zeros stayed zeros."
     )
     parser.add_argument("a", metavar="A", help="a model")
     parser.add_argument("b", metavar="B", help="another")
@@ -94,10 +169,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with Model(args.a) as a, Model(args.b) as b:
-        difference = first_difference(a, b, args.threads, not args.no_metadata, args.equal_zeros)
+        quantized: list = []
+        difference = first_difference(a, b, args.threads, not args.no_metadata, args.equal_zeros, quantized)
         if difference is not None:
             print(difference)
             return 1
+        if quantized:
+            rows = [[e.name, e.value_type, e.max_error, e.rms_relative, e.rms_relative_max] for e in quantized]
+            print(console.table(rows, ["tensor", "values", "max error", "RMS / row RMS", "worst row"]))
+            print(f"not identical: {error_line(quantized)}; everything else is identical")
+            return 0
         n_sparse = [sum(t.sparse is not None for t in m.tensors) for m in (a, b)]
         identical = "equal but for the sign of zeros" if args.equal_zeros else "identical"
         print(

@@ -23,9 +23,10 @@ namespace {
 struct alignas(BITMAP_ALIGNMENT) stored_matrix {
     uint64_t   magic; // STORED_MATRIX once the payload is complete
     macko_desc desc;
+    int32_t    value_type;      // desc.type, or quantized
     int64_t    rows_per_matrix; // ne1; experts and other matrices follow each other
 
-    bitmap_matrix bitmap() const { return bitmap_bind(desc, const_cast<stored_matrix *>(this) + 1); }
+    bitmap_matrix bitmap() const { return bitmap_bind(desc, value_type, const_cast<stored_matrix *>(this) + 1); }
 };
 constexpr uint64_t STORED_MATRIX = 0x78697274616d6b6dull;
 
@@ -55,6 +56,11 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
             bitmap_pack(view, first_value, bitmap);
             return GGML_MACKO_STATUS_OK;
         }
+        bool takes_packed() const override { return true; }
+        int consume_packed(const packed_view & view) override {
+            bitmap_pack(view, omp_get_max_threads(), bitmap);
+            return GGML_MACKO_STATUS_OK;
+        }
     };
     load                * current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
@@ -66,7 +72,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return; // the first piece had the handle; the rest of what llama.cpp reads for a sparse tensor is zeros
     }
     auto * m = static_cast<stored_matrix *>(tensor->data);
-    *m = { 0, matrix->desc, tensor->ne[1] };
+    *m = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
     pack consumer;
     consumer.bitmap = m->bitmap();
     if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
@@ -86,7 +92,7 @@ void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void *
     for (size_t done = 0; done < size;) {
         const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
         const auto   r  = static_cast<int64_t>(at / nbytes_row);
-        bitmap_unpack(m->bitmap(), r, r + 1, row.data());
+        bitmap_unpack(m->bitmap(), m->desc.type, r, r + 1, row.data());
         memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
         done += n;
     }
@@ -135,7 +141,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
     const load          * current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
-    return matrix ? sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix->desc)) : ggml_nbytes(tensor);
+    return matrix ? sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix->desc, matrix->value_type)) : ggml_nbytes(tensor);
 }
 
 bool buft_is_host(ggml_backend_buffer_type_t) {

@@ -11,16 +11,20 @@ static int64_t align_part(int64_t n) {
 static int64_t masks_nbytes(const macko_desc & desc)   { return align_part(desc.rows * mask_words(desc.cols) * 8); }
 static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
 
-int64_t bitmap_nbytes(const macko_desc & desc) {
-    return masks_nbytes(desc) + row_off_nbytes(desc) + align_part(desc.nnz * value_nbytes(desc.type) + VALUES_SLACK);
+static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
+    return values_nbytes(value_type, is_quant_type(value_type) ? packed_n_values(desc.nnz) : desc.nnz);
 }
 
-bitmap_matrix bitmap_bind(const macko_desc & desc, void * memory) {
+int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
+    return masks_nbytes(desc) + row_off_nbytes(desc) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+}
+
+bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory) {
     uint8_t * base = static_cast<uint8_t *>(memory);
     bitmap_matrix m;
     m.rows    = desc.rows;
     m.cols    = desc.cols;
-    m.type    = desc.type;
+    m.type    = value_type;
     m.masks   = reinterpret_cast<uint64_t *>(base);
     m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
     m.values  = base + masks_nbytes(desc) + row_off_nbytes(desc);
@@ -106,25 +110,48 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
     }
 }
 
-template <typename T> static void unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, T * dense) {
-    const int64_t words = mask_words(m.cols);
+void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
+    const packed_arrays & a     = view.arrays();
+    const int64_t         words = mask_words(dst.cols);
+#pragma omp parallel for schedule(static) num_threads(n_threads)
+    for (int64_t r = 0; r < dst.rows; r++) {
+        uint64_t * mask = dst.masks + r * words;
+        dst.row_off[r]  = static_cast<uint32_t>(a.row_ptr[r]);
+        mask[words - 1] = 0;
+        if (a.desc.index_bits == INDEX_BITMAP) {
+            const int64_t nbytes = bitmap_row_nbytes(dst.cols);
+            memcpy(mask, a.index + r * nbytes, static_cast<size_t>(nbytes)); // little-endian words
+        } else {
+            memset(mask, 0, static_cast<size_t>(words) * 8);
+            view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
+        }
+    }
+    dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);
+    const auto nbytes = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
+    memcpy(dst.values, a.values, nbytes);
+    memset(dst.values + nbytes, 0, VALUES_SLACK);
+}
+
+template <typename T> static void unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
+    const int64_t words     = mask_words(m.cols);
+    const bool    quantized = is_quant_type(m.type);
     for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
-        const uint64_t * mask   = m.masks + r * words;
-        const T        * values = reinterpret_cast<const T *>(m.values) + m.row_off[r];
+        const uint64_t * mask = m.masks + r * words;
+        int64_t          k    = m.row_off[r];
         memset(dense, 0, static_cast<size_t>(m.cols) * sizeof(T));
         for (int64_t word = 0; word < words; word++) {
-            for (uint64_t bits = mask[word]; bits; bits &= bits - 1) {
-                dense[word * 64 + __builtin_ctzll(bits)] = *values++;
+            for (uint64_t bits = mask[word]; bits; bits &= bits - 1, k++) {
+                dense[word * 64 + __builtin_ctzll(bits)] = quantized ? dense_at<T>(m.values, m.type, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
             }
         }
     }
 }
 
-void bitmap_unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, void * dense) {
-    if (value_nbytes(m.type) == 4) {
-        unpack(m, row_begin, row_end, static_cast<uint32_t *>(dense));
+void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense) {
+    if (value_nbytes(dense_type) == 4) {
+        unpack(m, dense_type, row_begin, row_end, static_cast<uint32_t *>(dense));
     } else {
-        unpack(m, row_begin, row_end, static_cast<uint16_t *>(dense));
+        unpack(m, dense_type, row_begin, row_end, static_cast<uint16_t *>(dense));
     }
 }
 

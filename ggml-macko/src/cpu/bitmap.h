@@ -3,10 +3,10 @@
 //
 //   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
 //   row_off  rows + 1 uint32: index of the row's first value
-//   values   nnz elements of the value type, then VALUES_SLACK zero bytes
+//   values   nnz elements of the value type, or its blocks as on file (FORMAT.md section 7), then VALUES_SLACK zero bytes
 #pragma once
 
-#include "format/macko.h"
+#include "format/packed.h"
 
 namespace macko {
 
@@ -16,7 +16,7 @@ constexpr int64_t VALUES_SLACK     = 256; // kernels load up to 64 values at a t
 struct bitmap_matrix {
     int64_t    rows;
     int64_t    cols;
-    int32_t    type; // of values
+    int32_t    type; // of values; may be quantized
     uint64_t * masks;
     uint32_t * row_off;
     uint8_t  * values;
@@ -24,13 +24,15 @@ struct bitmap_matrix {
 
 constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
 // bytes of the layout, known from the header alone
-int64_t bitmap_nbytes(const macko_desc & desc);
-// the parts inside bitmap_nbytes(desc) bytes at memory (aligned to BITMAP_ALIGNMENT)
-bitmap_matrix bitmap_bind(const macko_desc & desc, void * memory);
+int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type);
+// the parts inside bitmap_nbytes(desc, value_type) bytes at memory (aligned to BITMAP_ALIGNMENT)
+bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory);
 // writes the view's rows. first_value = non-zeros in all rows before view.rows().row_begin. Blocks may be packed in any order and at
 // the same time; whoever packs the last rows also writes row_off[rows] and the slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
-// rows row_begin ... row_end-1 back to dense elements of m.type
-void bitmap_unpack(const bitmap_matrix & m, int64_t row_begin, int64_t row_end, void * dense);
+// writes all rows
+void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
+// rows row_begin ... row_end-1 back to dense elements of dense_type, which is m.type unless that is quantized
+void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
 } // namespace macko

@@ -104,7 +104,8 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
     const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
                         / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
-        return density < cost.narrow_below && p.round_x && value_nbytes(w.type) == 2 ? x_layout::narrow : x_layout::rows;
+        const bool faster = is_quant_type(w.type) ? cost.narrow_below > 0 : value_nbytes(w.type) == 2 && density < cost.narrow_below;
+        return faster && p.round_x ? x_layout::narrow : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);

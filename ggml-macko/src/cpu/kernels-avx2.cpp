@@ -75,6 +75,23 @@ struct simd {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
+    // a block of 32 values
+    template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
+        const vec d = widen<GGML_MACKO_TYPE_F16>(_mm_set1_epi16(static_cast<int16_t>(block[0] | block[1] << 8)));
+        __m128i   q[2]; // 16 values each
+        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+            q[0] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
+            q[1] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 18));
+        } else {
+            const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
+            q[0] = _mm_sub_epi8(_mm_and_si128(both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
+            q[1] = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)), _mm_set1_epi8(8));
+        }
+        for (int i = 0; i < 2; i++) {
+            _mm256_storeu_ps(out + 16 * i,     _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q[i]))));
+            _mm256_storeu_ps(out + 16 * i + 8, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(q[i], 8)))));
+        }
+    }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
             return _mm256_loadu_ps(reinterpret_cast<const float *>(p));

@@ -74,6 +74,50 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
+    // Lines up the x (16-bit integers) of the non-zeros of some words behind n zeros, n < 32, and zeros up to a whole block behind them.
+    // Returns how many there are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
+    template <bool FEW> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, int16_t * lined) {
+        const __m512i places = _mm512_load_si512(places_0_63.place);
+        _mm512_store_si512(lined, _mm512_setzero_si512());
+        for (int64_t word = 0; word < words; word++) {
+            const uint64_t bits = mask[word];
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
+            const __m512i  lo   = _mm512_load_si512(x + word * 128);
+            const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
+            const int      here = __builtin_popcountll(bits);
+            // what is stored behind the last of them is overwritten by the next
+            _mm512_storeu_si512(lined + n, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(at)), hi));
+            if (!FEW || __builtin_expect(here > 32, 0)) {
+                _mm512_storeu_si512(lined + n + 32, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(at, 1)), hi));
+            }
+            n += here;
+        }
+        _mm512_storeu_si512(lined + n, _mm512_setzero_si512());
+        return n;
+    }
+    template <int TYPE> static vec add_block(const uint8_t * block, const int16_t * lined, vec sum) {
+        const __m512i products = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(block)), _mm512_load_si512(lined));
+        return fma(_mm512_cvtepi32_ps(products), block_scale(block), sum);
+    }
+    // sum of d * q * x over whole blocks
+    template <int TYPE> static float dot_blocks(const uint8_t * block, int64_t n_blocks, const int16_t * lined) {
+        constexpr int     PREFETCH = 4096; // bytes ahead
+        constexpr int64_t NBYTES   = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18;
+        vec a = zero(), b = zero();
+        for (int64_t i = 0; i < n_blocks; i += 2, block += 2 * NBYTES) {
+            __builtin_prefetch(block + PREFETCH);
+            a = add_block<TYPE>(block, lined + i * 32, a);
+            if (i + 1 < n_blocks) {
+                b = add_block<TYPE>(block + NBYTES, lined + i * 32 + 32, b);
+            }
+        }
+        return sum(add(a, b));
+    }
+    static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
+    static float largest(vec v)              { return _mm512_reduce_max_ps(v); }
+    static void  store_integers(uint8_t * out, vec v, float inverse) {
+        _mm256_store_si256(reinterpret_cast<__m256i *>(out), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)))));
+    }
     // v, which has TYPE's precision, as 16-bit numbers
     template <int TYPE> static void narrow(uint8_t * out, vec v) {
         __m256i h;

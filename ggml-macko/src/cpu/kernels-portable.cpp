@@ -76,6 +76,19 @@ struct simd {
         }
         return float_of(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
     }
+    // a block of 32 values
+    template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
+        const float d = value<GGML_MACKO_TYPE_F16>(block);
+        for (int i = 0; i < 16; i++) {
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+                out[i]      = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
+                out[i + 16] = d * static_cast<float>(static_cast<int8_t>(block[18 + i]));
+            } else {
+                out[i]      = d * static_cast<float>((block[2 + i] & 15) - 8);
+                out[i + 16] = d * static_cast<float>((block[2 + i] >> 4) - 8);
+            }
+        }
+    }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         constexpr int size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
         return vec{value<TYPE>(p), value<TYPE>(p + size), value<TYPE>(p + 2 * size), value<TYPE>(p + 3 * size)};

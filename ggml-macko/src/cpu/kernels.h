@@ -12,7 +12,8 @@ struct mul_mat_params {
     int64_t               n;         // how many x
     const float * const * x;         // n pointers to w.cols floats
     float * const       * y;         // n pointers to row_end - row_begin floats, all written
-    bool                  round_x;   // round x to the value type first (F16, BF16), as ggml-cpu does with dense weights
+    bool                  round_x;   // round x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With quantized weights: it
+                                     // may be rounded to multiples of max |x| / 32767 (one x), which is finer than ggml's 8 bits per 32 columns
     void                * scratch;   // mul_mat_scratch_nbytes(w.cols, n) bytes, aligned to 64
 };
 

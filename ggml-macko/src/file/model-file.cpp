@@ -19,17 +19,19 @@ namespace macko {
 constexpr int32_t  TYPE_I8        = 24; // ggml type ids of components
 constexpr int32_t  TYPE_I16       = 25;
 constexpr int32_t  TYPE_I32       = 26;
-constexpr int64_t  FORMAT_VERSION = 2;
-constexpr int64_t  EC_CSR_VERSION = 2; // readers older than that do not know ec-csr
+constexpr int64_t  FORMAT_VERSION = 3;
+constexpr int32_t  RECODED_BITS   = 4; // delta_bits of a packed matrix for a consumer that wants MACKO
 constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
 constexpr size_t   MAX_SUFFIX     = 8;
 
 static const char * const MACKO_COMPONENTS[]  = { ".values", ".deltas", ".row_ptr" };
 static const char * const EC_CSR_COMPONENTS[] = { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" };
-const sparse_format FORMAT_MACKO  = { "macko",  std::size(MACKO_COMPONENTS),  MACKO_COMPONENTS };
-const sparse_format FORMAT_EC_CSR = { "ec-csr", std::size(EC_CSR_COMPONENTS), EC_CSR_COMPONENTS };
-static const sparse_format * const FORMATS[] = { &FORMAT_MACKO, &FORMAT_EC_CSR };
+static const char * const PACKED_COMPONENTS[] = { ".values", ".index", ".row_ptr" };
+const sparse_format FORMAT_MACKO  = { "macko",  1, std::size(MACKO_COMPONENTS),  MACKO_COMPONENTS };
+const sparse_format FORMAT_EC_CSR = { "ec-csr", 2, std::size(EC_CSR_COMPONENTS), EC_CSR_COMPONENTS };
+const sparse_format FORMAT_PACKED = { "packed", 3, std::size(PACKED_COMPONENTS), PACKED_COMPONENTS };
+static const sparse_format * const FORMATS[] = { &FORMAT_MACKO, &FORMAT_EC_CSR, &FORMAT_PACKED };
 
 // ---- the file system ----
 
@@ -290,8 +292,8 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     if (m->format == nullptr) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' is not known to this build", printable(format.c_str(), format.size()).text);
     }
-    if (m->format == &FORMAT_EC_CSR && keys.min_reader < EC_CSR_VERSION) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format 'ec-csr' in a file for readers of version %" PRId64, keys.min_reader);
+    if (keys.min_reader < m->format->version) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "format '%s' in a file for readers of version %" PRId64, m->format->name, keys.min_reader);
     }
     int64_t type = 0;
     int64_t bits = 0;
@@ -302,13 +304,19 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     }
     m->desc.type       = static_cast<int32_t>(type);
     m->desc.delta_bits = static_cast<int32_t>(bits);
+    m->value_type      = m->desc.type;
+    m->index_bits      = 0;
+    if (m->format == &FORMAT_PACKED) { // its value type is that of X.values
+        m->index_bits      = m->desc.delta_bits;
+        m->desc.delta_bits = RECODED_BITS;
+    }
     if (const int status = read_shape(header, *keys.ne, i, m)) {
         return status;
     }
     if (!header.get_int(*keys.nnz, i, &m->desc.nnz)) {
         return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz is larger than 2^63");
     }
-    if (const int status = m->format == &FORMAT_EC_CSR ? check_ec_csr_desc(m->desc) : check_desc(m->desc)) {
+    if (const int status = m->format == &FORMAT_EC_CSR ? check_ec_csr_desc(m->desc) : m->format == &FORMAT_PACKED ? check_packed_desc(m->packed()) : check_desc(m->desc)) {
         return status;
     }
     m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // check_desc: <= 16 GiB
@@ -421,6 +429,20 @@ static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, spa
     return GGML_MACKO_STATUS_OK;
 }
 
+// the index's exact length is known only from its codes, unless it is a bitmap
+static int check_packed_components(const gguf_tensor * t, sparse_matrix * m) {
+    m->value_type = is_quant_type(t[PACKED_VALUES].type) ? t[PACKED_VALUES].type : m->desc.type;
+    if (const int status = check_component(t[PACKED_VALUES], m->value_type, packed_n_values(m->desc.nnz))) {
+        return status;
+    }
+    const int64_t most = max_index_nbytes(m->packed()), n = t[PACKED_INDEX].ne[0];
+    if (const int status = check_component(t[PACKED_INDEX], TYPE_I8, m->index_bits == INDEX_BITMAP || n % 4 || n > most ? most : n)) {
+        return status;
+    }
+    m->n_padded = n_padded(max_recoded(m->desc));
+    return check_component(t[PACKED_ROW_PTR], TYPE_I32, m->desc.rows + 1);
+}
+
 // the tensors from table entry t on are matrix m's components, and have the types and lengths they must have
 static int bind_components(model_file * file, size_t t, size_t index) {
     sparse_matrix & m = file->sparse[index];
@@ -432,7 +454,8 @@ static int bind_components(model_file * file, size_t t, size_t index) {
         file->tensor_sparse_index[t + c] = static_cast<int64_t>(index);
     }
     m.first = t;
-    return m.format == &FORMAT_EC_CSR ? check_ec_csr_components(&tensors[t], file->header.file_size, &m) : check_macko_components(&tensors[t], &m);
+    return m.format == &FORMAT_EC_CSR ? check_ec_csr_components(&tensors[t], file->header.file_size, &m) :
+           m.format == &FORMAT_PACKED ? check_packed_components(&tensors[t], &m) : check_macko_components(&tensors[t], &m);
 }
 
 // a tensor that is not a component must not look like one
@@ -579,7 +602,7 @@ struct payload_reader {
     const sparse_matrix  & m;
     std::vector<int32_t>   row_ptr;
     std::vector<int64_t>   blocks; // first row of each block, then rows
-    macko_matrix           recoded; // an EC-CSR matrix: blocks of rows are taken from here, not from the file
+    macko_matrix           recoded; // of another format: blocks of rows are taken from here, not from the file
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t values_offset(int64_t entry) const { return component(MACKO_VALUES).offset + entry * value_nbytes(m.desc.type); }
@@ -686,12 +709,47 @@ struct payload_reader {
         if (error.any) {
             return fail(error.status, "%s", error.text.c_str());
         }
-        if (nnz != m.desc.nnz) {
-            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")", m.desc.nnz, nnz);
+        const int64_t expected = recoded.values.empty() ? m.desc.nnz : recoded.desc.nnz;
+        if (nnz != expected) {
+            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")", expected, nnz);
         }
         return GGML_MACKO_STATUS_OK;
     }
 };
+
+// what a consumer of MACKO gets of a matrix that was recoded into reader.recoded
+int read_recoded(payload_reader & reader, int n_team, payload_consumer & consumer) {
+    reader.row_ptr = std::move(reader.recoded.row_ptr);
+    reader.make_blocks();
+    return reader.read_blocks(n_team, consumer);
+}
+
+int read_packed(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads, payload_consumer & consumer) {
+    const int      n_team = n_threads > 0 ? n_threads : omp_get_max_threads();
+    payload_reader reader = { source, header, m, {}, {}, {} };
+    {
+        std::vector<uint8_t> memory[std::size(PACKED_COMPONENTS)];
+        for (size_t c = 0; c < std::size(memory); c++) {
+            const gguf_tensor & t = reader.component(c);
+            memory[c].resize(static_cast<size_t>(t.nbytes));
+            if (const int status = source.read(t.offset, memory[c].data(), t.nbytes)) {
+                return status;
+            }
+        }
+        packed_view view;
+        if (const int status = check_packed({ m.packed(), memory[PACKED_VALUES].data(), reader.component(PACKED_VALUES).ne[0], memory[PACKED_INDEX].data(), reader.component(PACKED_INDEX).nbytes,
+                                              reinterpret_cast<const int32_t *>(memory[PACKED_ROW_PTR].data()), reader.component(PACKED_ROW_PTR).ne[0] }, n_team, &view)) {
+            return status;
+        }
+        if (consumer.takes_packed()) {
+            return consumer.consume_packed(view);
+        }
+        if (const int status = recode(view, n_team, &reader.recoded)) {
+            return status;
+        }
+    }
+    return read_recoded(reader, n_team, consumer);
+}
 
 // the components of an EC-CSR matrix in private memory
 struct ec_csr_payload {
@@ -734,9 +792,7 @@ int read_ec_csr(const byte_source & source, const gguf_header & header, const sp
             return status;
         }
     }
-    reader.row_ptr = std::move(reader.recoded.row_ptr);
-    reader.make_blocks();
-    return reader.read_blocks(n_team, consumer);
+    return read_recoded(reader, n_team, consumer);
 }
 
 } // namespace
@@ -745,6 +801,9 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
     const int status = at_c_edge([&]() -> int {
         if (matrix.format == &FORMAT_EC_CSR) {
             return read_ec_csr(source, header, matrix, n_threads, consumer);
+        }
+        if (matrix.format == &FORMAT_PACKED) {
+            return read_packed(source, header, matrix, n_threads, consumer);
         }
         payload_reader reader = { source, header, matrix, {}, {}, {} };
         if (const int s = reader.read_row_ptr()) {

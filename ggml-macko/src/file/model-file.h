@@ -4,6 +4,7 @@
 
 #include "file/gguf-header.h"
 #include "format/ec-csr.h"
+#include "format/packed.h"
 
 #include <memory>
 #include <sys/stat.h>
@@ -12,24 +13,30 @@ namespace macko {
 
 // components of a matrix, in the order of the tensor table
 enum macko_component  : size_t { MACKO_VALUES, MACKO_DELTAS, MACKO_ROW_PTR };
+enum packed_component : size_t { PACKED_VALUES, PACKED_INDEX, PACKED_ROW_PTR };
 enum ec_csr_component : size_t { EC_VALUES, EC_DELTAS, EC_BASES, EC_BLK_PTR, EC_ROWS, EC_SETS };
 
 struct sparse_format {
     const char         * name;         // in macko.tensor.format
+    int64_t              version;      // readers older than that do not know it
     size_t               n_components;
     const char * const * components;   // suffixes, with their dot
 };
-extern const sparse_format FORMAT_MACKO, FORMAT_EC_CSR;
+extern const sparse_format FORMAT_MACKO, FORMAT_EC_CSR, FORMAT_PACKED;
 
 struct sparse_matrix { // FORMAT.md section 2
     std::string           name;
     const sparse_format * format;
-    macko_desc            desc;
+    macko_desc            desc;         // of packed: what recode() makes of it
+    int32_t               value_type;   // desc.type, or of packed a quantized type
+    int32_t               index_bits;   // of packed
     int32_t               n_dims;
     int64_t               ne[4];
-    int64_t               n_padded;     // of the MACKO arrays that a consumer gets; of ec-csr an upper bound
+    int64_t               n_padded;     // of the MACKO arrays that a consumer gets; of the others an upper bound
     int64_t               nbytes_dense;
     size_t                first;        // component in gguf_header::tensors; the others follow it
+
+    packed_desc packed() const { return { desc, value_type, index_bits }; }
 };
 
 struct model_file : byte_source {
@@ -65,13 +72,15 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file);
 
 // Payload of one matrix. MACKO: in blocks of rows of about 512 KiB, in parallel: each block is read into private memory, validated, and
 // handed to consume(view, first_value) (first_value = non-zeros in earlier rows); consume may be called from several threads at once,
-// not in order. Checks row_ptr, padding and nnz as well. EC-CSR: the whole matrix is read and checked, and handed to consume_blocks at
-// once; for a consumer that does not take blocks it is recoded to MACKO first.
+// not in order. Checks row_ptr, padding and nnz as well. EC-CSR and packed: the whole matrix is read and checked, and handed to
+// consume_blocks or consume_packed at once; for a consumer that does not take it so it is recoded to MACKO first (dequantized, too).
 struct payload_consumer {
     virtual ~payload_consumer() = default;
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
     virtual bool takes_blocks() const { return false; }
     [[nodiscard]] virtual int consume_blocks(const ec_csr_view &) { return GGML_MACKO_STATUS_OK; }
+    virtual bool takes_packed() const { return false; }
+    [[nodiscard]] virtual int consume_packed(const packed_view &) { return GGML_MACKO_STATUS_OK; }
 };
 [[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
 // the same without the file system (fuzzing, tests); tensors are those of header

@@ -1,7 +1,9 @@
 // To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to threads in contiguous ranges.
 #include "format/encode.h"
+#include "format/code-writer.h"
 #include "format/nonzero.h"
 
+#include <atomic>
 #include <cstring>
 #include <omp.h>
 #include <vector>
@@ -48,41 +50,6 @@ template <typename T> void count_rows(const T * dense, int64_t rows, int64_t col
     }
     *count = { nnz, { n1, n2, n4, n8 }, special };
 }
-
-// Appends codes at a bit position. The first and the last byte of a thread's range may belong to two threads: they are or-ed in.
-class code_writer {
-public:
-    code_writer(uint8_t * deltas, int64_t bit) : out_(deltas + bit / 8), n_bits_(static_cast<int>(bit & 7)), shared_(true) {}
-    void put(uint32_t code, int bits) {
-        buffer_ |= code << n_bits_;
-        n_bits_ += bits;
-        if (n_bits_ == 8) { // widths divide 8: a code never crosses a byte
-            flush();
-        }
-    }
-    void finish() {
-        shared_ = true;
-        if (n_bits_ > 0) {
-            flush();
-        }
-    }
-private:
-    void flush() {
-        if (shared_) {
-            __atomic_fetch_or(out_, static_cast<uint8_t>(buffer_), __ATOMIC_RELAXED);
-        } else {
-            *out_ = static_cast<uint8_t>(buffer_);
-        }
-        out_++;
-        buffer_ = 0;
-        n_bits_ = 0;
-        shared_ = false;
-    }
-    uint8_t * out_;
-    uint32_t  buffer_ = 0;
-    int       n_bits_;
-    bool      shared_;
-};
 
 // entries of a row, and its non-zeros
 template <typename T> int64_t count_entries(const T * row, int64_t cols, int bits, int64_t * nnz) {
@@ -156,19 +123,21 @@ template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix &
     return GGML_MACKO_STATUS_OK;
 }
 
-// two passes over the blocks: count, then write
-template <typename T> int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
-    const macko_desc & desc = view.arrays().desc;
-    const int          bits = desc.delta_bits;
+// Two passes over the rows: count, then write. each(f) calls f(row, its elements) for all rows, from several threads, and may fail.
+template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EACH && each, macko_matrix * m) {
+    const int bits = desc.delta_bits;
     m->desc = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
     std::vector<int64_t> n_row(static_cast<size_t>(desc.rows));
-    if (const int status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+    std::atomic<int64_t> nnz_total{0};
+    if (const int status = each([&](int64_t r, const void * row) {
             int64_t nnz = 0;
             n_row[static_cast<size_t>(r)] = count_entries(static_cast<const T *>(row), desc.cols, bits, &nnz);
+            nnz_total += nnz;
         })) {
         return status;
     }
+    m->desc.nnz = nnz_total;
     int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
     for (size_t r = 0; r < n_row.size(); r++) {
         n_stored += n_row[r];
@@ -180,7 +149,7 @@ template <typename T> int recode(const ec_csr_view & view, int n_threads, macko_
     constexpr size_t slack = 64; // validate and consumers may load whole vectors
     m->values.assign(static_cast<size_t>(n_padded(n_stored)) * sizeof(T) + slack, 0);
     m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)) + slack, 0);
-    return each_row(view, n_threads, [&](int64_t r, const void * row) {
+    return each([&](int64_t r, const void * row) {
         const int64_t first = m->row_ptr[static_cast<size_t>(r)];
         code_writer codes(m->deltas.data(), first * bits);
         write_entries(static_cast<const T *>(row), desc.cols, bits, codes, reinterpret_cast<T *>(m->values.data()) + first);
@@ -204,8 +173,27 @@ int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
                                          : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
 }
 
+template <typename EACH> static int recode_type(const macko_desc & desc, EACH && each, macko_matrix * m) {
+    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m) : recode_rows<uint16_t>(desc, each, m);
+}
+
 int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
-    return view.arrays().desc.type == GGML_MACKO_TYPE_F32 ? recode<uint32_t>(view, n_threads, m) : recode<uint16_t>(view, n_threads, m);
+    return recode_type(view.arrays().desc, [&](auto && f) { return each_row(view, n_threads, f); }, m);
+}
+
+int recode(const packed_view & view, int n_threads, macko_matrix * m) {
+    const macko_desc & desc = view.arrays().desc.dense;
+    return recode_type(desc, [&](auto && f) {
+        const size_t nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+        std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes)); // not inside: bad_alloc must not leave a thread
+#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
+        for (int64_t r = 0; r < desc.rows; r++) {
+            uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
+            view.decode_row(r, row);
+            f(r, static_cast<const void *>(row));
+        }
+        return static_cast<int>(GGML_MACKO_STATUS_OK);
+    }, m);
 }
 
 } // namespace macko

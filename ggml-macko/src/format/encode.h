@@ -1,7 +1,8 @@
-// Dense matrix, or EC-CSR, to the canonical MACKO arrays. Arguments were checked by the caller (capi.cpp).
+// Dense matrix, EC-CSR or packed, to the canonical MACKO arrays. Arguments were checked by the caller (capi.cpp).
 #pragma once
 
 #include "format/ec-csr.h"
+#include "format/packed.h"
 
 namespace macko {
 
@@ -18,6 +19,8 @@ struct macko_matrix {
 };
 // What devices without kernels for blocks get: the same matrix as MACKO with the same delta_bits. Checks the blocks' columns and values.
 [[nodiscard]] int recode(const ec_csr_view & view, int n_threads, macko_matrix * m);
+// Quantized values are dequantized; those that become zero are dropped, so m->desc.nnz may be lower.
+[[nodiscard]] int recode(const packed_view & view, int n_threads, macko_matrix * m);
 // entries that recode may need for a matrix, as far as its description tells
 constexpr int64_t max_recoded(const macko_desc & desc) {
     const int64_t n = desc.nnz + (desc.rows * desc.cols - desc.nnz) / (int64_t(1) << desc.delta_bits);

@@ -1,0 +1,196 @@
+"""NumPy twin of the packed codec (FORMAT.md section 7): non-zeros without fillers, plain or quantized, and a bitmap or gap
+codes.
+
+The readable reference that tests hold the C codec against, byte for byte. Plain values are bit patterns, as in formats.py.
+Nothing here touches the C library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import errors, formats
+
+BLOCK = 32  # values that share a scale
+TYPE_Q4_0, TYPE_Q8_0 = 2, 8  # ggml type ids
+QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q4_0: "q4_0"}
+BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q4_0: 18}
+BITMAP = 0  # index_bits; else bits of a gap code
+INDEX_BITS = (BITMAP, 2, 4, 8)
+ARRAYS = ("values", "index", "row_ptr")  # the order of the components in a file
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """The arrays of one matrix; exactly what stands in a file."""
+
+    rows: int
+    cols: int
+    type: int  # of the dense matrix
+    value_type: int  # the same, or TYPE_Q8_0 or TYPE_Q4_0
+    index_bits: int
+    nnz: int
+    values: np.ndarray  # bit patterns, or bytes (uint8) if quantized
+    index: np.ndarray  # uint8
+    row_ptr: np.ndarray  # int32, rows + 1
+
+    @property
+    def n_values(self) -> int:
+        return n_values(self.nnz)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, name).nbytes for name in ARRAYS)
+
+
+def n_values(nnz: int) -> int:
+    return max(BLOCK, (nnz + BLOCK - 1) // BLOCK * BLOCK)
+
+
+def values_dtype(type_id: int, value_type: int) -> np.dtype:
+    return np.dtype(np.uint8) if value_type in QUANT_NAMES else formats.bits_dtype(type_id)
+
+
+def values_nbytes(type_id: int, value_type: int, n: int) -> int:
+    """Of n values, a multiple of BLOCK if quantized."""
+    return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * formats.value_bits(type_id) // 8
+
+
+# ---- numbers ----
+
+
+def to_float(bits: np.ndarray, type_id: int) -> np.ndarray:
+    """float32 of bit patterns."""
+    if type_id == formats.TYPE_F16:
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32) if type_id == formats.TYPE_BF16 else bits.view(np.float32)
+
+
+def _from_float(values: np.ndarray, type_id: int) -> np.ndarray:
+    """Bit patterns of finite float32, rounded to nearest even, the largest finite value where they are too large."""
+    if type_id == formats.TYPE_F32:
+        return values.view(np.uint32)
+    if type_id == formats.TYPE_BF16:
+        u = values.view(np.uint32).astype(np.uint64)
+        return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    return np.where(np.isinf(half), np.copysign(np.float16(65504), half), half).astype(np.float16).view(np.uint16)
+
+
+def quantize(values: np.ndarray, value_type: int) -> np.ndarray:
+    """uint8 (blocks, bytes) of float32 values, as many as fill blocks; ggml's reference rounding."""
+    x = values.reshape(-1, BLOCK)
+    extreme = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
+    d = np.abs(extreme) / np.float32(127) if value_type == TYPE_Q8_0 else extreme / np.float32(-8)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / d
+        scale = d.astype(np.float16)
+    inverse[~np.isfinite(inverse)] = 0
+    if not np.all(np.isfinite(scale)):
+        raise errors.error(errors.NOT_FINITE, "values are too large for a scale in F16")
+    scaled = x * inverse
+    if value_type == TYPE_Q8_0:
+        whole = np.floor(np.abs(scaled))
+        q = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled).astype(np.int8).view(np.uint8)  # ties away from 0
+    else:
+        q8 = np.minimum(15, (scaled + np.float32(8.5)).astype(np.uint8))
+        q = q8[:, :16] | q8[:, 16:] << 4
+    return np.concatenate([scale.view(np.uint8), q], axis=1)
+
+
+def dequantize(values: np.ndarray, value_type: int) -> tuple:
+    """(d, q) of each value: float32, int."""
+    blocks = values.reshape(-1, BLOCK_NBYTES[value_type])
+    d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    if value_type == TYPE_Q8_0:
+        q = blocks[:, 2:].view(np.int8).astype(np.int64)
+    else:
+        q = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1).astype(np.int64) - 8
+    return np.broadcast_to(d, q.shape).reshape(-1), q.reshape(-1)
+
+
+# ---- codec ----
+
+
+def _align4(n: int) -> int:
+    return max(4, (n + 3) // 4 * 4)
+
+
+def _pad(data: np.ndarray, nbytes: int) -> np.ndarray:
+    out = np.zeros(nbytes, dtype=np.uint8)
+    out[: len(data)] = data
+    return out
+
+
+def _gap_codes(row: np.ndarray, col: np.ndarray, bits: int) -> np.ndarray:
+    escape = (1 << bits) - 1
+    first = np.ones(len(row), dtype=bool)
+    first[1:] = row[1:] != row[:-1]
+    gap = col - np.where(first, -1, np.concatenate([[-1], col[:-1]])) - 1
+    codes = np.full(int(np.sum(gap // escape + 1)), escape, dtype=np.uint8)
+    codes[np.cumsum(gap // escape + 1) - 1] = gap % escape
+    return codes
+
+
+def encode(dense: np.ndarray, type_id: int, value_type: int, index_bits: int) -> PackedMatrix:
+    """dense: bit patterns (rows, cols), finite."""
+    rows, cols = dense.shape
+    row, col = np.nonzero(dense)
+    if index_bits == BITMAP:
+        bits = np.packbits(dense != 0, axis=1, bitorder="little").reshape(-1)
+    else:
+        codes = _gap_codes(row, col, index_bits)
+        each = (codes[:, None] >> np.arange(index_bits, dtype=np.uint8)) & 1
+        bits = np.packbits(each.astype(np.uint8).reshape(-1), bitorder="little")
+    values = np.zeros(n_values(len(row)), dtype=formats.bits_dtype(type_id))
+    values[: len(row)] = dense[row, col]
+    if value_type in QUANT_NAMES:
+        values = quantize(to_float(values, type_id), value_type).reshape(-1)
+    row_ptr = np.zeros(rows + 1, dtype=np.int32)
+    row_ptr[1:] = np.cumsum(np.bincount(row, minlength=rows))
+    return PackedMatrix(
+        rows, cols, type_id, value_type, index_bits, len(row), values, _pad(bits, _align4(len(bits))), row_ptr
+    )
+
+
+def places(m: PackedMatrix) -> tuple:
+    """(row, column) of each non-zero of a matrix that the C library accepts."""
+    bits = np.unpackbits(m.index, bitorder="little")
+    if m.index_bits == BITMAP:
+        stride = (m.cols + 7) // 8 * 8
+        return np.nonzero(bits[: m.rows * stride].reshape(m.rows, stride))
+    codes = bits[: len(bits) // m.index_bits * m.index_bits].reshape(-1, m.index_bits).astype(np.int64)
+    codes = codes @ (1 << np.arange(m.index_bits))
+    escape = (1 << m.index_bits) - 1
+    ends = np.flatnonzero(codes != escape)[: m.nnz]  # the codes that stand for a non-zero
+    column = np.cumsum(np.where(codes == escape, escape, codes + 1))[ends]
+    row = np.repeat(np.arange(m.rows), np.diff(m.row_ptr))
+    before = np.concatenate([[0], column])[m.row_ptr[:-1]]  # where the row starts
+    return row, column - before[row] - 1
+
+
+def decode(m: PackedMatrix) -> np.ndarray:
+    """The dense bit patterns (rows, cols) of a matrix that the C library accepts."""
+    dense = np.zeros((m.rows, m.cols), dtype=formats.bits_dtype(m.type))
+    if m.value_type in QUANT_NAMES:
+        d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
+        product = d * q.astype(np.float32)
+        values = np.where(product == 0, 0, _from_float(product, m.type)).astype(dense.dtype)
+    else:
+        values = m.values[: m.nnz]
+    dense[places(m)] = values
+    return dense
+
+
+def error_bound(m: PackedMatrix) -> np.ndarray:
+    """How far each non-zero's dense value may be from what was quantized: half a step of Q8_0, a whole one of Q4_0 (q ends
+    at 7 on one side), the rounding of the scale to F16 and that of the product to the dense type.
+    """
+    d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
+    d = np.abs(d.astype(np.float64))
+    step, most = (0.5001, 128) if m.value_type == TYPE_Q8_0 else (1.0001, 9)
+    digits = {formats.TYPE_F16: 11, formats.TYPE_BF16: 8, formats.TYPE_F32: 24}[m.type]
+    return step * d + most * (d * 2.0**-11 + 2.0**-25) + np.abs(q) * d * 2.0**-digits + 2.0**-24

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import generators
 import gguf_bytes
 import tiny_models
-from ggml_macko import hessians, layerwise, prune, report, sparsegpt
+from ggml_macko import arrays, hessians, layerwise, prune, report, sparsegpt
 from ggml_macko.activations import Weight
 from ggml_macko.errors import MackoError
 from ggml_macko.gguf_files import Model
@@ -60,21 +60,32 @@ def relative_error(before, after, h):
     return np.einsum("ij,ij->", difference @ h, difference) / np.einsum("ij,ij->", before @ h, before)
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def xp(request):
+    if request.param == "cpu":
+        return np
+    if arrays.gpu() is None:
+        pytest.skip("no CuPy, or no GPU for it")
+    return arrays.gpu()
+
+
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("rows,cols", [(40, 96), (33, 200), (7, 260)])
-def test_outputs_are_further_off_than_those_of_a_dense_implementation(rows, cols, sparsity):
+def test_outputs_are_further_off_than_those_of_a_dense_implementation(xp, rows, cols, sparsity):
     rng = np.random.default_rng(rows * cols)
     w = rng.standard_normal((rows, cols)).astype(np.float32)
     x = inputs(rng, 4 * cols, cols)
     h = x.T @ x
     n = int(sparsity * w.size)
     want = dense_sparsegpt(w, h, lambda begin, end: n * end // cols - n * begin // cols)
-    got = w.copy()
-    sparsegpt.prune_matrix(got, sparsegpt.inverse_factor(h), n)
+    got = xp.array(w)
+    sparsegpt.prune_matrix(got, sparsegpt.inverse_factor(xp.asarray(h)), n)
+    energy = sparsegpt.energy(xp.asarray(w) - got, xp.asarray(h)) / sparsegpt.energy(xp.asarray(w), xp.asarray(h))
+    got = arrays.to_host(got)
     assert (got == 0).sum() == n
     ours, theirs = relative_error(w, got, h), relative_error(w, want, h)
     assert abs(ours / theirs - 1) < 0.01, (ours, theirs)
-    assert sparsegpt.energy(w - got, h) / sparsegpt.energy(w, h) == pytest.approx(ours, rel=1e-3)
+    assert energy == pytest.approx(ours, rel=1e-3)
     magnitude = np.where(np.abs(w) >= np.sort(np.abs(w), axis=None)[n], w, 0)
     assert ours < 0.9 * relative_error(w, magnitude, h)  # a wrong update would not even reach this
 
@@ -115,12 +126,13 @@ def test_zeros_are_lost_or_too_many(rows, cols, sparsity, zeros, seed):
 
 
 @pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((1, 4), 260), ((4, 8), 264), ((3, 200), 400)])
-def test_pattern_is_broken(pattern, cols):
+def test_pattern_is_broken(xp, pattern, cols):
     rng = np.random.default_rng(cols)
     before = rng.standard_normal((9, cols)).astype(np.float32)
     x = inputs(rng, 3 * cols, cols)
-    w = before.copy()
-    sparsegpt.prune_matrix(w, sparsegpt.inverse_factor(x.T @ x), 0, pattern)
+    w = xp.array(before)
+    sparsegpt.prune_matrix(w, sparsegpt.inverse_factor(xp.asarray(x.T @ x)), 0, pattern)
+    w = arrays.to_host(w)
     n, m = pattern
     assert ((w.reshape(-1, m) != 0).sum(axis=1) == n).all()
     groups = np.abs(before).reshape(-1, m)
@@ -128,9 +140,9 @@ def test_pattern_is_broken(pattern, cols):
     assert relative_error(before, w, x.T @ x) < relative_error(before, magnitude.reshape(w.shape), x.T @ x)
 
 
-def test_second_moments_that_have_no_inverse():
+def test_second_moments_that_have_no_inverse(xp):
     with pytest.raises(np.linalg.LinAlgError):
-        sparsegpt.inverse_factor(np.array([[1, 5], [5, 1]], dtype=np.float32))
+        sparsegpt.inverse_factor(xp.array([[1, 5], [5, 1]], dtype=np.float32))
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ read the same activations (q, k and v; gate and up) share one matrix. Sums are f
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from . import allocation, errors, sparsegpt
@@ -21,7 +23,8 @@ def nbytes(t: Tensor) -> int:
 class Hessians:
     """The second moments of the inputs of `names`; to be asked for after the text has been evaluated."""
 
-    def __init__(self, names: set):
+    def __init__(self, names: set, xp: Any = np):
+        self.xp = xp  # where factors are computed: numpy or arrays.gpu()
         self._names = names
         self._sums: dict = {}  # (owner, matrix index) -> (cols, cols) float32
         self._owner: dict = {}  # name -> the first weight that reads the same activations
@@ -61,11 +64,11 @@ class Hessians:
         return found
 
     def inverse_factor(self, name: str, index: int, cols: int, damping: float) -> np.ndarray:
-        """sparsegpt.inverse_factor of get()."""
+        """sparsegpt.inverse_factor of get(), an array of self.xp."""
         key = (self._owner.get(name), index)
         if self._factor[0] != key:
             try:
-                self._factor = (key, sparsegpt.inverse_factor(self.get(name, index, cols), damping))
+                self._factor = (key, sparsegpt.inverse_factor(self.xp.asarray(self.get(name, index, cols)), damping))
             except np.linalg.LinAlgError:
                 raise errors.error(
                     errors.NOT_FINITE,

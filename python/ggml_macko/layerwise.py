@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Callable
 
 import numpy as np
 
-from . import allocation, bindings, calibrate, console, errors, hessians, imatrix, masks, sparsegpt
+from . import allocation, arrays, bindings, calibrate, console, errors, hessians, imatrix, masks, sparsegpt
 from .gguf_files import AtomicOutput, Model, NewTensor, Tensor, Writer, type_name
 from .text_model import TextModel
 
@@ -103,18 +103,18 @@ def by_second_moments(found: hessians.Hessians, options: Options, quotas: alloca
         lost = total = 0.0
         for i, n_zeros in enumerate(quotas[t.name]):
             part = bits[i * rows : (i + 1) * rows]
-            h = found.get(t.name, i, t.cols)
-            before = masks.to_float32(part, t.type)
+            h = found.xp.asarray(found.get(t.name, i, t.cols))
+            before = found.xp.asarray(masks.to_float32(part, t.type))
             w = before.copy()
             sparsegpt.prune_matrix(
                 w, found.inverse_factor(t.name, i, t.cols, options.damping), int(n_zeros), options.pattern
             )
-            part[:] = masks.from_float32(w, t.type)
+            part[:] = masks.from_float32(arrays.to_host(w), t.type)
             if bindings.count_dense(part, t.type).n_nonfinite:
                 raise errors.error(
                     errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
                 )
-            lost += sparsegpt.energy(before - masks.to_float32(part, t.type), h)
+            lost += sparsegpt.energy(before - found.xp.asarray(masks.to_float32(part, t.type)), h)
             total += sparsegpt.energy(before, h)
         console.log(f"{t.name:36s} - relative output error {lost / total if total else 0.0:.5f}")
 
@@ -192,7 +192,8 @@ def prune_with_text(
                 n_chunks = found.chunk_count
                 prune = by_scores(Scorer(found), options, quotas, pool)
             else:
-                moments = hessians.Hessians({t.name for t in group})
+                xp = None if options.device == "none" else arrays.gpu()
+                moments = hessians.Hessians({t.name for t in group}, xp or np)
                 n_chunks = gather(source, options, moments)
                 prune = by_second_moments(moments, options, quotas)
             for t in group:

@@ -50,6 +50,7 @@ class Options:
     sequential: bool = False
     damping: float = sparsegpt.DAMPING
     hessian_memory: int = 2 << 30  # bytes
+    device: str = "auto"  # of SparseGPT; "none": the CPU even if CuPy finds a GPU
     n_threads: int = 0
 
     @property
@@ -371,6 +372,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MIB",
         help="sparsegpt: memory for second moments; less means more passes over the text (default: %(default)s)",
     )
+    statistics.add_argument(
+        "-dev",
+        "--device",
+        choices=["auto", "none"],
+        default="auto",
+        help="sparsegpt: auto (the default) prunes on a GPU where CuPy is installed and finds one, none on the CPU",
+    )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -459,6 +467,7 @@ def parse_options(args: argparse.Namespace) -> Options:
         sequential=args.sequential,
         damping=args.damping,
         hessian_memory=args.hessian_memory << 20,
+        device=args.device,
         n_threads=args.threads,
     )
 

@@ -64,9 +64,9 @@ class Forms:
             if not model.is_sparse:
                 converted = self._folder / f"sparse-{len(self.list)}.gguf"
                 options = convert.Options(drop_negative_zeros=True, n_threads=self._n_threads)
-                plans = convert.plan_model(model, options)
-                with AtomicOutput(converted, model.paths) as output:
-                    convert.write_model(model, plans, output, options)
+                with AtomicOutput(converted, model.paths) as output, convert.Spool(self._folder) as spool:
+                    plans = convert.plan_model(model, options, spool)
+                    convert.write_model(model, plans, output, options, spool)
                     convert.check_and_commit(model, output, self._n_threads, equal_zeros=True)
                 path, label = converted, label or path.stem
         self._add(label or path.stem, SPARSE, path)

@@ -26,7 +26,7 @@ static std::atomic<int64_t> mem_peak{0};
 static void * counted_alloc(size_t n) {
     void * p = malloc(n);
     if (p == nullptr) {
-        throw std::bad_alloc();
+        return nullptr;
     }
     const int64_t live = mem_live += static_cast<int64_t>(malloc_usable_size(p));
     int64_t peak = mem_peak;
@@ -40,8 +40,17 @@ static void counted_free(void * p) {
         free(p);
     }
 }
-void * operator new(size_t n)                     { return counted_alloc(n); }
-void * operator new[](size_t n)                   { return counted_alloc(n); }
+static void * counted_or_throw(size_t n) {
+    void * p = counted_alloc(n);
+    if (p == nullptr) {
+        throw std::bad_alloc();
+    }
+    return p;
+}
+void * operator new(size_t n)                     { return counted_or_throw(n); }
+void * operator new[](size_t n)                   { return counted_or_throw(n); }
+void * operator new(size_t n, const std::nothrow_t &) noexcept   { return counted_alloc(n); }
+void * operator new[](size_t n, const std::nothrow_t &) noexcept { return counted_alloc(n); }
 void operator delete(void * p) noexcept           { counted_free(p); }
 void operator delete[](void * p) noexcept         { counted_free(p); }
 void operator delete(void * p, size_t) noexcept   { counted_free(p); }

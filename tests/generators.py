@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -155,3 +156,13 @@ def matrix_cases() -> list:
                 bits = random_bits(rng, rows, cols, density, type_id)
                 cases.append((f"{rows}x{cols} at {density} {type_id}", bits, type_id))
     return cases
+
+
+def assert_same(a: object, b: object, label: str = "") -> None:
+    """Two matrices of one dataclass, byte for byte."""
+    for field in dataclasses.fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), f"{label}: {field.name}"
+        else:
+            assert x == y, f"{label}: {field.name}"

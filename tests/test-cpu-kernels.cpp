@@ -3,7 +3,9 @@
 // `test-cpu-kernels --bench` prints speeds instead, beside a dense F16 kernel.
 #include "cpu/dispatch.h"
 #include "format/encode.h"
+#include "guarded.h"
 #include "test.h"
+#include "values.h"
 
 #include <algorithm>
 #include <chrono>
@@ -12,7 +14,6 @@
 #include <memory>
 #include <omp.h>
 #include <string>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 #include <vector>
@@ -29,49 +30,7 @@ using namespace macko;
 
 static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 
-// ---- memory ----
-
-// n bytes, all ones (NaN in every type), that end where access ends; 256 bytes in front are checked by intact()
-struct guarded {
-    static constexpr uint8_t CANARY = 0xA7;
-    static constexpr size_t  FRONT  = 256;
-    uint8_t * map = nullptr;
-    size_t    map_size = 0;
-    uint8_t * data = nullptr;
-
-    explicit guarded(int64_t n) {
-        const size_t page  = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-        const size_t inner = (static_cast<size_t>(n) + FRONT + page - 1) / page * page;
-        map_size = inner + page;
-        map = static_cast<uint8_t *>(mmap(nullptr, map_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        if (map == MAP_FAILED || mprotect(map + inner, page, PROT_NONE) != 0) {
-            perror("mmap");
-            exit(1);
-        }
-        data = map + inner - n;
-        memset(map, CANARY, inner);
-        memset(data, 0xFF, static_cast<size_t>(n));
-    }
-    guarded(const guarded &) = delete;
-    ~guarded() { munmap(map, map_size); }
-    bool intact() const { return std::all_of(data - FRONT, data, [](uint8_t b) { return b == CANARY; }); }
-    float * floats() const { return reinterpret_cast<float *>(data); }
-};
-
 // ---- numbers, by other means than the library's ----
-
-static double value_of(uint32_t bits, int32_t type) {
-    if (type == GGML_MACKO_TYPE_F16) {
-        const int    e = (bits >> 10) & 31;
-        const double m = bits & 0x3ff;
-        const double v = e == 0 ? std::ldexp(m, -24) : std::ldexp(1024 + m, e - 25);
-        return bits & 0x8000 ? -v : v;
-    }
-    const uint32_t u = type == GGML_MACKO_TYPE_BF16 ? bits << 16 : bits;
-    float f;
-    memcpy(&f, &u, sizeof(f));
-    return f;
-}
 
 // nearest value of the type, ties to even
 static double rounded(double v, int32_t type) {

@@ -2,6 +2,7 @@
 // and mutated arrays, which are refused or decode as the slow decoder says.
 #include "format/encode.h"
 #include "test.h"
+#include "values.h"
 
 #include <cmath>
 #include <cstring>
@@ -11,19 +12,6 @@ using namespace macko;
 
 static const int32_t all_types[]      = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int32_t all_index_bits[] = { 0, 2, 4, 8 };
-
-static double value_of(uint32_t bits, int32_t type) {
-    if (type == GGML_MACKO_TYPE_F16) {
-        const int    e = (bits >> 10) & 31;
-        const double m = bits & 0x3ff;
-        const double v = e == 0 ? std::ldexp(m, -24) : std::ldexp(1024 + m, e - 25);
-        return bits & 0x8000 ? -v : v;
-    }
-    const uint32_t u = type == GGML_MACKO_TYPE_BF16 ? bits << 16 : bits;
-    float f;
-    memcpy(&f, &u, sizeof(f));
-    return f;
-}
 
 static uint32_t random_value(rng & r, int32_t type) {
     const uint32_t sign = r.bits() & 1 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : 0;

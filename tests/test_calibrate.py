@@ -16,12 +16,12 @@ import generators
 import gguf_bytes
 import tiny_models
 import upstream
+from bad_input import FILES, SAMPLE, one_line, texts_and_models
 from ggml_macko import activations, errors, imatrix
 from ggml_macko.gguf_files import AtomicOutput, Model
 from ggml_macko.text_model import TextModel
 
 DEMO = generators.DEMO
-SAMPLE = DEMO.parent / "sample.txt"
 
 
 def tensors(path):
@@ -52,14 +52,6 @@ def demo_imatrix(tmp_path_factory):
     path = tmp_path_factory.mktemp("imatrix") / "demo.gguf"
     assert cli.main(["calibrate", "-m", str(DEMO), "-f", str(SAMPLE), "-o", str(path), "--chunks", "4"]) == 0
     return path
-
-
-def one_line(done, *parts):
-    assert done.code == 1 and "Traceback" not in done.err
-    last = done.err.strip().splitlines()
-    assert last[-1].startswith("error: ") and len(last) == 1, done.err
-    for part in parts:
-        assert str(part) in last[-1], last[-1]
 
 
 # ---- sums ----
@@ -476,29 +468,15 @@ def test_imatrix_written_is_not_what_was_read(tmp_path, demo_imatrix):
 
 
 def test_bad_input_is_not_one_line(tmp_path, macko):
-    empty, short, out = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "out.gguf"
-    empty.write_text("")
-    short.write_text("The function returns a value. " * 30)
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
-    torn = tmp_path / "torn.gguf"
-    torn.write_bytes(DEMO.read_bytes()[:-1000])
-    missing = tmp_path / "missing"
+    out = tmp_path / "out.gguf"
     for args, parts in (
-        (["-m", DEMO, "-f", empty], [empty, "is empty"]),
-        (["-m", DEMO, "-f", short], [short, "tokens; at least 1024 are needed"]),
-        (["-m", DEMO, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
-        (["-m", DEMO, "-f", missing], [missing, "No such file"]),
-        (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
-        (["-m", SAMPLE, "-f", SAMPLE], [SAMPLE, "GGUF"]),
-        (["-m", torn, "-f", SAMPLE], [torn]),
+        *texts_and_models(tmp_path),
         (["-m", DEMO, "-f", SAMPLE, "-c", 8], ["-c 8: at least 16"]),
-        (["-m", DEMO, "-f", SAMPLE, "--chunks", 0], ["--chunks 0"]),
         (["-m", DEMO, "-f", SAMPLE, "-ofreq", 0], ["--output-frequency"]),
     ):
         one_line(macko("calibrate", *args, "-o", out), *parts)
     one_line(macko("calibrate", "-m", DEMO, "-f", SAMPLE, "-o", tmp_path / "no" / "out.gguf"), "No such file")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(DEMO.read_bytes())
     one_line(macko("calibrate", "-m", copy, "-f", SAMPLE, "-o", copy, "--force"), "input and output files are the same")

@@ -14,15 +14,6 @@ from ggml_macko import bindings, errors, formats
 from ggml_macko.formats import DELTA_BITS, TYPE_F16
 
 
-def assert_same(a: formats.MackoMatrix, b: formats.MackoMatrix, label: str = "") -> None:
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), f"{label}: {field.name}"
-        else:
-            assert x == y, f"{label}: {field.name}"
-
-
 def test_example_of_the_specification():
     dense = np.zeros((1, 16), dtype=np.uint16)
     dense[0, [1, 4, 11, 12]] = np.array([1, 2, 3, 4], dtype=np.float16).view(np.uint16)
@@ -38,7 +29,7 @@ def test_c_and_numpy_disagree(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
         twin = formats.encode(bits, type_id, delta_bits)
         m = bindings.encode(bits, type_id, delta_bits, n_threads=1)
-        assert_same(twin, m, label)
+        generators.assert_same(twin, m, label)
         assert bindings.decode(twin, 1).tobytes() == bits.tobytes(), label
         assert formats.decode(m).tobytes() == bits.tobytes(), label
 
@@ -54,7 +45,7 @@ def test_random_matrices_round_trip(data):
     bits = generators.random_bits(rng, rows, cols, density, type_id)
     n_threads = data.draw(st.sampled_from([1] * 9 + [2, 3]))
     m = bindings.encode(bits, type_id, delta_bits, n_threads=n_threads)
-    assert_same(formats.encode(bits, type_id, delta_bits), m)
+    generators.assert_same(formats.encode(bits, type_id, delta_bits), m)
     assert bindings.decode(m, n_threads).tobytes() == bits.tobytes()
     count = bindings.count_dense(bits, type_id, n_threads)
     assert count.nnz == np.count_nonzero(bits) and count.n_stored[delta_bits] == m.n_stored
@@ -86,7 +77,7 @@ def test_one_changed_byte_is_judged_alike(data):
 
     assert verdict(bindings.validate, 1) == verdict(formats.validate)
     if verdict(formats.validate) is None:
-        assert_same(formats.encode(bindings.decode(changed, 1), type_id, delta_bits), changed)
+        generators.assert_same(formats.encode(bindings.decode(changed, 1), type_id, delta_bits), changed)
 
 
 def broken_matrices() -> list:

@@ -34,15 +34,6 @@ def patterned(
     return bits
 
 
-def assert_same(a: ec_csr.EcCsrMatrix, b: ec_csr.EcCsrMatrix) -> None:
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), field.name
-        else:
-            assert x == y, field.name
-
-
 # ---- codec ----
 
 
@@ -52,7 +43,7 @@ def test_c_and_numpy_disagree(delta_bits):
         m = bindings.ec_csr_encode(bits, type_id, delta_bits, n_threads=1)
         assert bindings.decode(m, 1).tobytes() == bits.tobytes(), label
         assert ec_csr.decode(m).tobytes() == bits.tobytes(), label
-        assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
+        generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,9 +61,9 @@ def test_random_matrices_round_trip(data):
         data.draw(st.integers(0, 2**64 - 1)),
     )  # fmt: skip
     m = bindings.ec_csr_encode(bits, type_id, delta_bits, options, 1)
-    assert_same(m, bindings.ec_csr_encode(bits, type_id, delta_bits, options, 3))
+    generators.assert_same(m, bindings.ec_csr_encode(bits, type_id, delta_bits, options, 3))
     assert bindings.decode(m, 2).tobytes() == bits.tobytes() == ec_csr.decode(m).tobytes()
-    assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
+    generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
     assert max(ec_csr.sets(m)[:, 0]) <= options.max_granularity
     assert m.nnz == np.count_nonzero(bits)
 
@@ -103,7 +94,7 @@ def test_one_changed_byte_is_judged_alike(data):
     if verdict(ec_csr.validate):
         dense = bindings.decode(changed, 1)
         assert dense.tobytes() == ec_csr.decode(changed).tobytes()
-        assert_same(ec_csr.assemble(dense, type_id, delta_bits, ec_csr.take_apart(changed)), changed)
+        generators.assert_same(ec_csr.assemble(dense, type_id, delta_bits, ec_csr.take_apart(changed)), changed)
 
 
 def broken_matrices() -> list:

@@ -13,11 +13,11 @@ import struct
 import subprocess
 import sys
 
-import gguf_bytes as gb
 import numpy as np
 import pytest
-import tiny_models
 
+import gguf_bytes as gb
+import tiny_models
 from ggml_macko import bindings, errors
 
 NAN = float("nan")
@@ -275,7 +275,10 @@ if model:
 """
 
 
-@pytest.mark.parametrize("action, answers", [("none", ["loaded"]), ("truncate", ["12", "13"]), ("replace", ["loaded"]), ("touch", ["13"]), ("remove", ["loaded"])])
+ENDS = [("none", ["loaded"]), ("truncate", ["12", "13"]), ("replace", ["loaded"]), ("touch", ["13"]), ("remove", ["loaded"])]
+
+
+@pytest.mark.parametrize("action, answers", ENDS)
 def test_file_changes_while_it_loads(action, answers, sparse_path, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(sparse_path.read_bytes())

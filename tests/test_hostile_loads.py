@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 
-import gguf_bytes as gb
 import pytest
+
+import gguf_bytes as gb
 import tiny_models
 
 pytest.importorskip("llama_cpp")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+
 from llama_float64 import Float64Llama
 from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
 

@@ -16,11 +16,11 @@ import generators
 import gguf_bytes
 import tiny_models
 import upstream
+from bad_input import FILES, SAMPLE, one_line, texts_and_models
 from ggml_macko import errors, kl_divergence, likelihood, perplexity
 from ggml_macko.text_model import TextModel
 
 DEMO = generators.DEMO
-SAMPLE = DEMO.parent / "sample.txt"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def log_softmax(logits):
 def all_logits(path, chunks, **options):
     """float32 logits of every position, from llama_cpp.Llama: another way into libllama."""
     import llama_cpp
+
     from llama_logits import logits
 
     llama = llama_cpp.Llama(str(path), n_ctx=chunks.shape[1], n_batch=chunks.shape[1], logits_all=True, verbose=False, flash_attn=True)
@@ -179,40 +180,17 @@ def test_divergence_differs_from_llama_perplexity(tmp_path, macko, pruned):
 # ---- bad input ----
 
 
-def one_line(done, *parts):
-    assert done.code == 1 and "Traceback" not in done.err
-    last = done.err.strip().splitlines()
-    assert last[-1].startswith("error: ") and len(last) == 1, done.err
-    for part in parts:
-        assert str(part) in last[-1], last[-1]
-
-
 def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
-    empty, short, out = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "base"
-    empty.write_text("")
-    short.write_text("The function returns a value. " * 30)
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes(SAMPLE.read_bytes() + b"caf\xe9\xff\xfe")  # some of llama.cpp's tokenizers abort on such bytes
-    torn = tmp_path / "torn.gguf"
-    torn.write_bytes(DEMO.read_bytes()[:-1000])
-    missing = tmp_path / "missing"
+    out = tmp_path / "base"
     for args, parts in (
-        (["-m", DEMO, "-f", empty], [empty, "is empty"]),
-        (["-m", DEMO, "-f", short], [short, "tokens; at least 1024 are needed", "-c"]),
-        (["-m", DEMO, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
-        (["-m", DEMO, "-f", missing], [missing, "No such file"]),
-        (["-m", DEMO, "-f", tmp_path], [tmp_path, "Is a directory"]),
-        (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
-        (["-m", SAMPLE, "-f", SAMPLE], [SAMPLE, "GGUF"]),
-        (["-m", torn, "-f", SAMPLE], [torn]),
+        *texts_and_models(tmp_path),
         (["-m", DEMO], ["-f is missing"]),
         (["-m", DEMO, "-f", SAMPLE, "-c", 3], ["-c 3"]),
-        (["-m", DEMO, "-f", SAMPLE, "--chunks", 0], ["--chunks 0"]),
         (["-m", DEMO, "-f", SAMPLE, "-b", 0], ["batches of 0"]),
         (["-m", DEMO, "--kl-divergence"], ["--kl-divergence-base is missing"]),
     ):
         one_line(macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt", "latin.txt", "short.txt", "torn.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     out.write_text("mine")
     one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--kl-divergence-base", out), out, "exists; use --force")
     assert out.read_text() == "mine"

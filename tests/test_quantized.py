@@ -4,7 +4,6 @@ text.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import gguf
@@ -12,25 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_model_runs import DEMO, greedy, open_model
 
 import generators
 from ggml_macko import bindings, errors, formats, packed
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.gguf_files import Model
 from ggml_macko.packed import TYPE_Q4_0, TYPE_Q8_0
+from test_model_runs import DEMO, greedy, open_model
 
 KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q4_0": TYPE_Q4_0}
 GGML_TYPE = {TYPE_Q8_0: gguf.GGMLQuantizationType.Q8_0, TYPE_Q4_0: gguf.GGMLQuantizationType.Q4_0}
-
-
-def assert_same(a: packed.PackedMatrix, b: packed.PackedMatrix) -> None:
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, np.ndarray):
-            assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), field.name
-        else:
-            assert x == y, field.name
 
 
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
@@ -48,7 +38,7 @@ def test_c_and_numpy_disagree(index_bits):
         for value_type in (type_id, TYPE_Q8_0, TYPE_Q4_0):
             dense = bits if value_type == type_id else moderate(bits, type_id)
             m = bindings.packed_encode(dense, type_id, value_type, index_bits, 1)
-            assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
+            generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
             assert packed.decode(m).tobytes() == bindings.decode(m, 1).tobytes(), label
             if value_type == type_id:
                 assert bindings.decode(m, 1).tobytes() == dense.tobytes(), label

@@ -1,39 +1,22 @@
-// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them.
+// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them and does the small
+// operations in between (cpu-steps.h).
 // Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise: so it needs no
 // compute buffers, copies nothing between splits and does not touch models that are not sparse.
+#include "backend/cpu-steps.h"
 #include "backend/devices.h"
 #include "backend/load.h"
 #include "backend/log.h"
-#include "cpu/kernels.h"
+#include "backend/stored-matrix.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <omp.h>
 #include <sys/mman.h>
 
 namespace macko {
 
 namespace {
-
-// ---- a weight in a buffer ----
-
-// stands at tensor->data; the bitmap's memory follows
-struct alignas(BITMAP_ALIGNMENT) stored_matrix {
-    uint64_t   magic; // STORED_MATRIX once the payload is complete
-    macko_desc desc;
-    int32_t    value_type;      // desc.type, or quantized
-    int64_t    rows_per_matrix; // ne1; experts and other matrices follow each other
-
-    bitmap_matrix bitmap() const { return bitmap_bind(desc, value_type, const_cast<stored_matrix *>(this) + 1); }
-};
-constexpr uint64_t STORED_MATRIX = 0x78697274616d6b6dull;
-
-const stored_matrix * stored(const ggml_tensor * tensor) {
-    const auto * m = static_cast<const stored_matrix *>(tensor->data);
-    return m && m->magic == STORED_MATRIX ? m : nullptr;
-}
 
 // ---- buffer ----
 
@@ -150,140 +133,24 @@ bool buft_is_host(ggml_backend_buffer_type_t) {
 
 // ---- backend ----
 
-struct job {
-    const stored_matrix      * m;
-    int64_t                    matrix; // which of ne2 * ne3 matrices, or which expert
-    std::vector<const float *> x;
-    std::vector<float *>       y;
-};
-
-struct backend_context {
-    int              n_threads = omp_get_max_threads();
-    std::vector<job> jobs; // of the graph being computed; kept for its memory
-    size_t           n_jobs = 0;
-    std::unique_ptr<void, void (*)(void *)> scratch = { nullptr, free };
-    int64_t          scratch_nbytes = 0;
-
-    job & next_job(const stored_matrix * m, int64_t matrix) {
-        if (n_jobs == jobs.size()) {
-            jobs.emplace_back();
-        }
-        job & j = jobs[n_jobs++];
-        j.m      = m;
-        j.matrix = matrix;
-        j.x.clear();
-        j.y.clear();
-        return j;
-    }
-};
-
-const float * x_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
-    const char * data = static_cast<const char *>(t->data);
-    return reinterpret_cast<const float *>(data + i1 * static_cast<int64_t>(t->nb[1]) + i2 * static_cast<int64_t>(t->nb[2]) + i3 * static_cast<int64_t>(t->nb[3]));
-}
-
-float * y_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
-    return const_cast<float *>(x_at(t, i1, i2, i3));
-}
-
-// dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3]; m2 and m3 divide n2 and n3 (broadcast)
-void add_mul_mat(backend_context & ctx, const stored_matrix * m, const ggml_tensor * dst) {
-    const ggml_tensor * w  = dst->src[0];
-    const ggml_tensor * x  = dst->src[1];
-    const int64_t       r2 = x->ne[2] / w->ne[2];
-    const int64_t       r3 = x->ne[3] / w->ne[3];
-    for (int64_t m3 = 0; m3 < w->ne[3]; m3++) {
-        for (int64_t m2 = 0; m2 < w->ne[2]; m2++) {
-            job & j = ctx.next_job(m, m3 * w->ne[2] + m2);
-            for (int64_t i3 = m3 * r3; i3 < (m3 + 1) * r3; i3++) {
-                for (int64_t i2 = m2 * r2; i2 < (m2 + 1) * r2; i2++) {
-                    for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
-                        j.x.push_back(x_at(x, i1, i2, i3));
-                        j.y.push_back(y_at(dst, i1, i2, i3));
-                    }
-                }
-            }
-        }
-    }
-}
-
-// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids. False on a bad id.
-bool add_mul_mat_id(backend_context & ctx, const stored_matrix * m, const ggml_tensor * dst) {
-    const ggml_tensor * w   = dst->src[0];
-    const ggml_tensor * x   = dst->src[1];
-    const ggml_tensor * ids = dst->src[2];
-    const size_t first = ctx.n_jobs;
-    for (int64_t e = 0; e < w->ne[2]; e++) {
-        ctx.next_job(m, e);
-    }
-    for (int64_t token = 0; token < ids->ne[1]; token++) {
-        for (int64_t used = 0; used < ids->ne[0]; used++) {
-            const char * at = static_cast<const char *>(ids->data) + token * static_cast<int64_t>(ids->nb[1]) + used * static_cast<int64_t>(ids->nb[0]);
-            int32_t e;
-            memcpy(&e, at, sizeof(e));
-            if (e < 0 || e >= w->ne[2]) {
-                log_error("%s: %s: expert %d of %d\n", __func__, dst->name, e, static_cast<int>(w->ne[2]));
-                return false;
-            }
-            job & j = ctx.jobs[first + static_cast<size_t>(e)];
-            j.x.push_back(x_at(x, used % x->ne[1], token, 0));
-            j.y.push_back(y_at(dst, used, token, 0));
-        }
-    }
-    return true;
-}
-
-void run_jobs(backend_context & ctx) {
-    int64_t nbytes = 0;
-    for (size_t i = 0; i < ctx.n_jobs; i++) {
-        nbytes = std::max(nbytes, mul_mat_scratch_nbytes(ctx.jobs[i].m->desc.cols, static_cast<int64_t>(ctx.jobs[i].x.size())));
-    }
-    if (nbytes > ctx.scratch_nbytes) {
-        void * memory = nullptr;
-        if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
-            throw std::bad_alloc();
-        }
-        ctx.scratch.reset(memory);
-        ctx.scratch_nbytes = nbytes;
-    }
-#pragma omp parallel num_threads(ctx.n_threads)
-    for (size_t i = 0; i < ctx.n_jobs; i++) {
-        const job & j = ctx.jobs[i];
-        if (!j.x.empty()) {
-            const int64_t        row = j.matrix * j.m->rows_per_matrix;
-            const mul_mat_params p   = { j.m->bitmap(), row, row + j.m->rows_per_matrix, static_cast<int64_t>(j.x.size()), j.x.data(), j.y.data(),
-                                         j.m->desc.type != GGML_MACKO_TYPE_F32, ctx.scratch.get() };
-            mul_mat_thread(p, omp_get_thread_num(), omp_get_num_threads());
-        }
-    }
-    ctx.n_jobs = 0;
-}
-
 bool is_no_op(const ggml_tensor * node) {
     return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    auto & ctx = *static_cast<backend_context *>(backend->context);
+    auto & steps = *static_cast<cpu_steps *>(backend->context);
     try {
-        ctx.n_jobs = 0;
+        steps.clear();
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
             ggml_tensor * node = ggml_graph_node(graph, i);
             if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
-            const stored_matrix * m = stored(node->src[0]);
-            if (!m) {
-                log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
-                return GGML_STATUS_FAILED;
-            }
-            if (node->op == GGML_OP_MUL_MAT) {
-                add_mul_mat(ctx, m, node);
-            } else if (!add_mul_mat_id(ctx, m, node)) {
+            if (!steps.add(node)) {
                 return GGML_STATUS_FAILED;
             }
         }
-        run_jobs(ctx);
+        steps.run();
         return GGML_STATUS_SUCCESS;
     } catch (const std::bad_alloc &) {
         log_error("%s: out of memory\n", __func__);
@@ -303,7 +170,7 @@ void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void *
 void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
 
 void backend_free(ggml_backend_t backend) {
-    delete static_cast<backend_context *>(backend->context);
+    delete static_cast<cpu_steps *>(backend->context);
     delete backend;
 }
 
@@ -377,7 +244,7 @@ void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
 void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
-    auto * context = new (std::nothrow) backend_context;
+    auto * context = new (std::nothrow) cpu_steps;
     return context ? new ggml_backend { backend_guid(), backend_iface, dev, context } : nullptr;
 }
 
@@ -401,17 +268,10 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     return load::current() ? sparse_buffer_type(dev) : ggml_backend_cpu_buffer_type();
 }
 
-// Asked at load for a weight in our buffer type (no data yet), and by the scheduler for each node. Once a weight is ours, its products
-// are never refused: the scheduler would read it as dense.
-bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    if (is_no_op(op)) {
-        return true;
-    }
+// Once a weight is ours, its products are never refused: the scheduler would read it as dense.
+bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
-    if (op->op != GGML_OP_MUL_MAT && op->op != GGML_OP_MUL_MAT_ID) {
-        return false; // not ours to compute
-    }
     if (!w->buffer || w->buffer->buft != sparse_buffer_type(dev) || w->view_src) {
         return false; // a dense weight, or a slice of a sparse one, which has no rows of its own
     }
@@ -419,6 +279,30 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
         return false; // dense in this file
     }
     return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
+}
+
+// What lies between two sparse products of a layer is ours too: each change of the backend costs 5 to 10 us. Only next to sparse products:
+// a dense model in the same process would be cut into pieces.
+bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
+    switch (op->op) {
+        case GGML_OP_MUL_MAT:
+        case GGML_OP_MUL_MAT_ID:
+            return product_is_ours(dev, op);
+        case GGML_OP_ADD:
+        case GGML_OP_MUL:
+        case GGML_OP_RMS_NORM:
+        case GGML_OP_GLU:
+            return depth > 0 && is_row_op(op)
+                && (follows_sparse_product(dev, op->src[0], depth - 1) || (op->src[1] && follows_sparse_product(dev, op->src[1], depth - 1)));
+        default:
+            return false;
+    }
+}
+
+// asked at load for a weight in our buffer type (no data yet), and by the scheduler for each node
+bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    constexpr int between_products = 5; // norm, weight, bias, residual, norm, weight: as far as any architecture goes
+    return is_no_op(op) || follows_sparse_product(dev, op, between_products);
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
@@ -452,7 +336,7 @@ ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg) {
 
 void cpu_set_n_threads(ggml_backend_t backend, int n_threads) {
     if (backend && ggml_guid_matches(backend->guid, backend_guid())) {
-        static_cast<backend_context *>(backend->context)->n_threads = n_threads;
+        static_cast<cpu_steps *>(backend->context)->n_threads = n_threads;
     }
 }
 

@@ -138,9 +138,12 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
     // More parts than threads, taken as threads get free: cores do not run equally fast, nor are rows equally long. Panels are read once a
-    // part, so these are larger.
+    // part, so these are larger; parts of a small matrix take longer to hand out than to multiply, so it has few.
+    constexpr int64_t part_nbytes = 16384;
     const int64_t n_rows  = p.row_end - p.row_begin;
-    const int64_t n_parts = nth == 1 ? 1 : nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t nbytes  = n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
+    const int64_t most    = nth * (layout == x_layout::panels ? 4 : 16);
+    const int64_t n_parts = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / part_nbytes, nth, most);
     const int64_t step    = (n_rows + n_parts - 1) / n_parts;
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
@@ -148,9 +151,18 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 #pragma omp barrier
 }
 
-void mul_mat_thread(const mul_mat_params & p, int ith, int nth) {
+// the portable one stands in for a bad GGML_MACKO_FORCE, which loading a model has reported
+static const kernel_set & set_in_use() {
     const kernel_set * set = select_once().set;
-    mul_mat_thread_with(set ? *set : kernels_portable, p, ith, nth);
+    return set ? *set : kernels_portable;
+}
+
+void mul_mat_thread(const mul_mat_params & p, int ith, int nth) {
+    mul_mat_thread_with(set_in_use(), p, ith, nth);
+}
+
+const row_ops & cpu_row_ops() {
+    return set_in_use().rows;
 }
 
 } // namespace macko

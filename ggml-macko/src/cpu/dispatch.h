@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/row-ops.h"
 
 namespace macko {
 
@@ -31,6 +32,7 @@ struct kernel_set {
     // rows row_begin ... row_end-1 (numbered as in p.w) of y, from the scratch memory that all threads prepared
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
     kernel_costs costs;
+    row_ops      rows;
 };
 
 extern const kernel_set kernels_portable;

@@ -119,5 +119,6 @@ struct simd {
 } // namespace macko
 
 #include "cpu/kernels-impl.h"
+#include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }};
+const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::ROW_OPS};

@@ -134,5 +134,6 @@ struct simd : avx512 {
 } // namespace macko
 
 #include "cpu/kernels-impl.h"
+#include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }};
+const macko::kernel_set macko::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::ROW_OPS};

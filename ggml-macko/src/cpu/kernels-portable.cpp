@@ -114,5 +114,6 @@ struct simd {
 } // namespace macko
 
 #include "cpu/kernels-impl.h"
+#include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }};
+const macko::kernel_set macko::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::ROW_OPS};

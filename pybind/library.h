@@ -59,3 +59,4 @@ const char * ggml_macko_status_name(int status);
 const char * ggml_macko_version(void);
 const char * ggml_macko_built_for_llama_cpp_python(void);
 const char * ggml_macko_built_for_ggml(void);
+const char * ggml_macko_gpus(void);

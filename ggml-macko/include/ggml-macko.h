@@ -86,6 +86,8 @@ GGML_MACKO_API const char * ggml_macko_version(void);
 // the llama-cpp-python version and the ggml version whose headers the plugin was built with
 GGML_MACKO_API const char * ggml_macko_built_for_llama_cpp_python(void);
 GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
+// the GPUs that are used, or why there are none, and what this build has kernels for; asks the driver
+GGML_MACKO_API const char * ggml_macko_gpus(void);
 
 // ---- MACKO codec (FORMAT.md section 3; paper section 4) ----
 

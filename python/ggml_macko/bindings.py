@@ -72,6 +72,11 @@ def built_for_ggml() -> str:
     return _text(_lib().ggml_macko_built_for_ggml())
 
 
+def gpus() -> str:
+    """The GPUs in use, or why there are none, and what this build has kernels for."""
+    return _text(_lib().ggml_macko_gpus())
+
+
 def status_name(code: int) -> str:
     return _text(_lib().ggml_macko_status_name(code))
 

@@ -45,7 +45,7 @@ class Version(argparse.Action):
 
         print(
             f"macko {bindings.version()}, for llama-cpp-python {bindings.built_for_llama_cpp_python()} "
-            f"(ggml {bindings.built_for_ggml()}), CPU kernels: {bindings.cpu_kernels()}"
+            f"(ggml {bindings.built_for_ggml()}), CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
         )
         parser.exit()
 

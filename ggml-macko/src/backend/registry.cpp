@@ -8,6 +8,7 @@
 #include "ggml-macko.h"
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 namespace macko {
@@ -44,7 +45,7 @@ void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
     return nullptr;
 }
 
-ggml_backend_reg_t registry() {
+ggml_backend_reg_t unchecked_registry() {
     static ggml_backend_reg reg = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
         /* .iface       = */ {
@@ -55,15 +56,38 @@ ggml_backend_reg_t registry() {
         },
         /* .context     = */ nullptr,
     };
+    return &reg;
+}
+
+ggml_backend_reg_t registry() {
     if (ggml_macko_check_ggml(ggml_version())) {
         log_error("%s\n", ggml_macko_last_error());
         return nullptr;
     }
-    return &reg;
+    return unchecked_registry();
 }
+
+#ifdef GGML_MACKO_CUDA
+std::string describe_gpus() {
+    std::string names;
+    for (ggml_backend_dev_t device : cuda_devices(unchecked_registry())) {
+        names += (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_description(device));
+    }
+    return (names.empty() ? "none (" + cuda_no_device_reason() + ")" : names) + ", built for " GGML_MACKO_CUDA;
+}
+#endif
 
 } // namespace
 
 } // namespace macko
+
+const char * ggml_macko_gpus(void) {
+#ifdef GGML_MACKO_CUDA
+    static const std::string text = macko::describe_gpus();
+    return text.c_str();
+#else
+    return "none (built without CUDA)";
+#endif
+}
 
 GGML_BACKEND_DL_IMPL(macko::registry)

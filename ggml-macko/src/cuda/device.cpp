@@ -797,10 +797,13 @@ const ggml_backend_device_i device_iface = {
     /* .event_synchronize    = */ device_event_synchronize,
 };
 
+std::string no_device_reason = "no GPU of compute capability 7.5 or more"; // if there is no device
+
 std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
     std::vector<ggml_backend_dev_t> devices;
     int n = 0;
-    if (cudaGetDeviceCount(&n) != cudaSuccess) { // no driver, or one that is too old
+    if (const cudaError_t error = cudaGetDeviceCount(&n)) { // no driver, or one that is too old
+        no_device_reason = error == cudaErrorInsufficientDriver ? "no NVIDIA driver, or one that is too old" : cudaGetErrorString(error);
         cudaGetLastError();
         return devices;
     }
@@ -830,6 +833,10 @@ std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
 }
 
 } // namespace
+
+const std::string & cuda_no_device_reason() {
+    return no_device_reason;
+}
 
 const std::vector<ggml_backend_dev_t> & cuda_devices(ggml_backend_reg_t reg) {
     static const std::vector<ggml_backend_dev_t> devices = make_devices(reg);

@@ -2,7 +2,7 @@
 """The main job, shown on real models: prune, convert, verify, generate, and a table of what it brings. `tools/dev.py demo` runs it.
 
 Works on the bundled model, which was trained with 70 % zeros; with --dense MODEL.gguf also prunes that model to 30 % and 50 % zeros.
-Everything it writes goes to demo-out/.
+It runs what is installed, from any folder; everything it writes goes to demo-out/ there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tabulate import tabulate
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUNDLED = ROOT / "models" / "docs-4m-s70-f16.gguf"
 SAMPLE = ROOT / "models" / "sample.txt"
-OUT = ROOT / "demo-out"
+OUT = pathlib.Path("demo-out")
 PROMPT = "The function returns"
 N_TOKENS = 48
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 BUILD = ROOT / "build" / "dev"
+DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
 CPUS = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 
@@ -43,7 +45,7 @@ def run(*command: object, **kwargs) -> None:
 
 
 def install(extra: str) -> None:
-    """The package and what `extra` lists into .venv; the C++ build stays in build/dev for the tests."""
+    """A wheel of the package in build/dist, and it and what `extra` lists in .venv; the C++ build stays in build/dev for the tests."""
     if not PYTHON.exists():
         try:
             venv.create(VENV, with_pip=True)
@@ -51,10 +53,14 @@ def install(extra: str) -> None:
             sys.exit("error: this Python cannot create a virtual environment with pip (on Debian: apt-get install python3-venv)")
     os.environ["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"  # pip's ninja for CMake
     run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=21.3")
+    shutil.rmtree(DIST, ignore_errors=True)
     run(
-        PYTHON, "-m", "pip", "install", "--no-build-isolation", "-C", f"build-dir={BUILD}",
-        "-C", "cmake.args=-GNinja", "-C", f"cmake.define.GGML_MACKO_CUDA_ARCHITECTURES={cuda_architectures()}", f".[{extra}]",
+        PYTHON, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", DIST, "-C", f"build-dir={BUILD}",
+        "-C", "cmake.args=-GNinja", "-C", f"cmake.define.GGML_MACKO_CUDA_ARCHITECTURES={cuda_architectures()}", ".",
     )  # fmt: skip
+    (wheel,) = DIST.glob("*.whl")
+    run(PYTHON, "-m", "pip", "install", f"{wheel}[{extra}]")
+    run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)  # the version is the old one, the code may not be
 
 
 def demo(args: argparse.Namespace) -> None:

@@ -4,15 +4,26 @@ llama_cpp.server's own.
 
 from __future__ import annotations
 
+import sys
+
+from .cli import one_line
 from .loader import register
 
 
-def main() -> None:
-    register()
-    from llama_cpp.server.__main__ import main as serve
+def main() -> int:
+    try:
+        register()
+        from llama_cpp.server.__main__ import main as serve
 
-    serve()
+        serve()  # answers requests that fail itself: what it raises kept it from starting
+        return 0
+    except ModuleNotFoundError as e:
+        text = f"the server needs the package {e.name}: pip install 'ggml-macko[server]'"
+    except Exception as e:
+        text = one_line(e)
+    print(f"error: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -118,7 +118,7 @@ def test_failed_at_each_operation(tmp_path, tiny, wanted, macko, monkeypatch):
             done = macko("convert", tiny, out, "--force")
         if done.code == 0:
             break
-        assert done.code == 1 and done.err.splitlines()[-1] == "error: No space left on device", done.err
+        assert done.code == 1 and done.err.splitlines()[-1] == f"error: {out}: No space left on device", done.err
         assert not (tmp_path / ".out.gguf.partial").exists()
         if out.read_bytes() != b"the old file":  # it has its name already; only the folder could not be made durable
             assert out.read_bytes() == wanted and failed == ["fsync"]

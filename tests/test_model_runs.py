@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+import upstream
 from ggml_macko import errors
 from llama_logits import logits
 
@@ -182,17 +183,7 @@ def test_threads_that_load_and_generate_at_once(pair, pruned_pair):
 
 def test_program_that_knows_only_llama_h(pair, tmp_path):
     """`macko run` on a C program linked to the wheel's libllama"""
-    import llama_cpp
-
-    package = pathlib.Path(llama_cpp.__file__).parent
-    headers = next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
-    if headers is None:
-        pytest.skip("llama.cpp headers are fetched by the CMake build, which has not run here")
-    program = tmp_path / "run-llama"
-    subprocess.run(
-        ["cc", "-o", program, ROOT / "tests" / "run-llama.c", f"-I{headers}/include", f"-I{headers}/ggml/include",
-         f"-L{package}/lib", "-lllama", f"-Wl,-rpath,{package}/lib"], check=True,
-    )  # fmt: skip
+    program = upstream.compile_program(ROOT / "tests" / "run-llama.c", tmp_path / "run-llama")
     dense = subprocess.run([program, pair[0], "48", PROMPT], check=True, capture_output=True, text=True).stdout
     sparse = macko("run", "--", program, pair[1], "48", PROMPT).stdout
     assert sparse == dense and len(dense) > 48

@@ -1,4 +1,4 @@
-"""llama.cpp's own programs, to compare figures with: LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize.
+"""llama.cpp's own programs, to compare figures with, and its headers, to build one: LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize.
 
 They must be of the llama.cpp that llama-cpp-python brings (its source distribution holds it), built for this machine: then figures are equal to
 the last printed digit.
@@ -12,6 +12,8 @@ import subprocess
 
 import pytest
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 
 def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess:
     """Skips the test if there are no such programs."""
@@ -22,3 +24,18 @@ def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess
     done = subprocess.run([str(program), *map(str, args)], capture_output=True, text=True, timeout=600, cwd=cwd)
     assert done.returncode == 0, done.stderr[-2000:]
     return done
+
+
+def compile_program(source: pathlib.Path, out: pathlib.Path, library: pathlib.Path | None = None) -> pathlib.Path:
+    """A C program that knows only llama.h, linked to a libllama: that of the installed llama-cpp-python, or another."""
+    import llama_cpp
+
+    headers = next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
+    if headers is None:
+        pytest.skip("llama.cpp headers are fetched by the CMake build, which has not run here")
+    library = library or pathlib.Path(llama_cpp.__file__).parent / "lib" / "libllama.so"
+    subprocess.run(
+        ["cc", "-o", out, source, f"-I{headers}/include", f"-I{headers}/ggml/include", library,
+         f"-Wl,-rpath,{library.parent}"], check=True,
+    )  # fmt: skip
+    return out

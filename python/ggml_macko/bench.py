@@ -253,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu:
         about["devices"] = [description for _, description, _, _ in bench_gpu.devices()]
         if not about["devices"]:
-            raise errors.error(errors.LOAD_FAILED, "no NVIDIA GPU was found, or this build has no GPU support")
+            raise errors.error(errors.LOAD_FAILED, f"--gpu needs a GPU, and there is {bindings.gpus()}")
     if not args.model:
         return run_matrices(args, threads, about)
     with contextlib.ExitStack() as stack:

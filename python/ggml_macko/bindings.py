@@ -26,9 +26,17 @@ _load_lock = threading.Lock()
 
 
 def _ffi():
-    from . import _ffi as generated
-
+    try:
+        from . import _ffi as generated
+    except ImportError as e:
+        raise _not_built("_ffi.py") from e
     return generated.ffi
+
+
+def _not_built(name: str) -> errors.MackoError:
+    """The package's Python files alone, as in a clone of the repository."""
+    folder = LIBRARY_PATH.parent
+    return errors.error(errors.IO, f"{folder} has no {name}: it was not built; pip install ggml-macko from its sources")
 
 
 @functools.cache
@@ -42,6 +50,8 @@ def _open_library():
 
 def _lib():
     with _load_lock:
+        if not LIBRARY_PATH.exists():
+            raise _not_built(LIBRARY_PATH.name)
         try:
             return _open_library()
         except OSError as e:

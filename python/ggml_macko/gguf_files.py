@@ -469,6 +469,16 @@ class AtomicOutput:
         if not self._force:
             raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: exists; use --force to replace it")
 
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A full disk says neither which file nor which disk."""
+        try:
+            yield
+        except OSError as e:
+            if e.filename is not None:
+                raise
+            raise OSError(e.errno, e.strerror, str(self.path)) from e
+
     def __enter__(self) -> AtomicOutput:
         while True:
             fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -489,7 +499,8 @@ class AtomicOutput:
             os.close(fd)
         self._fd = fd
         try:
-            os.ftruncate(fd, 0)
+            with self._named():
+                os.ftruncate(fd, 0)
         except BaseException:
             self.__exit__()
             raise
@@ -504,23 +515,27 @@ class AtomicOutput:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
-        while len(view):
-            view = view[os.write(self._fd, view[: 1 << 30]) :]
+        with self._named():
+            while len(view):
+                view = view[os.write(self._fd, view[: 1 << 30]) :]
 
     def seal(self) -> None:
         """All data is written: make it durable, then turn it into a file of its format."""
-        os.fsync(self._fd)
-        if os.pwrite(self._fd, self._signature, 0) != 4:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.partial))
-        os.fsync(self._fd)
+        with self._named():
+            os.fsync(self._fd)
+            if os.pwrite(self._fd, self._signature, 0) != 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.fsync(self._fd)
 
     def commit(self) -> None:
         self._check_free()  # it may have appeared meanwhile
-        os.rename(self.partial, self.path)
+        with self._named():
+            os.rename(self.partial, self.path)
         fd, self._fd = self._fd, -1
         os.close(fd)
         folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            with self._named():
+                os.fsync(folder)
         finally:
             os.close(folder)

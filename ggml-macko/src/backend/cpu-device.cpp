@@ -113,7 +113,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
     void * memory = nullptr;
     if (posix_memalign(&memory, huge_page, size)) {
-        log_error("%s: cannot allocate %.2f MiB for sparse weights\n", __func__, static_cast<double>(size) / 1024 / 1024);
+        load::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights", static_cast<double>(size) / 1024 / 1024);
         return nullptr;
     }
     madvise(memory, size, MADV_HUGEPAGE);

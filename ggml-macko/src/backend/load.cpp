@@ -1,6 +1,8 @@
 #include "backend/load.h"
+#include "backend/log.h"
 #include "cpu/kernels.h"
 
+#include <cstdarg>
 #include <cstring>
 #include <omp.h>
 
@@ -47,6 +49,18 @@ void load::keep_error(int status) {
     if (!status_) {
         status_ = status;
         error_  = ggml_macko_last_error();
+    }
+}
+
+void load::keep_out_of_memory(const char * format, ...) {
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    log_error("%s\n", text);
+    if (current_load) {
+        current_load->keep_error(fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s", text));
     }
 }
 

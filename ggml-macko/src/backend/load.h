@@ -24,6 +24,8 @@ public:
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
     // keeps an error of a device (the current message) for ggml_macko_load_end; the first one wins
     void keep_error(int status);
+    // of a device without memory: to the log, and to ggml_macko_load_end if a load is running
+    __attribute__((format(printf, 1, 2))) static void keep_out_of_memory(const char * format, ...);
 
     // what devices need only while loading, by device; freed with the load
     std::unordered_map<const void *, std::shared_ptr<void>> staging;

@@ -348,7 +348,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
         size_t free = 0, total = 0;
         cudaGetLastError(); // not sticky
         cudaMemGetInfo(&free, &total);
-        log_error("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower n_gpu_layers or the context size\n", device.name.c_str(), static_cast<double>(size) / 1048576,
+        load::keep_out_of_memory("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower n_gpu_layers or the context size", device.name.c_str(), static_cast<double>(size) / 1048576,
             static_cast<double>(free) / 1048576, static_cast<double>(total) / 1048576);
         return nullptr;
     }

@@ -19,6 +19,7 @@ import pytest
 
 import generators
 import gguf_bytes
+import test_gpu
 import upstream
 from ggml_macko import bindings
 from ggml_macko.formats import TYPE_F16
@@ -269,8 +270,8 @@ from ggml_macko import Llama, register
 register()
 llama_cpp.llama_backend_init()
 kib = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
-resource.setrlimit(resource.RLIMIT_AS, ((kib << 10) + (4 << 20), resource.RLIM_INFINITY))
-Llama({path!r}, verbose=False)
+resource.setrlimit(resource.RLIMIT_AS, ((kib << 10) + ({mib} << 20), resource.RLIM_INFINITY))
+Llama({path!r}, n_ctx={n_ctx}, verbose=False)
 """
 
 
@@ -287,7 +288,7 @@ api.llama_model_load_from_file({str(p.sparse)!r}.encode(), params)""")
 
 @row("<file>: cannot allocate <n> MiB for sparse weights")
 def _(p):
-    return p.python(LITTLE_MEMORY.format(path=str(p.sparse)))
+    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=4, n_ctx=512))
 
 
 OTHER_BUFFER = """
@@ -318,7 +319,7 @@ def _(p):
 
 @row("Failed to create llama_context")
 def _(p):
-    return p.python(f"from ggml_macko import Llama; Llama({str(p.sparse)!r}, n_ctx=1 << 30, verbose=False)")
+    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=200, n_ctx=1 << 18))
 
 
 @row("the prompt has <n> tokens")
@@ -366,8 +367,7 @@ def skip_without_gpu() -> None:
 @row("<device>: out of memory")
 def _(p):
     skip_without_gpu()
-    code = "from ggml_macko import Llama; Llama({!r}, n_gpu_layers=-1, n_ctx=1 << 30, verbose=True)"
-    return p.python(code.format(str(p.sparse)))
+    return p.python(test_gpu.OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(p.sparse)))
 
 
 @row("<device>: the CUDA context belongs to the parent process")

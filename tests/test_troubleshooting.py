@@ -110,7 +110,7 @@ def test_row_without_a_test_or_test_without_a_row():
         assert [m for m in MESSAGES if m.startswith(start)], f"no row begins with {start}"
 
 
-@pytest.mark.parametrize("message", map(with_marks, MESSAGES))
+@pytest.mark.parametrize("message", [with_marks(m) for m in MESSAGES])
 def test_message_is_not_what_the_page_says(place, message):
     functions = [f for start, f in PROVOKE.items() if message.startswith(start)]
     assert len(functions) == 1, f"{len(functions)} tests for this row"

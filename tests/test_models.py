@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 
 import gguf
 import numpy as np
@@ -246,36 +242,6 @@ def test_check_tensors_looks_at_handles(tmp_path, macko):
         model = api.llama_model_load_from_file(str(sparse).encode(), params)
         assert model and params.check_tensors
         api.llama_model_free(model)
-
-
-def test_server_does_not_open_sparse_models(tmp_path, macko):
-    """python -m ggml_macko.server is llama_cpp.server, with its options, and answers like the model in this process."""
-    for name in ("fastapi", "uvicorn", "sse_starlette", "starlette_context", "pydantic_settings"):
-        pytest.importorskip(name, reason="needs pip install llama-cpp-python[server]")
-    sparse = tmp_path / "s.gguf"
-    assert macko("convert", generators.DEMO, sparse).code == 0
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "ggml_macko.server", "--model", str(sparse), "--n_ctx", "512", "--port", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        body = json.dumps({"prompt": "The function returns", "max_tokens": 12, "temperature": 0}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
-        )
-        for _ in range(300):
-            assert server.poll() is None, "the server ended"
-            try:
-                answer = json.load(urllib.request.urlopen(request, timeout=60))
-                break
-            except urllib.error.URLError:
-                time.sleep(0.2)
-        want = open_model(generators.DEMO)("The function returns", max_tokens=12, temperature=0)
-        assert answer["choices"][0]["text"] == want["choices"][0]["text"]
-    finally:
-        server.terminate()
-        server.wait(30)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ server, errors at start, the end.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import signal
 import socket
@@ -50,29 +51,42 @@ def models(tmp_path_factory):
     return {"sparse": sparse, "dense": generators.DEMO}
 
 
-@pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
-    """A running server with all models, from a configuration file: process, port, client"""
+@contextlib.contextmanager
+def running(make_arguments):
+    """A server on a free port: process, port, client. make_arguments(port) -> its command line"""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    process = start(*make_arguments(port))
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0, timeout=120)
+    try:
+        end = time.monotonic() + SECONDS_TO_START
+        while not is_open(port) and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+        if not is_open(port):
+            process.kill()
+            pytest.fail(f"the server did not start: {process.stderr.read()[-2000:]}")
+        yield SimpleNamespace(process=process, port=port, client=client)
+    finally:
+        client.close()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    """With all models, from a configuration file"""
     entries = [{"model": str(path), "model_alias": alias, **SETTINGS} for alias, path in models.items()]
     entries.append({"model": str(models["sparse"]), "model_alias": "embedder", "embedding": True, **SETTINGS})
     config = tmp_path_factory.mktemp("config") / "config.json"
-    config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": entries}))
-    process = start("--config_file", config)
-    end = time.monotonic() + SECONDS_TO_START
-    while not is_open(port) and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.1)
-    if not is_open(port):
-        process.kill()
-        pytest.fail(f"the server did not start: {process.stderr.read()[-2000:]}")
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0, timeout=120)
-    yield SimpleNamespace(process=process, port=port, client=client)
-    client.close()
-    process.kill()
-    process.wait()
-    process.stderr.close()
+
+    def make_arguments(port: int) -> list:
+        config.write_text(json.dumps({"host": "127.0.0.1", "port": port, "models": entries}))
+        return ["--config_file", config]
+
+    with running(make_arguments) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -134,13 +148,21 @@ def test_request_that_fails_ends_the_server(server, want):
     assert complete(server.client, "sparse") == want["sparse"][0]
 
 
-def test_sigterm_leaves_the_port_or_takes_long(server):
-    """the last test of the running server"""
-    assert is_open(server.port)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(timeout=SECONDS_TO_STOP) in (0, -signal.SIGTERM)  # uvicorn ends, then signals itself
-    assert not is_open(server.port)
-    assert "Traceback" not in server.process.stderr.read()
+def test_sigterm_leaves_the_port_or_takes_long(models, want):
+    """of a server with the model on the command line, while it answers: streams are cut off"""
+    options = ["--n_ctx", 512, "--n_threads", 2, "--n_threads_batch", 2]
+    with running(lambda port: ["--model", models["sparse"], "--port", port, *options]) as server:
+        assert complete(server.client, "any") == want["sparse"][0]
+        request = {**REQUEST, "max_tokens": 400}
+        pieces = server.client.completions.create(model="any", prompt=PROMPT, stream=True, **request)
+        next(pieces)
+        server.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(openai.APIConnectionError):
+            for _ in pieces:
+                pass
+        assert server.process.wait(SECONDS_TO_STOP) in (0, -signal.SIGTERM)  # uvicorn ends, then signals itself
+        assert not is_open(server.port)
+        assert "Traceback" not in server.process.stderr.read()
 
 
 def refusal(*args: object) -> str:

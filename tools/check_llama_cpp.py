@@ -4,8 +4,8 @@
   python3 tools/build_llama_cpp.py
   python3 tools/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server whose answers to eight
-clients at once are those to one. Prints a table; exits with 1 if anything differs that should not.
+Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server with eight clients at once:
+with one slot all answers must be those to a single client, with eight slots those that differ must do so at a tie. Prints a table; exits with 1 if anything differs that should not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import llama_programs as programs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "models" / "sample.txt"
+MAX_TIE = 0.05  # logits of F16 models differ by some 0.02 between orders of rounding (tests/test_model_runs.py), and two of them decide
 
 
 def macko(*args: object) -> str:
@@ -53,8 +54,8 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
     compare("llama-cli, one turn", lambda m: chat(folder, m))
     spec = ("-p", programs.PROMPT, "-n", 48, "--temp", 0, "-t", 1, "-c", 512)
     draft = ("--spec-type", "draft-simple", "--spec-draft-n-max", 4)
-    compare("llama-speculative-simple, draft = model", lambda m: programs.whole_output(folder / "llama-speculative-simple", "-m", dense, "-md", m, *spec, *draft))
-    compare("llama-speculative, draft = model", lambda m: programs.whole_output(folder / "llama-speculative", "-m", m, "-md", m, *spec))
+    compare("llama-speculative-simple, draft = model", lambda m: programs.whole_output(folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft))
+    compare("llama-speculative, draft = model", lambda m: programs.whole_output(folder / "llama-speculative", "accept ", "-m", m, "-md", m, *spec))
     compare("llama-tokenize", lambda m: programs.run(folder / "llama-tokenize", "-m", m, "-f", SAMPLE, "--ids", "--log-disable").stdout)
 
 
@@ -91,15 +92,19 @@ def check_files(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
 def check_server(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, args: argparse.Namespace) -> None:
     text = SAMPLE.read_text()
     prompts = [text[i * 500 : i * 500 + 40 + 23 * i] for i in range(16)]
-    for model, name, seconds in ((dense, "dense", min(60, args.seconds)), (sparse, "sparse", args.seconds)):
-        with programs.Server(folder, model, "-np", args.clients, "-t", args.threads, "-c", 512 * args.clients, "--metrics", *args.server_args) as server:
+    short = min(60, args.seconds)
+    for model, name, slots, seconds in ((dense, "dense", args.clients, short), (sparse, "sparse", args.clients, args.seconds), (sparse, "sparse", 1, short)):
+        with programs.Server(folder, model, "-np", slots, "-t", args.threads, "-c", 512 * slots, "--metrics", *args.server_args) as server:
             found = programs.soak(server, prompts, args.clients, seconds)
             metrics = server.get("/metrics")
         rss = [r / 2**20 for r in found["rss"]]
         third = max(1, len(rss) // 3)
         growth = max(rss[-third:]) - max(rss[third : 2 * third], default=rss[0])
-        what = f"llama-server {name}, {args.clients} clients, {seconds:.0f} s"
-        report.add(f"{what}: answers, different from one client's, failed", "", f"{found['answers']}, {len(found['different'])}, {len(found['errors'])}", not found["errors"] and not found["different"])
+        what = f"llama-server {name}, -np {slots}, {args.clients} clients, {seconds:.0f} s"
+        ties = [tie for *_, tie in found["different"]]
+        same = not found["errors"] and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
+        report.add(f"{what}: answers, failed", "", f"{found['answers']}, {len(found['errors'])}", not found["errors"])
+        report.add(f"{what}: different from one client's; log-probability at the tie", "", f"{len(ties)}; {max(ties, default=0):.4f}", not ties or same)
         report.add(f"{what}: RSS MiB at 1/3, 2/3, end", "", ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1)), growth < 0.02 * max(rss) + 2)
         report.add(f"{what}: exit code after SIGTERM; /metrics", "", f"{server.process.returncode}; {metrics.count('llamacpp:') // 3} figures", server.process.returncode == 0 and "llamacpp:" in metrics)
 

@@ -27,13 +27,19 @@ def run(program: pathlib.Path, *args: object, compress: bool = False, timeout: f
     return done
 
 
-def whole_output(program: pathlib.Path, *args: object, **kwargs: object) -> str:
-    """What it prints. Programs that print through llama.cpp's logger may lose the end of it when they exit, dense or sparse: the longest of five runs."""
-    return max((run(program, *args, **kwargs).stdout for _ in range(5)), key=len)
+def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
+    """What it prints. Programs that print through llama.cpp's logger may lose the end when they exit (it is a thread that nobody joins), dense or sparse: they run again
+    until the line with `last`, which comes after the text, was logged.
+    """
+    for _ in range(20):
+        done = run(program, *args, **kwargs)
+        if last in done.stderr:
+            return done.stdout
+    raise RuntimeError(f"{program.name}: no '{last}' in its log in 20 runs")
 
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
-    return whole_output(folder / "llama-completion", "-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args, **kwargs).strip()
+    return whole_output(folder / "llama-completion", "graphs reused", "-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args, **kwargs).strip()
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
@@ -104,6 +110,17 @@ class Server:
     def complete(self, prompt: str, n: int = 24, **options: object) -> str:
         return self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, **options)["content"]
 
+    def tie(self, prompt: str, got: str, n: int = 24) -> float:
+        """How nearly another text could have come: where `got` leaves the greedy text, what the logarithm of the probability of the best token is over that of the second."""
+        answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
+        text = ""
+        for token in answer["completion_probabilities"]:
+            text += token["token"]
+            if not got.startswith(text):
+                best, second = (x["logprob"] for x in token["top_logprobs"])
+                return best - second
+        return 0.0
+
     def rss(self) -> int:
         """Bytes. The wrapper has become the program, so this is llama-server's own process."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
@@ -111,7 +128,11 @@ class Server:
 
 
 def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 24) -> dict:
-    """Each prompt alone first; then `clients` at once ask for them again and again. Counts answers that differ; RSS every second."""
+    """Each prompt alone first; then `clients` at once ask for them again and again. RSS every second. different: (prompt, alone, got, how near a tie that was).
+
+    With several slots llama.cpp computes prompts and tokens of several clients in one batch, where products round in another order, dense and sparse; near a tie of two
+    tokens that may decide. With one slot (-np 1) the clients wait for each other, and there is nothing to differ.
+    """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds
     answers, different, errors, rss = [0] * clients, [], [], []
@@ -138,4 +159,5 @@ def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 2
         time.sleep(min(1, seconds / 10))
     for t in threads:
         t.join()
+    different = [(*d, server.tie(d[0], d[2], n)) for d in different]
     return {"answers": sum(answers), "different": different, "errors": errors, "rss": rss}

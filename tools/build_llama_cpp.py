@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# not among them: llama-save-load-state, a test of llama.cpp in this version; what it shows, tests/test_session_state.py shows
+# not among them: llama-save-load-state, a test of llama.cpp in this version; what it shows, tests/test_llama_features.py shows
 PROGRAMS = (
     "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix", "llama-tokenize", "llama-quantize", "llama-gguf-split",
     "llama-embedding", "llama-speculative", "llama-speculative-simple", "llama-simple", "llama-fit-params", "llama-export-lora",

@@ -111,6 +111,9 @@ size_t buft_get_alignment(ggml_backend_buffer_type_t) {
 }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (!load::current()) { // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the CPU's to compute
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    }
     constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
     void * memory = nullptr;
     if (posix_memalign(&memory, huge_page, size)) {

@@ -21,8 +21,9 @@ const char * get_name(ggml_backend_buffer_type_t buft) {
     return ggml_backend_buft_name(planned_of(buft).real);
 }
 
-ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t, size_t) {
-    return nullptr; // ggml asks for 0 bytes only, and makes that buffer itself
+// for what is put beside the model's weights: they themselves get a buffer of 0 bytes, which ggml makes
+ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    return ggml_backend_buft_alloc_buffer(planned_of(buft).real, size);
 }
 
 size_t get_alignment(ggml_backend_buffer_type_t buft) {

@@ -1,5 +1,5 @@
 // A buffer type for models that are loaded without allocation (params.no_alloc): llama.cpp's memory fit asks for the sizes of their weights after the load, when no file
-// tells what a tensor is any more. So each such buffer type knows the sizes of one model. Nothing is ever allocated in it.
+// tells what a tensor is any more. So each such buffer type knows the sizes of one model. No weight is ever allocated in it.
 #pragma once
 
 #include "backend/load.h"

@@ -27,15 +27,21 @@ def run(program: pathlib.Path, *args: object, compress: bool = False, timeout: f
     return done
 
 
-def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
-    """What it prints. Programs that print through llama.cpp's logger may lose the end when they exit (it is a thread that nobody joins), dense or sparse: they run again
-    until the line with `last`, which comes after the text, was logged.
+def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: object) -> tuple:
+    """(what `run` returns, the match of pattern in what it logged). Programs that print through llama.cpp's logger may lose the end when they exit (it is a thread that
+    nobody joins), dense or sparse: they run again until the line with the pattern was logged.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
-        if last in done.stderr:
-            return done.stdout
-    raise RuntimeError(f"{program.name}: no '{last}' in its log in 20 runs")
+        match = re.search(pattern, done.stderr + done.stdout)
+        if match:
+            return done, match
+    raise RuntimeError(f"{program.name}: no '{pattern}' in its log in 20 runs")
+
+
+def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
+    """What it prints, in a run that also logged `last`, which comes after the text."""
+    return run_logged(program, last, *args, **kwargs)[0].stdout
 
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
@@ -47,8 +53,7 @@ def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    done = run(folder / "llama-perplexity", "-m", model, "-f", text, "-c", 256, *args)
-    return float(re.search(r"PPL = ([0-9.]+)", done.stderr + done.stdout)[1])
+    return float(run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", "-m", model, "-f", text, "-c", 256, *args)[1][1])
 
 
 def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
@@ -59,8 +64,7 @@ def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
 
 def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: object) -> int:
     """MiB of weights that llama.cpp's memory fit expects on the host."""
-    done = run(folder / "llama-fit-params", "-m", model, "-c", 512, "--verbose", *args, **kwargs)
-    return int(re.search(r"Host +\| +\d+ = +(\d+) \+", done.stderr + done.stdout)[1])
+    return int(run_logged(folder / "llama-fit-params", r"Host +\| +\d+ = +(\d+) \+", "-m", model, "-c", 512, "--verbose", *args, **kwargs)[1][1])
 
 
 class Server:

@@ -108,7 +108,12 @@ def test_model_of_many_blocks_is_put_together_wrongly(macko, tmp_path):
 
 def test_memory_is_not_bounded_by_the_compressed_size(tmp_path):
     """124 MiB of weights with 95 % zeros: neither all of it at once, nor a second copy"""
-    dense = make(tmp_path / "dense.gguf", "--density", "0.05", shape=["--layers", "8", "--embd", "1024", "--ff", "4096", "--heads", "8", "--kv-heads", "8", "--vocab", "300"])
+    dense = make(
+        tmp_path / "dense.gguf",
+        "--density",
+        "0.05",
+        shape=["--layers", "8", "--embd", "1024", "--ff", "4096", "--heads", "8", "--kv-heads", "8", "--vocab", "300"],
+    )
     code = f"""
 import resource
 from ggml_macko import Llama, loader

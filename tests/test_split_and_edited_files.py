@@ -74,9 +74,17 @@ REFUSED = {
     "a tensor too few": (lambda parts: parts[2].tensors.pop(), None, "the parts hold 93 tensors, split.tensors.count says 94"),
     "a tensor twice": (lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]), None, "stands in two parts"),
     "metadata in two parts": (lambda parts: parts[1].set("macko.version", gb.U32, 1), None, "belongs into the first part"),
-    "parts in another alignment": (lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)), None, "general.alignment is not that"),
+    "parts in another alignment": (
+        lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
+        None,
+        "general.alignment is not that",
+    ),
     "components out of order": (lambda parts: parts[1].tensors.reverse(), None, "blk."),
-    "a part that is cut off": (lambda parts: None, lambda paths: os.truncate(paths[2], paths[2].stat().st_size - 100), "00003-of-00003.gguf: the file ends at"),
+    "a part that is cut off": (
+        lambda parts: None,
+        lambda paths: os.truncate(paths[2], paths[2].stat().st_size - 100),
+        "00003-of-00003.gguf: the file ends at",
+    ),
     "a part that is no GGUF": (lambda parts: None, lambda paths: paths[1].write_bytes(b"PK" * 99), "00002-of-00003.gguf: not a GGUF file"),
     "a part that is a folder": (lambda parts: None, lambda paths: (paths[1].unlink(), paths[1].mkdir()), "not a regular file"),
     "another name": (lambda parts: None, lambda paths: paths[0].rename(paths[0].with_name("model.gguf")), "give its first part, NAME-00001-of-00003.gguf"),
@@ -110,7 +118,13 @@ def test_part_that_changes_while_loading_is_accepted(sparse, tmp_path, monkeypat
     register()
     paths = split(sparse, tmp_path, [47, 47])
     real = api.llama_model_load_from_file_ptr
-    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", lambda stream, params: (model := real(stream, params), os.utime(paths[1]))[0])
+
+    def load_and_change(stream, params):
+        model = real(stream, params)
+        os.utime(paths[1])
+        return model
+
+    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", load_and_change)
     with pytest.raises(errors.MackoError, match="00002-of-00002.gguf: the file changed") as e:
         open_model(paths[0])
     assert e.value.code == errors.FILE_CHANGED
@@ -161,7 +175,11 @@ def test_copy_with_new_metadata_is_refused(sparse, tmp_path, macko):
 
 
 def test_metadata_that_lies_about_the_weights_is_accepted(sparse, tmp_path):
-    for key, value, text in (("macko.version", 0, "macko.version"), ("macko.min_reader_version", 9, "upgrade"), ("llama.block_count", 3, "could not load|block_count|tensor")):
+    for key, value, text in (
+        ("macko.version", 0, "macko.version"),
+        ("macko.min_reader_version", 9, "upgrade"),
+        ("llama.block_count", 3, "could not load|block_count|tensor"),
+    ):
         path = tmp_path / f"{key}.gguf"
         path.write_bytes(sparse.read_bytes())
         gguf_tool("gguf_set_metadata", path, key, value, "--force")
@@ -171,5 +189,12 @@ def test_metadata_that_lies_about_the_weights_is_accepted(sparse, tmp_path):
 
 def test_dump_does_not_show_components(sparse):
     out = gguf_tool("gguf_dump", sparse)
-    for text in ("macko.version = 1", "macko.tensor.delta_bits", "macko.tensor.nnz", "blk.0.attn_q.weight.values", "blk.0.attn_q.weight.deltas", "blk.0.attn_q.weight.row_ptr"):
+    for text in (
+        "macko.version = 1",
+        "macko.tensor.delta_bits",
+        "macko.tensor.nnz",
+        "blk.0.attn_q.weight.values",
+        "blk.0.attn_q.weight.deltas",
+        "blk.0.attn_q.weight.row_ptr",
+    ):
         assert text in out

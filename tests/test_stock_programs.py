@@ -1,4 +1,6 @@
-"""llama.cpp's own programs through `macko run`, with LLAMA_CPP_BIN = the folder of tools/build_llama_cpp.py (both of its builds). tools/check_llama_cpp.py compares more, for longer."""
+"""llama.cpp's own programs through `macko run`, with LLAMA_CPP_BIN = the folder of tools/build_llama_cpp.py (either of its builds).
+tools/check_llama_cpp.py compares more, for longer.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_env_prints_what_no_service_file_reads():
     assert env_lines("--format", "docker") == [f"LD_PRELOAD={preload}", f"GGML_MACKO_PLUGIN={plugin}"]
     assert env_lines("--format", "systemd", "--compress")[1:] == [f'Environment="GGML_MACKO_PLUGIN={plugin}"', 'Environment="GGML_MACKO_COMPRESS=1"']
     assert env_command.systemd_line("A", '/a%b"c\\d') == 'Environment="A=/a%%b\\"c\\\\d"'
-    shown = subprocess.run(["sh", "-c", "LD_PRELOAD=; " + "\n".join(env_lines()) + '\necho "$LD_PRELOAD|$GGML_MACKO_PLUGIN"'], capture_output=True, text=True).stdout.strip()
+    shown = subprocess.run(
+        ["sh", "-c", "LD_PRELOAD=; " + "\n".join(env_lines()) + '\necho "$LD_PRELOAD|$GGML_MACKO_PLUGIN"'], capture_output=True, text=True
+    ).stdout.strip()
     assert shown == f"{preload}|{plugin}"
 
 
@@ -153,7 +157,9 @@ def test_preload_path_that_the_linker_would_cut(tmp_path):
 
     package = tmp_path / "a b" / "ggml_macko"
     shutil.copytree(pathlib.Path(ggml_macko.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "-m", "ggml_macko.cli", "run", "true"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(package.parent)})
+    done = subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "run", "true"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(package.parent)}
+    )
     assert done.returncode == 1 and "LD_PRELOAD cannot name a path with a space or a colon" in done.stderr
 
 
@@ -165,12 +171,17 @@ def test_weight_names_are_judged_otherwise():
     """the rule of which weights may be sparse: one in the library, for the converter and for compressing on load"""
     from ggml_macko import weights
 
-    multiplied = ["blk.0.attn_q.weight", "blk.17.ffn_gate.weight", "blk.1.ffn_up_shexp.weight", "blk.0.attn_qkv.weight", "output.weight"]
-    other = [
-        "token_embd.weight", "output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight", "blk.0.ffn_gate_inp.weight", "blk.0.ffn_gate_inp_shexp.weight", "blk.0.attn_rel_b.weight",
-        "blk.0.attn_sinks.weight", "blk.0.attn_q.bias", "blk..attn_q.weight", "blk.x.attn_q.weight", "xblk.0.attn_q.weight", "blk.0.attn_.weight", "blk.0.attn_q-x.weight", "blk.0.ssm_in.weight",
-        "blk.0.attn_q.weight.values", "", "blk.0.ffn_exp_probs_b.weight",
-    ]  # fmt: skip
+    multiplied = "blk.0.attn_q.weight blk.17.ffn_gate.weight blk.1.ffn_up_shexp.weight blk.0.attn_qkv.weight output.weight".split()
+    other = (
+        """token_embd.weight output_norm.weight blk.0.attn_norm.weight blk.0.attn_q_norm.weight blk.0.ffn_gate_inp.weight blk.0.attn_q.bias
+        blk.0.ffn_gate_inp_shexp.weight blk.0.attn_rel_b.weight blk.0.attn_sinks.weight blk..attn_q.weight blk.x.attn_q.weight blk.0.ssm_in.weight
+        xblk.0.attn_q.weight blk.0.attn_.weight blk.0.attn_q-x.weight blk.0.attn_q.weight.values blk.0.ffn_exp_probs_b.weight""".split()
+        + [""]
+    )
     assert [n for n in multiplied + other if weights.is_multiplied(n, 2)] == multiplied
     assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight("blk.0.ffn_up.weight", 3)
-    assert not weights.is_block_weight("output.weight", 2) and not weights.is_multiplied("output.weight", 3) and not weights.is_multiplied("blk.0.attn_q.weight", 1)
+    assert (
+        not weights.is_block_weight("output.weight", 2)
+        and not weights.is_multiplied("output.weight", 3)
+        and not weights.is_multiplied("blk.0.attn_q.weight", 1)
+    )

@@ -56,7 +56,14 @@ def run(*command: object) -> None:
 
 
 def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, programs: list) -> None:
-    options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+    options = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DBUILD_SHARED_LIBS=ON",
+        "-DLLAMA_CURL=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        "-DLLAMA_BUILD_TESTS=OFF",
+    ]
     if dynamic:
         options += ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", *(f"-DGGML_{x}=ON" for x in ("AVX", "AVX2", "FMA", "F16C", "BMI2"))]
     generator = ["-GNinja"] if shutil.which("ninja") else []

@@ -4,8 +4,9 @@
   python3 tools/build_llama_cpp.py
   python3 tools/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server with eight clients at once:
-with one slot all answers must be those to a single client, with eight slots those that differ must do so at a tie. Prints a table; exits with 1 if anything differs that should not.
+Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server
+with eight clients at once: with one slot all answers must be those to a single client, with eight slots those that differ must do so at a tie.
+Prints a table; exits with 1 if anything differs that should not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 
-from tabulate import tabulate
-
 import llama_programs as programs
+from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "models" / "sample.txt"
@@ -54,7 +54,10 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
     compare("llama-cli, one turn", lambda m: chat(folder, m))
     spec = ("-p", programs.PROMPT, "-n", 48, "--temp", 0, "-t", 1, "-c", 512)
     draft = ("--spec-type", "draft-simple", "--spec-draft-n-max", 4)
-    compare("llama-speculative-simple, draft = model", lambda m: programs.whole_output(folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft))
+    compare(
+        "llama-speculative-simple, draft = model",
+        lambda m: programs.whole_output(folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft),
+    )
     compare("llama-speculative, draft = model", lambda m: programs.whole_output(folder / "llama-speculative", "accept ", "-m", m, "-md", m, *spec))
     compare("llama-tokenize", lambda m: programs.run(folder / "llama-tokenize", "-m", m, "-f", SAMPLE, "--ids", "--log-disable").stdout)
 
@@ -80,7 +83,12 @@ def check_files(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
     split = programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 20, sparse, tmp / "part")
     (first,) = tmp.glob("part-00001-of-*.gguf")
     n = int(first.name[-10:-5])
-    report.add("llama-gguf-split, greedy text of the parts", "", f"{n} parts", programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0)
+    report.add(
+        "llama-gguf-split, greedy text of the parts",
+        "",
+        f"{n} parts",
+        programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0,
+    )
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp / "merged.gguf")
     report.add("llama-gguf-split --merge, macko verify", "", "identical", "identical" in macko("verify", dense, tmp / "merged.gguf"))
     texts = [tmp / f"{name}.gguf" for name in ("dense-imatrix", "sparse-imatrix")]
@@ -105,8 +113,18 @@ def check_server(report: Report, folder: pathlib.Path, dense: pathlib.Path, spar
         same = not found["errors"] and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
         report.add(f"{what}: answers, failed", "", f"{found['answers']}, {len(found['errors'])}", not found["errors"])
         report.add(f"{what}: different from one client's; log-probability at the tie", "", f"{len(ties)}; {max(ties, default=0):.4f}", not ties or same)
-        report.add(f"{what}: RSS MiB at 1/3, 2/3, end", "", ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1)), growth < 0.02 * max(rss) + 2)
-        report.add(f"{what}: exit code after SIGTERM; /metrics", "", f"{server.process.returncode}; {metrics.count('llamacpp:') // 3} figures", server.process.returncode == 0 and "llamacpp:" in metrics)
+        report.add(
+            f"{what}: RSS MiB at 1/3, 2/3, end",
+            "",
+            ", ".join(f"{rss[min(i, len(rss) - 1)]:.1f}" for i in (third, 2 * third, len(rss) - 1)),
+            growth < 0.02 * max(rss) + 2,
+        )
+        report.add(
+            f"{what}: exit code after SIGTERM; /metrics",
+            "",
+            f"{server.process.returncode}; {metrics.count('llamacpp:') // 3} figures",
+            server.process.returncode == 0 and "llamacpp:" in metrics,
+        )
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ def run(program: pathlib.Path, *args: object, compress: bool = False, timeout: f
 
 
 def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: object) -> tuple:
-    """(what `run` returns, the match of pattern in what it logged). Programs that print through llama.cpp's logger may lose the end when they exit (it is a thread that
-    nobody joins), dense or sparse: they run again until the line with the pattern was logged.
+    """(what `run` returns, the match of pattern in what it logged). Programs that print through llama.cpp's logger may lose the end when they
+    exit (it is a thread that nobody joins), dense or sparse: they run again until the line with the pattern was logged.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
@@ -45,7 +45,9 @@ def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: obje
 
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
-    return whole_output(folder / "llama-completion", "graphs reused", "-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args, **kwargs).strip()
+    return whole_output(
+        folder / "llama-completion", "graphs reused", "-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args, **kwargs
+    ).strip()
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
@@ -115,7 +117,9 @@ class Server:
         return self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, **options)["content"]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
-        """How nearly another text could have come: where `got` leaves the greedy text, what the logarithm of the probability of the best token is over that of the second."""
+        """How nearly another text could have come: where `got` leaves the greedy text, by how much the best token's log-probability is above
+        that of the second.
+        """
         answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
         text = ""
         for token in answer["completion_probabilities"]:
@@ -132,10 +136,11 @@ class Server:
 
 
 def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 24) -> dict:
-    """Each prompt alone first; then `clients` at once ask for them again and again. RSS every second. different: (prompt, alone, got, how near a tie that was).
+    """Each prompt alone first; then `clients` at once ask for them again and again. RSS every second. different: (prompt, alone, got, how near
+    a tie that was).
 
-    With several slots llama.cpp computes prompts and tokens of several clients in one batch, where products round in another order, dense and sparse; near a tie of two
-    tokens that may decide. With one slot (-np 1) the clients wait for each other, and there is nothing to differ.
+    With several slots llama.cpp computes prompts and tokens of several clients in one batch, where products round in another order, dense and
+    sparse; near a tie of two tokens that may decide. With one slot (-np 1) the clients wait for each other, and there is nothing to differ.
     """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds

@@ -452,7 +452,9 @@ class Load:
         ffi = _ffi()
         out = ffi.new("struct ggml_macko_load **")
         stream = ffi.new("FILE **")
-        flags = (_lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (_lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0)
+        flags = (_lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
+            _lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0
+        )
         _check(_lib().ggml_macko_load_begin(os.fsencode(path), flags, out, stream))
         self._c = out[0]
         self.stream = int(ffi.cast("uintptr_t", stream[0]))

@@ -36,3 +36,10 @@ struct ggml_macko_sparse_info {
 int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
 int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
+
+enum ggml_macko_weight_use {
+    GGML_MACKO_WEIGHT_OTHER = 0,
+    GGML_MACKO_WEIGHT_BLOCK = 1,
+    GGML_MACKO_WEIGHT_HEAD  = 2,
+};
+int ggml_macko_weight_use_of(const char * name, int32_t n_dims);

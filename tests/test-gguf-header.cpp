@@ -1126,7 +1126,7 @@ static void test_open_sparse() {
     auto open_content = [](const bytes & content) {
         const memory_file f(content);
         std::unique_ptr<macko::model_file> file;
-        return macko::model_file_open_sparse(f.path().c_str(), &file);
+        return macko::model_file_open_sparse(f.path().c_str(), false, &file);
     };
     auto sparse_with = [](const file_lie & change) {
         builder::file f = builder::sparse_file(base_model());
@@ -1150,8 +1150,8 @@ static void test_open_sparse() {
     expect("dense, broken", S(NOT_SPARSE), open_content(builder::serialize(dense)));
     expect("no GGUF", S(NOT_SPARSE), open_content({ 'P', 'K' }));
     std::unique_ptr<macko::model_file> file;
-    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", &file));
-    expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", &file));
+    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", false, &file));
+    expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", false, &file));
 }
 
 // every code that a file can cause was caused by one above

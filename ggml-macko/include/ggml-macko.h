@@ -245,14 +245,28 @@ GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * fil
 // validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
 GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
+// What llama.cpp does with a weight of this name: only multiplied weights may be stored sparse (a product's weight alone is what devices hold sparse)
+enum ggml_macko_weight_use {
+    GGML_MACKO_WEIGHT_OTHER = 0, // looked up, added, or too small to matter
+    GGML_MACKO_WEIGHT_BLOCK = 1, // multiplied, in a block; 3-D: the weights of its experts
+    GGML_MACKO_WEIGHT_HEAD  = 2, // multiplied: the output matrix
+};
+// an enum ggml_macko_weight_use
+GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
+
 // ---- loading into llama.cpp ----
 // begin -> llama_model_load_from_file_ptr(stream, params with load_mode NONE) -> end, all on one thread.
 
+enum ggml_macko_load_flags {
+    GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
+    GGML_MACKO_LOAD_NO_ALLOC = 2, // params.no_alloc: llama.cpp wants to know sizes and reads no weights
+};
+
 struct ggml_macko_load;
-// vets the file and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load). NOT_SPARSE: the file is
-// llama.cpp's to judge, good or bad; call llama_model_load_from_file
-GGML_MACKO_API int ggml_macko_load_begin(const char * path, struct ggml_macko_load ** out, FILE ** stream);
-// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for params.vocab_only.
+// vets the file (a split model: its first, with the others beside it) and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load).
+// NOT_SPARSE: the file is llama.cpp's to judge, good or bad, or has nothing to compress; call llama_model_load_from_file
+GGML_MACKO_API int ggml_macko_load_begin(const char * path, int32_t flags, struct ggml_macko_load ** out, FILE ** stream);
+// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for params.vocab_only and no_alloc.
 // On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of ours, or LOAD_FAILED
 // if there is no model) free the model, if there is one, and report the message.
 GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load, bool model_loaded, bool with_weights);

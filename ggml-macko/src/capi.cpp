@@ -1,7 +1,7 @@
 // The C API over format, cpu and file (ggml-macko.h). Checks arguments, calls one function, keeps exceptions inside.
 // What needs ggml (loading) is in backend/load.cpp.
 #include "cpu/kernels.h"
-#include "file/model-file.h"
+#include "file/compress.h"
 #include "format/encode.h"
 #include "format/extract.h"
 
@@ -467,6 +467,15 @@ const char * ggml_macko_cpu_kernels(void) {
 }
 
 // ---- files ----
+
+int ggml_macko_weight_use_of(const char * name, int32_t n_dims) {
+    int use = GGML_MACKO_WEIGHT_OTHER;
+    const int status = at_c_edge([&] { // no status to return: a name that does not fit into memory has no use
+        use = name ? weight_use(name, n_dims) : use;
+        return GGML_MACKO_STATUS_OK;
+    });
+    return status ? GGML_MACKO_WEIGHT_OTHER : use;
+}
 
 struct ggml_macko_file {
     std::unique_ptr<model_file> model;

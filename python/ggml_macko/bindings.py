@@ -22,6 +22,8 @@ from .packed import PackedMatrix
 LIBRARY_PATH = Path(__file__).with_name("libggml-macko.so")
 PRELOAD_PATH = Path(__file__).with_name("libggml-macko-preload.so")
 
+WEIGHT_OTHER, WEIGHT_BLOCK, WEIGHT_HEAD = range(3)  # enum ggml_macko_weight_use
+
 _load_lock = threading.Lock()
 
 
@@ -453,14 +455,22 @@ class File:
 # ---- loading into llama.cpp ----
 
 
+def weight_use(name: str, n_dims: int) -> int:
+    """WEIGHT_OTHER, WEIGHT_BLOCK or WEIGHT_HEAD: what llama.cpp does with a weight of this name."""
+    return _lib().ggml_macko_weight_use_of(name.encode(), n_dims)
+
+
 class Load:
     """A load in progress on this thread. `stream` is the address of the FILE that serves the virtual dense GGUF."""
 
-    def __init__(self, path: str | os.PathLike | bytes):
+    def __init__(self, path: str | os.PathLike | bytes, compress: bool = False, no_alloc: bool = False):
         ffi = _ffi()
         out = ffi.new("struct ggml_macko_load **")
         stream = ffi.new("FILE **")
-        _check(_lib().ggml_macko_load_begin(os.fsencode(path), out, stream))
+        flags = (_lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
+            _lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0
+        )
+        _check(_lib().ggml_macko_load_begin(os.fsencode(path), flags, out, stream))
         self._c = out[0]
         self.stream = int(ffi.cast("uintptr_t", stream[0]))
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "bench": "bench",
     "report": "report",
     "run": "run",
+    "env": "env",
 }
 
 

@@ -340,7 +340,7 @@ def _open_shards(path: Path) -> Iterator[_Shard]:
     yield first
     numbers = {k.name: k.value() for k in first.keys if k.name.startswith("split.")}
     count = numbers.get("split.count", 1)
-    if count == 1:
+    if count in (0, 1):  # 0: llama-gguf-split merged it
         return
     name = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
     if not name or int(name[3]) != count or not isinstance(count, int) or not 1 < count <= 99999:

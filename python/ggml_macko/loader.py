@@ -7,20 +7,36 @@ the way it always went.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import ctypes
 import logging
+import os
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import bindings, errors
 
 _lock = threading.Lock()
 _registered = False
+_compress = contextvars.ContextVar("compress", default=False)
+
+
+@contextlib.contextmanager
+def compressing(compress: bool) -> Iterator[None]:
+    """Dense models that are loaded inside, on this thread, are compressed on the way."""
+    token = _compress.set(compress)
+    try:
+        yield
+    finally:
+        _compress.reset(token)
 
 
 def register() -> None:
     """Safe to call any number of times, from any thread.
 
+    With GGML_MACKO_COMPRESS=1 in the environment, dense models are compressed while they are loaded.
     Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
     """
     global _registered
@@ -71,8 +87,9 @@ def _replace_load_function() -> None:
     load_from_file = api.llama_model_load_from_file
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
+        compress = _compress.get() or os.environ.get("GGML_MACKO_COMPRESS") == "1"
         try:
-            load = bindings.Load(path_model)
+            load = bindings.Load(path_model, compress=compress, no_alloc=params.no_alloc)
         except errors.FileFormatError as e:
             if e.code != errors.NOT_SPARSE:
                 raise
@@ -92,7 +109,7 @@ def _load_sparse(api: Any, load: bindings.Load, params: Any) -> Any:
         model = api.llama_model_load_from_file_ptr(load.stream, params)
     finally:
         try:
-            load.end(bool(model), not params.vocab_only)
+            load.end(bool(model), not (params.vocab_only or params.no_alloc))
         except errors.MackoError:
             if model:
                 api.llama_model_free(model)

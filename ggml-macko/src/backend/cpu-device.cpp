@@ -6,6 +6,7 @@
 #include "backend/devices.h"
 #include "backend/load.h"
 #include "backend/log.h"
+#include "backend/planned-buffer.h"
 #include "backend/stored-matrix.h"
 
 #include <algorithm>
@@ -110,6 +111,9 @@ size_t buft_get_alignment(ggml_backend_buffer_type_t) {
 }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (!load::current()) { // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the CPU's to compute
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    }
     constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
     void * memory = nullptr;
     if (posix_memalign(&memory, huge_page, size)) {
@@ -120,11 +124,15 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 
+size_t matrix_nbytes(const sparse_matrix & matrix) {
+    return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+}
+
 // known from the header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
     const load          * current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
-    return matrix ? sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix->desc, matrix->value_type)) : ggml_nbytes(tensor);
+    return matrix ? matrix_nbytes(*matrix) : ggml_nbytes(tensor);
 }
 
 bool buft_is_host(ggml_backend_buffer_type_t) {
@@ -265,14 +273,18 @@ ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    return load::current() ? sparse_buffer_type(dev) : ggml_backend_cpu_buffer_type();
+    const load * current = load::current();
+    if (!current) {
+        return ggml_backend_cpu_buffer_type();
+    }
+    return current->no_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true) : sparse_buffer_type(dev);
 }
 
 // Once a weight is ours, its products are never refused: the scheduler would read it as dense.
 bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
-    if (!w->buffer || w->buffer->buft != sparse_buffer_type(dev) || w->view_src) {
+    if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
         return false; // a dense weight, or a slice of a sparse one, which has no rows of its own
     }
     if (load::current() && !load::current()->find(w)) {
@@ -306,7 +318,7 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    return buft == sparse_buffer_type(dev) || ggml_backend_buft_is_host(buft);
+    return real_buffer_type(buft) == sparse_buffer_type(dev) || ggml_backend_buft_is_host(buft);
 }
 
 const ggml_backend_device_i device_iface = {

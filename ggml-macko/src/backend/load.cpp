@@ -68,17 +68,35 @@ void load::keep_out_of_memory(const char * format, ...) {
 
 using namespace macko;
 
-int ggml_macko_load_begin(const char * path, ggml_macko_load ** out, FILE ** stream) {
+static void log_compressed(const model_file & file) {
+    int64_t dense = 0, sparse = 0;
+    for (const sparse_matrix & m : file.sparse) {
+        dense  += m.nbytes_dense;
+        sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) + 4 * (m.desc.rows + 1);
+    }
+    log_info("ggml-macko: %s: compressing %zu of %zu tensors while loading: %.1f MiB -> %.1f MiB\n", file.path.c_str(), file.sparse.size(), file.header.tensors.size(),
+             static_cast<double>(dense) / 1048576, static_cast<double>(sparse) / 1048576);
+}
+
+int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** out, FILE ** stream) {
     return at_c_edge([&]() -> int {
-        if (!path || !out || !stream) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        if (!path || !out || !stream || flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_NO_ALLOC)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or an unknown flag");
         }
+        const bool compress = flags & GGML_MACKO_LOAD_COMPRESS;
         if (load::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
         auto l = std::make_unique<ggml_macko_load>();
-        if (const int status = model_file_open_sparse(path, &l->file_)) {
+        l->no_alloc_ = flags & GGML_MACKO_LOAD_NO_ALLOC;
+        if (const int status = model_file_open_sparse(path, compress, &l->file_)) {
+            if (compress && status == GGML_MACKO_STATUS_NOT_SPARSE && !l->no_alloc_) {
+                log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
+            }
             return status;
+        }
+        if (l->file_->sparse[0].format == &FORMAT_DENSE && !l->no_alloc_) {
+            log_compressed(*l->file_);
         }
         const char * kernels = nullptr; // only now: a wrong GGML_MACKO_FORCE is no concern of dense models
         if (const int status = cpu_kernels_select(&kernels)) {
@@ -126,7 +144,7 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
         }
         for (size_t i = 0; with_weights && i < l->loaded_.size(); i++) {
             if (!l->loaded_[i]) { // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
-                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin", path.c_str(),
+                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin (beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)", path.c_str(),
                             l->file_->sparse[i].name.c_str());
             }
         }

@@ -17,6 +17,9 @@ public:
 
     // matrix that a tensor of the dense model stands for (same name, type and shape), or nullptr
     const sparse_matrix * find(const ggml_tensor * tensor) const;
+    const std::vector<sparse_matrix> & matrices() const { return file_->sparse; }
+    // llama.cpp asks for sizes only (params.no_alloc)
+    bool no_alloc() const { return no_alloc_; }
 
     // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this load's handle of the
     // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded, or an error, which is also kept
@@ -31,12 +34,13 @@ public:
     std::unordered_map<const void *, std::shared_ptr<void>> staging;
 
 private:
-    friend int ::ggml_macko_load_begin(const char *, ggml_macko_load **, FILE **);
+    friend int ::ggml_macko_load_begin(const char *, int32_t, ggml_macko_load **, FILE **);
     friend int ::ggml_macko_load_end(ggml_macko_load *, bool, bool);
 
     std::unique_ptr<model_file>                            file_;
     std::unique_ptr<virtual_file>                          virtual_;
     FILE                                                 * stream_ = nullptr;
+    bool                                                   no_alloc_ = false;
     std::unordered_map<std::string, const sparse_matrix *> by_name_;
     std::vector<bool>                                      loaded_; // by index into file_->sparse
     int                                                    status_ = GGML_MACKO_STATUS_OK;

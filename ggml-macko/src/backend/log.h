@@ -8,18 +8,36 @@
 
 namespace macko {
 
-__attribute__((format(printf, 1, 2))) inline void log_error(const char * format, ...) {
+inline void log_text(ggml_log_level level, const char * format, va_list args) {
     char text[1024];
-    va_list args;
-    va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
-    va_end(args);
     ggml_log_callback callback  = nullptr;
     void            * user_data = nullptr;
     ggml_log_get(&callback, &user_data);
     if (callback) {
-        callback(GGML_LOG_LEVEL_ERROR, text, user_data);
+        callback(level, text, user_data);
     }
+}
+
+__attribute__((format(printf, 1, 2))) inline void log_error(const char * format, ...) {
+    va_list args;
+    va_start(args, format);
+    log_text(GGML_LOG_LEVEL_ERROR, format, args);
+    va_end(args);
+}
+
+__attribute__((format(printf, 1, 2))) inline void log_warn(const char * format, ...) {
+    va_list args;
+    va_start(args, format);
+    log_text(GGML_LOG_LEVEL_WARN, format, args);
+    va_end(args);
+}
+
+__attribute__((format(printf, 1, 2))) inline void log_info(const char * format, ...) {
+    va_list args;
+    va_start(args, format);
+    log_text(GGML_LOG_LEVEL_INFO, format, args);
+    va_end(args);
 }
 
 } // namespace macko

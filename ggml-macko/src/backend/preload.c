@@ -1,6 +1,8 @@
 // LD_PRELOAD shim: lets any program that is linked to libllama.so open sparse GGUFs with llama_model_load_from_file.
-// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run` sets it).
-// It has no library dependency of its own: the plugin is opened when the first model is loaded, by the ggml that the program runs.
+// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run` sets it);
+// with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
+// It has no library dependency of its own: the plugin is opened by the ggml that the program runs, right after that has loaded its own backends, so that the program's options know
+// our devices (--list-devices, -dev MACKO0); at the latest when the first model is loaded.
 #define _GNU_SOURCE
 #include "ggml-macko.h"
 #include "llama.h"
@@ -9,12 +11,14 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct llama_model * (*load_from_file_t)(const char *, struct llama_model_params);
 typedef struct llama_model * (*load_from_file_ptr_t)(FILE *, struct llama_model_params);
 typedef void (*model_free_t)(struct llama_model *);
+typedef void (*backend_load_all_t)(void);
 typedef void * (*backend_load_t)(const char *);
-typedef int (*load_begin_t)(const char *, struct ggml_macko_load **, FILE **);
+typedef int (*load_begin_t)(const char *, int32_t, struct ggml_macko_load **, FILE **);
 typedef int (*load_end_t)(struct ggml_macko_load *, bool, bool);
 typedef const char * (*last_error_t)(void);
 
@@ -41,8 +45,17 @@ static void load_plugin(void) {
     plugin.load_begin = (load_begin_t) dlsym(library, "ggml_macko_load_begin");
 }
 
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+__attribute__((visibility("default"))) void ggml_backend_load_all(void) {
+    const backend_load_all_t original = (backend_load_all_t) dlsym(RTLD_NEXT, "ggml_backend_load_all");
+    if (original) {
+        original();
+        pthread_once(&once, load_plugin);
+    }
+}
+
 __attribute__((visibility("default"))) struct llama_model * llama_model_load_from_file(const char * path, struct llama_model_params params) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, load_plugin);
     const load_from_file_t     original  = (load_from_file_t) dlsym(RTLD_NEXT, "llama_model_load_from_file");
     const load_from_file_ptr_t from_ptr  = (load_from_file_ptr_t) dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr");
@@ -56,7 +69,9 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
     }
     struct ggml_macko_load * load   = NULL;
     FILE                   * stream = NULL;
-    const int begun = plugin.load_begin(path, &load, &stream);
+    const char * compress = getenv("GGML_MACKO_COMPRESS");
+    const int flags = (compress && strcmp(compress, "1") == 0 ? GGML_MACKO_LOAD_COMPRESS : 0) | (params.no_alloc ? GGML_MACKO_LOAD_NO_ALLOC : 0);
+    const int begun = plugin.load_begin(path, flags, &load, &stream);
     if (begun == GGML_MACKO_STATUS_NOT_SPARSE) {
         return original(path, params);
     }
@@ -67,7 +82,7 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
     params.load_mode     = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
     params.check_tensors = false;                // it would look at placeholders; the plugin always checks the real data
     struct llama_model * model = from_ptr(stream, params);
-    if (plugin.load_end(load, model != NULL, !params.vocab_only)) {
+    if (plugin.load_end(load, model != NULL, !params.vocab_only && !params.no_alloc)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
         if (model) {
             free_func(model);

@@ -5,6 +5,7 @@
 
 #include "backend/load.h"
 #include "backend/log.h"
+#include "backend/planned-buffer.h"
 #include "cuda/cublas.h"
 #include "cuda/graph.h"
 #include "ggml-impl.h"
@@ -360,17 +361,21 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 
 // w, or what it is a view of, is or will be one of our sparse matrices in this buffer type
 bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
-    if (!w || !w->buffer || w->buffer->buft != buft) {
+    if (!w || !w->buffer || real_buffer_type(w->buffer->buft) != buft) {
         return false;
     }
     const ggml_tensor * root = w->view_src ? w->view_src : w;
-    return stored(root) || sparse_of_load(root);
+    return stored(root) || sparse_of_load(root) || is_planned_matrix(w->buffer->buft, root);
+}
+
+size_t matrix_nbytes(const sparse_matrix & matrix) {
+    return static_cast<size_t>(cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
-        return static_cast<size_t>(cuda_sparse_nbytes(matrix->desc, matrix->n_padded));
+        return matrix_nbytes(*matrix);
     }
     const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);
@@ -742,7 +747,9 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    return &gpu_of(dev).buft;
+    ggml_backend_buffer_type_t buft    = &gpu_of(dev).buft;
+    const load               * current = load::current();
+    return current && current->no_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
 }
 
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) {
@@ -753,20 +760,21 @@ ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) {
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     gpu & device = gpu_of(dev);
     for (const ggml_tensor * src : op->src) {
-        if (src && src->buffer && src->buffer->buft->iface.get_name == buft_get_name && src->buffer->buft != &device.buft) {
+        ggml_backend_buffer_type_t buft = src && src->buffer ? real_buffer_type(src->buffer->buft) : nullptr;
+        if (buft && buft->iface.get_name == buft_get_name && buft != &device.buft) {
             return false; // on another GPU
         }
     }
     const ggml_tensor * w      = op->src[0];
     const bool          sparse = is_sparse_weight(&device.buft, w);
-    if (!sparse && w && !(w->buffer && w->buffer->buft == &device.buft) && sparse_of_load(w)) {
+    if (!sparse && w && !(w->buffer && real_buffer_type(w->buffer->buft) == &device.buft) && sparse_of_load(w)) {
         return false; // sparse, and somewhere else: that place's affair
     }
     return graph_supports_op(op, sparse);
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    return buft == &gpu_of(dev).buft;
+    return real_buffer_type(buft) == &gpu_of(dev).buft;
 }
 
 ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {

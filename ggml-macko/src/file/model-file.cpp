@@ -1,18 +1,15 @@
-// Opens a GGUF file, checks what it says of sparse tensors (FORMAT.md sections 1-4), and reads payload block by block.
+// Opens a GGUF model, checks what it says of sparse tensors (FORMAT.md sections 1-4), and reads payload block by block.
 // Payload is always validated on a private copy, never on the file itself: the file may change under us.
-#include "file/model-file.h"
+#include "file/compress.h"
 #include "format/encode.h"
 
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
 #include <cinttypes>
 #include <cstring>
-#include <fcntl.h>
 #include <mutex>
 #include <omp.h>
 #include <string_view>
-#include <unistd.h>
 
 namespace macko {
 
@@ -31,88 +28,21 @@ static const char * const PACKED_COMPONENTS[] = { ".values", ".index", ".row_ptr
 const sparse_format FORMAT_MACKO  = { "macko",  1, std::size(MACKO_COMPONENTS),  MACKO_COMPONENTS };
 const sparse_format FORMAT_EC_CSR = { "ec-csr", 2, std::size(EC_CSR_COMPONENTS), EC_CSR_COMPONENTS };
 const sparse_format FORMAT_PACKED = { "packed", 3, std::size(PACKED_COMPONENTS), PACKED_COMPONENTS };
+static const char * const DENSE_COMPONENTS[] = { "" };
+const sparse_format FORMAT_DENSE  = { "dense",  0, std::size(DENSE_COMPONENTS),  DENSE_COMPONENTS };
 static const sparse_format * const FORMATS[] = { &FORMAT_MACKO, &FORMAT_EC_CSR, &FORMAT_PACKED };
 
-// ---- the file system ----
+// ---- opening ----
 
-model_file::~model_file() {
-    if (fd >= 0) {
-        close(fd);
-    }
-}
-
-int64_t model_file::size() const {
-    return opened.st_size;
-}
-
-int model_file::read(int64_t offset, void * dst, int64_t n) const {
-    uint8_t * out = static_cast<uint8_t *>(dst);
-    while (n > 0) {
-        const ssize_t got = pread(fd, out, static_cast<size_t>(n), offset);
-        if (got < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
-        }
-        if (got == 0) {
-            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")", offset, size());
-        }
-        out    += got;
-        offset += got;
-        n      -= got;
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
-int model_file::check_unchanged() const {
-    struct stat now = {};
-    if (fstat(fd, &now) != 0) {
-        return fail(GGML_MACKO_STATUS_IO, "%s: %s", path.c_str(), strerror(errno));
-    }
-    if (now.st_dev != opened.st_dev || now.st_ino != opened.st_ino || now.st_size != opened.st_size ||
-        now.st_mtim.tv_sec != opened.st_mtim.tv_sec || now.st_mtim.tv_nsec != opened.st_mtim.tv_nsec) {
-        return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", path.c_str());
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
-static int open_file(const char * path, model_file * file) {
-    file->path = path;
-    // O_NONBLOCK: opening a FIFO without a writer must not hang
-    file->fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    if (file->fd < 0 || fstat(file->fd, &file->opened) != 0) {
-        return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
-    }
-    if (!S_ISREG(file->opened.st_mode)) {
-        return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
-static int check_split(const gguf_header & header) {
-    const gguf_key * key = header.find("split.count");
+static int check_not_split(const gguf_header & header) {
     int64_t count = 0;
-    if (key != nullptr && key->type != GGUF_U16) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key split.count is not a u16");
-    }
-    if (key != nullptr && header.get_int(*key, 0, &count) && count > 1) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "one of %" PRId64 " shards of a split file: merge them first", count);
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
-static int check_format(model_file * file) {
-    if (const int status = read_gguf_header(*file, &file->header)) {
+    if (const int status = split_count(header, &count)) {
         return status;
     }
-    return check_sparse_tensors(file);
+    return count == 1 ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_SPLIT_FILE, "one of %" PRId64 " files of a split model: merge them first (llama-gguf-split --merge)", count);
 }
 
 static int check_model(const model_file & file) {
-    if (const int status = check_split(file.header)) {
-        return status;
-    }
     if (const int status = check_model_keys(file.header)) {
         return status;
     }
@@ -121,9 +51,15 @@ static int check_model(const model_file & file) {
 
 int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out) {
     auto file = std::make_unique<model_file>();
-    int status = open_file(path, file.get());
+    int status = file->open(path);
     if (status == GGML_MACKO_STATUS_OK) {
-        status = check_format(file.get());
+        status = read_gguf_header(*file, &file->header);
+    }
+    if (status == GGML_MACKO_STATUS_OK && (require_model || file->header.find("macko.version") != nullptr)) { // a part of a sparse model says little
+        status = check_not_split(file->header);
+    }
+    if (status == GGML_MACKO_STATUS_OK) {
+        status = check_sparse_tensors(file.get());
     }
     if (status == GGML_MACKO_STATUS_OK && require_model) {
         status = check_model(*file);
@@ -156,26 +92,47 @@ static bool claims_to_be_sparse(const model_file & file) {
     return false;
 }
 
-int model_file_open_sparse(const char * path, std::unique_ptr<model_file> * out) {
+// header and sparse description of a model that may be split
+static int open_for_load(const char * path, bool compress, model_file * file) {
+    if (const int status = read_gguf_header(*file, &file->header)) {
+        return status;
+    }
+    if (compress || file->header.find("macko.version") != nullptr) { // other split models are llama.cpp's affair
+        if (const int status = file->append_parts()) {
+            return status;
+        }
+    }
+    if (const int status = check_sparse_tensors(file)) {
+        return status;
+    }
+    return file->is_sparse || compress ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);
+}
+
+int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<model_file> * out) {
     auto file = std::make_unique<model_file>();
-    if (open_file(path, file.get()) != GGML_MACKO_STATUS_OK) {
+    int status = file->open(path);
+    if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);
         return GGML_MACKO_STATUS_NOT_SPARSE;
     }
-    int status = check_format(file.get());
-    if (status == GGML_MACKO_STATUS_OK && !file->is_sparse) {
-        return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);
+    status = open_for_load(path, compress, file.get());
+    bool ours = file->is_sparse;
+    if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
+        return status;
     }
     if (status == GGML_MACKO_STATUS_OK) {
         status = check_model(*file);
-    } else {
+    } else if (!ours) {
         const std::string text = ggml_macko_last_error();
-        const bool claims = claims_to_be_sparse(*file);
-        status = fail(claims ? status : GGML_MACKO_STATUS_NOT_SPARSE, "%s", text.c_str());
+        ours   = claims_to_be_sparse(*file);
+        status = fail(status, "%s", text.c_str());
+    }
+    if (status == GGML_MACKO_STATUS_OK && !file->is_sparse) {
+        status = compress_weights(file.get());
     }
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);
-        return status;
+        return ours ? status : GGML_MACKO_STATUS_NOT_SPARSE;
     }
     *out = std::move(file);
     return GGML_MACKO_STATUS_OK;
@@ -636,7 +593,7 @@ struct payload_reader {
     // whole rows of about BLOCK_NBYTES; an empty row counts too, because a consumer works on it
     void make_blocks() {
         const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
-        constexpr int64_t row_nbytes = 16;
+        const int64_t row_nbytes     = m.format == &FORMAT_DENSE ? m.desc.cols * value_nbytes(m.desc.type) : 16;
         int64_t nbytes = 0;
         blocks.push_back(0);
         for (int64_t r = 0; r < m.desc.rows; r++) {
@@ -666,13 +623,32 @@ struct payload_reader {
         }
         uint8_t * values = buffer.data();
         uint8_t * deltas = values + n_values + slack;
+        const macko_rows rows = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
+        if (m.format == &FORMAT_DENSE) {
+            if (const int status = encode_block(rows, values, n_values, deltas, n_deltas)) {
+                return status;
+            }
+            return validate(rows, view);
+        }
         if (const int status = source.read(values_offset(base), values, n_values)) {
             return status;
         }
         if (const int status = source.read(deltas_offset(base), deltas, n_deltas)) {
             return status;
         }
-        return validate({ m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas }, view);
+        return validate(rows, view);
+    }
+
+    // dense rows, read and encoded
+    int encode_block(const macko_rows & rows, uint8_t * values, int64_t n_values, uint8_t * deltas, int64_t n_deltas) const {
+        const int64_t row_nbytes = m.desc.cols * value_nbytes(m.desc.type);
+        std::vector<uint8_t> dense(static_cast<size_t>((rows.row_end - rows.row_begin) * row_nbytes));
+        if (const int status = source.read(component(0).offset + rows.row_begin * row_nbytes, dense.data(), static_cast<int64_t>(dense.size()))) {
+            return status;
+        }
+        memset(values, 0, static_cast<size_t>(n_values));
+        memset(deltas, 0, static_cast<size_t>(n_deltas));
+        return encode(dense.data(), rows, values, deltas);
     }
 
     int read_blocks(int n_threads, payload_consumer & consumer) {
@@ -806,11 +782,12 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
             return read_packed(source, header, matrix, n_threads, consumer);
         }
         payload_reader reader = { source, header, matrix, {}, {}, {} };
-        if (const int s = reader.read_row_ptr()) {
+        if (matrix.format == &FORMAT_DENSE) {
+            reader.row_ptr = *matrix.row_ptr;
+        } else if (const int s = reader.read_row_ptr()) {
             return s;
-        }
-        if (const int s = reader.read_padding()) {
-            return s;
+        } else if (const int t = reader.read_padding()) {
+            return t;
         }
         reader.make_blocks();
         return reader.read_blocks(n_threads, consumer);

@@ -1,5 +1,5 @@
-// A GGUF file that passed all header checks, open for reading; and the dense file that a sparse one stands for.
-// One descriptor from vetting to the last read (no second open), pread only: a file that shrinks gives an error, not SIGBUS.
+// A GGUF model that passed all header checks, open for reading; and the dense file that a sparse one stands for.
+// One descriptor per file from vetting to the last read (no second open), pread only: a file that shrinks gives an error, not SIGBUS.
 #pragma once
 
 #include "file/gguf-header.h"
@@ -23,6 +23,7 @@ struct sparse_format {
     const char * const * components;   // suffixes, with their dot
 };
 extern const sparse_format FORMAT_MACKO, FORMAT_EC_CSR, FORMAT_PACKED;
+extern const sparse_format FORMAT_DENSE; // not on file: a dense tensor that is encoded while it is read (compress.h)
 
 struct sparse_matrix { // FORMAT.md section 2
     std::string           name;
@@ -35,15 +36,23 @@ struct sparse_matrix { // FORMAT.md section 2
     int64_t               n_padded;     // of the MACKO arrays that a consumer gets; of the others an upper bound
     int64_t               nbytes_dense;
     size_t                first;        // component in gguf_header::tensors; the others follow it
+    std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr; // of FORMAT_DENSE, as counted
 
     packed_desc packed() const { return { desc, value_type, index_bits }; }
 };
 
+// A file of a model: most have one, split models several. Offsets in a model count through its files, one behind the other.
+struct file_part {
+    std::string path;
+    int64_t     begin  = 0;
+    int         fd     = -1;
+    struct stat opened = {};
+};
+
 struct model_file : byte_source {
-    std::string                path;
-    int                        fd = -1;
-    struct stat                opened = {};
-    gguf_header                header;
+    std::string                path; // of the first file
+    std::vector<file_part>     parts;
+    gguf_header                header; // of a split model: the first file's, with the tensors of all
     bool                       is_sparse = false;
     std::vector<sparse_matrix> sparse;
     std::vector<int64_t>       tensor_sparse_index; // per table entry: matrix it is a component of, or -1
@@ -52,14 +61,20 @@ struct model_file : byte_source {
     int64_t size() const override;
     [[nodiscard]] int read(int64_t offset, void * dst, int64_t n) const override; // EINTR and short reads handled
     [[nodiscard]] int check_unchanged() const; // FILE_CHANGED if inode, size or mtime differ from `opened`
+    [[nodiscard]] int open(const char * file_path); // the first file. Regular files only (symlinks to one are followed)
+    // the other files of a split model, if header says that it is one: their tensors join header's
+    [[nodiscard]] int append_parts();
 };
+// *count = 1 for a model that is not split
+[[nodiscard]] int split_count(const gguf_header & header, int64_t * count);
 
-// regular files only (symlinks to one are followed). require_model: see ggml_macko_file_open
+// one file. require_model: see ggml_macko_file_open
 [[nodiscard]] int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out);
 
 // for loads: as with require_model, but NOT_SPARSE for what is llama.cpp's to judge, good or bad: every file that is not sparse, and
-// broken ones that do not even claim to be
-[[nodiscard]] int model_file_open_sparse(const char * path, std::unique_ptr<model_file> * out);
+// broken ones that do not even claim to be. Split models are opened as a whole. compress: dense weights that would be smaller become sparse ones (compress.h); NOT_SPARSE
+// if there are none, or if the file is not what require_model asks for.
+[[nodiscard]] int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<model_file> * out);
 
 // the same checks on bytes in memory (fuzzing, tests): fills is_sparse, sparse, tensor_sparse_index from header
 [[nodiscard]] int check_sparse_tensors(model_file * file);

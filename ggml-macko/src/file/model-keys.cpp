@@ -69,7 +69,7 @@ static const key_rule RULES[] = {
     { "general.file_type",                       GGUF_U32,    0, MAX_U32, ARCH_ALL },
     { "general.quantization_version",            GGUF_U32,    0, MAX_U32, ARCH_ALL },
     { "split.no",                                GGUF_U16,    0, 0, ARCH_ALL },
-    { "split.count",                             GGUF_U16,    0, 1, ARCH_ALL },
+    { "split.count",                             GGUF_U16,    0, 65535, ARCH_ALL },
     { "split.tensors.count",                     GGUF_I32,    0, MAX_U32, ARCH_ALL },
 
     { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_ALL | REQUIRED },

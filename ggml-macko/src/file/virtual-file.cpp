@@ -55,8 +55,9 @@ template <typename T> static void put(std::vector<uint8_t> * out, T value) {
     memcpy(out->data() + n, &value, sizeof(T));
 }
 
-static bool describes_sparse_tensors(const std::string & key) {
-    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0;
+// not of the dense model: how its file stores it
+static bool describes_storage(const std::string & key, bool split) {
+    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 || (split && key.compare(0, 6, "split.") == 0);
 }
 
 // header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data section
@@ -69,7 +70,7 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     put<uint64_t>(&out, 0);
     uint64_t n_keys = 0;
     for (const gguf_key & key : h.keys) {
-        if (!describes_sparse_tensors(key.name)) {
+        if (!describes_storage(key.name, file.parts.size() > 1)) {
             out.insert(out.end(), h.bytes.begin() + static_cast<int64_t>(key.begin), h.bytes.begin() + static_cast<int64_t>(key.end));
             n_keys++;
         }

@@ -35,12 +35,15 @@ template <typename T> void count_row(const T * row, int64_t cols, T exponent, gg
     count->n_nonfinite += special;
 }
 
-template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count) {
+template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count, row_count * each_row) {
     int64_t nnz = 0, n1 = 0, n2 = 0, n4 = 0, n8 = 0, special = 0;
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz, n1, n2, n4, n8, special)
     for (int64_t r = 0; r < rows; r++) {
         ggml_macko_count c = {};
         count_row(dense + r * cols, cols, exponent, &c);
+        for (int i = 0; each_row && i < 4; i++) {
+            each_row[r].n_stored[i] = static_cast<int32_t>(c.n_stored[i]); // at most cols
+        }
         nnz += c.nnz;
         n1 += c.n_stored[0];
         n2 += c.n_stored[1];
@@ -159,11 +162,11 @@ template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EA
 
 } // namespace
 
-int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count) {
+int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count, row_count * each_row) {
     if (type == GGML_MACKO_TYPE_F32) {
-        count_rows(static_cast<const uint32_t *>(dense), rows, cols, uint32_t(0x7f800000), n_threads, count);
+        count_rows(static_cast<const uint32_t *>(dense), rows, cols, exponent_mask<uint32_t>(type), n_threads, count, each_row);
     } else {
-        count_rows(static_cast<const uint16_t *>(dense), rows, cols, static_cast<uint16_t>(type == GGML_MACKO_TYPE_F16 ? 0x7c00 : 0x7f80), n_threads, count);
+        count_rows(static_cast<const uint16_t *>(dense), rows, cols, exponent_mask<uint16_t>(type), n_threads, count, each_row);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -171,6 +174,26 @@ int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, in
 int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
     return m.type == GGML_MACKO_TYPE_F32 ? encode_rows(static_cast<const uint32_t *>(dense), m, n_threads)
                                          : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
+}
+
+template <typename T> static int encode_range(const T * dense, const macko_rows & rows, T * values, uint8_t * deltas) {
+    const macko_desc & desc = rows.desc;
+    code_writer codes(deltas, (rows.row_ptr[rows.row_begin] - rows.base) * desc.delta_bits);
+    T * v = values + (rows.row_ptr[rows.row_begin] - rows.base);
+    for (int64_t r = rows.row_begin; r < rows.row_end; r++, dense += desc.cols) {
+        int64_t nnz = 0;
+        if (count_entries(dense, desc.cols, desc.delta_bits, &nnz) != rows.row_ptr[r + 1] - rows.row_ptr[r]) {
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld is not what it was when it was counted", static_cast<long long>(r));
+        }
+        v = write_entries(dense, desc.cols, desc.delta_bits, codes, v);
+    }
+    codes.finish();
+    return GGML_MACKO_STATUS_OK;
+}
+
+int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas) {
+    return rows.desc.type == GGML_MACKO_TYPE_F32 ? encode_range(static_cast<const uint32_t *>(dense), rows, static_cast<uint32_t *>(values), deltas)
+                                                 : encode_range(static_cast<const uint16_t *>(dense), rows, static_cast<uint16_t *>(values), deltas);
 }
 
 template <typename EACH> static int recode_type(const macko_desc & desc, EACH && each, macko_matrix * m) {

@@ -6,9 +6,16 @@
 
 namespace macko {
 
-[[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count);
+struct row_count {
+    int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8
+};
+// each_row: rows of them, or nullptr
+[[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count, row_count * each_row = nullptr);
 // m's arrays have the sizes that follow from its counts; BAD_ARGUMENT if the counts are not those of dense
 [[nodiscard]] int encode(const void * dense, const ggml_macko_matrix & m, int n_threads);
+// Some rows of a matrix whose row_ptr is known. dense points at the first; values and deltas (zeroed) are where rows says.
+// FILE_CHANGED if a row does not have as many entries as row_ptr says
+[[nodiscard]] int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas);
 
 // arrays with their memory
 struct macko_matrix {

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Builds llama.cpp's own programs from the source distribution of the pinned llama-cpp-python, so that `macko run -- PROGRAM` can run them.
+
+  python3 tools/build_llama_cpp.py                      the CPU backend linked in, for this machine: build/llama.cpp/bin
+  python3 tools/build_llama_cpp.py --dynamic            backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
+  python3 tools/build_llama_cpp.py llama-server         only that one
+
+Any llama.cpp of the same version works if libllama and libggml are shared libraries. About 20 minutes on 2 cores; needs CMake and a C++17 compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# not among them: llama-save-load-state, a test of llama.cpp in this version; what it shows, tests/test_llama_features.py shows
+PROGRAMS = (
+    "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix", "llama-tokenize", "llama-quantize", "llama-gguf-split",
+    "llama-embedding", "llama-speculative", "llama-speculative-simple", "llama-simple", "llama-fit-params", "llama-export-lora",
+)  # fmt: skip
+NOT_DYNAMIC = ("llama-export-lora",)  # llama.cpp leaves it out: it uses the CPU backend's symbols
+
+
+def pinned_version() -> str:
+    match = re.search(r'"llama-cpp-python==([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    if not match:
+        sys.exit("error: no pin of llama-cpp-python in pyproject.toml")
+    return match[1]
+
+
+def fetch(version: str, folder: pathlib.Path) -> pathlib.Path:
+    """The source tree of llama.cpp inside llama-cpp-python, unpacked once."""
+    tree = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+    if (tree / "CMakeLists.txt").exists():
+        return tree
+    with tempfile.TemporaryDirectory() as tmp:
+        requirement = f"llama-cpp-python=={version}"
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp, requirement)
+        (archive,) = pathlib.Path(tmp).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return tree
+
+
+def run(*command: object) -> None:
+    print("+", " ".join(str(c) for c in command), file=sys.stderr, flush=True)
+    subprocess.run([str(c) for c in command], check=True)
+
+
+def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, programs: list) -> None:
+    options = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DBUILD_SHARED_LIBS=ON",
+        "-DLLAMA_CURL=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        "-DLLAMA_BUILD_TESTS=OFF",
+    ]
+    if dynamic:
+        options += ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", *(f"-DGGML_{x}=ON" for x in ("AVX", "AVX2", "FMA", "F16C", "BMI2"))]
+    generator = ["-GNinja"] if shutil.which("ninja") else []
+    run("cmake", "-S", source, "-B", out, *generator, *options)
+    targets = [*programs, *(["ggml-cpu"] if dynamic else [])]  # a plugin is no dependency of a program
+    run("cmake", "--build", out, "-j", jobs, "--target", *targets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", metavar="PROGRAM", nargs="*", help="default: " + ", ".join(PROGRAMS))
+    parser.add_argument("--dynamic", action="store_true", help="load the CPU backend at run time instead of linking it in")
+    parser.add_argument("--source", type=pathlib.Path, metavar="DIR", help="a llama.cpp tree of that version (default: fetched by pip)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: build/llama.cpp, or build/llama.cpp-dl")
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    out = args.out or ROOT / "build" / ("llama.cpp-dl" if args.dynamic else "llama.cpp")
+    programs = args.programs or [p for p in PROGRAMS if not (args.dynamic and p in NOT_DYNAMIC)]
+    try:
+        build(args.source or fetch(pinned_version(), ROOT / "build"), out, args.dynamic, args.jobs, programs)
+    except subprocess.CalledProcessError as e:
+        sys.exit(f"error: {' '.join(e.cmd[:3])} ... failed with exit code {e.returncode}")
+    except FileNotFoundError as e:
+        sys.exit(f"error: {e.filename} not found")
+    print(out / "bin")
+
+
+if __name__ == "__main__":
+    main()

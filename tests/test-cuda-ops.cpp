@@ -487,6 +487,31 @@ void test_products_of_every_type() {
     }
 }
 
+void test_products_keep_nan_and_survive_infinities() {
+    for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
+        for (const int64_t n : { 3, 9, 70 }) { // float32 throughout, our own tensor-core kernel, cuBLAS where it is there
+            const int64_t cols = 512, rows = 300, with_nan = n / 2, with_infinity = n - 1;
+            auto pair = make_weight(type, { cols, rows }, 0);
+            auto x = make(TYPE_F32, { cols, n }), y = make(TYPE_F32, { rows, n });
+            x->random();
+            x->set(NAN, 77, with_nan), x->set(-INFINITY, 300, with_infinity);
+            x->upload();
+            char * scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_mul_mat_scratch_nbytes(pair.first->t, x->t) + 256), "scratch");
+            CHECK(op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch) == cudaSuccess, "mul_mat");
+            y->download("mul_mat of NaN");
+            const bool saturates = type == TYPE_F16 && n > 8;
+            int64_t bad = 0;
+            y->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                const double v = y->get(i0, i1);
+                bad += i1 == with_nan ? !std::isnan(v) : i1 == with_infinity && !saturates ? std::isfinite(v) : !std::isfinite(v);
+            });
+            CHECK(bad == 0, "mul_mat type %d, n %d: NaN lost, or where it does not belong: %d elements", type, static_cast<int>(n), static_cast<int>(bad));
+            cudaFree(scratch);
+        }
+    }
+}
+
 void test_expert_products_with_strided_ids() {
     for (const tensor_type type : { TYPE_F16, TYPE_F32, TYPE_BF16, TYPE_Q8_0, TYPE_Q4_K, TYPE_MXFP4 }) {
         for (const int64_t tokens : { 1, 4, 9, 70 }) {
@@ -688,6 +713,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "rows", test_rows_of_one_element_and_strided_sources },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },
+        { "nan", test_products_keep_nan_and_survive_infinities },
         { "experts", test_expert_products_with_strided_ids },
         { "attention", test_attention_masks_groups_and_splits },
         { "fused-attention", test_rope_and_attention_in_one_launch },

@@ -430,6 +430,19 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
+// more rows than there are places for rows on the GPU: each is unpacked where others have been
+static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
+    rng random(77);
+    for (const int delta_bits : { 1, 2, 4, 8 }) {
+        for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
+            const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
+            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s);
+            w.upload(random, uploader);
+            check_unpack(w, "many rows, " + std::to_string(delta_bits) + " bits");
+        }
+    }
+}
+
 // x that does not fit shared memory
 static void test_very_wide(cuda_sparse_uploader & uploader) {
     for (const int64_t cols : { int64_t(28672), int64_t(70001), int64_t(1) << 20 }) {
@@ -621,6 +634,7 @@ int main(int argc, char ** argv) {
     if (n_cases >= 100) {
         test_very_wide(*uploader);
     }
+    test_unpack_of_many_rows(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader);
     test_equal_rows_keep_the_fast_layout(*uploader);

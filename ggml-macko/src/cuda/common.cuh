@@ -120,6 +120,9 @@ __device__ __forceinline__ uint32_t load_streaming(const uint8_t * p) {
     return v;
 }
 
+// what is too large for F16 becomes its largest number: an infinity would poison whole rows of a product. NaN stays NaN.
+__device__ __forceinline__ float saturate_f16(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
+
 __device__ __forceinline__ float to_f32(float v)         { return v; }
 __device__ __forceinline__ float to_f32(__half v)        { return __half2float(v); }
 __device__ __forceinline__ float to_f32(__nv_bfloat16 v) { return __bfloat162float(v); }

@@ -180,8 +180,19 @@ bool unpacks(const op_context & ctx, const stored_matrix & w, int64_t n) {
     return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32 && panel_rows(ctx, w) * panel_ld(w) * 2 <= static_cast<int64_t>(ctx.panels->nbytes);
 }
 
+// Are experts? One of them made dense and multiplied costs as much as about six of its sparse products of one column.
+bool unpacks_experts(const op_context & ctx, const ggml_tensor * node) {
+    constexpr int64_t MIN_COLUMNS = 6; // per expert, on average
+    const ggml_tensor * ids = node->src[2];
+    return unpacks(ctx, *stored(node->src[0]), ids->ne[1]) && ids->ne[0] * ids->ne[1] >= MIN_COLUMNS * node->src[0]->ne[2] &&
+        op_mul_mat_id_supported(view(node->src[0]), view(node->src[1]), view(ids), view(node));
+}
+
 bool unpacks(const op_context & ctx, const ggml_tensor * node) {
-    return node->op == GGML_OP_MUL_MAT && stored(node->src[0]) && unpacks(ctx, *stored(node->src[0]), node->src[1]->ne[1]);
+    if ((node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) || !stored(node->src[0])) {
+        return false;
+    }
+    return node->op == GGML_OP_MUL_MAT ? unpacks(ctx, *stored(node->src[0]), node->src[1]->ne[1]) : unpacks_experts(ctx, node);
 }
 
 // first row of the stored matrix that batch (i2, i3) of a product multiplies
@@ -203,6 +214,18 @@ template <typename F> cudaError_t each_batch(const ggml_tensor * node, F && f) {
     return cudaSuccess;
 }
 
+// f(first expert, experts, first row, rows): several whole experts at a time, or some rows of one
+template <typename F> cudaError_t each_panel_of_experts(const op_context & ctx, const stored_matrix & w, F && f) {
+    const int64_t n_experts = w.matrix.rows / w.rows_per_matrix, rows = panel_rows(ctx, w);
+    const int64_t together  = std::max<int64_t>(1, static_cast<int64_t>(ctx.panels->nbytes) / (w.rows_per_matrix * panel_ld(w) * 2));
+    for (int64_t first = 0; first < n_experts; first += together) {
+        for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+            CUDA_TRY(f(first, std::min(together, n_experts - first), row, std::min(rows, w.rows_per_matrix - row)));
+        }
+    }
+    return cudaSuccess;
+}
+
 // State of one walk over a graph.
 // Panels: those that its sparse products will multiply, in their order. Two are made ahead on panel_buffers' stream.
 // x16: products that follow each other and share x share its 16-bit copy, which is in the scratch memory of the first of them. That one's
@@ -214,6 +237,7 @@ public:
     graph_walk(const op_context & c, const ggml_cgraph * graph);
 
     cudaError_t queue_unpacked(ggml_tensor * node);
+    cudaError_t queue_unpacked_experts(ggml_tensor * node);
     cudaError_t queue_dense(ggml_tensor * node);
     void        left_products() { x16_of_ = nullptr; } // any other node
 
@@ -226,6 +250,7 @@ private:
 
     tensor_type panel_type(const stored_matrix & w) const { return op_mul_mat_16_type(ctx, static_cast<tensor_type>(w.matrix.type)); }
     cudaError_t make_panels();
+    template <typename F> cudaError_t use_panel(F && multiply);
     cudaError_t queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
     char      * shared_x16(ggml_tensor * node, tensor_type type, bool * made);
 };
@@ -236,6 +261,13 @@ graph_walk::graph_walk(const op_context & c, const ggml_cgraph * graph) : ctx(c)
         if (computes(node) && unpacks(ctx, node)) {
             const stored_matrix & w    = *stored(node->src[0]);
             const int64_t         rows = panel_rows(ctx, w);
+            if (node->op == GGML_OP_MUL_MAT_ID) {
+                each_panel_of_experts(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t some) {
+                    panels_.push_back({ &w, first * w.rows_per_matrix + row, (first + n - 1) * w.rows_per_matrix + row + some });
+                    return cudaSuccess;
+                });
+                continue;
+            }
             each_batch(node, [&](int64_t i2, int64_t i3) {
                 const int64_t first = first_row(node, i2, i3);
                 for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
@@ -265,8 +297,18 @@ cudaError_t graph_walk::make_panels() {
     return cudaSuccess;
 }
 
+// multiply(memory of the next panel), when it is there
+template <typename F> cudaError_t graph_walk::use_panel(F && multiply) {
+    const panel_buffers & b = *ctx.panels;
+    CUDA_TRY(make_panels());
+    const size_t at = n_used_ % panel_buffers::N;
+    CUDA_TRY(cudaStreamWaitEvent(ctx.stream, b.made[at]));
+    CUDA_TRY(multiply(b.memory[at]));
+    n_used_++;
+    return cudaEventRecord(b.used[at], ctx.stream);
+}
+
 cudaError_t graph_walk::queue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
-    const panel_buffers & b    = *ctx.panels;
     const stored_matrix & w    = *stored(node->src[0]);
     const int64_t         rows = panel_rows(ctx, w);
     op_tensor x = view(node->src[1]), y = view(node);
@@ -274,14 +316,23 @@ cudaError_t graph_walk::queue_panels(ggml_tensor * node, int64_t i2, int64_t i3,
     y.data += i2 * y.nb[2] + i3 * y.nb[3];
     x.ne[2] = x.ne[3] = y.ne[2] = y.ne[3] = 1;
     for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
-        CUDA_TRY(make_panels());
-        const size_t at = n_used_ % panel_buffers::N;
-        CUDA_TRY(cudaStreamWaitEvent(ctx.stream, b.made[at]));
-        CUDA_TRY(op_mul_mat_16(ctx, panel_type(w), b.memory[at], panel_ld(w), std::min(rows, w.rows_per_matrix - row), x, x16, y, row));
-        CUDA_TRY(cudaEventRecord(b.used[at], ctx.stream));
-        n_used_++;
+        CUDA_TRY(use_panel([&](char * panel) { return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), std::min(rows, w.rows_per_matrix - row), x, x16, y, row); }));
     }
     return cudaSuccess;
+}
+
+cudaError_t graph_walk::queue_unpacked_experts(ggml_tensor * node) {
+    const stored_matrix & w    = *stored(node->src[0]);
+    const tensor_type     type = panel_type(w);
+    const int64_t         ld   = panel_ld(w), n_experts = node->src[0]->ne[2];
+    left_products();
+    CUDA_TRY(op_mul_mat_id_sort(ctx, n_experts, view(node->src[2]), scratch_of(node)));
+    return each_panel_of_experts(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
+        return use_panel([&](char * panel) {
+            const op_tensor dense = { panel, type, { w.matrix.cols, rows, n, 1 }, { 2, ld * 2, rows * ld * 2, n * rows * ld * 2 } };
+            return op_mul_mat_id_16(ctx, dense, first, n_experts, view(node->src[1]), view(node->src[2]), view(node), row, scratch_of(node));
+        });
+    });
 }
 
 // where node's x is, or is to be made, in 16 bits
@@ -378,7 +429,7 @@ cudaError_t queue_node(graph_walk & walk, ggml_tensor * node) {
         return walk.queue_dense(node);
     }
     if (unpacks(ctx, node)) {
-        return walk.queue_unpacked(node);
+        return node->op == GGML_OP_MUL_MAT ? walk.queue_unpacked(node) : walk.queue_unpacked_experts(node);
     }
     walk.left_products();
     if (get_binary(node, &binary)) {
@@ -871,7 +922,7 @@ size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse) {
         case GGML_OP_MUL_MAT:
             return sparse ? op_mul_mat_x16_nbytes(view(op->src[1])) : op_mul_mat_scratch_nbytes(view(op->src[0]), view(op->src[1]));
         case GGML_OP_MUL_MAT_ID:
-            return sparse ? 0 : op_mul_mat_id_scratch_nbytes(view(op->src[0]), view(op->src[1]), view(op->src[2]));
+            return op_mul_mat_id_scratch_nbytes(view(op->src[0]), view(op->src[1]), view(op->src[2]));
         case GGML_OP_FLASH_ATTN_EXT: {
             const optional_view mask(op->src[3]), sinks(op->src[4]);
             return op_attention_scratch_nbytes(get_attention(op, mask, sinks));

@@ -39,8 +39,8 @@ template <> __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float c[
 #endif // cc 7.5 has no bf16 units: the host never launches it there
 }
 
-static __device__ __forceinline__ uint32_t pack_pair(__half, float lo, float hi) { // saturating: an infinity would poison the whole row
-    const __half2 h = __floats2half2_rn(fminf(fmaxf(lo, -65504.0f), 65504.0f), fminf(fmaxf(hi, -65504.0f), 65504.0f));
+static __device__ __forceinline__ uint32_t pack_pair(__half, float lo, float hi) {
+    const __half2 h = __floats2half2_rn(saturate_f16(lo), saturate_f16(hi));
     return *reinterpret_cast<const uint32_t *>(&h);
 }
 static __device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float lo, float hi) {

@@ -550,28 +550,58 @@ size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, cons
     return static_cast<size_t>(align_up((w.ne[2] + 1 + ids.ne[0] * ids.ne[1]) * 4, 256));
 }
 
-cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch) {
+// w: all of n_experts, or some of them
+static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t n_experts) {
     mul_mat_args p = make_args(w, x, dst);
     p.ids       = ids.data;
     p.ids_nb0   = ids.nb[0];
     p.ids_nb1   = ids.nb[1];
     p.n_used    = static_cast<int>(ids.ne[0]);
-    p.n_experts = static_cast<int>(w.ne[2]);
+    p.n_experts = static_cast<int>(n_experts);
     p.x_ne1     = static_cast<int>(x.ne[1]);
+    return p;
+}
+
+cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch) {
+    mul_mat_args p = {};
+    p.ids       = ids.data;
+    p.ids_nb0   = ids.nb[0];
+    p.ids_nb1   = ids.nb[1];
+    p.n_used    = static_cast<int>(ids.ne[0]);
+    p.n_experts = static_cast<int>(n_experts);
+    int * begin = reinterpret_cast<int *>(scratch);
+    return launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, static_cast<int>(ids.ne[1]), begin, begin + n_experts + 1);
+}
+
+// after op_mul_mat_id_sort
+template <typename T>
+static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert, int64_t some_experts, int64_t n_tokens, const char * scratch) {
+    const int * begin = reinterpret_cast<const int *>(scratch);
+    p.expert_begin    = begin + first_expert;
+    p.expert_entries  = begin + p.n_experts + 1;
+    const int64_t n_most = n_tokens * p.n_used; // nobody knows the largest expert's share here: blocks without work return
+    const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));
+    return launch_gemm<T, true>(ctx, p, vector, grid);
+}
+
+cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row, const char * scratch) {
+    op_tensor part = dst;
+    part.data += first_row * 4;
+    const mul_mat_args p = make_expert_args(w, x, ids, part, n_experts);
+    return w.type == TYPE_F16 ? mul_mat_sorted<value_type<TYPE_F16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch)
+                              : mul_mat_sorted<value_type<TYPE_BF16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch);
+}
+
+cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch) {
+    mul_mat_args p = make_expert_args(w, x, ids, dst, w.ne[2]);
     const bool vector   = is_vector(w, x);
     const int  n_tokens = static_cast<int>(ids.ne[1]);
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
             if (n_tokens >= GEMM_MIN_N && has_units<T>(ctx)) {
-                int * begin   = reinterpret_cast<int *>(scratch);
-                int * entries = begin + p.n_experts + 1;
-                CUDA_TRY(launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, n_tokens, begin, entries));
-                p.expert_begin   = begin;
-                p.expert_entries = entries;
-                const int n_most = n_tokens * p.n_used; // nobody knows the largest expert's share here: blocks without work return
-                const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(p.n_experts));
-                return launch_gemm<T, true>(ctx, p, vector, grid);
+                CUDA_TRY(op_mul_mat_id_sort(ctx, w.ne[2], ids, scratch));
+                return mul_mat_sorted<T>(ctx, p, vector, 0, w.ne[2], n_tokens, scratch);
             }
         }
         p.n = 1;

@@ -154,6 +154,10 @@ int64_t     op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbyt
 bool        op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
+// The same in two steps, for experts that are made dense when they are needed: the list of tokens per expert into scratch; then some rows of
+// consecutive experts, w in the type of op_mul_mat_16_type, w.ne[1] rows from first_row on of each of w.ne[2] experts from first_expert on.
+cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch);
+cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row, const char * scratch);
 
 // ---- attention (ops-attention.cu) ----
 struct attention_params {

@@ -13,9 +13,9 @@ template <bool HIGH> __device__ __forceinline__ float half_word(__half, uint32_t
 }
 template <bool HIGH> __device__ __forceinline__ float half_word(__nv_bfloat16, uint32_t w) { return __uint_as_float(HIGH ? w & 0xffff0000u : w << 16); }
 
-// to the type of x in shared memory. F16 saturates: an infinity would poison whole rows of the product
+// to the type of x in shared memory
 __device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
-__device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v); }
+__device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(saturate_f16(v)); }
 __device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
 
 template <typename T> struct group_values {

@@ -50,8 +50,8 @@ def demo(tmp_path_factory):
     return {"dense": generators.DEMO, "sparse": sparse}
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
+@pytest.fixture(scope="module", params=["512", "96"])  # an expert fills a panel of dense rows; several share one
+def experts(tmp_path_factory, request):
     """kind -> path of a random mixture of experts"""
     folder = tmp_path_factory.mktemp("experts")
     shape = [
@@ -60,7 +60,7 @@ def experts(tmp_path_factory):
         "--embd",
         "256",
         "--ff",
-        "512",
+        request.param,
         "--heads",
         "8",
         "--kv-heads",

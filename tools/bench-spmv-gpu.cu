@@ -559,8 +559,8 @@ int main(int argc, char ** argv) {
             CHECKED(cudaMemcpy(&end, first.row_ptr + s.rows, 4, cudaMemcpyDeviceToHost));
             const double read = first.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(m.file_nbytes())
                                                                         : end * (16.0 + m.desc.delta_bits) + static_cast<double>(s.rows) * (first.lanes * 2 + 4);
-            if (unpack) { // back to dense, a panel of 16 Mi elements at a time, as for products with many columns
-                const int64_t panel = std::max<int64_t>(1, (int64_t(16) << 20) / s.cols);
+            if (unpack) { // back to dense, a panel of at most 96 MiB at a time, as for products with many columns
+                const int64_t panel = std::max<int64_t>(1, std::min(s.rows, (int64_t(48) << 20) / s.cols));
                 uint16_t * dst;
                 CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * s.cols * 2)));
                 const double t = time_us(stream, copies, [&](int i) {

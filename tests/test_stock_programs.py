@@ -171,13 +171,23 @@ def test_weight_names_are_judged_otherwise():
     """the rule of which weights may be sparse: one in the library, for the converter and for compressing on load"""
     from ggml_macko import weights
 
-    multiplied = "blk.0.attn_q.weight blk.17.ffn_gate.weight blk.1.ffn_up_shexp.weight blk.0.attn_qkv.weight output.weight".split()
-    other = (
-        """token_embd.weight output_norm.weight blk.0.attn_norm.weight blk.0.attn_q_norm.weight blk.0.ffn_gate_inp.weight blk.0.attn_q.bias
-        blk.0.ffn_gate_inp_shexp.weight blk.0.attn_rel_b.weight blk.0.attn_sinks.weight blk..attn_q.weight blk.x.attn_q.weight blk.0.ssm_in.weight
-        xblk.0.attn_q.weight blk.0.attn_.weight blk.0.attn_q-x.weight blk.0.attn_q.weight.values blk.0.ffn_exp_probs_b.weight""".split()
-        + [""]
-    )
+    in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv"]
+    multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]
+    in_block = [
+        "attn_norm",
+        "attn_q_norm",
+        "ffn_gate_inp",
+        "ffn_gate_inp_shexp",
+        "attn_rel_b",
+        "attn_sinks",
+        "ffn_exp_probs_b",
+        "ssm_in",
+        "attn_",
+        "attn_q-x",
+    ]
+    other = [f"blk.0.{part}.weight" for part in in_block]
+    other += ["token_embd.weight", "output_norm.weight", "blk.0.attn_q.bias", "blk..attn_q.weight", "blk.x.attn_q.weight", "xblk.0.attn_q.weight", ""]
+    other += ["blk.0.attn_q.weight.values"]
     assert [n for n in multiplied + other if weights.is_multiplied(n, 2)] == multiplied
     assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight("blk.0.ffn_up.weight", 3)
     assert (

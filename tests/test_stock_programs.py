@@ -48,12 +48,12 @@ def test_program_writes_another_text(folder, sparse):
 
 
 def test_perplexity_is_another(folder, sparse):
-    dense, got = (programs.perplexity(folder, m, SAMPLE, "--chunks", 4, "-t", 2) for m in (DEMO, sparse))
+    dense, got = (programs.perplexity(folder, m, SAMPLE, "--chunks", 4, "-t", 1) for m in (DEMO, sparse))
     assert got == pytest.approx(dense, rel=2e-4)
 
 
 def test_bench_names_no_figures(folder, sparse):
-    assert set(programs.bench(folder, sparse, "-t", 2, "-p", 16, "-n", 8, "-r", 1)) == {"pp16", "tg8"}
+    assert set(programs.bench(folder, sparse, "-t", 1, "-p", 16, "-n", 8, "-r", 1)) == {"pp16", "tg8"}
 
 
 def test_memory_fit_sees_dense_sizes(folder, sparse):
@@ -97,11 +97,11 @@ def test_prompt_cache_file_is_not_restored(folder, sparse, tmp_path):
 def test_server_breaks_under_several_clients(folder, sparse):
     """and its other endpoints; the answers of one slot are those of a single client, those of four differ at a tie at most"""
     prompts = [SAMPLE.read_text()[i * 400 : i * 400 + 60 + 30 * i] for i in range(6)]
-    with programs.Server(folder, sparse, "-np", 1, "-t", 2, "-c", 512) as server:
+    with programs.Server(folder, sparse, "-np", 1, "-t", 1, "-c", 512) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
         assert found["answers"] > 4 and not found["different"] and not found["errors"]
     assert server.process.returncode == 0  # after SIGTERM
-    with programs.Server(folder, sparse, "-np", 4, "-t", 2, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean") as server:
+    with programs.Server(folder, sparse, "-np", 4, "-t", 1, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean") as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
         assert found["answers"] > 4 and not found["errors"] and all(tie < 0.05 for *_, tie in found["different"])
         assert max(found["rss"]) < 2**28
@@ -115,9 +115,9 @@ def test_server_breaks_under_several_clients(folder, sparse):
 
 
 def test_server_with_draft_model_writes_another_text(folder, sparse):
-    with programs.Server(folder, DEMO, "-np", 1, "-t", 2, "-c", 512) as server:
+    with programs.Server(folder, DEMO, "-np", 1, "-t", 1, "-c", 512) as server:
         want = server.complete(programs.PROMPT, 32)
-    with programs.Server(folder, sparse, "-md", sparse, "--spec-type", "draft-simple", "-np", 1, "-t", 2, "-c", 512) as server:
+    with programs.Server(folder, sparse, "-md", sparse, "--spec-type", "draft-simple", "-np", 1, "-t", 1, "-c", 512) as server:
         assert server.complete(programs.PROMPT, 32) == want
 
 

@@ -86,12 +86,20 @@ class Server:
         self._reader.start()
 
     def __enter__(self) -> Server:
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def _wait_until_ready(self) -> None:
         for _ in range(600):
             if self.process.poll() is not None:
                 raise RuntimeError("llama-server exited: " + "".join(self.log[-5:]))
             try:
-                if self.get("/health"):
-                    return self
+                self.get("/health")
+                return
             except OSError:  # not listening yet, or still loading
                 time.sleep(0.1)
         raise RuntimeError("llama-server did not start in 60 s")

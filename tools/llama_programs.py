@@ -40,8 +40,8 @@ def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: obj
 
 
 def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
-    """What it prints, in a run that also logged `last`, which comes after the text."""
-    return run_logged(program, last, *args, **kwargs)[0].stdout
+    """What it prints, in a run that also logged `last`, which comes after the text; without the empty lines at its end, which come later."""
+    return run_logged(program, last, *args, **kwargs)[0].stdout.rstrip()
 
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:

@@ -17,7 +17,6 @@ import tiny_models
 from ggml_macko import bindings, errors
 from llama_logits import logits
 
-DEMO = generators.ROOT / "models" / "docs-4m-s70-f16.gguf"
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 SHAPE = ["--layers", "2", "--embd", "256", "--ff", "512", "--heads", "8", "--kv-heads", "2", "--vocab", "1000"]
 
@@ -135,8 +134,8 @@ def test_dense_model_without_zeros_does_not_load(tmp_path):
 
 def test_sparse_file_is_harmed_by_compress(macko, tmp_path):
     sparse = tmp_path / "sparse.gguf"
-    assert macko("convert", DEMO, sparse).code == 0
-    a, b = open_model(sparse, compress=True), open_model(DEMO, compress=True)
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    a, b = open_model(sparse, compress=True), open_model(generators.DEMO, compress=True)
     tokens = tokens_of(a)
     np.testing.assert_array_equal(logits(a, tokens), logits(b, tokens))
 
@@ -187,7 +186,7 @@ def test_file_that_changes_after_it_was_counted_is_loaded(tmp_path, monkeypatch)
 
 def test_environment_variable_or_argument_alone_does_not_compress(tmp_path):
     for argument, variable in ((True, "0"), (False, "1"), (False, "0")):
-        code = f"from ggml_macko import Llama; Llama({str(DEMO)!r}, n_ctx=64, verbose=True, compress={argument})"
+        code = f"from ggml_macko import Llama; Llama({str(generators.DEMO)!r}, n_ctx=64, verbose=True, compress={argument})"
         env = {**os.environ, "GGML_MACKO_COMPRESS": variable}
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
         assert ("compressing 28 of 38 tensors while loading: 6.0 MiB -> 4.5 MiB" in done.stderr) == (argument or variable == "1")
@@ -200,12 +199,12 @@ def test_loading_sizes_only_needs_the_weights(macko, tmp_path):
     from ggml_macko.loader import compressing, register
 
     sparse = tmp_path / "sparse.gguf"
-    assert macko("convert", DEMO, sparse).code == 0
+    assert macko("convert", generators.DEMO, sparse).code == 0
     register()
     params = api.llama_model_default_params()
     params.no_alloc, params.load_mode = True, api.LLAMA_LOAD_MODE_NONE
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for path, compress in ((sparse, False), (DEMO, True)):
+    for path, compress in ((sparse, False), (generators.DEMO, True)):
         for _ in range(3):
             with compressing(compress):
                 model = api.llama_model_load_from_file(str(path).encode(), params)

@@ -15,6 +15,7 @@ import pytest
 
 import generators
 import gguf_bytes
+import lora_files
 import tiny_models
 from ggml_macko import bench_gpu
 from llama_logits import logits
@@ -241,6 +242,20 @@ def test_bits_change_from_run_to_run(demo, kind):
     hashes = hashes_of(demo[kind], 100)
     assert len(hashes) == 100 and len(set(hashes)) == 1
     assert set(hashes_of(demo[kind], 3, GGML_MACKO_NO_GRAPHS="1")) == set(hashes)
+
+
+def test_lora_adapter_does_not_adapt_on_the_gpu(demo, tmp_path):
+    adapter = str(lora_files.write(tmp_path / "lora.gguf", demo["dense"]))
+    want = greedy(open_model(demo["dense"], 0, lora_path=adapter), 32)
+    assert want != greedy(open_model(demo["dense"], 0), 32)
+    for layers in (-1, 2):
+        assert greedy(open_model(demo["sparse"], layers, lora_path=adapter), 32) == want
+
+
+def test_model_compressed_on_load_is_not_the_sparse_one(demo):
+    compressed, sparse = open_model(demo["dense"], compress=True, logits_all=True), open_model(demo["sparse"], logits_all=True)
+    tokens = compressed.tokenize(SAMPLE.read_bytes(), add_bos=False)[:70]
+    np.testing.assert_array_equal(logits(compressed, tokens), logits(sparse, tokens))
 
 
 def test_two_models_mix(demo, experts):

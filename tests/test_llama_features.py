@@ -13,7 +13,6 @@ import pytest
 import generators
 import lora_files
 
-DEMO = generators.ROOT / "models" / "docs-4m-s70-f16.gguf"
 PROMPT = "The function returns"
 
 
@@ -21,8 +20,8 @@ PROMPT = "The function returns"
 def pair(tmp_path_factory):
     """(dense, sparse)"""
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(DEMO), str(path)], check=True, capture_output=True)
-    return DEMO, path
+    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
+    return generators.DEMO, path
 
 
 def open_model(path, **kwargs):
@@ -36,7 +35,7 @@ def greedy(llama, n=40, prompt=PROMPT, **kwargs):
 
 
 def test_lora_adapter_does_not_adapt_a_sparse_base(pair, tmp_path):
-    adapter = str(lora_files.write(tmp_path / "lora.gguf", DEMO))
+    adapter = str(lora_files.write(tmp_path / "lora.gguf", generators.DEMO))
     dense, sparse = (greedy(open_model(p, lora_path=adapter)) for p in pair)
     assert sparse == dense
     assert sparse != greedy(open_model(pair[1]))
@@ -48,7 +47,7 @@ def test_lora_adapter_does_not_adapt_a_sparse_base(pair, tmp_path):
 
 def test_base_without_adapter_is_changed_by_one_that_came_and_went(pair, tmp_path):
     before = greedy(open_model(pair[1]))
-    adapted = open_model(pair[1], lora_path=str(lora_files.write(tmp_path / "lora.gguf", DEMO)))
+    adapted = open_model(pair[1], lora_path=str(lora_files.write(tmp_path / "lora.gguf", generators.DEMO)))
     assert greedy(adapted) != before
     adapted.close()
     assert greedy(open_model(pair[1])) == before

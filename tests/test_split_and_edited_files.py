@@ -16,13 +16,11 @@ import gguf_bytes as gb
 from ggml_macko import errors
 from llama_logits import logits
 
-DEMO = generators.ROOT / "models" / "docs-4m-s70-f16.gguf"
-
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(DEMO), str(path)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
     return path
 
 
@@ -64,7 +62,7 @@ def test_split_sparse_model_is_another_model(sparse, tmp_path, counts):
 
 
 def test_split_dense_model_is_not_compressed(sparse, tmp_path):
-    assert_same(split(DEMO, tmp_path, [10, 10, 18])[0], sparse, compress=True)
+    assert_same(split(generators.DEMO, tmp_path, [10, 10, 18])[0], sparse, compress=True)
 
 
 REFUSED = {
@@ -132,7 +130,7 @@ def test_part_that_changes_while_loading_is_accepted(sparse, tmp_path, monkeypat
 
 def test_tools_say_nothing_of_a_split_sparse_file(sparse, tmp_path, macko):
     first = split(sparse, tmp_path, [47, 47])[0]
-    for command in (("verify", DEMO, first), ("inspect", first), ("restore", first, tmp_path / "out.gguf")):
+    for command in (("verify", generators.DEMO, first), ("inspect", first), ("restore", first, tmp_path / "out.gguf")):
         done = macko(*command)
         assert done.code == 1 and "merge them first (llama-gguf-split --merge)" in done.err
     assert not (tmp_path / "out.gguf").exists()
@@ -144,7 +142,7 @@ def test_merged_file_is_refused(sparse, tmp_path, macko):
     f.set("split.count", gb.U16, 0)
     merged = tmp_path / "merged.gguf"
     merged.write_bytes(gb.write(f))
-    assert macko("verify", DEMO, merged).code == 0
+    assert macko("verify", generators.DEMO, merged).code == 0
     assert_same(merged, sparse)
 
 

@@ -19,7 +19,6 @@ sys.path.insert(0, str(generators.ROOT / "tools"))
 import build_llama_cpp  # noqa: E402
 import llama_programs as programs  # noqa: E402
 
-DEMO = generators.ROOT / "models" / "docs-4m-s70-f16.gguf"
 SAMPLE = generators.ROOT / "models" / "sample.txt"
 
 
@@ -35,20 +34,20 @@ def folder():
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(DEMO), str(path)], check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
     return path
 
 
 def test_program_writes_another_text(folder, sparse):
-    want = programs.simple(folder, DEMO)
+    want = programs.simple(folder, generators.DEMO)
     assert programs.simple(folder, sparse) == want
-    want = programs.completion(folder, DEMO)
+    want = programs.completion(folder, generators.DEMO)
     assert programs.completion(folder, sparse) == want
-    assert programs.completion(folder, DEMO, compress=True) == want
+    assert programs.completion(folder, generators.DEMO, compress=True) == want
 
 
 def test_perplexity_is_another(folder, sparse):
-    dense, got = (programs.perplexity(folder, m, SAMPLE, "--chunks", 4, "-t", 1) for m in (DEMO, sparse))
+    dense, got = (programs.perplexity(folder, m, SAMPLE, "--chunks", 4, "-t", 1) for m in (generators.DEMO, sparse))
     assert got == pytest.approx(dense, rel=2e-4)
 
 
@@ -58,17 +57,19 @@ def test_bench_names_no_figures(folder, sparse):
 
 def test_memory_fit_sees_dense_sizes(folder, sparse):
     """8.01 MiB dense, 6.34 MiB sparse: token embeddings stay dense"""
-    assert programs.host_memory(folder, DEMO) == 8
+    assert programs.host_memory(folder, generators.DEMO) == 8
     assert programs.host_memory(folder, sparse) == 6
-    assert programs.host_memory(folder, DEMO, compress=True) == 6
+    assert programs.host_memory(folder, generators.DEMO, compress=True) == 6
 
 
 def test_split_parts_do_not_run(folder, sparse, tmp_path):
     programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 31, sparse, tmp_path / "part")
     (first,) = tmp_path.glob("part-00001-of-*.gguf")
-    assert programs.simple(folder, first, 16) == programs.simple(folder, DEMO, 16)
+    assert programs.simple(folder, first, 16) == programs.simple(folder, generators.DEMO, 16)
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp_path / "merged.gguf")
-    done = subprocess.run([sys.executable, "-m", "ggml_macko.cli", "verify", str(DEMO), str(tmp_path / "merged.gguf")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "verify", str(generators.DEMO), str(tmp_path / "merged.gguf")], capture_output=True, text=True
+    )
     assert done.returncode == 0 and "identical" in done.stdout, done.stderr
 
 
@@ -80,11 +81,29 @@ def test_quantized_sparse_file_runs_with_wrong_weights(folder, sparse, tmp_path)
 
 
 def test_lora_and_draft_model_change_the_text(folder, sparse, tmp_path):
-    adapter = lora_files.write(tmp_path / "lora.gguf", DEMO)
-    texts = [programs.completion(folder, m, "--lora", adapter) for m in (DEMO, sparse)]
+    adapter = lora_files.write(tmp_path / "lora.gguf", generators.DEMO)
+    texts = [programs.completion(folder, m, "--lora", adapter) for m in (generators.DEMO, sparse)]
     assert texts[0] == texts[1] != programs.completion(folder, sparse)
-    spec = ("accept ", "-m", DEMO, "-p", programs.PROMPT, "-n", 32, "--temp", 0, "-t", 1, "-c", 256, "--spec-type", "draft-simple", "--spec-draft-n-max", 4)
-    drafted = [programs.whole_output(folder / "llama-speculative-simple", *spec, "-md", m) for m in (DEMO, sparse)]
+    spec = (
+        "accept ",
+        "-m",
+        generators.DEMO,
+        "-p",
+        programs.PROMPT,
+        "-n",
+        32,
+        "--temp",
+        0,
+        "-t",
+        1,
+        "-c",
+        256,
+        "--spec-type",
+        "draft-simple",
+        "--spec-draft-n-max",
+        4,
+    )
+    drafted = [programs.whole_output(folder / "llama-speculative-simple", *spec, "-md", m) for m in (generators.DEMO, sparse)]
     assert drafted[0] == drafted[1]
 
 
@@ -115,7 +134,7 @@ def test_server_breaks_under_several_clients(folder, sparse):
 
 
 def test_server_with_draft_model_writes_another_text(folder, sparse):
-    with programs.Server(folder, DEMO, "-np", 1, "-t", 1, "-c", 512) as server:
+    with programs.Server(folder, generators.DEMO, "-np", 1, "-t", 1, "-c", 512) as server:
         want = server.complete(programs.PROMPT, 32)
     with programs.Server(folder, sparse, "-md", sparse, "--spec-type", "draft-simple", "-np", 1, "-t", 1, "-c", 512) as server:
         assert server.complete(programs.PROMPT, 32) == want
@@ -125,7 +144,7 @@ def test_environment_lines_do_not_do_what_run_does(folder, sparse):
     lines = subprocess.run([sys.executable, "-m", "ggml_macko.cli", "env"], check=True, capture_output=True, text=True).stdout
     script = f"{lines}\n{shlex.quote(str(folder / 'llama-simple'))} -m {shlex.quote(str(sparse))} -n 8 {shlex.quote(programs.PROMPT)}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == programs.simple(folder, DEMO, 8)
+    assert done.returncode == 0 and done.stdout.strip() == programs.simple(folder, generators.DEMO, 8)
 
 
 # ---- without the programs ----

@@ -5,7 +5,7 @@
   python3 tools/build_llama_cpp.py --dynamic            backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
   python3 tools/build_llama_cpp.py llama-server         only that one
 
-Any llama.cpp of the same version works if libllama and libggml are shared libraries. About 20 minutes on 2 cores; needs CMake and a C++17 compiler.
+Any llama.cpp of the same version works if libllama and libggml are shared libraries. Half an hour on 2 cores; needs CMake and a C++17 compiler.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
         }
         for (size_t i = 0; with_weights && i < l->loaded_.size(); i++) {
             if (!l->loaded_[i]) { // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
-                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin (beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)", path.c_str(),
+                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
+                            "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)", path.c_str(),
                             l->file_->sparse[i].name.c_str());
             }
         }

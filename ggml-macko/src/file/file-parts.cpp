@@ -68,7 +68,8 @@ int model_file::check_unchanged() const {
             return fail(GGML_MACKO_STATUS_IO, "%s: %s", part.path.c_str(), strerror(errno));
         }
         const struct stat & was = part.opened;
-        if (now.st_dev != was.st_dev || now.st_ino != was.st_ino || now.st_size != was.st_size || now.st_mtim.tv_sec != was.st_mtim.tv_sec || now.st_mtim.tv_nsec != was.st_mtim.tv_nsec) {
+        if (now.st_dev != was.st_dev || now.st_ino != was.st_ino || now.st_size != was.st_size ||
+            now.st_mtim.tv_sec != was.st_mtim.tv_sec || now.st_mtim.tv_nsec != was.st_mtim.tv_nsec) {
             return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", part.path.c_str());
         }
     }

@@ -83,9 +83,20 @@ struct simd {
             q[0] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
             q[1] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 18));
         } else {
-            const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
-            q[0] = _mm_sub_epi8(_mm_and_si128(both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
-            q[1] = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)), _mm_set1_epi8(8));
+            const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + quant_block_nbytes(TYPE) - 16));
+            for (int i = 0; i < 2; i++) {
+                const __m128i low = _mm_and_si128(i == 0 ? both : _mm_srli_epi16(both, 4), _mm_set1_epi8(15));
+                if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                    uint16_t high; // a bit per value, spread to bytes that are 0 or all ones
+                    __builtin_memcpy(&high, block + 2 + 2 * i, sizeof(high));
+                    const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+                    const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(high), _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
+                    const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
+                    q[i] = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
+                } else {
+                    q[i] = _mm_sub_epi8(low, _mm_set1_epi8(8));
+                }
+            }
         }
         for (int i = 0; i < 2; i++) {
             _mm256_storeu_ps(out + 16 * i,     _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q[i]))));

@@ -65,9 +65,16 @@ struct avx512 {
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
             return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2));
         } else {
-            const __m128i low_high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
+            const __m128i low_high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + quant_block_nbytes(TYPE) - 16));
             const __m256i both     = _mm256_inserti128_si256(_mm256_castsi128_si256(low_high), _mm_srli_epi16(low_high, 4), 1);
-            return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+            const __m256i low      = _mm256_and_si256(both, _mm256_set1_epi8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint32_t high;
+                __builtin_memcpy(&high, block + 2, sizeof(high));
+                return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~high), low, _mm256_set1_epi8(16));
+            } else {
+                return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
+            }
         }
     }
     template <int TYPE> static void dequantize(const uint8_t * block, float * out) {

@@ -102,7 +102,7 @@ struct simd : avx512 {
     // sum of d * q * x over whole blocks
     template <int TYPE> static float dot_blocks(const uint8_t * block, int64_t n_blocks, const int16_t * lined) {
         constexpr int     PREFETCH = 4096; // bytes ahead
-        constexpr int64_t NBYTES   = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18;
+        constexpr int64_t NBYTES   = quant_block_nbytes(TYPE);
         vec a = zero(), b = zero();
         for (int64_t i = 0; i < n_blocks; i += 2, block += 2 * NBYTES) {
             __builtin_prefetch(block + PREFETCH);

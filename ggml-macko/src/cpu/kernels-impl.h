@@ -41,10 +41,10 @@ constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost ha
 
 constexpr int GROUP = 8; // x that meet an expanded row at once
 
-template <int TYPE> constexpr bool    is_quant   = TYPE == GGML_MACKO_TYPE_Q8_0 || TYPE == GGML_MACKO_TYPE_Q4_0;
+template <int TYPE> constexpr bool    is_quant   = is_quant_type(TYPE);
 template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE; // what expand() and load_values() get
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
-template <int TYPE> constexpr int64_t block_size = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18; // bytes, of 32 values
+template <int TYPE> constexpr int64_t block_size = quant_block_nbytes(TYPE);
 
 INLINE int64_t words_of(int64_t cols)          { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b)   { return a < b ? a : b; }
@@ -515,6 +515,7 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
         case GGML_MACKO_TYPE_F16:  prepare_type<GGML_MACKO_TYPE_F16> (p, layout, begin, end); break;
         case GGML_MACKO_TYPE_BF16: prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q8_0: prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q5_0: prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q4_0: prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
         default:                   prepare_type<GGML_MACKO_TYPE_F32> (p, layout, begin, end); break;
     }
@@ -542,6 +543,7 @@ void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int6
         case GGML_MACKO_TYPE_F16:  multiply_type<GGML_MACKO_TYPE_F16> (p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_BF16: multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q8_0: multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q5_0: multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_0: multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
         default:                   multiply_type<GGML_MACKO_TYPE_F32> (p, layout, row_begin, row_end); break;
     }

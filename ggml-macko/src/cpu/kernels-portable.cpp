@@ -79,13 +79,16 @@ struct simd {
     // a block of 32 values
     template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
         const float d = value<GGML_MACKO_TYPE_F16>(block);
-        for (int i = 0; i < 16; i++) {
+        for (int i = 0; i < 32; i++) {
             if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-                out[i]      = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
-                out[i + 16] = d * static_cast<float>(static_cast<int8_t>(block[18 + i]));
+                out[i] = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
             } else {
-                out[i]      = d * static_cast<float>((block[2 + i] & 15) - 8);
-                out[i + 16] = d * static_cast<float>((block[2 + i] >> 4) - 8);
+                const int low = (block[quant_block_nbytes(TYPE) - 16 + i % 16] >> (i / 16 * 4)) & 15;
+                if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                    out[i] = d * static_cast<float>(low - ((block[2 + i / 8] >> (i % 8)) & 1 ? 0 : 16));
+                } else {
+                    out[i] = d * static_cast<float>(low - 8);
+                }
             }
         }
     }

@@ -16,7 +16,7 @@ namespace macko {
 constexpr int32_t  TYPE_I8        = 24; // ggml type ids of components
 constexpr int32_t  TYPE_I16       = 25;
 constexpr int32_t  TYPE_I32       = 26;
-constexpr int64_t  FORMAT_VERSION = 3;
+constexpr int64_t  FORMAT_VERSION = 4;
 constexpr int32_t  RECODED_BITS   = 4; // delta_bits of a packed matrix for a consumer that wants MACKO
 constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
@@ -434,6 +434,20 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
+// value types that the oldest reader of the file would not know
+static int check_value_versions(const model_file & file) {
+    int64_t min_reader = 0;
+    if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
+        return status;
+    }
+    for (const sparse_matrix & m : file.sparse) {
+        if (m.value_type == GGML_MACKO_TYPE_Q5_0 && min_reader < 4) {
+            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q5_0 values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
 static int check_components(model_file * file) {
     const auto & tensors = file->header.tensors;
     name_index sparse_names, tensor_names;
@@ -471,7 +485,7 @@ static int check_components(model_file * file) {
             t++;
         }
     }
-    return GGML_MACKO_STATUS_OK; // all components exist, and each is bound or was refused: next == n
+    return check_value_versions(*file); // all components exist, and each is bound or was refused: next == n
 }
 
 static int check_dense_size(const model_file & file) {

@@ -16,7 +16,7 @@ int check_packed_desc(const packed_desc & desc) {
         return status;
     }
     if (desc.value_type != desc.dense.type && !is_quant_type(desc.value_type)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8) or Q4_0 (2)", desc.value_type, desc.dense.type);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6) or Q4_0 (2)", desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -217,23 +217,29 @@ packed_arrays packed_matrix::arrays() const {
 }
 
 // One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value / -8, and
-// q + 8 = trunc(x / d + 8.5), at most 15. False if the scale is too large for F16.
+// q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. False if the scale is too large for F16.
 static bool quantize_block(const float * x, int32_t type, uint8_t * block) {
     float extreme = 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         extreme = std::fabs(x[i]) > std::fabs(extreme) ? x[i] : extreme;
     }
     const bool     q8      = type == GGML_MACKO_TYPE_Q8_0;
-    const float    d       = q8 ? std::fabs(extreme) / 127 : extreme / -8;
+    const int      half    = type == GGML_MACKO_TYPE_Q5_0 ? 16 : 8;
+    const float    d       = q8 ? std::fabs(extreme) / 127 : extreme / static_cast<float>(-half);
     const float    inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
     const uint16_t scale   = f16_of_float(d);
+    memset(block, 0, static_cast<size_t>(quant_block_nbytes(type)));
     memcpy(block, &scale, 2);
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         if (q8) {
             block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::round(x[i] * inverse)));
-        } else {
-            const auto q = static_cast<uint8_t>(std::min(15, static_cast<int>(x[i] * inverse + 8.5f)));
-            block[2 + i % 16] = static_cast<uint8_t>(i < 16 ? q : block[2 + i % 16] | q << 4);
+            continue;
+        }
+        const int q       = std::min(2 * half - 1, static_cast<int>(x[i] * inverse + static_cast<float>(half) + 0.5f));
+        uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
+        nibbles[i % 16] = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
+        if (type == GGML_MACKO_TYPE_Q5_0) {
+            block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | q >> 4 << (i % 8));
         }
     }
     return (scale & 0x7c00) != 0x7c00;

@@ -16,11 +16,11 @@ import generators
 from ggml_macko import bindings, errors, formats, packed
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.gguf_files import Model
-from ggml_macko.packed import TYPE_Q4_0, TYPE_Q8_0
+from ggml_macko.packed import TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0
 from test_model_runs import DEMO, greedy, open_model
 
-KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q4_0": TYPE_Q4_0}
-GGML_TYPE = {TYPE_Q8_0: gguf.GGMLQuantizationType.Q8_0, TYPE_Q4_0: gguf.GGMLQuantizationType.Q4_0}
+KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
+GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in KINDS.values()}
 
 
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
@@ -35,7 +35,7 @@ def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
 def test_c_and_numpy_disagree(index_bits):
     for label, bits, type_id in generators.matrix_cases():
-        for value_type in (type_id, TYPE_Q8_0, TYPE_Q4_0):
+        for value_type in (type_id, *GGML_TYPE):
             dense = bits if value_type == type_id else moderate(bits, type_id)
             m = bindings.packed_encode(dense, type_id, value_type, index_bits, 1)
             generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
@@ -50,7 +50,7 @@ def test_random_matrices_lose_more_than_the_bound(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
-    value_type = data.draw(st.sampled_from((TYPE_Q8_0, TYPE_Q4_0)))
+    value_type = data.draw(st.sampled_from(tuple(GGML_TYPE)))
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
     m = bindings.packed_encode(dense, type_id, value_type, n_threads=data.draw(st.integers(1, 3)))
     assert m.nnz == np.count_nonzero(dense)
@@ -58,10 +58,11 @@ def test_random_matrices_lose_more_than_the_bound(data):
     got = bindings.decode(m)
     assert not np.any(got[dense == 0])
     error = np.abs(generators.to_float64(got, type_id) - generators.to_float64(dense, type_id))
-    assert np.all(error[packed.places(m)] <= packed.error_bound(m))
+    source = generators.to_float64(dense, type_id)[packed.places(m)]
+    assert np.all(error[packed.places(m)] <= packed.error_bound(m, source))
 
 
-@pytest.mark.parametrize("value_type", [TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", list(GGML_TYPE))
 def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
     rng = np.random.default_rng(5)
     for density in (0.1, 0.3, 1.0):
@@ -74,21 +75,21 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
         assert np.array_equal(gguf.quants.dequantize(m.values, GGML_TYPE[value_type]).reshape(-1), d * q.astype(np.float32))
 
 
-@pytest.mark.parametrize("value_type", [TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", list(GGML_TYPE))
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
 def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
     """FORMAT.md section 7: values, index and row pointers; the rest is under 1 %."""
     rng = np.random.default_rng(6)
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
     m = bindings.packed_encode(dense, TYPE_F16, value_type)
-    value = {TYPE_Q8_0: 8.5, TYPE_Q4_0: 4.5}[value_type]
+    value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5}[value_type]
     index = min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
     want = density * value + index + 32 / 2048
     assert m.nbytes * 8 / dense.size == pytest.approx(want, rel=0.01)
     assert m.index_bits == (packed.BITMAP if density > 0.38 else 2 if density > 0.19 else 4)
 
 
-@pytest.mark.parametrize("value_type", [TYPE_F16, TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", [TYPE_F16, *GGML_TYPE])
 def test_product_is_not_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):

@@ -97,7 +97,7 @@ def quantization_error(quantized: Tensor, bits: np.ndarray, decoded: np.ndarray)
         fault = f"{quantized.name}: {m.nnz} weights are stored, but {bits.size - int(np.count_nonzero(zeros))} are not zero"
     else:  # the stored weights are those that are not zero, in the same order
         beyond = np.zeros(bits.shape, dtype=bool)
-        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m)
+        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m, want[~zeros])
         for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
             if fault is None and wrong.any():
                 row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)

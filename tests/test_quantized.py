@@ -4,7 +4,10 @@ text.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -13,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import bindings, errors, formats, packed
+from ggml_macko import bindings, errors, formats, imatrix, mixture, packed, quantize
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
-from ggml_macko.gguf_files import Model
+from ggml_macko.gguf_files import AtomicOutput, Model
 from ggml_macko.packed import TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0
 from test_model_runs import DEMO, greedy, open_model
 
@@ -119,7 +122,158 @@ def test_infinite_or_huge_values_are_quantized():
             encode(huge, TYPE_F32, TYPE_Q8_0)
 
 
+# ---- searched scales ----
+
+
+@pytest.mark.parametrize("value_type", [TYPE_Q5_0, TYPE_Q4_0])
+def test_search_and_weights_bring_nothing(value_type):
+    """The error that an imatrix weighs is least with it, and less without it than by ggml's reference rounding."""
+    rng = np.random.default_rng(8)
+    rows, cols = 96, 700
+    w = rng.standard_normal((rows, cols)) * (rng.random((rows, cols)) < 0.3)
+    dense = np.where(np.abs(w) > 0.2, w, 0).astype(np.float16).view(np.uint16)
+    weights = np.exp(rng.standard_normal((2, cols)) * 1.5).astype(np.float32)  # of two experts
+    of_all = np.repeat(weights, rows // 2, axis=0)
+    forms = {
+        "weighted": quantize.non_zeros(dense, TYPE_F16, value_type, weights, 2),
+        "searched": quantize.non_zeros(dense, TYPE_F16, value_type, None),
+        "rounded": bindings.packed_encode(dense, TYPE_F16, value_type),
+    }
+    error, weighted = {}, {}
+    for name, m in forms.items():
+        bindings.validate(m)
+        got = bindings.decode(m)
+        assert np.array_equal(packed.places(m), packed.places(forms["rounded"]))
+        assert np.all(np.abs(generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16))[dense != 0]
+                      <= packed.error_bound(m, generators.to_float64(dense, TYPE_F16)[dense != 0]))  # fmt: skip
+        error[name] = quantize.error_of(dense, got, TYPE_F16, None)
+        weighted[name] = quantize.error_of(dense, got, TYPE_F16, weights)
+        difference = generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16)
+        power = generators.to_float64(dense, TYPE_F16) ** 2
+        assert weighted[name] == pytest.approx(np.sum(of_all * difference**2) / np.sum(of_all * power), rel=1e-9)
+    assert error["searched"] < 0.95 * error["rounded"] and weighted["weighted"] < 0.97 * weighted["searched"]
+
+
+def test_columns_without_input_lose_their_weights():
+    """All of a block's inputs were zero in the calibration text: its scale must not become zero."""
+    dense = np.full((4, 64), 0x3C00, dtype=np.uint16)
+    t = SimpleNamespace(name="x", ne=(64, 4), cols=64)
+    sums = np.zeros((1, 64), np.float32)
+    sums[0, 40:] = 1
+    found = imatrix.Imatrix("x", {"x": imatrix.Statistics(sums, np.array([1]))})
+    m = quantize.non_zeros(dense, TYPE_F16, TYPE_Q4_0, quantize.column_weights(found, t))
+    assert np.all(np.abs(generators.to_float64(bindings.decode(m), TYPE_F16) - 1) < 0.01)
+
+
+def test_chosen_types_are_not_the_best(tmp_path):
+    """Greedy against all combinations: within one step of the best, and never beyond the limit."""
+    rng = np.random.default_rng(9)
+    for _ in range(50):
+        candidates = [
+            [(int(b), float(e)) for b, e in zip(sorted(rng.integers(10, 99, 4)), sorted(rng.random(4) ** 2)[::-1])]
+            for _ in range(5)
+        ]
+        total = lambda picks, what: sum(c[i][what] for c, i in zip(candidates, picks))  # noqa: E731, B023
+        least, most = (sum(c[i][0] for c in candidates) for i in (0, -1))
+        assert mixture.choose(candidates, lambda p: total(p, 0), least - 1) == least
+        for limit in (least, (least + most) // 2, most):
+            picks = mixture.choose(candidates, lambda p: total(p, 0), limit)
+            every = [p for p in itertools.product(range(4), repeat=5) if total(p, 0) <= limit]
+            best = min(total(p, 1) for p in every)
+            assert total(picks, 0) <= limit
+            assert total(picks, 1) <= best + max(c[0][1] for c in candidates)
+            if limit in (least, most):
+                assert total(picks, 1) == pytest.approx(best)
+
+
 # ---- files ----
+
+
+@pytest.fixture(scope="module")
+def imatrix_of_demo(tmp_path_factory):
+    """Of random inputs: every weight has one."""
+    rng = np.random.default_rng(10)
+    path = tmp_path_factory.mktemp("imatrix") / "imatrix.gguf"
+    with Model(DEMO) as model:
+        sums = {t.name: rng.random((1, t.cols), np.float32) + 1e-3 for t in model.tensors if len(t.ne) == 2}
+    entries = {name: imatrix.Statistics(s, np.array([8])) for name, s in sums.items()}
+    with AtomicOutput(path, []) as output:
+        imatrix.write(imatrix.Imatrix(path, entries, ["x.txt"], 1, 8), output)
+        output.seal()
+        output.commit()
+    return path
+
+
+def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, imatrix_of_demo):
+    sparse, a, b, plain = (tmp_path / f"{n}.gguf" for n in "sabp")
+    assert macko("convert", DEMO, sparse).code == 0
+    for source, out in ((DEMO, a), (sparse, b)):
+        done = macko("convert", source, out, "macko-q4_0", "--imatrix", imatrix_of_demo)
+        assert done.code == 0, done.err
+    assert a.read_bytes() == b.read_bytes()
+    assert macko("convert", DEMO, plain, "macko-q4_0").code == 0
+    assert plain.stat().st_size == a.stat().st_size and plain.read_bytes() != a.read_bytes()
+
+
+def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
+    n = sum(t.n_elements for t in Model(DEMO).tensors)
+    errors_of = []
+    for bpw in ("6.2", "6.5", "12"):
+        out = tmp_path / f"{bpw}.gguf"
+        done = macko("convert", DEMO, out, "auto", "--target-bpw", bpw, "--drop-negative-zeros", "--imatrix", imatrix_of_demo)
+        assert done.code == 0, done.err
+        assert (bpw == "12" or float(bpw) - 0.5 < out.stat().st_size * 8 / n) and out.stat().st_size * 8 / n <= float(bpw)
+        found = re.findall(r"converting to (\S+) .* \(error (.*)%\)", done.err)
+        assert len(found) == len(sparse_of(out)) > 0
+        errors_of.append(sum(float(e) ** 2 for _, e in found))
+        assert macko("verify", DEMO, out, "--equal-zeros").code == 0
+    assert errors_of[0] > errors_of[1] > errors_of[2] == 0
+    done = macko("convert", DEMO, tmp_path / "x.gguf", "auto", "--target-bpw", "2")
+    assert done.code == 1 and re.search(r"--target-bpw 2 cannot be reached; the least is [56]\.\d+\n$", done.err)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
+    """The embedding of a tied model is its head."""
+    out = tmp_path / "s.gguf"
+    done = macko("convert", DEMO, out, "macko-q8_0", "--output-tensor-type", "Q6_K", "--imatrix", imatrix_of_demo)
+    assert done.code == 0, done.err
+    with Model(out) as model, Model(DEMO) as source:
+        head = next(t for t in model.tensors if t.name == "token_embd.weight")
+        want = next(t for t in source.tensors if t.name == head.name)
+        assert head.type == 14 and head.ne == want.ne
+        got = gguf.quants.dequantize(head.read().reshape(head.rows, -1), gguf.GGMLQuantizationType.Q6_K)
+        x = want.read_bits().view(np.float16).astype(np.float32)
+        assert 0.001 < np.sqrt(np.mean((got - x) ** 2) / np.mean(x**2)) < 0.03
+        offset, nbytes = head.offset, head.nbytes
+    verified = macko("verify", out, DEMO)
+    assert verified.code == 0 and "q6_K" in verified.out
+    prompt = (DEMO.parent / "sample.txt").read_text()[:600]
+    assert len(greedy(open_model(out), 8, prompt)) == 8
+    data = bytearray(out.read_bytes())
+    for at in range(offset + 208, offset + nbytes, 210):
+        data[at + 1] ^= 4  # super-block scales: 16 times as large or small
+    out.write_bytes(data)
+    verified = macko("verify", out, DEMO)
+    assert verified.code == 1 and "token_embd.weight: the error is too large" in verified.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["macko", "--target-bpw", "5"], "needs type auto"),
+        (["auto", "--target-bpw", "-1"], "a number above 0"),
+        (["macko-q4_0", "--imatrix", DEMO], "not 'imatrix'"),
+        (["macko-q4_0", "--output-tensor-type", "q9_0"], "unknown type; known: q8_0"),
+        (["macko-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),
+    ],
+)
+def test_wrong_option_leaves_a_file(tmp_path, macko, arguments, message):
+    dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.3))
+    done = macko("convert", dense, tmp_path / "s.gguf", *arguments)
+    assert done.code == 1 and message in done.err and done.err.count("\n") == 1, done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.gguf"]
+
 
 
 def sparse_of(path) -> dict:

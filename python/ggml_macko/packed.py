@@ -119,7 +119,10 @@ def dequantize(values: np.ndarray, value_type: int) -> tuple:
     if value_type == TYPE_Q8_0:
         q = blocks[:, 2:].view(np.int8).astype(np.int64)
     else:
-        q = np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.int64) + Q_RANGE[value_type][0]
+        q = (
+            np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.int64)
+            + Q_RANGE[value_type][0]
+        )
         if value_type == TYPE_Q5_0:
             q += 16 * np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little").astype(np.int64)
     return np.broadcast_to(d, q.shape).reshape(-1), q.reshape(-1)
@@ -213,8 +216,8 @@ def error_bound(m: PackedMatrix, source: np.ndarray) -> np.ndarray:
     d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
     d, source = d.astype(np.float64), source.astype(np.float64)
     most = 2 - Q_RANGE[m.value_type][0]
-    scale_error = most * (np.abs(d) * 2.0**-11 + 2.0**-25)
+    scale_error = 2 * most * (np.abs(d) * 2.0**-11 + 2.0**-25)  # twice: it may turn a q just beside a tie
     nearest = np.abs(source - d * nearest_q(source, d, m.value_type)) + 1e-4 * np.abs(d)
     digits = {formats.TYPE_F16: 11, formats.TYPE_BF16: 8, formats.TYPE_F32: 24}[m.type]
-    reached = np.abs(source) <= 2 * most * np.abs(d) + 2 * scale_error
+    reached = np.abs(source) <= 2 * most * np.abs(d) + scale_error
     return np.where(reached, nearest, 0) + scale_error + np.abs(q * d) * 2.0**-digits + 2.0**-24

@@ -218,7 +218,7 @@ def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, i
 def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
     n = sum(t.n_elements for t in Model(DEMO).tensors)
     errors_of = []
-    for bpw in ("6.2", "6.5", "12"):
+    for bpw in ("6.2", "12"):
         out = tmp_path / f"{bpw}.gguf"
         done = macko("convert", DEMO, out, "auto", "--target-bpw", bpw, "--drop-negative-zeros", "--imatrix", imatrix_of_demo)
         assert done.code == 0, done.err
@@ -227,7 +227,7 @@ def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
         assert len(found) == len(sparse_of(out)) > 0
         errors_of.append(sum(float(e) ** 2 for _, e in found))
         assert macko("verify", DEMO, out, "--equal-zeros").code == 0
-    assert errors_of[0] > errors_of[1] > errors_of[2] == 0
+    assert errors_of[0] > errors_of[1] == 0
     done = macko("convert", DEMO, tmp_path / "x.gguf", "auto", "--target-bpw", "2")
     assert done.code == 1 and re.search(r"--target-bpw 2 cannot be reached; the least is [56]\.\d+\n$", done.err)
     assert not (tmp_path / "x.gguf").exists()
@@ -249,7 +249,8 @@ def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_de
     verified = macko("verify", out, DEMO)
     assert verified.code == 0 and "q6_K" in verified.out
     prompt = (DEMO.parent / "sample.txt").read_text()[:600]
-    assert len(greedy(open_model(out), 8, prompt)) == 8
+    assert macko("restore", out, tmp_path / "d.gguf").code == 0
+    assert greedy(open_model(out), 8, prompt) == greedy(open_model(tmp_path / "d.gguf"), 8, prompt)
     data = bytearray(out.read_bytes())
     for at in range(offset + 208, offset + nbytes, 210):
         data[at + 1] ^= 4  # super-block scales: 16 times as large or small

@@ -74,11 +74,12 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // Lines up the x (16-bit integers) of the non-zeros of some words behind n zeros, n < 32, and zeros up to a whole block behind them.
+    // Lines up the x (16-bit integers) of the non-zeros of some words behind n zeros, n < 64, and zeros up to a whole group behind them.
     // Returns how many there are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
     template <bool FEW> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, int16_t * lined) {
         const __m512i places = _mm512_load_si512(places_0_63.place);
-        _mm512_store_si512(lined, _mm512_setzero_si512());
+        _mm512_store_si512(lined,      _mm512_setzero_si512());
+        _mm512_store_si512(lined + 32, _mm512_setzero_si512());
         for (int64_t word = 0; word < words; word++) {
             const uint64_t bits = mask[word];
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
@@ -92,24 +93,22 @@ struct simd : avx512 {
             }
             n += here;
         }
-        _mm512_storeu_si512(lined + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(lined + n,      _mm512_setzero_si512());
+        _mm512_storeu_si512(lined + n + 32, _mm512_setzero_si512());
         return n;
     }
-    template <int TYPE> static vec add_block(const uint8_t * block, const int16_t * lined, vec sum) {
-        const __m512i products = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(block)), _mm512_load_si512(lined));
-        return fma(_mm512_cvtepi32_ps(products), block_scale(block), sum);
+    template <int TYPE> static vec add_half(const uint8_t * group, int half, const int16_t * lined, vec sum) {
+        const __m512i products = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(group, half)), _mm512_load_si512(lined));
+        return fma(_mm512_cvtepi32_ps(products), half_scale(group, half), sum);
     }
-    // sum of d * q * x over whole blocks
-    template <int TYPE> static float dot_blocks(const uint8_t * block, int64_t n_blocks, const int16_t * lined) {
-        constexpr int     PREFETCH = 4096; // bytes ahead
-        constexpr int64_t NBYTES   = quant_block_nbytes(TYPE);
+    // sum of d * q * x over whole groups
+    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const int16_t * lined) {
+        constexpr int PREFETCH = 4096; // bytes ahead
         vec a = zero(), b = zero();
-        for (int64_t i = 0; i < n_blocks; i += 2, block += 2 * NBYTES) {
-            __builtin_prefetch(block + PREFETCH);
-            a = add_block<TYPE>(block, lined + i * 32, a);
-            if (i + 1 < n_blocks) {
-                b = add_block<TYPE>(block + NBYTES, lined + i * 32 + 32, b);
-            }
+        for (int64_t i = 0; i < n; i++, group += quant_group_nbytes(TYPE)) {
+            __builtin_prefetch(group + PREFETCH);
+            a = add_half<TYPE>(group, 0, lined + i * 64,      a);
+            b = add_half<TYPE>(group, 1, lined + i * 64 + 32, b);
         }
         return sum(add(a, b));
     }

@@ -219,7 +219,8 @@ struct problem {
                 }
             }
         }
-        if (n == 1) { // + sum |w| max |x| / 32767 / 2, and a little for the float that x is multiplied with before it is rounded
+        if (n == 1) { // + sum |w| max |x| (1 / 65534 + a rounding of twice that for each 64 columns and some more): x is rounded, and made positive
+            const double step = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
             double largest = 0;
             for (const double v : rx) {
                 largest = std::max(largest, std::fabs(v));
@@ -227,7 +228,7 @@ struct problem {
             integer_bound = bound;
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t c = 0; c < cols; c++) {
-                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest / 32767 * 0.51;
+                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest * step;
                 }
             }
         }
@@ -426,7 +427,7 @@ static void test_quantized_extreme_x() {
             }
             p.want[static_cast<size_t>(r)]          = sum;
             p.bound[static_cast<size_t>(r)]         = magnitude * largest * 300 * 0x1p-23;
-            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest / 32767 * 0.51;
+            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
         }
         check_all_sets(p, true);
     }

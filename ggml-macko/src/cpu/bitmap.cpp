@@ -1,5 +1,6 @@
 #include "cpu/bitmap.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko {
@@ -10,6 +11,7 @@ static int64_t align_part(int64_t n) {
 
 static int64_t masks_nbytes(const macko_desc & desc)   { return align_part(desc.rows * mask_words(desc.cols) * 8); }
 static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
+static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) { return is_quant_type(value_type) ? align_part(desc.rows * 4) : 0; }
 
 static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }
 
@@ -18,7 +20,7 @@ static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
 }
 
 int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
-    return masks_nbytes(desc) + row_off_nbytes(desc) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+    return masks_nbytes(desc) + row_off_nbytes(desc) + row_sums_nbytes(desc, value_type) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
 }
 
 bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory) {
@@ -29,7 +31,9 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
     m.type    = value_type;
     m.masks   = reinterpret_cast<uint64_t *>(base);
     m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
-    m.values  = base + masks_nbytes(desc) + row_off_nbytes(desc);
+    base += masks_nbytes(desc) + row_off_nbytes(desc);
+    m.row_sums = is_quant_type(value_type) ? reinterpret_cast<float *>(base) : nullptr;
+    m.values   = base + row_sums_nbytes(desc, value_type);
     return m;
 }
 
@@ -148,6 +152,21 @@ static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values
     }
 }
 
+static double sum_of_row(const packed_arrays & a, int64_t row) {
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
+    double          sum    = 0;
+    for (int64_t k = a.row_ptr[row], end = a.row_ptr[row + 1]; k < end;) {
+        const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(a.desc.value_type);
+        const int64_t   stop  = std::min(end, (k / QUANT_BLOCK + 1) * QUANT_BLOCK);
+        int             q     = 0;
+        for (; k < stop; k++) {
+            q += quant_at(block, a.desc.value_type, k % QUANT_BLOCK);
+        }
+        sum += static_cast<double>(float_of_f16(quant_scale_bits(block))) * q;
+    }
+    return sum;
+}
+
 // value k as bits of the dense type
 template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, int32_t dense_type) {
     const int64_t   i      = k % QUANT_GROUP, half = i / QUANT_BLOCK;
@@ -173,6 +192,9 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
         } else {
             memset(mask, 0, static_cast<size_t>(words) * 8);
             view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
+        }
+        if (dst.row_sums) {
+            dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
         }
     }
     dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);

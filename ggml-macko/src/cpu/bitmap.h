@@ -3,6 +3,7 @@
 //
 //   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
 //   row_off  rows + 1 uint32: index of the row's first value
+//   row_sums rows floats, of quantized values only: sum of d * q of a row
 //   values   nnz elements of the value type, or groups of quantized ones, then VALUES_SLACK zero bytes
 //
 // A group is two blocks of FORMAT.md section 7: 64 values that vectors take apart with few operations. Two float scales d, then
@@ -30,6 +31,7 @@ struct bitmap_matrix {
     int32_t    type; // of values; may be quantized
     uint64_t * masks;
     uint32_t * row_off;
+    float    * row_sums; // nullptr if the values are not quantized
     uint8_t  * values;
 };
 

@@ -75,7 +75,9 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
         row[: m.nnz] = dense[dense != 0].view(np.float16).astype(np.float32)
         assert gguf.quants.quantize(row, GGML_TYPE[value_type]).tobytes() == m.values.tobytes()
         d, q = packed.dequantize(m.values, value_type)
-        assert np.array_equal(gguf.quants.dequantize(m.values, GGML_TYPE[value_type]).reshape(-1), d * q.astype(np.float32))
+        assert np.array_equal(
+            gguf.quants.dequantize(m.values, GGML_TYPE[value_type]).reshape(-1), d * q.astype(np.float32)
+        )
 
 
 @pytest.mark.parametrize("value_type", list(GGML_TYPE))
@@ -220,9 +222,13 @@ def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
     errors_of = []
     for bpw in ("6.2", "12"):
         out = tmp_path / f"{bpw}.gguf"
-        done = macko("convert", DEMO, out, "auto", "--target-bpw", bpw, "--drop-negative-zeros", "--imatrix", imatrix_of_demo)
+        done = macko(
+            "convert", DEMO, out, "auto", "--target-bpw", bpw, "--drop-negative-zeros", "--imatrix", imatrix_of_demo
+        )
         assert done.code == 0, done.err
-        assert (bpw == "12" or float(bpw) - 0.5 < out.stat().st_size * 8 / n) and out.stat().st_size * 8 / n <= float(bpw)
+        assert (bpw == "12" or float(bpw) - 0.5 < out.stat().st_size * 8 / n) and out.stat().st_size * 8 / n <= float(
+            bpw
+        )
         found = re.findall(r"converting to (\S+) .* \(error (.*)%\)", done.err)
         assert len(found) == len(sparse_of(out)) > 0
         errors_of.append(sum(float(e) ** 2 for _, e in found))
@@ -276,7 +282,6 @@ def test_wrong_option_leaves_a_file(tmp_path, macko, arguments, message):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.gguf"]
 
 
-
 def sparse_of(path) -> dict:
     with bindings.File(path) as f:
         return {s.name: s for s in f.sparse()}
@@ -312,7 +317,19 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
 def test_file_is_not_what_the_specification_says(tmp_path, macko):
     """Read with gguf-py and decoded with the NumPy twin and gguf-py's dequantizers: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", DEMO, sparse, "macko-q8_0", "--tensor-type", "ffn_up=macko-q4_0", "--tensor-type", "ffn_down=packed").code == 0
+    assert (
+        macko(
+            "convert",
+            DEMO,
+            sparse,
+            "macko-q8_0",
+            "--tensor-type",
+            "ffn_up=macko-q4_0",
+            "--tensor-type",
+            "ffn_down=packed",
+        ).code
+        == 0
+    )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
     assert keys["macko.version"] == keys["macko.min_reader_version"] == 3

@@ -452,8 +452,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="macko",
         help="macko: the number of delta bits that makes each tensor smallest (default); "
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
-        "columns, in the same way; takes seconds per tensor. auto: whatever of these is smallest for each tensor. packed: "
-        "non-zeros without fillers behind a bitmap or gap codes, lossless. macko-q8_0, macko-q5_0, macko-q4_0: the same "
+        "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap codes. "
+        "auto: whatever of these lossless types is smallest for each tensor. macko-q8_0, macko-q5_0, macko-q4_0: packed, "
         "with the non-zeros quantized (lossy)",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")

@@ -4,6 +4,7 @@ text.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -167,7 +168,12 @@ def test_columns_without_input_lose_their_weights():
     assert np.all(np.abs(generators.to_float64(bindings.decode(m), TYPE_F16) - 1) < 0.01)
 
 
-def test_chosen_types_are_not_the_best(tmp_path):
+def total(candidates: list, picks: tuple, what: int) -> float:
+    """Of bytes (0) or errors (1)."""
+    return sum(c[i][what] for c, i in zip(candidates, picks))
+
+
+def test_chosen_types_are_not_the_best():
     """Greedy against all combinations: within one step of the best, and never beyond the limit."""
     rng = np.random.default_rng(9)
     for _ in range(50):
@@ -175,17 +181,17 @@ def test_chosen_types_are_not_the_best(tmp_path):
             [(int(b), float(e)) for b, e in zip(sorted(rng.integers(10, 99, 4)), sorted(rng.random(4) ** 2)[::-1])]
             for _ in range(5)
         ]
-        total = lambda picks, what: sum(c[i][what] for c, i in zip(candidates, picks))  # noqa: E731, B023
+        nbytes_of = functools.partial(total, candidates, what=0)
         least, most = (sum(c[i][0] for c in candidates) for i in (0, -1))
-        assert mixture.choose(candidates, lambda p: total(p, 0), least - 1) == least
+        assert mixture.choose(candidates, nbytes_of, least - 1) == least
         for limit in (least, (least + most) // 2, most):
-            picks = mixture.choose(candidates, lambda p: total(p, 0), limit)
-            every = [p for p in itertools.product(range(4), repeat=5) if total(p, 0) <= limit]
-            best = min(total(p, 1) for p in every)
-            assert total(picks, 0) <= limit
-            assert total(picks, 1) <= best + max(c[0][1] for c in candidates)
+            picks = mixture.choose(candidates, nbytes_of, limit)
+            every = [p for p in itertools.product(range(4), repeat=5) if total(candidates, p, 0) <= limit]
+            best = min(total(candidates, p, 1) for p in every)
+            assert total(candidates, picks, 0) <= limit
+            assert total(candidates, picks, 1) <= best + max(c[0][1] for c in candidates)
             if limit in (least, most):
-                assert total(picks, 1) == pytest.approx(best)
+                assert total(candidates, picks, 1) == pytest.approx(best)
 
 
 # ---- files ----
@@ -309,7 +315,9 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
             assert x.read().tobytes() == y.read().tobytes(), x.name
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
-    assert {name.rsplit("-", 1)[0] for name in storage} == {"dense", kind} and shown["format_version"] == (4 if kind == "macko-q5_0" else 3)
+    assert {name.rsplit("-", 1)[0] for name in storage} == {"dense", kind} and shown["format_version"] == (
+        4 if kind == "macko-q5_0" else 3
+    )
     assert macko("convert", sparse, again, "macko").code == 0  # a source like any other
     assert macko("verify", again, dense).code == 0
 

@@ -50,6 +50,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_F32  = 0,
     GGML_MACKO_TYPE_F16  = 1,
     GGML_MACKO_TYPE_Q4_0 = 2,
+    GGML_MACKO_TYPE_Q5_0 = 6,
     GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
 };

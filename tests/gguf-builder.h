@@ -16,7 +16,7 @@ namespace builder {
 using bytes = std::vector<uint8_t>;
 
 enum value_type : uint32_t { U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 };
-enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30 };
+enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q5_0 = 6, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30 };
 
 template <typename T> void put(bytes * out, T value) {
     const size_t n = out->size();
@@ -532,12 +532,15 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     const bytes plain = std::move(c.values);
     c.values.clear();
     for (uint64_t block = 0; block < c.n_values / 32; block++) {
-        const uint64_t n = value_type == 8 ? 32 : 16; // Q8_0, Q4_0
+        const uint64_t n = value_type == TYPE_Q8_0 ? 32 : 16;
         c.values.insert(c.values.end(), { static_cast<uint8_t>(block * 37), static_cast<uint8_t>(0x20 + block % 8) });
+        if (value_type == TYPE_Q5_0) { // fifth bits: set where q is 0
+            c.values.insert(c.values.end(), 4, 0xff);
+        }
         for (uint64_t i = 0; i < n; i++) {
             const uint64_t k = block * 32 + i;
-            const auto     q = [&](uint64_t at) { return at < c.nnz ? plain[at * nb] : value_type == 8 ? uint8_t(0) : uint8_t(8); };
-            c.values.push_back(static_cast<uint8_t>(value_type == 8 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
+            const auto     q = [&](uint64_t at) { return at < c.nnz ? plain[at * nb] : value_type == TYPE_Q4_0 ? uint8_t(8) : uint8_t(0); };
+            c.values.push_back(static_cast<uint8_t>(value_type == TYPE_Q8_0 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
         }
     }
     return c;
@@ -558,7 +561,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
         if (with_packed && next % 3 == 0) {
-            const uint32_t value_type = next % 9 == 0 ? 8 : next % 9 == 3 ? 2 : t.type;
+            const uint32_t value_type = next % 18 == 9 ? TYPE_Q5_0 : next % 9 == 0 ? TYPE_Q8_0 : next % 9 == 3 ? TYPE_Q4_0 : t.type;
             const packed_components c = encode_packed(m.sparse[next], value_type);
             f.tensors.push_back({ t.name + ".values",  { c.n_values },            value_type, c.values,  0 });
             f.tensors.push_back({ t.name + ".index",   { c.index.size() },        TYPE_I8,    c.index,   0 });
@@ -591,8 +594,8 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 3 : with_ec ? 2 : 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 3 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 4 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 4 : with_ec ? 2 : 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

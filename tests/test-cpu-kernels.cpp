@@ -219,7 +219,8 @@ struct problem {
                 }
             }
         }
-        if (n == 1) { // + sum |w| max |x| / 32767 / 2, and a little for the float that x is multiplied with before it is rounded
+        if (n == 1) { // + sum |w| max |x| (1 / 65534 + a rounding of twice that for each 64 columns and some more): x is rounded, and made positive
+            const double step = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
             double largest = 0;
             for (const double v : rx) {
                 largest = std::max(largest, std::fabs(v));
@@ -227,7 +228,7 @@ struct problem {
             integer_bound = bound;
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t c = 0; c < cols; c++) {
-                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest / 32767 * 0.51;
+                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest * step;
                 }
             }
         }
@@ -373,9 +374,11 @@ struct quantized {
         int64_t k = 0;
         for (size_t i = 0; i < source.bits.size(); i++) {
             if (source.bits[i] != 0) {
-                const uint8_t * block = packed.values.data() + k / 32 * (value_type == GGML_MACKO_TYPE_Q8_0 ? 34 : 18);
-                const int64_t   j     = k++ % 32;
-                const int       q     = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j]) : (block[2 + j % 16] >> (j / 16 * 4) & 15) - 8;
+                const uint8_t * block  = packed.values.data() + k / 32 * (value_type == GGML_MACKO_TYPE_Q8_0 ? 34 : value_type == GGML_MACKO_TYPE_Q5_0 ? 22 : 18);
+                const int64_t   j      = k++ % 32;
+                const auto      nibble = [&](int64_t from) { return block[from + j % 16] >> (j / 16 * 4) & 15; };
+                const int       q      = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j])
+                                       : value_type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16 : nibble(2) - 8;
                 const float     v     = static_cast<float>(value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
                 memcpy(&exact.bits[i], &v, 4);
             }
@@ -390,7 +393,7 @@ static void test_quantized_against_float64() {
     const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
     size_t next_n = 0;
-    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
+    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
             for (const int64_t cols : dims) {
                 const int64_t   rows = random.range(1, cols > 300 ? 12 : 70);
@@ -424,7 +427,7 @@ static void test_quantized_extreme_x() {
             }
             p.want[static_cast<size_t>(r)]          = sum;
             p.bound[static_cast<size_t>(r)]         = magnitude * largest * 300 * 0x1p-23;
-            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest / 32767 * 0.51;
+            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
         }
         check_all_sets(p, true);
     }
@@ -432,7 +435,7 @@ static void test_quantized_extreme_x() {
 
 static void test_quantized_unpack() {
     rng random(14);
-    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
+    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 }) {
         const quantized q(random, type, 17, 133, 0.3);
         const guarded   dense(16 * 133 * 4);
         bitmap_unpack(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);

@@ -239,7 +239,7 @@ static void test_tensor_lies() {
 }
 
 static void test_sparse_lies() {
-    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 4)); });
+    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 5)); });
     lie("reader much too old",         S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, UINT32_MAX)); });
     lie("version 0",                   S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 0)); });
     lie("min_reader_version 0",        S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 0)); });
@@ -458,6 +458,7 @@ static void test_packed_lies() {
     }; };
     packed_lie("a valid packed file",         S(OK), [](file &) {});
     packed_lie("packed for old readers",      S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 2)); });
+    packed_lie("Q5_0 values for old readers", S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 3)); });
     packed_lie("packed with 3 bits",          S(BAD_FORMAT), [](file & f) { f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3))); });
     packed_lie("packed called macko",         S(BAD_FORMAT), [](file & f) { f.set(texts("macko.tensor.format", std::vector<std::string>(base_model().sparse.size(), "macko"))); });
     for (const char * component : { ".values", ".index", ".row_ptr" }) {

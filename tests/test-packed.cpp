@@ -12,6 +12,7 @@ using namespace macko;
 
 static const int32_t all_types[]      = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int32_t all_index_bits[] = { 0, 2, 4, 8 };
+static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 };
 
 static uint32_t random_value(rng & r, int32_t type) {
     const uint32_t sign = r.bits() & 1 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : 0;
@@ -116,9 +117,11 @@ static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entri
             e.value = value_of(bits, a.desc.dense.type);
             continue;
         }
-        const bool      q8    = a.desc.value_type == GGML_MACKO_TYPE_Q8_0;
-        const uint8_t * block = bytes + k / 32 * (q8 ? 34 : 18);
-        const int       q     = q8 ? static_cast<int8_t>(block[2 + k % 32]) : ((block[2 + k % 16] >> (k % 32 / 16 * 4)) & 15) - 8;
+        const int       type   = a.desc.value_type;
+        const uint8_t * block  = bytes + k / 32 * (type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : 18);
+        const auto      nibble = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
+        const int       q      = type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + k % 32])
+                               : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16 : nibble(2) - 8;
         e.d     = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
         e.value = q == 0 ? 0 : e.d * q;
     }
@@ -158,7 +161,7 @@ static void check_decoded(const packed_view & view) {
 static void test_round_trip() {
     rng r(1);
     for (const int32_t type : all_types) {
-        for (const int32_t value_type : { type, static_cast<int32_t>(GGML_MACKO_TYPE_Q8_0), static_cast<int32_t>(GGML_MACKO_TYPE_Q4_0) }) {
+        for (const int32_t value_type : { type, all_quants[0], all_quants[1], all_quants[2] }) {
             for (const int32_t bits : all_index_bits) {
                 for (const double density : { 0.0, 0.02, 0.1, 0.3, 0.9, 1.0 }) {
                     for (const int64_t cols : { 1, 7, 8, 9, 31, 64, 65, 300 }) {
@@ -182,9 +185,9 @@ static void test_round_trip() {
                             }
                             CHECK(k < entries.size() && entries[k].row * cols + entries[k].col == static_cast<int64_t>(i), "non-zero %zu is in another place", k);
                             const double w = value_of(m.bits[i], type), error = std::fabs(entries[k].value - w);
-                            // half a step of Q8_0, a whole one of Q4_0 (its largest q is 7, the extreme value's is -8), and the rounding of d itself
+                            // half a step of Q8_0, a whole one of the others (of Q4_0 the largest q is 7, the extreme value's is -8), and the rounding of d itself
                             const double d = std::fabs(entries[k].d), d_error = d * 0x1p-11 + 0x1p-25;
-                            const double bound = value_type == type ? 0 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error : d * 1.0001 + 9 * d_error;
+                            const double bound = value_type == type ? 0 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error : d * 1.0001 + 17 * d_error;
                             CHECK(error <= bound, "type %d values %d: %g became %g, scale %g", type, value_type, w, entries[k].value, d);
                             k++;
                         }
@@ -230,6 +233,12 @@ static void test_reference_rounding() {
     // d = -1 (the first of the two extremes decides): q + 8 = trunc(8.5 - x), at most 15; value 16 ... in the high nibbles are 1.0
     const uint8_t q4[] = { 0x70, 0x71, 0x7f, 0x78, 0x7f, 0x77 };
     CHECK(out.values[0] == 0x00 && out.values[1] == 0xbc && memcmp(out.values.data() + 2, q4, sizeof(q4)) == 0, "Q4_0: %02x %02x %02x %02x %02x", out.values[2], out.values[3], out.values[4], out.values[5], out.values[6]);
+    const float five[] = { 16.0f, 15.0f, -15.6f, 0.4f, -16.0f };
+    memcpy(bits.data(), five, sizeof(five));
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q5_0, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
+    // d = -1: q + 16 = trunc(16.5 - x) = 0, 1, 31, 16, 31, then 15: the fifth bits of values 2, 3 and 4 are set
+    const uint8_t q5[] = { 0x00, 0xbc, 0x1c, 0x00, 0x00, 0x00, 0xf0, 0xf1, 0xff, 0xf0, 0xff, 0xff };
+    CHECK(memcmp(out.values.data(), q5, sizeof(q5)) == 0, "Q5_0: %02x %02x %02x %02x", out.values[2], out.values[6], out.values[7], out.values[8]);
     const float huge[] = { 1e37f };
     memcpy(bits.data(), huge, sizeof(huge));
     CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) == GGML_MACKO_STATUS_NOT_FINITE, "a scale beyond F16");
@@ -249,7 +258,7 @@ static void test_refusals() {
         packed_view view;
         return check_packed(a, 2, &view);
     };
-    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q4 = GGML_MACKO_TYPE_Q4_0;
+    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0, Q4 = GGML_MACKO_TYPE_Q4_0;
     const auto nnz = static_cast<size_t>(m.desc.nnz);
     using P = packed_matrix;
     using A = packed_arrays;
@@ -275,6 +284,9 @@ static void test_refusals() {
         { "scale Inf",         GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; }) },
         { "scale NaN",         GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; }) },
         { "padding Q8_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q8, 0, [](P & p, A &) { p.values.back() = 1; }) },
+        { "scale of Q5_0",     GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q5, 0, [](P & p, A &) { p.values[22 + 1] = 0xfc; }) },
+        { "padding Q5_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q5, 0, [](P & p, A &) { p.values.back() = 0x10; }) },
+        { "padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL,  status_of(Q5, 0, [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; }) },
         { "padding Q4_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q4, 0, [](P & p, A &) { p.values.back() = 0x08; }) },
         { "padding F16",       GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
         { "a zero",            GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [&](P & p, A &) { p.values[2 * nnz - 2] = p.values[2 * nnz - 1] = 0; }) },
@@ -291,10 +303,10 @@ static void test_mutants() {
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
         const int32_t type = all_types[r.range(0, 2)], bits = all_index_bits[r.range(0, 3)];
-        const int32_t value_types[] = { type, GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 };
+        const int32_t value_types[] = { type, all_quants[0], all_quants[1], all_quants[2] };
         const dense_matrix m = random_dense(r, type, r.range(1, 6), r.range(1, 70), r.unit());
         packed_matrix p;
-        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 2)], bits }, 1, &p) != 0) {
+        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 3)], bits }, 1, &p) != 0) {
             continue;
         }
         packed_arrays a = p.arrays();

@@ -4,7 +4,11 @@ text.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import re
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -13,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import bindings, errors, formats, packed
+from ggml_macko import bindings, errors, formats, imatrix, mixture, packed, quantize
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
-from ggml_macko.gguf_files import Model
-from ggml_macko.packed import TYPE_Q4_0, TYPE_Q8_0
+from ggml_macko.gguf_files import AtomicOutput, Model
+from ggml_macko.packed import TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0
 from test_model_runs import DEMO, greedy, open_model
 
-KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q4_0": TYPE_Q4_0}
-GGML_TYPE = {TYPE_Q8_0: gguf.GGMLQuantizationType.Q8_0, TYPE_Q4_0: gguf.GGMLQuantizationType.Q4_0}
+KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
+GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in KINDS.values()}
 
 
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
@@ -35,7 +39,7 @@ def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
 def test_c_and_numpy_disagree(index_bits):
     for label, bits, type_id in generators.matrix_cases():
-        for value_type in (type_id, TYPE_Q8_0, TYPE_Q4_0):
+        for value_type in (type_id, *GGML_TYPE):
             dense = bits if value_type == type_id else moderate(bits, type_id)
             m = bindings.packed_encode(dense, type_id, value_type, index_bits, 1)
             generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
@@ -50,7 +54,7 @@ def test_random_matrices_lose_more_than_the_bound(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
-    value_type = data.draw(st.sampled_from((TYPE_Q8_0, TYPE_Q4_0)))
+    value_type = data.draw(st.sampled_from(tuple(GGML_TYPE)))
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
     m = bindings.packed_encode(dense, type_id, value_type, n_threads=data.draw(st.integers(1, 3)))
     assert m.nnz == np.count_nonzero(dense)
@@ -58,10 +62,11 @@ def test_random_matrices_lose_more_than_the_bound(data):
     got = bindings.decode(m)
     assert not np.any(got[dense == 0])
     error = np.abs(generators.to_float64(got, type_id) - generators.to_float64(dense, type_id))
-    assert np.all(error[packed.places(m)] <= packed.error_bound(m))
+    source = generators.to_float64(dense, type_id)[packed.places(m)]
+    assert np.all(error[packed.places(m)] <= packed.error_bound(m, source))
 
 
-@pytest.mark.parametrize("value_type", [TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", list(GGML_TYPE))
 def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
     rng = np.random.default_rng(5)
     for density in (0.1, 0.3, 1.0):
@@ -71,24 +76,26 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
         row[: m.nnz] = dense[dense != 0].view(np.float16).astype(np.float32)
         assert gguf.quants.quantize(row, GGML_TYPE[value_type]).tobytes() == m.values.tobytes()
         d, q = packed.dequantize(m.values, value_type)
-        assert np.array_equal(gguf.quants.dequantize(m.values, GGML_TYPE[value_type]).reshape(-1), d * q.astype(np.float32))
+        assert np.array_equal(
+            gguf.quants.dequantize(m.values, GGML_TYPE[value_type]).reshape(-1), d * q.astype(np.float32)
+        )
 
 
-@pytest.mark.parametrize("value_type", [TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", list(GGML_TYPE))
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
 def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
     """FORMAT.md section 7: values, index and row pointers; the rest is under 1 %."""
     rng = np.random.default_rng(6)
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
     m = bindings.packed_encode(dense, TYPE_F16, value_type)
-    value = {TYPE_Q8_0: 8.5, TYPE_Q4_0: 4.5}[value_type]
+    value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5}[value_type]
     index = min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
     want = density * value + index + 32 / 2048
     assert m.nbytes * 8 / dense.size == pytest.approx(want, rel=0.01)
     assert m.index_bits == (packed.BITMAP if density > 0.38 else 2 if density > 0.19 else 4)
 
 
-@pytest.mark.parametrize("value_type", [TYPE_F16, TYPE_Q8_0, TYPE_Q4_0])
+@pytest.mark.parametrize("value_type", [TYPE_F16, *GGML_TYPE])
 def test_product_is_not_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):
@@ -118,7 +125,167 @@ def test_infinite_or_huge_values_are_quantized():
             encode(huge, TYPE_F32, TYPE_Q8_0)
 
 
+# ---- searched scales ----
+
+
+@pytest.mark.parametrize("value_type", [TYPE_Q5_0, TYPE_Q4_0])
+def test_search_and_weights_bring_nothing(value_type):
+    """The error that an imatrix weighs is least with it, and less without it than by ggml's reference rounding."""
+    rng = np.random.default_rng(8)
+    rows, cols = 96, 700
+    w = rng.standard_normal((rows, cols)) * (rng.random((rows, cols)) < 0.3)
+    dense = np.where(np.abs(w) > 0.2, w, 0).astype(np.float16).view(np.uint16)
+    weights = np.exp(rng.standard_normal((2, cols)) * 1.5).astype(np.float32)  # of two experts
+    of_all = np.repeat(weights, rows // 2, axis=0)
+    forms = {
+        "weighted": quantize.non_zeros(dense, TYPE_F16, value_type, weights, 2),
+        "searched": quantize.non_zeros(dense, TYPE_F16, value_type, None),
+        "rounded": bindings.packed_encode(dense, TYPE_F16, value_type),
+    }
+    error, weighted = {}, {}
+    for name, m in forms.items():
+        bindings.validate(m)
+        got = bindings.decode(m)
+        assert np.array_equal(packed.places(m), packed.places(forms["rounded"]))
+        assert np.all(np.abs(generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16))[dense != 0]
+                      <= packed.error_bound(m, generators.to_float64(dense, TYPE_F16)[dense != 0]))  # fmt: skip
+        error[name] = quantize.error_of(dense, got, TYPE_F16, None)
+        weighted[name] = quantize.error_of(dense, got, TYPE_F16, weights)
+        difference = generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16)
+        power = generators.to_float64(dense, TYPE_F16) ** 2
+        assert weighted[name] == pytest.approx(np.sum(of_all * difference**2) / np.sum(of_all * power), rel=1e-9)
+    assert error["searched"] < 0.95 * error["rounded"] and weighted["weighted"] < 0.97 * weighted["searched"]
+
+
+def test_columns_without_input_lose_their_weights():
+    """All of a block's inputs were zero in the calibration text: its scale must not become zero."""
+    dense = np.full((4, 64), 0x3C00, dtype=np.uint16)
+    t = SimpleNamespace(name="x", ne=(64, 4), cols=64)
+    sums = np.zeros((1, 64), np.float32)
+    sums[0, 40:] = 1
+    found = imatrix.Imatrix("x", {"x": imatrix.Statistics(sums, np.array([1]))})
+    m = quantize.non_zeros(dense, TYPE_F16, TYPE_Q4_0, quantize.column_weights(found, t))
+    assert np.all(np.abs(generators.to_float64(bindings.decode(m), TYPE_F16) - 1) < 0.01)
+
+
+def total(candidates: list, picks: tuple, what: int) -> float:
+    """Of bytes (0) or errors (1)."""
+    return sum(c[i][what] for c, i in zip(candidates, picks))
+
+
+def test_chosen_types_are_not_the_best():
+    """Greedy against all combinations: within one step of the best, and never beyond the limit."""
+    rng = np.random.default_rng(9)
+    for _ in range(50):
+        candidates = [
+            [(int(b), float(e)) for b, e in zip(sorted(rng.integers(10, 99, 4)), sorted(rng.random(4) ** 2)[::-1])]
+            for _ in range(5)
+        ]
+        nbytes_of = functools.partial(total, candidates, what=0)
+        least, most = (sum(c[i][0] for c in candidates) for i in (0, -1))
+        assert mixture.choose(candidates, nbytes_of, least - 1) == least
+        for limit in (least, (least + most) // 2, most):
+            picks = mixture.choose(candidates, nbytes_of, limit)
+            every = [p for p in itertools.product(range(4), repeat=5) if total(candidates, p, 0) <= limit]
+            best = min(total(candidates, p, 1) for p in every)
+            assert total(candidates, picks, 0) <= limit
+            assert total(candidates, picks, 1) <= best + max(c[0][1] for c in candidates)
+            if limit in (least, most):
+                assert total(candidates, picks, 1) == pytest.approx(best)
+
+
 # ---- files ----
+
+
+@pytest.fixture(scope="module")
+def imatrix_of_demo(tmp_path_factory):
+    """Of random inputs: every weight has one."""
+    rng = np.random.default_rng(10)
+    path = tmp_path_factory.mktemp("imatrix") / "imatrix.gguf"
+    with Model(DEMO) as model:
+        sums = {t.name: rng.random((1, t.cols), np.float32) + 1e-3 for t in model.tensors if len(t.ne) == 2}
+    entries = {name: imatrix.Statistics(s, np.array([8])) for name, s in sums.items()}
+    with AtomicOutput(path, []) as output:
+        imatrix.write(imatrix.Imatrix(path, entries, ["x.txt"], 1, 8), output)
+        output.seal()
+        output.commit()
+    return path
+
+
+def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, imatrix_of_demo):
+    sparse, a, b, plain = (tmp_path / f"{n}.gguf" for n in "sabp")
+    assert macko("convert", DEMO, sparse).code == 0
+    for source, out in ((DEMO, a), (sparse, b)):
+        done = macko("convert", source, out, "macko-q4_0", "--imatrix", imatrix_of_demo)
+        assert done.code == 0, done.err
+    assert a.read_bytes() == b.read_bytes()
+    assert macko("convert", DEMO, plain, "macko-q4_0").code == 0
+    assert plain.stat().st_size == a.stat().st_size and plain.read_bytes() != a.read_bytes()
+
+
+def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
+    n = sum(t.n_elements for t in Model(DEMO).tensors)
+    errors_of = []
+    for bpw in ("6.2", "12"):
+        out = tmp_path / f"{bpw}.gguf"
+        done = macko(
+            "convert", DEMO, out, "auto", "--target-bpw", bpw, "--drop-negative-zeros", "--imatrix", imatrix_of_demo
+        )
+        assert done.code == 0, done.err
+        assert (bpw == "12" or float(bpw) - 0.5 < out.stat().st_size * 8 / n) and out.stat().st_size * 8 / n <= float(
+            bpw
+        )
+        found = re.findall(r"converting to (\S+) .* \(error (.*)%\)", done.err)
+        assert len(found) == len(sparse_of(out)) > 0
+        errors_of.append(sum(float(e) ** 2 for _, e in found))
+        assert macko("verify", DEMO, out, "--equal-zeros").code == 0
+    assert errors_of[0] > errors_of[1] == 0
+    done = macko("convert", DEMO, tmp_path / "x.gguf", "auto", "--target-bpw", "2")
+    assert done.code == 1 and re.search(r"--target-bpw 2 cannot be reached; the least is [56]\.\d+\n$", done.err)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
+    """The embedding of a tied model is its head."""
+    out = tmp_path / "s.gguf"
+    done = macko("convert", DEMO, out, "macko-q8_0", "--output-tensor-type", "Q6_K", "--imatrix", imatrix_of_demo)
+    assert done.code == 0, done.err
+    with Model(out) as model, Model(DEMO) as source:
+        head = next(t for t in model.tensors if t.name == "token_embd.weight")
+        want = next(t for t in source.tensors if t.name == head.name)
+        assert head.type == 14 and head.ne == want.ne
+        got = gguf.quants.dequantize(head.read().reshape(head.rows, -1), gguf.GGMLQuantizationType.Q6_K)
+        x = want.read_bits().view(np.float16).astype(np.float32)
+        assert 0.001 < np.sqrt(np.mean((got - x) ** 2) / np.mean(x**2)) < 0.03
+        offset, nbytes = head.offset, head.nbytes
+    verified = macko("verify", out, DEMO)
+    assert verified.code == 0 and "q6_K" in verified.out
+    prompt = (DEMO.parent / "sample.txt").read_text()[:600]
+    assert macko("restore", out, tmp_path / "d.gguf").code == 0
+    assert greedy(open_model(out), 8, prompt) == greedy(open_model(tmp_path / "d.gguf"), 8, prompt)
+    data = bytearray(out.read_bytes())
+    for at in range(offset + 208, offset + nbytes, 210):
+        data[at + 1] ^= 4  # super-block scales: 16 times as large or small
+    out.write_bytes(data)
+    verified = macko("verify", out, DEMO)
+    assert verified.code == 1 and "token_embd.weight: the error is too large" in verified.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["macko", "--target-bpw", "5"], "needs type auto"),
+        (["auto", "--target-bpw", "-1"], "a number above 0"),
+        (["macko-q4_0", "--imatrix", DEMO], "not 'imatrix'"),
+        (["macko-q4_0", "--output-tensor-type", "q9_0"], "unknown type; known: q8_0"),
+        (["macko-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),
+    ],
+)
+def test_wrong_option_leaves_a_file(tmp_path, macko, arguments, message):
+    dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.3))
+    done = macko("convert", dense, tmp_path / "s.gguf", *arguments)
+    assert done.code == 1 and message in done.err and done.err.count("\n") == 1, done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.gguf"]
 
 
 def sparse_of(path) -> dict:
@@ -148,7 +315,9 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
             assert x.read().tobytes() == y.read().tobytes(), x.name
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
-    assert {name.rsplit("-", 1)[0] for name in storage} == {"dense", kind} and shown["format_version"] == 3
+    assert {name.rsplit("-", 1)[0] for name in storage} == {"dense", kind} and shown["format_version"] == (
+        4 if kind == "macko-q5_0" else 3
+    )
     assert macko("convert", sparse, again, "macko").code == 0  # a source like any other
     assert macko("verify", again, dense).code == 0
 
@@ -156,7 +325,19 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
 def test_file_is_not_what_the_specification_says(tmp_path, macko):
     """Read with gguf-py and decoded with the NumPy twin and gguf-py's dequantizers: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", DEMO, sparse, "macko-q8_0", "--tensor-type", "ffn_up=macko-q4_0", "--tensor-type", "ffn_down=packed").code == 0
+    assert (
+        macko(
+            "convert",
+            DEMO,
+            sparse,
+            "macko-q8_0",
+            "--tensor-type",
+            "ffn_up=macko-q4_0",
+            "--tensor-type",
+            "ffn_down=packed",
+        ).code
+        == 0
+    )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
     assert keys["macko.version"] == keys["macko.min_reader_version"] == 3

@@ -34,6 +34,25 @@ def run(macko, made, *args):
     return macko("report", model, *args, *common)
 
 
+def test_conversions_are_not_those_asked_for(made, macko, tmp_path):
+    """Types at the end of `--convert`, each for the given file; quantized ones are told apart."""
+    _, model, _ = made
+    pruned = tmp_path / "pruned.gguf"
+    assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
+    conversions = ("macko", "macko-q8_0 --token-embedding-type q8_0", "macko-q4_0", "auto --target-bpw 8")
+    done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
+    assert done.code == 0, done.err
+    results = json.loads(done.out)["models"]
+    names = ["model", "pruned macko", "pruned macko-q8_0", "pruned macko-q4_0", "pruned auto 8 bpw"]
+    assert [r["model"] for r in results] == names
+    kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
+    assert [r["kind"] for r in results] == kinds
+    assert results[4]["bpw"] <= 8 and results[2]["nbytes"] < results[1]["nbytes"]
+    for bad in ("macko --dry-run", "macko --no-such-option", "macko-q9_0"):
+        done = run(macko, made, pruned, "--types", "", "--convert", bad)
+        assert done.code == 1 and done.err.strip().count("\n") == 0, done.err
+
+
 def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
     pytest.importorskip("matplotlib")
     folder, model, text = made

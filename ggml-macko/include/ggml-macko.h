@@ -71,6 +71,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_F32  = 0,
     GGML_MACKO_TYPE_F16  = 1,
     GGML_MACKO_TYPE_Q4_0 = 2,
+    GGML_MACKO_TYPE_Q5_0 = 6,
     GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
 };
@@ -166,7 +167,7 @@ struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
     int64_t         rows;
     int64_t         cols;
     int32_t         type;       // of the dense matrix: F32, F16 or BF16
-    int32_t         value_type; // the same, or Q8_0 or Q4_0
+    int32_t         value_type; // the same, or Q8_0, Q5_0 or Q4_0
     int32_t         index_bits; // 0: a bitmap; 2, 4, 8: gap codes
     int64_t         nnz;
     int64_t         n_values, n_index, n_row_ptr;
@@ -230,7 +231,7 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
     const char * format;        // "macko", "ec-csr" or "packed"
     int32_t      type;          // dense ggml type
-    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0 or Q4_0
+    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0, Q5_0 or Q4_0
     int32_t      delta_bits;    // of packed 0 for a bitmap
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape

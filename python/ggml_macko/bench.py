@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import bench_gpu, bindings, console, errors
+from . import bench_gpu, bindings, console, errors, ggml_quants
 from .generate import gpu_layers
 from .gguf_files import AtomicOutput, Model
 from .restore import restore
@@ -45,9 +45,7 @@ class GgmlMatVec:
     """ggml's own y = W x on the CPU, for n_copies dense random matrices."""
 
     def __init__(self, type_id: int, rows: int, cols: int, n_copies: int):
-        import llama_cpp  # noqa: F401  loads ggml
-
-        self._base = base = ctypes.CDLL("libggml-base.so.0")
+        self._base = base = ggml_quants.library()
         self._cpu = ctypes.CDLL("libggml-cpu.so.0")
         pointer, i64 = ctypes.c_void_p, ctypes.c_int64
         for library, name, result, arguments in (
@@ -60,8 +58,6 @@ class GgmlMatVec:
             (base, "ggml_mul_mat", pointer, [pointer, pointer, pointer]),
             (base, "ggml_new_graph", pointer, [pointer]),
             (base, "ggml_build_forward_expand", None, [pointer, pointer]),
-            (base, "ggml_row_size", ctypes.c_size_t, [ctypes.c_int, i64]),
-            (base, "ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]),
             (self._cpu, "ggml_graph_compute_with_ctx", ctypes.c_int, [pointer, pointer, ctypes.c_int]),
         ):
             getattr(library, name).restype = result
@@ -76,7 +72,8 @@ class GgmlMatVec:
         rng = np.random.default_rng(1)
         values = rng.standard_normal(cols, dtype=np.float32)
         ctypes.memmove(base.ggml_get_data(x), values.ctypes.data, values.nbytes)
-        pattern = random_rows(base, type_id, min(rows, 64), cols, rng)  # repeated: quantizing all rows takes longer
+        # repeated: quantizing all rows takes longer
+        pattern = ggml_quants.quantize(rng.standard_normal((min(rows, 64), cols), dtype=np.float32), type_id).tobytes()
         self._graph = base.ggml_new_graph(self._context)
         for _ in range(n_copies):
             w = base.ggml_new_tensor_2d(self._context, type_id, cols, rows)
@@ -91,13 +88,6 @@ class GgmlMatVec:
 
     def close(self) -> None:
         self._base.ggml_free(self._context)
-
-
-def random_rows(base: ctypes.CDLL, type_id: int, rows: int, cols: int, rng: np.random.Generator) -> bytes:
-    values = rng.standard_normal((rows, cols), dtype=np.float32)
-    out = ctypes.create_string_buffer(base.ggml_row_size(type_id, cols) * rows)
-    base.ggml_quantize_chunk(type_id, values.ctypes.data, out, 0, rows, cols, None)
-    return out.raw
 
 
 def bench_matrix(rows: int, cols: int, densities: list, n_threads: int, repetitions: int) -> list:

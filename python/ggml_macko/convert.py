@@ -8,15 +8,16 @@ The result is read back and compared with the source before it gets its name.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from . import bindings, console, ec_csr, errors, formats, packed, weights
+from . import bindings, console, ec_csr, errors, formats, ggml_quants, imatrix, mixture, packed, quantize, weights
 from .gguf_files import (
     MAX_NAME,
     AtomicOutput,
@@ -39,6 +40,7 @@ COMPONENTS = {
     PACKED: packed.ARRAYS,
 }
 FORMAT_VERSION = {MACKO: 1, EC_CSR: 2, PACKED: 3}
+VALUE_VERSION = {packed.TYPE_Q5_0: 4}  # of value types that came later
 MAX_SUFFIX = max(len(c) + 1 for components in COMPONENTS.values() for c in components)
 TYPE_I8, TYPE_I16, TYPE_I32 = 24, 25, 26  # ggml type ids of components
 
@@ -51,11 +53,12 @@ TYPES = {
     **{f"macko-d{b}": ((MACKO, b),) for b in formats.DELTA_BITS},
     "ec-csr": _EC_CSR,
     **{f"ec-csr-{b}": ((EC_CSR, b),) for b in ec_csr.DELTA_BITS},
-    "auto": _MACKO + _EC_CSR,
+    "auto": (*_MACKO, *_EC_CSR, (PACKED, SMALLEST)),
     "packed": ((PACKED, SMALLEST),),
     **{f"macko-{name}": ((PACKED, SMALLEST),) for name in packed.QUANT_NAMES.values()},
 }
 QUANT_TYPES = {f"macko-{name}": type_id for type_id, name in packed.QUANT_NAMES.items()}  # the lossy ones
+MIXED = ("macko", "packed", *QUANT_TYPES)  # what --target-bpw chooses from
 
 
 def storage_name(fmt: str, delta_bits: int, value_type: int | None = None) -> str:
@@ -80,6 +83,8 @@ class Plan:
     components: tuple = ()  # (ggml type, elements, bytes) of each
     spooled_at: int = -1  # where an EC-CSR or packed tensor's arrays wait
     value_type: int | None = None  # of packed
+    dense_type: int | None = None  # ggml type that a dense tensor is quantized to
+    error: float = 0.0  # if measured: quantize.error_of what is stored
 
     @property
     def density(self) -> float | None:
@@ -87,7 +92,9 @@ class Plan:
 
     @property
     def type(self) -> str:
-        return DENSE if self.format == DENSE else storage_name(self.format, self.delta_bits, self.value_type)
+        if self.format == DENSE:
+            return DENSE if self.dense_type is None else type_name(self.dense_type)
+        return storage_name(self.format, self.delta_bits, self.value_type)
 
     @property
     def break_even(self) -> float | None:
@@ -98,15 +105,14 @@ class Plan:
             return None
         bits = formats.value_bits(self.tensor.type)
         if self.format == PACKED:  # a bitmap; at most one bit per weight
-            bits_value = {packed.TYPE_Q8_0: 8.5, packed.TYPE_Q4_0: 4.5}.get(self.value_type, bits)
-            return (bits - 1 - 32 / self.tensor.cols) / bits_value if bits_value == bits else 1.0
+            return 1.0 if self.value_type in packed.QUANT_NAMES else (bits - 1 - 32 / self.tensor.cols) / bits
         widths = (self.delta_bits,) if self.delta_bits else formats.DELTA_BITS
         return max(formats.break_even_density(self.tensor.cols, b, bits) for b in widths)
 
     def new_tensors(self) -> list:
         t = self.tensor
         if self.format == DENSE:
-            return [NewTensor(t.name, t.type, t.ne, t.nbytes)]
+            return [NewTensor(t.name, *(self.components[0] if self.components else (t.type, t.ne, t.nbytes)))]
         return [
             NewTensor(f"{t.name}.{c}", type_id, (n,), nbytes)
             for c, (type_id, n, nbytes) in zip(COMPONENTS[self.format], self.components)
@@ -140,8 +146,7 @@ def _packed_components(m: packed.PackedMatrix) -> tuple:
 
 
 def _arrays(m: ec_csr.EcCsrMatrix | packed.PackedMatrix) -> list:
-    names = packed.ARRAYS if isinstance(m, packed.PackedMatrix) else ec_csr.ARRAYS
-    return [getattr(m, name) for name in names]
+    return [getattr(m, name) for name in (packed if isinstance(m, packed.PackedMatrix) else ec_csr).ARRAYS]
 
 
 class Spool:
@@ -160,12 +165,12 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
-    def put(self, m: ec_csr.EcCsrMatrix | packed.PackedMatrix) -> int:
-        """Keeps the arrays, one behind the other; returns where. Without a folder nothing is kept."""
+    def put(self, arrays: list) -> int:
+        """Keeps them, one behind the other; returns where. Without a folder nothing is kept."""
         if self._file is None:
             return -1
         at = self._file.seek(0, 2)
-        for array in _arrays(m):
+        for array in arrays:
             self._file.write(memoryview(array).cast("B"))
         return at
 
@@ -184,6 +189,18 @@ class Options:
     drop_negative_zeros: bool = False
     n_threads: int = 0
     extraction: bindings.EcCsrOptions = bindings.EcCsrOptions()
+    imatrix: imatrix.Imatrix | None = None  # what the error of a quantized weight counts
+    dense_types: tuple = ()  # (tensor name, key of ggml_quants.DENSE_TYPES): dense tensors that are quantized
+    target_bpw: float | None = None  # bits per weight of the file at most, with type auto
+    measure: bool = False  # fill in Plan.error
+
+    def asked(self, t: Tensor) -> str | None:
+        """The type that an override gives to a tensor."""
+        return next((name for pattern, name in self.overrides if pattern.search(t.name)), None)
+
+    def fixed(self, t: Tensor) -> bool:
+        """The user has said what becomes of this tensor."""
+        return self.asked(t) is not None or t.name in dict(self.dense_types)
 
 
 def read_weights(t: Tensor, options: Options, quantize: bool = False) -> tuple:
@@ -198,13 +215,16 @@ def read_weights(t: Tensor, options: Options, quantize: bool = False) -> tuple:
 
 
 def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Plan:
-    asked = next((name for pattern, name in options.overrides if pattern.search(t.name)), None)
+    asked = options.asked(t)
     wanted = asked or options.type
     n_negative_zeros = 0
 
     def stay(reason: str, count: bindings.Count | None = None) -> Plan:
         return Plan(t, DENSE, 0, reason, align(t.nbytes, alignment), count, n_negative_zeros)
 
+    dense_type = dict(options.dense_types).get(t.name)
+    if dense_type is not None:
+        return plan_dense(t, dense_type, options, alignment, spool)
     if not weights.is_multiplied(t.name, len(t.ne)):
         return stay("llama.cpp does not only multiply with it" if asked and asked != DENSE else "")
     if wanted == DENSE:
@@ -235,10 +255,12 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
             components = _macko_components(t, delta_bits, count)
         elif fmt == PACKED:
             try:
-                encoded = bindings.packed_encode(bits, t.type, value_type, delta_bits, options.n_threads)
+                encoded = encode_packed(bits, t, value_type, options)
             except errors.MackoError as e:
                 if e.code not in (errors.LIMIT, errors.NOT_FINITE):
                     raise
+                if len(TYPES[wanted]) > 1:
+                    continue
                 return stay(str(e), count)
             delta_bits, components = encoded.index_bits, _packed_components(encoded)
         else:
@@ -257,20 +279,84 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if nbytes >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", count)
-    at = spool.put(encoded) if encoded is not None else -1
-    reason = _why(found) if wanted == "auto" else ""
-    return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at, value_type)
+    at = spool.put(_arrays(encoded)) if encoded is not None else -1
+    error = 0.0
+    if options.measure and value_type in packed.QUANT_NAMES:
+        decoded = bindings.decode(encoded, options.n_threads)
+        error = quantize.error_of(bits, decoded, t.type, quantize.column_weights(options.imatrix, t))
+    reason = _why(found) if wanted == "auto" else f"error {math.sqrt(error):.2%}" if options.measure else ""
+    return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at, value_type, None, error)
+
+
+def encode_packed(bits: np.ndarray, t: Tensor, value_type: int, options: Options) -> packed.PackedMatrix:
+    if value_type == t.type:
+        return bindings.packed_encode(bits, t.type, value_type, SMALLEST, options.n_threads)
+    return quantize.non_zeros(bits, t.type, value_type, quantize.column_weights(options.imatrix, t), options.n_threads)
+
+
+def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> Plan:
+    """A tensor that stays dense, in a quantized type. Raises MackoError if it cannot have that type."""
+    type_id = ggml_quants.DENSE_TYPES[name]
+    block = ggml_quants.block_size(type_id)
+    if not weights.is_value_type(t.type) or t.cols % block:
+        why = f"{t.cols} columns are no multiple of {block}" if t.cols % block else f"it is {type_name(t.type)} already"
+        raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {name}: {why}")
+    bits = t.read_bits(options.n_threads)
+    n_nonfinite = bindings.count_dense(bits, t.type, options.n_threads).n_nonfinite
+    if n_nonfinite:
+        raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n_nonfinite} values are not finite")
+    data = quantize.dense(bits, t, type_id, quantize.column_weights(options.imatrix, t), options.n_threads)
+    new = ((type_id, t.ne, data.nbytes),)
+    return Plan(t, DENSE, 0, "", align(data.nbytes, alignment), None, 0, new, spool.put([data]), None, type_id)
 
 
 def _why(found: list) -> str:
     """What auto chose from: the smallest of each format."""
-    best = [min((x for x in found if x[1] == fmt), default=None, key=lambda x: x[0]) for fmt in (MACKO, EC_CSR)]
+    best = [min((x for x in found if x[1] == fmt), default=None, key=lambda x: x[0]) for fmt in COMPONENTS]
     ranked = sorted((x for x in best if x is not None), key=lambda x: x[0])
     return "smallest: " + ", ".join(f"{storage_name(x[1], x[2])} {console.size(x[0]).strip()}" for x in ranked)
 
 
 def plan_model(model: Model, options: Options, spool: Spool) -> list:
+    if options.target_bpw is not None:
+        return plan_for_target(model, options, spool)
     return [plan_tensor(t, options, model.alignment, spool) for t in model.tensors]
+
+
+def plan_for_target(model: Model, options: Options, spool: Spool) -> list:
+    """The types with the least error, for each tensor, that keep the file within options.target_bpw. Each is tried; what
+    is chosen is made again, so that no more than one form of a tensor is kept.
+    """
+    candidates = []
+    for t in model.tensors:
+        is_free = weights.is_multiplied(t.name, len(t.ne)) and not options.fixed(t)
+        if is_free:
+            console.log(f"{t.name}: trying types ..")
+        names = MIXED if is_free else (options.type,)
+        tried = [replace(options, type=name, measure=True) for name in names]
+        candidates.append([(o.type, plan_tensor(t, o, model.alignment, Spool(None))) for o in tried])
+    limit = int(options.target_bpw * sum(t.n_elements for t in model.tensors) / 8)
+    chosen = mixture.choose(
+        [[(p.nbytes, p.error * p.tensor.n_elements) for _, p in c] for c in candidates],
+        lambda picks: output_nbytes(model, [c[i][1] for c, i in zip(candidates, picks)]),
+        limit,
+    )
+    if isinstance(chosen, int):
+        least = chosen * 8 / sum(t.n_elements for t in model.tensors)
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"--target-bpw {options.target_bpw:g} cannot be reached; the least is {least:.3f}"
+        )
+    return [
+        plan_tensor(c[i][1].tensor, replace(options, type=c[i][0], measure=True), model.alignment, spool)
+        for c, i in zip(candidates, chosen)
+    ]
+
+
+def output_nbytes(model: Model, plans: list) -> int:
+    """Size of the file."""
+    return file_nbytes(
+        model.keys + sparse_keys(plans), [new for p in plans for new in p.new_tensors()], model.alignment
+    )
 
 
 def sparse_keys(plans: list) -> list:
@@ -279,7 +365,7 @@ def sparse_keys(plans: list) -> list:
     if not sparse:
         return []
     ne = [x for p in sparse for x in (*p.tensor.ne, 1, 1, 1)[:4]]
-    version = max(FORMAT_VERSION[p.format] for p in sparse)
+    version = max(VALUE_VERSION.get(p.value_type, FORMAT_VERSION[p.format]) for p in sparse)
     return [
         make_key("macko.version", "u32", version),
         make_key("macko.min_reader_version", "u32", version),
@@ -307,7 +393,7 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
     )
     for i, p in enumerate(plans):
         t = p.tensor
-        if p.format == DENSE:
+        if p.format == DENSE and p.dense_type is None:
             writer.write(t.blocks())
             what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
         else:
@@ -316,8 +402,11 @@ def write_model(model: Model, plans: list, output: AtomicOutput, options: Option
             else:
                 m = encode_as_planned(model, p, options)
                 arrays = [m.values, m.deltas, m.row_ptr]
-            for array in arrays:
-                writer.write([array])
+            if p.format == DENSE:
+                writer.write(arrays)
+            else:
+                for array in arrays:
+                    writer.write([array])
             nbytes = sum(a.nbytes for a in arrays)
             what = f"converting to {p.type} .. size = {console.size(t.nbytes)} -> {console.size(nbytes)}"
             what += f" ({p.reason})" if p.reason else ""
@@ -351,8 +440,8 @@ HELP = "store a pruned model sparse"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
-        "everything else as it is. Lossless, but for macko-q8_0 and macko-q4_0: the result is read back and compared bit "
-        "for bit (quantized: within the type's error, zeros kept) before it gets its name."
+        "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for bit "
+        "(quantized: within the type's error, zeros kept) before it gets its name."
     )
     parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
@@ -363,9 +452,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="macko",
         help="macko: the number of delta bits that makes each tensor smallest (default); "
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
-        "columns, in the same way; takes seconds per tensor. auto: whatever of these is smallest for each tensor. packed: "
-        "non-zeros without fillers behind a bitmap or gap codes, lossless. macko-q8_0, macko-q4_0: the same with the "
-        "non-zeros quantized (lossy)",
+        "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap codes. "
+        "auto: whatever of these lossless types is smallest for each tensor. macko-q8_0, macko-q5_0, macko-q4_0: packed, "
+        "with the non-zeros quantized (lossy)",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument(
@@ -403,6 +492,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)"
     )
+    parser.add_argument(
+        "--imatrix",
+        metavar="FNAME",
+        help="quantized types: weigh errors by the inputs of a calibration text (macko calibrate, llama-imatrix)",
+    )
+    parser.add_argument(
+        "--target-bpw",
+        type=float,
+        metavar="X",
+        help=f"with auto: for each tensor one of {', '.join(MIXED)}, so that the whole file has at most X bits per weight "
+        "and the sum of relative squared errors is least",
+    )
+    dense_types = ", ".join(ggml_quants.DENSE_TYPES)
+    parser.add_argument(
+        "--output-tensor-type",
+        metavar="TYPE",
+        help=f"quantize output.weight (or the embedding that stands for it) and keep it dense: {dense_types}",
+    )
+    parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
@@ -423,18 +531,55 @@ def parse_override(text: str) -> tuple:
         raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {text}: {e}") from e
 
 
-def run(args: argparse.Namespace) -> int:
-    started = time.monotonic()
-    if args.dry_run and args.output and args.output.lower() in TYPES:  # `convert IN macko --dry-run`
-        args.output, args.type = None, args.output
+def dense_types_of(model: Model, output: str | None, embedding: str | None) -> tuple:
+    """Options.dense_types: the embedding is the output head, too, in a model that has no other."""
+    out = {}
+    names = {t.name for t in model.tensors}
+    for option, name in (("--output-tensor-type", output), ("--token-embedding-type", embedding)):
+        if name is None:
+            continue
+        if name.lower() not in ggml_quants.DENSE_TYPES:
+            known = ", ".join(ggml_quants.DENSE_TYPES)
+            raise errors.error(errors.BAD_ARGUMENT, f"{option} {name}: unknown type; known: {known}")
+        head = weights.HEAD if option == "--output-tensor-type" and weights.HEAD in names else weights.EMBEDDING
+        out[head] = name.lower()
+    return tuple(out.items())
+
+
+def options_of(args: argparse.Namespace, model: Model) -> Options:
+    """Raises MackoError for what does not fit together, or the model."""
     overrides = tuple(parse_override(text) for text in args.tensor_type)
     if not 0 <= args.seed < 2**64 or not all(0 <= n < 2**31 for n in (args.granularity, args.min_columns)):
         raise errors.error(errors.BAD_ARGUMENT, "--seed, --granularity or --min-columns is out of range")
     extraction = bindings.EcCsrOptions(args.granularity, args.min_columns, True, args.seed)
-    options = Options(parse_type(args.type), overrides, args.drop_negative_zeros, args.nthreads, extraction)
+    kind = parse_type(args.type)
+    if args.target_bpw is not None and (kind != "auto" or not 0 < args.target_bpw < 64):
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"--target-bpw {args.target_bpw:g}: needs type auto and a number above 0"
+        )
+    statistics = imatrix.read(args.imatrix) if args.imatrix else None
+    if statistics is not None:
+        statistics.check_model(model)
+    return Options(
+        kind,
+        overrides,
+        args.drop_negative_zeros,
+        args.nthreads,
+        extraction,
+        statistics,
+        dense_types_of(model, args.output_tensor_type, args.token_embedding_type),
+        args.target_bpw,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if args.dry_run and args.output and args.output.lower() in TYPES:  # `convert IN macko --dry-run`
+        args.output, args.type = None, args.output
     if not args.output and not args.dry_run:
         raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
     with Model(args.input) as model:
+        options = options_of(args, model)
         if args.dry_run:
             plans = plan_model(model, options, Spool(None))
             print_plan(plans)
@@ -487,8 +632,7 @@ def print_plan(plans: list) -> None:
 
 def print_totals(model: Model, plans: list, options: Options) -> None:
     n_elements = sum(t.n_elements for t in model.tensors)
-    tensors = [new for p in plans for new in p.new_tensors()]
-    nbytes = file_nbytes(model.keys + sparse_keys(plans), tensors, model.alignment)
+    nbytes = output_nbytes(model, plans)
     print(console.model_line("model size", model.nbytes, n_elements))
     print(console.model_line("macko size", nbytes, n_elements))
     n_dense = sum(bool(p.reason) and p.format == DENSE for p in plans)

@@ -14,9 +14,10 @@ import numpy as np
 from . import errors, formats
 
 BLOCK = 32  # values that share a scale
-TYPE_Q4_0, TYPE_Q8_0 = 2, 8  # ggml type ids
-QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q4_0: "q4_0"}
-BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q4_0: 18}
+TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
+QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q5_0: "q5_0", TYPE_Q4_0: "q4_0"}
+BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q5_0: 22, TYPE_Q4_0: 18}
+Q_RANGE = {TYPE_Q8_0: (-127, 127), TYPE_Q5_0: (-16, 15), TYPE_Q4_0: (-8, 7)}
 BITMAP = 0  # index_bits; else bits of a gap code
 INDEX_BITS = (BITMAP, 2, 4, 8)
 ARRAYS = ("values", "index", "row_ptr")  # the order of the components in a file
@@ -29,7 +30,7 @@ class PackedMatrix:
     rows: int
     cols: int
     type: int  # of the dense matrix
-    value_type: int  # the same, or TYPE_Q8_0 or TYPE_Q4_0
+    value_type: int  # the same, or one of QUANT_NAMES
     index_bits: int
     nnz: int
     values: np.ndarray  # bit patterns, or bytes (uint8) if quantized
@@ -84,7 +85,8 @@ def quantize(values: np.ndarray, value_type: int) -> np.ndarray:
     """uint8 (blocks, bytes) of float32 values, as many as fill blocks; ggml's reference rounding."""
     x = values.reshape(-1, BLOCK)
     extreme = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
-    d = np.abs(extreme) / np.float32(127) if value_type == TYPE_Q8_0 else extreme / np.float32(-8)
+    low = Q_RANGE[value_type][0]
+    d = np.abs(extreme) / np.float32(127) if value_type == TYPE_Q8_0 else extreme / np.float32(low)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / d
         scale = d.astype(np.float16)
@@ -94,11 +96,20 @@ def quantize(values: np.ndarray, value_type: int) -> np.ndarray:
     scaled = x * inverse
     if value_type == TYPE_Q8_0:
         whole = np.floor(np.abs(scaled))
-        q = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled).astype(np.int8).view(np.uint8)  # ties away from 0
+        q = np.copysign(whole + (np.abs(scaled) - whole >= 0.5), scaled).astype(np.int8)  # ties away from 0
     else:
-        q8 = np.minimum(15, (scaled + np.float32(8.5)).astype(np.uint8))
-        q = q8[:, :16] | q8[:, 16:] << 4
-    return np.concatenate([scale.view(np.uint8), q], axis=1)
+        q = np.minimum(-2 * low - 1, (scaled + np.float32(0.5 - low)).astype(np.uint8)).astype(np.int8) + np.int8(low)
+    return pack_blocks(scale, q, value_type)
+
+
+def pack_blocks(scale: np.ndarray, q: np.ndarray, value_type: int) -> np.ndarray:
+    """uint8 (blocks, bytes) of float16 scales (blocks, 1) and int8 q (blocks, BLOCK)."""
+    if value_type == TYPE_Q8_0:
+        return np.concatenate([scale.view(np.uint8), q.view(np.uint8)], axis=1)
+    u = (q - np.int8(Q_RANGE[value_type][0])).view(np.uint8)
+    nibbles = (u[:, :16] & 15) | (u[:, 16:] & 15) << 4
+    fifth = [np.packbits(u >> 4, axis=1, bitorder="little")] if value_type == TYPE_Q5_0 else []
+    return np.concatenate([scale.view(np.uint8), *fifth, nibbles], axis=1)
 
 
 def dequantize(values: np.ndarray, value_type: int) -> tuple:
@@ -108,7 +119,12 @@ def dequantize(values: np.ndarray, value_type: int) -> tuple:
     if value_type == TYPE_Q8_0:
         q = blocks[:, 2:].view(np.int8).astype(np.int64)
     else:
-        q = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1).astype(np.int64) - 8
+        q = (
+            np.concatenate([blocks[:, -16:] & 15, blocks[:, -16:] >> 4], axis=1).astype(np.int64)
+            + Q_RANGE[value_type][0]
+        )
+        if value_type == TYPE_Q5_0:
+            q += 16 * np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little").astype(np.int64)
     return np.broadcast_to(d, q.shape).reshape(-1), q.reshape(-1)
 
 
@@ -185,12 +201,23 @@ def decode(m: PackedMatrix) -> np.ndarray:
     return dense
 
 
-def error_bound(m: PackedMatrix) -> np.ndarray:
-    """How far each non-zero's dense value may be from what was quantized: half a step of Q8_0, a whole one of Q4_0 (q ends
-    at 7 on one side), the rounding of the scale to F16 and that of the product to the dense type.
+def nearest_q(values: np.ndarray, d: np.ndarray, value_type: int) -> np.ndarray:
+    """The q whose d * q is nearest to each value; 0 where d is 0."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        q = np.clip(np.rint(values / d), *Q_RANGE[value_type])
+    return np.where(d == 0, 0, q).astype(np.int8)
+
+
+def error_bound(m: PackedMatrix, source: np.ndarray) -> np.ndarray:
+    """How far each non-zero's dense value may be from `source`, the values (float32) that were quantized: as far as the
+    nearest d * q, and the rounding of the scale to F16 and of the product to the dense type. A value that twice the
+    largest |q| does not reach has no business with this scale (searched scales cut off less than half).
     """
     d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
-    d = np.abs(d.astype(np.float64))
-    step, most = (0.5001, 128) if m.value_type == TYPE_Q8_0 else (1.0001, 9)
+    d, source = d.astype(np.float64), source.astype(np.float64)
+    most = 2 - Q_RANGE[m.value_type][0]
+    scale_error = 2 * most * (np.abs(d) * 2.0**-11 + 2.0**-25)  # twice: it may turn a q just beside a tie
+    nearest = np.abs(source - d * nearest_q(source, d, m.value_type)) + 1e-4 * np.abs(d)
     digits = {formats.TYPE_F16: 11, formats.TYPE_BF16: 8, formats.TYPE_F32: 24}[m.type]
-    return step * d + most * (d * 2.0**-11 + 2.0**-25) + np.abs(q) * d * 2.0**-digits + 2.0**-24
+    reached = np.abs(source) <= 2 * most * np.abs(d) + scale_error
+    return np.where(reached, nearest, 0) + scale_error + np.abs(q * d) * 2.0**-digits + 2.0**-24

@@ -11,29 +11,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import io
 import os
 import shlex
 import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 from . import bench, console, convert, errors, likelihood, prune
 from .generate import gpu_layers
 from .gguf_files import AtomicOutput, Model
 from .text_model import N_CTX, TextModel
 
-DENSE, QUANTIZED, SPARSE = "dense", "quantized", "sparse"
+DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED = "dense", "quantized", "sparse", "sparse quantized"
 PLOTS = {".png": b"\x89PNG", ".svg": b"<?xm"}  # suffix -> what such a file starts with
 
 # ---- the forms of a model ----
 
 
 class Forms:
-    """(label, kind, path) of each form, made in a folder."""
+    """(label, kind, path) of each form, made in a folder. conversions: arguments of `macko convert`, behind IN and OUT."""
 
-    def __init__(self, dense: Path, folder: Path, n_threads: int):
+    def __init__(self, dense: Path, folder: Path, n_threads: int, conversions: list):
         self._dense, self._folder, self._n_threads = dense, folder, n_threads
+        self._conversions = conversions or ["macko --drop-negative-zeros"]
         with Model(dense) as model:
             if model.is_sparse:
                 raise errors.error(errors.BAD_ARGUMENT, f"{dense}: is a sparse file; the dense model comes first")
@@ -61,37 +64,49 @@ class Forms:
                     errors.BAD_ARGUMENT,
                     f"{path}: has other tensors than {self._dense}: not a variant of the same model",
                 )
-            if not model.is_sparse:
-                converted = self._folder / f"sparse-{len(self.list)}.gguf"
-                options = convert.Options(drop_negative_zeros=True, n_threads=self._n_threads)
-                with AtomicOutput(converted, model.paths) as output, convert.Spool(self._folder) as spool:
-                    plans = convert.plan_model(model, options, spool)
-                    convert.write_model(model, plans, output, options, spool)
-                    convert.check_and_commit(model, output, self._n_threads, equal_zeros=True)
-                path, label = converted, label or path.stem
-        self._add(label or path.stem, SPARSE, path)
+            if model.is_sparse:
+                kind = SPARSE_QUANTIZED if any(t.is_quantized for t in model.tensors) else SPARSE
+                self._add(label or path.stem, kind, path)
+                return
+            for arguments in self._conversions:
+                self._convert(model, label or path.stem, arguments)
+
+    def _convert(self, model: Model, label: str, arguments: str) -> None:
+        converted = self._folder / f"sparse-{len(self.list)}.gguf"
+        args = parse_arguments(convert, "--convert", arguments, [str(model.path), str(converted)])
+        options = dataclasses.replace(convert.options_of(args, model), n_threads=self._n_threads)
+        with AtomicOutput(converted, model.paths) as output, convert.Spool(self._folder) as spool:
+            plans = convert.plan_model(model, options, spool)
+            convert.write_model(model, plans, output, options, spool)
+            lost = convert.check_and_commit(model, output, self._n_threads, options.drop_negative_zeros)
+        if len(self._conversions) > 1:
+            target = f" {options.target_bpw:g} bpw" if options.target_bpw is not None else ""
+            label = f"{label} {options.type}{target}"
+        self._add(label, SPARSE_QUANTIZED if lost else SPARSE, converted)
 
     def add_pruned(self, arguments: str) -> None:
         """arguments: options of `macko prune`."""
         path = self._folder / "pruned.gguf"
-        parser = argparse.ArgumentParser(prog="--prune", allow_abbrev=False, exit_on_error=False)
-        prune.add_arguments(parser)
-        try:
-            args, unknown = parser.parse_known_args(
-                [*shlex.split(arguments), "--force", "--", str(self._dense), str(path)]
-            )
-        except (argparse.ArgumentError, ValueError) as e:
-            raise errors.error(errors.BAD_ARGUMENT, f"--prune {arguments}: {e}") from e
-        if unknown or args.dry_run:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"--prune {arguments}: {' '.join(unknown) or '--dry-run'}: not here"
-            )
+        args = parse_arguments(prune, "--prune", arguments + " --force", [str(self._dense), str(path)])
         with contextlib.redirect_stdout(io.StringIO()):
             prune.run(args)
         how_many = f"{args.pattern}" if args.pattern else f"{float(prune.parse_sparsity(args.sparsity)):.0%}"
         how = "".join([f" per {args.per}"] * bool(args.per) + [" owl"] * (args.allocation == "owl"))
         self.add_file(path, f"{args.method} {how_many}{how}{' sequential' if args.sequential else ''}")
         path.unlink()
+
+
+def parse_arguments(module: ModuleType, option: str, text: str, paths: list) -> argparse.Namespace:
+    """The arguments of another tool, given as one of an option's here. Raises MackoError."""
+    parser = argparse.ArgumentParser(prog=option, allow_abbrev=False, exit_on_error=False)
+    module.add_arguments(parser)
+    try:
+        args, unknown = parser.parse_known_args([*paths, *shlex.split(text)])
+    except (argparse.ArgumentError, ValueError) as e:
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
+    if unknown or args.dry_run:
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+    return args
 
 
 def quantize(source: Path, output: Path, name: str, n_threads: int) -> None:
@@ -174,8 +189,8 @@ def print_table(results: list, args: argparse.Namespace) -> None:
 
 # ---- plot ----
 
-_COLORS = {DENSE: "black", QUANTIZED: "tab:orange", SPARSE: "tab:blue"}
-_MARKERS = {DENSE: "s", QUANTIZED: "o", SPARSE: "D"}
+_COLORS = {DENSE: "black", QUANTIZED: "tab:orange", SPARSE: "tab:blue", SPARSE_QUANTIZED: "tab:green"}
+_MARKERS = {DENSE: "s", QUANTIZED: "o", SPARSE: "D", SPARSE_QUANTIZED: "^"}
 _LABEL_PLACES = [  # from the marker, in points
     *((0, 6, "center"), (0, -12, "center"), (6, -3, "left"), (-6, -3, "right")),
     *((4, 14, "left"), (-4, 14, "right"), (4, -20, "left"), (-4, -20, "right"), (0, 24, "center")),
@@ -200,8 +215,10 @@ def draw(figure_class: type, results: list, title: str, n_gen: int) -> object:
     if results[0]["gen_tps"]:
         panels.append(("gen_tps", f"tokens/s, generating {n_gen}"))
     for axes, (key, name) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels):
-        for kind in (DENSE, QUANTIZED, SPARSE):
+        for kind in _COLORS:
             points = [r for r in results if r["kind"] == kind]
+            if not points:
+                continue
             # no error bars: all models read the same text, so they err together
             axes.plot(
                 [r[key] for r in points], [r["ppl"] for r in points], _MARKERS[kind], color=_COLORS[kind], label=kind
@@ -267,8 +284,8 @@ HELP = "compare dense, quantized and sparse forms of a model: quality, size, spe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures perplexity, size and speed of a dense model, of llama.cpp's quantized types of it, and of sparse "
-        "variants, and prints one table; with -o also draws one plot. A dense file with zeros is converted first "
-        "(-0.0 dropped). Sizes are whole files; BPW is per parameter of the dense model."
+        "variants, and prints one table; with -o also draws one plot. A dense file with zeros is converted first. "
+        "Sizes are whole files; BPW is per parameter of the dense model."
     )
     parser.add_argument("dense", metavar="DENSE", help="the dense model, F16, BF16 or F32")
     parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of it: sparse, or dense with zeros")
@@ -286,6 +303,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTIONS",
         help="also prune DENSE with these options of `macko prune`, for example "
         "'--method wanda --sparsity 0.5 -f calibration.txt'; may be repeated",
+    )
+    parser.add_argument(
+        "--convert",
+        action="append",
+        default=[],
+        metavar="ARGUMENTS",
+        help="how dense files with zeros are converted: arguments of `macko convert`, for example 'macko-q4_0 --imatrix "
+        "imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: macko --drop-negative-zeros)",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
     parser.add_argument("--force", action="store_true", help="replace them if they exist")
@@ -330,7 +355,7 @@ def run(args: argparse.Namespace) -> int:
                 outputs[suffix] = stack.enter_context(AtomicOutput(args.output + suffix, inputs, args.force, start))
         folder = Path(args.output).resolve().parent if args.output else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-report-", dir=folder)))
-        forms = Forms(Path(args.dense), folder, threads)
+        forms = Forms(Path(args.dense), folder, threads, args.convert)
         for name in filter(None, args.types.split(",")):
             forms.add_quantized(name)
         for arguments in args.prune:

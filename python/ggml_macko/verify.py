@@ -7,10 +7,11 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+import gguf
 import numpy as np
 
 from . import console, formats, packed, weights
-from .gguf_files import Model, Tensor
+from .gguf_files import Model, Tensor, type_name
 
 
 def first_difference(
@@ -48,6 +49,15 @@ def first_difference(
 def tensor_difference(
     a: Tensor, b: Tensor, n_threads: int = 0, equal_zeros: bool = False, quantized: list | None = None
 ) -> str | None:
+    if (
+        quantized is not None
+        and _shape(a) == _shape(b)
+        and weights.is_value_type(a.type) != weights.is_value_type(b.type)
+    ):
+        source, other = (a, b) if weights.is_value_type(a.type) else (b, a)
+        error = dense_quantization_error(other, source.read_bits(n_threads), source.type)
+        quantized.append(error)
+        return error.fault
     if (a.type, _shape(a)) != (b.type, _shape(b)):
         return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
     if quantized is not None and a.is_quantized != b.is_quantized:
@@ -94,24 +104,44 @@ def quantization_error(quantized: Tensor, bits: np.ndarray, decoded: np.ndarray)
     if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
         zeros = want == 0  # -0.0 was dropped
     if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
-        fault = f"{quantized.name}: {m.nnz} weights are stored, but {bits.size - int(np.count_nonzero(zeros))} are not zero"
+        fault = (
+            f"{quantized.name}: {m.nnz} weights are stored, but {bits.size - int(np.count_nonzero(zeros))} are not zero"
+        )
     else:  # the stored weights are those that are not zero, in the same order
         beyond = np.zeros(bits.shape, dtype=bool)
-        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m)
+        beyond[~zeros] = np.abs(difference[~zeros]) > packed.error_bound(m, want[~zeros])
         for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
             if fault is None and wrong.any():
                 row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
                 fault = f"{quantized.name}: row {row}, column {column}: {what} ({want[row, column]:g}, {got[row, column]:g})"
+    return QuantizationError(quantized.name, packed.QUANT_NAMES[m.value_type], *_sizes(want, difference), fault)
+
+
+def dense_quantization_error(quantized: Tensor, bits: np.ndarray, type_id: int) -> QuantizationError:
+    """Of a dense tensor in one of ggml's types; bits: its source (rows, cols). A fault is an error that its bits do not
+    excuse: of n bits per weight 2^(2-n), 2 to 4 times what ggml's types leave of normally distributed weights.
+    """
+    want = packed.to_float(bits, type_id)
+    rows = quantized.read().reshape(quantized.rows, -1)
+    got = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(quantized.type)).reshape(want.shape)
+    sizes = _sizes(want, got - want)
+    rms = float(np.sqrt(np.mean((got - want) ** 2, dtype=np.float64) / max(np.mean(want**2, dtype=np.float64), 1e-300)))
+    limit = 2.0 ** (2 - 8 * quantized.nbytes / quantized.n_elements)
+    fault = (
+        None
+        if rms <= limit
+        else f"{quantized.name}: the error is too large (RMS {rms:.2%} of the weights, limit {limit:.2%})"
+    )
+    return QuantizationError(quantized.name, type_name(quantized.type), *sizes, fault)
+
+
+def _sizes(want: np.ndarray, difference: np.ndarray) -> tuple:
+    """Largest error; RMS of a row's error over RMS of the row: mean of the rows, and the worst."""
     power = np.einsum("ij,ij->i", want, want, dtype=np.float64)
     rows = power > 0
     relative = np.sqrt(np.einsum("ij,ij->i", difference, difference, dtype=np.float64)[rows] / power[rows])
-    return QuantizationError(
-        quantized.name,
-        packed.QUANT_NAMES[m.value_type],
-        float(np.abs(difference).max()),
-        float(relative.mean()) if rows.any() else 0.0,
-        float(relative.max()) if rows.any() else 0.0,
-        fault,
+    return float(np.abs(difference).max()), *(
+        (float(relative.mean()), float(relative.max())) if rows.any() else (0.0, 0.0)
     )
 
 
@@ -122,7 +152,7 @@ def error_line(errors_of: list) -> str:
     return (
         f"{len(errors_of)} tensors with {kinds} values: error at most {max(e.max_error for e in errors_of):.3g}, RMS "
         f"{np.mean([e.rms_relative for e in errors_of]):.2%} of a row's (worst row {worst.rms_relative_max:.2%}, in "
-        f"{worst.name}); zeros stayed zeros"
+        f"{worst.name}); zeros of sparse tensors stayed zeros"
     )
 
 

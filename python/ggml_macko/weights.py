@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from . import bindings, formats
 
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+
 
 def is_block_weight(name: str, n_dims: int) -> bool:
     """A weight matrix of a block, or the weights of its experts (3-D)."""

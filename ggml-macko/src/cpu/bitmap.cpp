@@ -1,5 +1,6 @@
 #include "cpu/bitmap.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko {
@@ -10,13 +11,16 @@ static int64_t align_part(int64_t n) {
 
 static int64_t masks_nbytes(const macko_desc & desc)   { return align_part(desc.rows * mask_words(desc.cols) * 8); }
 static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
+static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) { return is_quant_type(value_type) ? align_part(desc.rows * 4) : 0; }
+
+static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }
 
 static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
-    return values_nbytes(value_type, is_quant_type(value_type) ? packed_n_values(desc.nnz) : desc.nnz);
+    return is_quant_type(value_type) ? n_groups(desc) * quant_group_nbytes(value_type) : values_nbytes(value_type, desc.nnz);
 }
 
 int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
-    return masks_nbytes(desc) + row_off_nbytes(desc) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+    return masks_nbytes(desc) + row_off_nbytes(desc) + row_sums_nbytes(desc, value_type) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
 }
 
 bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory) {
@@ -27,7 +31,9 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
     m.type    = value_type;
     m.masks   = reinterpret_cast<uint64_t *>(base);
     m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
-    m.values  = base + masks_nbytes(desc) + row_off_nbytes(desc);
+    base += masks_nbytes(desc) + row_off_nbytes(desc);
+    m.row_sums = is_quant_type(value_type) ? reinterpret_cast<float *>(base) : nullptr;
+    m.values   = base + row_sums_nbytes(desc, value_type);
     return m;
 }
 
@@ -110,6 +116,68 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
     }
 }
 
+// ---- groups of quantized values ----
+
+// block = nullptr: one that is not there, all zeros
+static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
+    uint8_t * q = group + GROUP_SCALES_NBYTES;
+    reinterpret_cast<float *>(group)[half] = block ? float_of_f16(quant_scale_bits(block)) : 0;
+    if (type == GGML_MACKO_TYPE_Q8_0) {
+        for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+            q[half * QUANT_BLOCK + i] = block ? block[2 + i] : 0;
+        }
+        return;
+    }
+    const uint8_t * nibbles = block ? block + quant_block_nbytes(type) - 16 : nullptr;
+    for (int64_t i = 0; i < 16; i++) {
+        const unsigned both = nibbles ? nibbles[i] : 0;
+        q[i]      = static_cast<uint8_t>(half ? q[i]      | (both & 15) << 4 : both & 15);
+        q[i + 16] = static_cast<uint8_t>(half ? q[i + 16] | (both & 0xf0)    : both >> 4);
+    }
+    for (int64_t i = 0; type == GGML_MACKO_TYPE_Q5_0 && i < 4; i++) {
+        q[32 + half * 4 + i] = block ? block[2 + i] : 0;
+    }
+}
+
+static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values) {
+    const int32_t   type     = a.desc.value_type;
+    const int64_t   n_blocks = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(type), n = n_groups(a.desc.dense);
+    const uint8_t * blocks   = static_cast<const uint8_t *>(a.values);
+#pragma omp parallel for schedule(static) num_threads(n_threads)
+    for (int64_t g = 0; g < n; g++) {
+        for (int half = 0; half < 2; half++) {
+            const int64_t block = 2 * g + half;
+            put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half, values + g * quant_group_nbytes(type));
+        }
+    }
+}
+
+static double sum_of_row(const packed_arrays & a, int64_t row) {
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
+    double          sum    = 0;
+    for (int64_t k = a.row_ptr[row], end = a.row_ptr[row + 1]; k < end;) {
+        const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(a.desc.value_type);
+        const int64_t   stop  = std::min(end, (k / QUANT_BLOCK + 1) * QUANT_BLOCK);
+        int             q     = 0;
+        for (; k < stop; k++) {
+            q += quant_at(block, a.desc.value_type, k % QUANT_BLOCK);
+        }
+        sum += static_cast<double>(float_of_f16(quant_scale_bits(block))) * q;
+    }
+    return sum;
+}
+
+// value k as bits of the dense type
+template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, int32_t dense_type) {
+    const int64_t   i      = k % QUANT_GROUP, half = i / QUANT_BLOCK;
+    uint8_t       * group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);
+    const uint8_t * q      = group + GROUP_SCALES_NBYTES;
+    const int       nibble = m.type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
+    const int       value  = m.type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(q[i])
+                           : m.type == GGML_MACKO_TYPE_Q4_0 ? nibble - 8 : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
+    return dense_of_quant<T>(reinterpret_cast<const float *>(group)[half], value, dense_type);
+}
+
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
     const packed_arrays & a     = view.arrays();
     const int64_t         words = mask_words(dst.cols);
@@ -125,10 +193,17 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
             memset(mask, 0, static_cast<size_t>(words) * 8);
             view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
         }
+        if (dst.row_sums) {
+            dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
+        }
     }
     dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);
     const auto nbytes = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
-    memcpy(dst.values, a.values, nbytes);
+    if (is_quant_type(dst.type)) {
+        pack_groups(a, n_threads, dst.values);
+    } else {
+        memcpy(dst.values, a.values, nbytes);
+    }
     memset(dst.values + nbytes, 0, VALUES_SLACK);
 }
 
@@ -141,7 +216,7 @@ template <typename T> static void unpack(const bitmap_matrix & m, int32_t dense_
         memset(dense, 0, static_cast<size_t>(m.cols) * sizeof(T));
         for (int64_t word = 0; word < words; word++) {
             for (uint64_t bits = mask[word]; bits; bits &= bits - 1, k++) {
-                dense[word * 64 + __builtin_ctzll(bits)] = quantized ? dense_at<T>(m.values, m.type, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
+                dense[word * 64 + __builtin_ctzll(bits)] = quantized ? group_value<T>(m, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
             }
         }
     }

@@ -3,7 +3,13 @@
 //
 //   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
 //   row_off  rows + 1 uint32: index of the row's first value
-//   values   nnz elements of the value type, or its blocks as on file (FORMAT.md section 7), then VALUES_SLACK zero bytes
+//   row_sums rows floats, of quantized values only: sum of d * q of a row
+//   values   nnz elements of the value type, or groups of quantized ones, then VALUES_SLACK zero bytes
+//
+// A group is two blocks of FORMAT.md section 7: 64 values that vectors take apart with few operations. Two float scales d, then
+//   Q8_0: 64 int8;
+//   Q4_0: 32 bytes: q + 8 of the first block's values in the low, of the second one's in the high nibbles;
+//   Q5_0: 32 bytes likewise, of q + 16; then 64 bits, its fifth bits.
 #pragma once
 
 #include "format/packed.h"
@@ -13,12 +19,19 @@ namespace macko {
 constexpr int64_t BITMAP_ALIGNMENT = 64; // of the memory, and of each part in it
 constexpr int64_t VALUES_SLACK     = 256; // kernels load up to 64 values at a time, and multiply those past a row's end by zero
 
+constexpr int64_t QUANT_GROUP = 2 * QUANT_BLOCK; // values
+constexpr int64_t GROUP_SCALES_NBYTES = 8;
+constexpr int64_t quant_group_nbytes(int32_t type) {
+    return GROUP_SCALES_NBYTES + (type == GGML_MACKO_TYPE_Q8_0 ? 64 : type == GGML_MACKO_TYPE_Q5_0 ? 40 : 32);
+}
+
 struct bitmap_matrix {
     int64_t    rows;
     int64_t    cols;
     int32_t    type; // of values; may be quantized
     uint64_t * masks;
     uint32_t * row_off;
+    float    * row_sums; // nullptr if the values are not quantized
     uint8_t  * values;
 };
 

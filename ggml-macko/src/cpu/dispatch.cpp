@@ -36,7 +36,8 @@ static const candidate * candidates(int * n) {
                             && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
                             && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    static const bool vbmi2  = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    static const bool vbmi2  = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
+                            && __builtin_cpu_supports("avx512vnni"); // all CPUs with VBMI2 have it
     static const candidate all[] = {
         { &kernels_avx512_vbmi2, vbmi2 }, { &kernels_avx512, avx512 }, { &kernels_avx2, avx2 }, { &kernels_portable, true },
     };

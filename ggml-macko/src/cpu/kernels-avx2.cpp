@@ -75,21 +75,26 @@ struct simd {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
-    // a block of 32 values
-    template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
-        const vec d = widen<GGML_MACKO_TYPE_F16>(_mm_set1_epi16(static_cast<int16_t>(block[0] | block[1] << 8)));
-        __m128i   q[2]; // 16 values each
-        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-            q[0] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
-            q[1] = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 18));
-        } else {
-            const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
-            q[0] = _mm_sub_epi8(_mm_and_si128(both, _mm_set1_epi8(15)), _mm_set1_epi8(8));
-            q[1] = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), _mm_set1_epi8(15)), _mm_set1_epi8(8));
-        }
-        for (int i = 0; i < 2; i++) {
-            _mm256_storeu_ps(out + 16 * i,     _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q[i]))));
-            _mm256_storeu_ps(out + 16 * i + 8, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(q[i], 8)))));
+    // half of a group
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const vec       d = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        for (int i = 0; i < 2; i++) { // 16 values each
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
+            const __m128i low   = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
+            __m128i       v     = bytes;
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
+                v = _mm_sub_epi8(low, _mm_set1_epi8(8));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint16_t fifth; // a bit per value, spread to bytes that are 0 or all ones
+                __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
+                const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
+                const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth), _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
+                const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
+                v = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
+            }
+            _mm256_storeu_ps(out + 16 * i,     _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v))));
+            _mm256_storeu_ps(out + 16 * i + 8, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))));
         }
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {

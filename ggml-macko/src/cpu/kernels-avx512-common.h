@@ -55,24 +55,31 @@ struct avx512 {
             return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
         }
     }
-    static vec block_scale(const uint8_t * block) {
-        int16_t d;
-        __builtin_memcpy(&d, block, sizeof(d)); // broadcast straight from memory
-        return widen<GGML_MACKO_TYPE_F16>(_mm256_set1_epi16(d));
+    // scale and q of half of a group of quantized values
+    static vec half_scale(const uint8_t * group, int half) {
+        float d;
+        __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
+        return _mm512_set1_ps(d);
     }
-    // q of a block of 32 values
-    template <int TYPE> static __m256i quants(const uint8_t * block) {
+    template <int TYPE> static __m256i quants(const uint8_t * group, int half) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-            return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2));
+            return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q + 32 * half));
         } else {
-            const __m128i low_high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2));
-            const __m256i both     = _mm256_inserti128_si256(_mm256_castsi128_si256(low_high), _mm_srli_epi16(low_high, 4), 1);
-            return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
+            const __m256i low  = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint32_t fifth;
+                __builtin_memcpy(&fifth, q + 32 + 4 * half, sizeof(fifth));
+                return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~fifth), low, _mm256_set1_epi8(16));
+            } else {
+                return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
+            }
         }
     }
-    template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
-        const vec     d = block_scale(block);
-        const __m256i q = quants<TYPE>(block);
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const vec     d = half_scale(group, half);
+        const __m256i q = quants<TYPE>(group, half);
         store(out,      _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
         store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)))));
     }

@@ -74,49 +74,69 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // Lines up the x (16-bit integers) of the non-zeros of some words behind n zeros, n < 32, and zeros up to a whole block behind them.
-    // Returns how many there are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
-    template <bool FEW> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, int16_t * lined) {
+    // Lines up the x of the non-zeros of some words behind n zeros, n < 64, and zeros up to a whole group behind them. Returns how many there
+    // are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
+    template <bool FEW, typename LINED> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, LINED & lined) {
         const __m512i places = _mm512_load_si512(places_0_63.place);
-        _mm512_store_si512(lined, _mm512_setzero_si512());
+        _mm512_store_si512(lined.low,  _mm512_setzero_si512());
+        _mm512_store_si512(lined.high, _mm512_setzero_si512());
+        // what is stored behind the last of them is overwritten by the next
+        const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
+            if (FEW) {
+                _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
+            }
+            if (!FEW || __builtin_expect(here > 32, 0)) {
+                _mm512_storeu_si512(out, bytes);
+            }
+        };
         for (int64_t word = 0; word < words; word++) {
             const uint64_t bits = mask[word];
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
-            const __m512i  lo   = _mm512_load_si512(x + word * 128);
-            const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
             const int      here = __builtin_popcountll(bits);
-            // what is stored behind the last of them is overwritten by the next
-            _mm512_storeu_si512(lined + n, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_castsi512_si256(at)), hi));
-            if (!FEW || __builtin_expect(here > 32, 0)) {
-                _mm512_storeu_si512(lined + n + 32, _mm512_permutex2var_epi16(lo, _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(at, 1)), hi));
-            }
+            put(lined.low  + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)),      here);
+            put(lined.high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
             n += here;
         }
-        _mm512_storeu_si512(lined + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(lined.low  + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(lined.high + n, _mm512_setzero_si512());
         return n;
     }
-    template <int TYPE> static vec add_block(const uint8_t * block, const int16_t * lined, vec sum) {
-        const __m512i products = _mm512_madd_epi16(_mm512_cvtepi8_epi16(quants<TYPE>(block)), _mm512_load_si512(lined));
-        return fma(_mm512_cvtepi32_ps(products), block_scale(block), sum);
-    }
-    // sum of d * q * x over whole blocks
-    template <int TYPE> static float dot_blocks(const uint8_t * block, int64_t n_blocks, const int16_t * lined) {
-        constexpr int     PREFETCH = 4096; // bytes ahead
-        constexpr int64_t NBYTES   = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18;
-        vec a = zero(), b = zero();
-        for (int64_t i = 0; i < n_blocks; i += 2, block += 2 * NBYTES) {
-            __builtin_prefetch(block + PREFETCH);
-            a = add_block<TYPE>(block, lined + i * 32, a);
-            if (i + 1 < n_blocks) {
-                b = add_block<TYPE>(block + NBYTES, lined + i * 32 + 32, b);
+    // q of a group
+    template <int TYPE> static __m512i all_quants(const uint8_t * group) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
+            return _mm512_loadu_si512(q);
+        } else {
+            const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
+            const __m512i low  = _mm512_and_si512(_mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), _mm512_set1_epi8(15));
+            if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                uint64_t fifth;
+                __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
+                return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
+            } else {
+                return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
             }
         }
-        return sum(add(a, b));
+    }
+    // sum of d * q * x over whole groups: four products of bytes are added at a time, so that a vector has eight sums of each half
+    template <int TYPE, typename LINED> static float dot_groups(const uint8_t * group, int64_t n, const LINED & lined) {
+        constexpr int PREFETCH = 4096; // bytes ahead
+        vec total = zero();
+        for (int64_t i = 0; i < n; i++, group += quant_group_nbytes(TYPE)) {
+            __builtin_prefetch(group + PREFETCH);
+            const __m512i q    = all_quants<TYPE>(group);
+            const __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(lined.high + i * 64), q);
+            const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(lined.low + i * 64), q); // below 2^25
+            total = fma(_mm512_cvtepi32_ps(both), _mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1)), total);
+        }
+        return sum(total);
     }
     static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
     static float largest(vec v)              { return _mm512_reduce_max_ps(v); }
     static void  store_integers(uint8_t * out, vec v, float inverse) {
-        _mm256_store_si256(reinterpret_cast<__m256i *>(out), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)))));
+        const __m512i x = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out),      _mm512_cvtepi32_epi8(x));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out + 64), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
     }
     // v, which has TYPE's precision, as 16-bit numbers
     template <int TYPE> static void narrow(uint8_t * out, vec v) {

@@ -4,10 +4,10 @@
 // Everything here has internal linkage and calls no function of another header, std:: templates included: such a function could be
 // emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
 //
-// Quantized weights are dequantized a few blocks at a time and then treated as F32, but for one x in the narrow layout (integers).
+// Quantized weights are dequantized some half groups (32 values, one scale) at a time and then treated as F32, but for one x in the narrow layout (integers).
 //
 // narrow layout (one x, low density or quantized): work in proportion to groups of 64 columns; the instruction set's own dot_narrow(),
-//                       or line_up() and dot_blocks().
+//                       or line_up() and dot_groups().
 // rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
 // panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1),
@@ -41,10 +41,10 @@ constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost ha
 
 constexpr int GROUP = 8; // x that meet an expanded row at once
 
-template <int TYPE> constexpr bool    is_quant   = TYPE == GGML_MACKO_TYPE_Q8_0 || TYPE == GGML_MACKO_TYPE_Q4_0;
+template <int TYPE> constexpr bool    is_quant   = is_quant_type(TYPE);
 template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE; // what expand() and load_values() get
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
-template <int TYPE> constexpr int64_t block_size = TYPE == GGML_MACKO_TYPE_Q8_0 ? 34 : 18; // bytes, of 32 values
+template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 
 INLINE int64_t words_of(int64_t cols)          { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b)   { return a < b ? a : b; }
@@ -66,26 +66,26 @@ template <int TYPE> struct plain_reader {
     }
 };
 template <int TYPE> struct quant_reader {
-    const uint8_t * at;   // a block
+    const uint8_t * at;   // a group
     int64_t         skip; // its values that are done
     INLINE void start(const bitmap_matrix & w, int64_t first) {
-        at   = w.values + first / 32 * block_size<TYPE>;
-        skip = first % 32;
+        at   = w.values + first / 64 * group_size<TYPE>;
+        skip = first % 64;
     }
     INLINE const uint8_t * next(int64_t n, float * buffer) {
         const int64_t first = skip, last = skip + n;
-        for (int64_t i = 0; i < last; i += 32) { // a block that ends in the next call is dequantized twice
-            simd::template dequantize<TYPE>(at + i / 32 * block_size<TYPE>, buffer + i);
+        for (int64_t i = first / 32 * 32; i < last; i += 32) { // a half that ends in the next call is dequantized twice
+            simd::template dequantize<TYPE>(at + i / 64 * group_size<TYPE>, static_cast<int>(i / 32 % 2), buffer + i);
         }
-        at  += last / 32 * block_size<TYPE>;
-        skip = last % 32;
+        at  += last / 64 * group_size<TYPE>;
+        skip = last % 64;
         return reinterpret_cast<const uint8_t *>(buffer + first);
     }
 };
 template <bool QUANT> struct reader_of                { template <int TYPE> using type = plain_reader<TYPE>; };
 template <>           struct reader_of<true>          { template <int TYPE> using type = quant_reader<TYPE>; };
 template <int TYPE> using reader = typename reader_of<is_quant<TYPE>>::template type<TYPE>;
-template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 2 * 32 + 64 : 1;
+template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
 
 // ---- x into scratch ----
 
@@ -160,7 +160,9 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
 // ---- narrow layout ----
 // S = simd, as a parameter, so that its functions are looked up only for the sets that have them
 
-// For quantized weights x becomes 16-bit integers: 32 products then are exact in int32, and as floats. Their scale stands behind them.
+// For quantized weights x becomes 16-bit integers, so that products are exact in int32: x / scale + OFFSET, which is not negative, as its low
+// bytes and its high bytes, 64 columns each. What OFFSET adds to a product is known: OFFSET times the row's sum. The scale stands behind them.
+constexpr float OFFSET = 32768;
 INLINE float * scale_of_x(const mul_mat_params & p) { return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128); }
 
 template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
@@ -174,23 +176,28 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     uint8_t   * dst     = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = cols - c;
-        S::store_integers(dst + c * 2, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
+        S::store_integers(dst + c / 64 * 128 + c % 64, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
     }
     if (col_begin == 0 && col_end > 0) {
         *scale_of_x(p) = largest / 32767.0f;
     }
 }
 
-// Two steps: the x of a piece of a row are lined up, then they meet whole blocks of weights, zeros for those of other pieces. The second
+constexpr int64_t PIECE = 64; // words
+struct lined_x { // of a piece: up to 63 zeros in front, the x of its non-zeros, zeros that fill a group, and room that stores may touch
+    alignas(64) uint8_t low [PIECE * 64 + 64 + 64];
+    alignas(64) uint8_t high[PIECE * 64 + 64 + 64];
+};
+
+// Two steps: the x of a piece of a row are lined up, then they meet whole groups of weights, zeros for those of other pieces. The second
 // step is one piece behind: a load that spans stores that are still under way waits for them (2.0 against 1.5 ns per 64 columns at density .3).
 template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    constexpr int64_t PIECE = 64; // words
     struct piece_of_row {
-        const uint8_t * blocks;
-        int64_t         n; // blocks
+        const uint8_t * groups;
+        int64_t         n; // groups
         float         * y;
     };
-    alignas(64) int16_t lined[2][PIECE * 64 + 32 + 64];
+    lined_x         lined[2];
     const int64_t   words = words_of(p.w.cols);
     const uint8_t * x     = static_cast<const uint8_t *>(p.scratch);
     const float     scale = *scale_of_x(p);
@@ -198,7 +205,7 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
     int             now   = 0;
     const auto multiply_last = [&] {
         if (last.y) {
-            *last.y += scale * S::template dot_blocks<TYPE>(last.blocks, last.n, lined[now ^ 1]);
+            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, lined[now ^ 1]);
         }
     };
     for (int64_t row = row_begin; row < row_end; row++) {
@@ -206,17 +213,17 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
         int64_t          at   = p.w.row_off[row];
         const bool       few  = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8; // rarely more than 32 in 64 columns
         float          * y    = p.y[0] + (row - p.row_begin);
-        *y = 0;
+        *y = -OFFSET * scale * p.w.row_sums[row];
         for (int64_t word = 0; word < words; word += PIECE, now ^= 1) {
             const int64_t n_words = smaller(PIECE, words - word);
             for (int64_t line = 0; line < n_words; line += 8) {
                 __builtin_prefetch(mask + word + 256 + line);
             }
-            const int64_t n = few ? S::template line_up<true> (mask + word, n_words, x + word * 128, at % 32, lined[now])
-                                  : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 32, lined[now]);
+            const int64_t n = few ? S::template line_up<true> (mask + word, n_words, x + word * 128, at % 64, lined[now])
+                                  : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 64, lined[now]);
             multiply_last();
-            last = { p.w.values + at / 32 * block_size<TYPE>, (n + 31) / 32, y };
-            at  += n - at % 32;
+            last = { p.w.values + at / 64 * group_size<TYPE>, (n + 63) / 64, y };
+            at  += n - at % 64;
         }
     }
     multiply_last();
@@ -515,6 +522,7 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
         case GGML_MACKO_TYPE_F16:  prepare_type<GGML_MACKO_TYPE_F16> (p, layout, begin, end); break;
         case GGML_MACKO_TYPE_BF16: prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q8_0: prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q5_0: prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q4_0: prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
         default:                   prepare_type<GGML_MACKO_TYPE_F32> (p, layout, begin, end); break;
     }
@@ -542,6 +550,7 @@ void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int6
         case GGML_MACKO_TYPE_F16:  multiply_type<GGML_MACKO_TYPE_F16> (p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_BF16: multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q8_0: multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q5_0: multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_0: multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
         default:                   multiply_type<GGML_MACKO_TYPE_F32> (p, layout, row_begin, row_end); break;
     }

@@ -76,16 +76,19 @@ struct simd {
         }
         return float_of(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
     }
-    // a block of 32 values
-    template <int TYPE> static void dequantize(const uint8_t * block, float * out) {
-        const float d = value<GGML_MACKO_TYPE_F16>(block);
-        for (int i = 0; i < 16; i++) {
+    // half of a group
+    template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
+        const uint8_t * q = group + GROUP_SCALES_NBYTES;
+        float d;
+        __builtin_memcpy(&d, group + 4 * half, sizeof(d));
+        for (int i = 0; i < 32; i++) {
+            const int low = (q[i] >> (4 * half)) & 15;
             if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
-                out[i]      = d * static_cast<float>(static_cast<int8_t>(block[2 + i]));
-                out[i + 16] = d * static_cast<float>(static_cast<int8_t>(block[18 + i]));
+                out[i] = d * static_cast<float>(static_cast<int8_t>(q[32 * half + i]));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
+                out[i] = d * static_cast<float>(low - ((q[32 + 4 * half + i / 8] >> (i % 8)) & 1 ? 0 : 16));
             } else {
-                out[i]      = d * static_cast<float>((block[2 + i] & 15) - 8);
-                out[i + 16] = d * static_cast<float>((block[2 + i] >> 4) - 8);
+                out[i] = d * static_cast<float>(low - 8);
             }
         }
     }

@@ -16,7 +16,7 @@ namespace macko {
 constexpr int32_t  TYPE_I8        = 24; // ggml type ids of components
 constexpr int32_t  TYPE_I16       = 25;
 constexpr int32_t  TYPE_I32       = 26;
-constexpr int64_t  FORMAT_VERSION = 3;
+constexpr int64_t  FORMAT_VERSION = 4;
 constexpr int32_t  RECODED_BITS   = 4; // delta_bits of a packed matrix for a consumer that wants MACKO
 constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
@@ -434,6 +434,20 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
+// value types that the oldest reader of the file would not know
+static int check_value_versions(const model_file & file) {
+    int64_t min_reader = 0;
+    if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
+        return status;
+    }
+    for (const sparse_matrix & m : file.sparse) {
+        if (m.value_type == GGML_MACKO_TYPE_Q5_0 && min_reader < 4) {
+            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q5_0 values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
 static int check_components(model_file * file) {
     const auto & tensors = file->header.tensors;
     name_index sparse_names, tensor_names;
@@ -471,7 +485,7 @@ static int check_components(model_file * file) {
             t++;
         }
     }
-    return GGML_MACKO_STATUS_OK; // all components exist, and each is bound or was refused: next == n
+    return check_value_versions(*file); // all components exist, and each is bound or was refused: next == n
 }
 
 static int check_dense_size(const model_file & file) {
@@ -700,21 +714,36 @@ int read_recoded(payload_reader & reader, int n_team, payload_consumer & consume
     return reader.read_blocks(n_team, consumer);
 }
 
+// n bytes from offset on, by all threads: fresh memory costs as much as reading
+int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
+    constexpr int64_t PIECE = 4 << 20;
+    first_error error;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(n_team)
+    for (int64_t at = 0; at < n; at += PIECE) {
+        if (!error.any) {
+            if (const int status = at_c_edge([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
+                error.set(at, status);
+            }
+        }
+    }
+    return error.any ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
 int read_packed(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads, payload_consumer & consumer) {
     const int      n_team = n_threads > 0 ? n_threads : omp_get_max_threads();
     payload_reader reader = { source, header, m, {}, {}, {} };
     {
-        std::vector<uint8_t> memory[std::size(PACKED_COMPONENTS)];
+        std::unique_ptr<uint8_t[]> memory[std::size(PACKED_COMPONENTS)];
         for (size_t c = 0; c < std::size(memory); c++) {
             const gguf_tensor & t = reader.component(c);
-            memory[c].resize(static_cast<size_t>(t.nbytes));
-            if (const int status = source.read(t.offset, memory[c].data(), t.nbytes)) {
+            memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]); // not touched before it is read into
+            if (const int status = read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team)) {
                 return status;
             }
         }
         packed_view view;
-        if (const int status = check_packed({ m.packed(), memory[PACKED_VALUES].data(), reader.component(PACKED_VALUES).ne[0], memory[PACKED_INDEX].data(), reader.component(PACKED_INDEX).nbytes,
-                                              reinterpret_cast<const int32_t *>(memory[PACKED_ROW_PTR].data()), reader.component(PACKED_ROW_PTR).ne[0] }, n_team, &view)) {
+        if (const int status = check_packed({ m.packed(), memory[PACKED_VALUES].get(), reader.component(PACKED_VALUES).ne[0], memory[PACKED_INDEX].get(), reader.component(PACKED_INDEX).nbytes,
+                                              reinterpret_cast<const int32_t *>(memory[PACKED_ROW_PTR].get()), reader.component(PACKED_ROW_PTR).ne[0] }, n_team, &view)) {
             return status;
         }
         if (consumer.takes_packed()) {

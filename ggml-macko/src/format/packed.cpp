@@ -16,7 +16,7 @@ int check_packed_desc(const packed_desc & desc) {
         return status;
     }
     if (desc.value_type != desc.dense.type && !is_quant_type(desc.value_type)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8) or Q4_0 (2)", desc.value_type, desc.dense.type);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6) or Q4_0 (2)", desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -105,33 +105,98 @@ static int check_bitmap(const packed_arrays & a, int n_threads) {
     return check_rest_of_index(a, desc.rows * nbytes * 8);
 }
 
-// walks the codes: where a row's begin is known only from the row before
-static int check_gaps(const packed_arrays & a, std::vector<int64_t> * row_bits) {
+// Where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are counted first, then each
+// knows which rows begin in it. Rows whose beginning the index does not reach begin at its end.
+static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
+    constexpr int64_t PIECE  = 1 << 14; // bytes
+    const int32_t     b      = a.desc.index_bits;
+    const uint32_t    escape = (1u << b) - 1;
+    const int64_t     rows   = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
+    uint8_t stored_in[256]; // codes of a byte that store something
+    for (unsigned byte = 0; byte < 256; byte++) {
+        stored_in[byte] = 0;
+        for (int32_t bit = 0; bit < 8; bit += b) {
+            stored_in[byte] = static_cast<uint8_t>(stored_in[byte] + (((byte >> bit) & escape) != escape));
+        }
+    }
+    std::vector<int64_t> before(static_cast<size_t>(n_pieces) + 1, 0);
+#pragma omp parallel for schedule(static) num_threads(n_threads)
+    for (int64_t p = 0; p < n_pieces; p++) {
+        int64_t n = 0;
+        for (int64_t i = p * PIECE; i < std::min(a.n_index, (p + 1) * PIECE); i++) {
+            n += stored_in[a.index[i]];
+        }
+        before[static_cast<size_t>(p) + 1] = n;
+    }
+    for (size_t p = 1; p < before.size(); p++) {
+        before[p] += before[p - 1];
+    }
+    row_codes->assign(static_cast<size_t>(rows), a.n_index * per_byte);
+#pragma omp parallel for schedule(static) num_threads(n_threads)
+    for (int64_t p = 0; p < n_pieces; p++) {
+        int64_t n = before[static_cast<size_t>(p)];
+        // rows that begin behind the codes n + 1 ... of this piece
+        auto row = std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) - a.row_ptr;
+        for (int64_t i = p * PIECE; i < std::min(a.n_index, (p + 1) * PIECE) && row < rows; i++) {
+            const int64_t in_byte = stored_in[a.index[i]];
+            if (n + in_byte < a.row_ptr[row]) {
+                n += in_byte;
+                continue;
+            }
+            for (int64_t code = i * per_byte; code < (i + 1) * per_byte; code++) {
+                n += delta_code(a.index, code, b) != escape;
+                for (; row < rows && a.row_ptr[row] == n && delta_code(a.index, code, b) != escape; row++) {
+                    (*row_codes)[static_cast<size_t>(row)] = code + 1;
+                }
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows && a.row_ptr[r] == 0; r++) {
+        (*row_codes)[static_cast<size_t>(r)] = 0;
+    }
+}
+
+static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_bits) {
     const macko_desc & desc    = a.desc.dense;
     const int32_t      b       = a.desc.index_bits;
     const uint32_t     escape  = (1u << b) - 1;
     const int64_t      n_codes = a.n_index * 8 / b;
-    int64_t code = 0;
-    row_bits->resize(static_cast<size_t>(desc.rows));
-    for (int64_t r = 0; r < desc.rows; r++) {
-        (*row_bits)[static_cast<size_t>(r)] = code * b;
-        int64_t col = -1;
-        for (int32_t k = a.row_ptr[r]; k < a.row_ptr[r + 1];) {
-            if (code == n_codes) {
-                return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row %lld: the index ends after %lld codes", static_cast<long long>(r), static_cast<long long>(n_codes));
+    struct walk { int64_t col, end; bool complete; };
+    const auto walk_row = [&](int64_t r) {
+        walk w = { -1, (*row_bits)[static_cast<size_t>(r)], true };
+        for (int32_t k = a.row_ptr[r]; k < a.row_ptr[r + 1] && w.col < desc.cols;) {
+            if (w.end == n_codes) {
+                w.complete = false;
+                break;
             }
-            const uint32_t c = delta_code(a.index, code++, b);
-            col += c == escape ? c : c + 1;
-            k   += c != escape;
-            if (col >= desc.cols) {
-                return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", static_cast<long long>(r), static_cast<long long>(col), static_cast<long long>(desc.cols));
-            }
+            const uint32_t c = delta_code(a.index, w.end++, b);
+            w.col += c == escape ? c : c + 1;
+            k     += c != escape;
         }
+        return w;
+    };
+    find_rows(a, n_threads, row_bits);
+    const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) {
+        const walk w = walk_row(row);
+        return !w.complete || w.col >= desc.cols;
+    });
+    if (r < desc.rows) {
+        const walk w = walk_row(r);
+        return w.complete ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", static_cast<long long>(r), static_cast<long long>(w.col), static_cast<long long>(desc.cols))
+                          : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row %lld: the index ends after %lld codes", static_cast<long long>(r), static_cast<long long>(n_codes));
     }
-    if (a.n_index != index_nbytes_of_bits(code * b)) {
-        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "index has the wrong length (%lld vs %lld)", static_cast<long long>(a.n_index), static_cast<long long>(index_nbytes_of_bits(code * b)));
+    int64_t last = desc.rows - 1; // the last row with codes
+    while (last > 0 && a.row_ptr[last] == a.row_ptr[last + 1]) {
+        last--;
     }
-    return check_rest_of_index(a, code * b);
+    const int64_t n_bits = walk_row(last).end * b;
+    if (a.n_index != index_nbytes_of_bits(n_bits)) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "index has the wrong length (%lld vs %lld)", static_cast<long long>(a.n_index), static_cast<long long>(index_nbytes_of_bits(n_bits)));
+    }
+    for (int64_t & code : *row_bits) {
+        code *= b;
+    }
+    return check_rest_of_index(a, n_bits);
 }
 
 template <typename T> static int check_plain_values(const packed_arrays & a, int n_threads) {
@@ -175,7 +240,7 @@ int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
         return status;
     }
     std::vector<int64_t> row_bits;
-    if (const int status = a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, &row_bits)) {
+    if (const int status = a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits)) {
         return status;
     }
     if (const int status = is_quant_type(a.desc.value_type)           ? check_quant_values(a, n_threads)
@@ -217,23 +282,29 @@ packed_arrays packed_matrix::arrays() const {
 }
 
 // One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value / -8, and
-// q + 8 = trunc(x / d + 8.5), at most 15. False if the scale is too large for F16.
+// q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. False if the scale is too large for F16.
 static bool quantize_block(const float * x, int32_t type, uint8_t * block) {
     float extreme = 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         extreme = std::fabs(x[i]) > std::fabs(extreme) ? x[i] : extreme;
     }
     const bool     q8      = type == GGML_MACKO_TYPE_Q8_0;
-    const float    d       = q8 ? std::fabs(extreme) / 127 : extreme / -8;
+    const int      half    = type == GGML_MACKO_TYPE_Q5_0 ? 16 : 8;
+    const float    d       = q8 ? std::fabs(extreme) / 127 : extreme / static_cast<float>(-half);
     const float    inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
     const uint16_t scale   = f16_of_float(d);
+    memset(block, 0, static_cast<size_t>(quant_block_nbytes(type)));
     memcpy(block, &scale, 2);
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         if (q8) {
             block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::round(x[i] * inverse)));
-        } else {
-            const auto q = static_cast<uint8_t>(std::min(15, static_cast<int>(x[i] * inverse + 8.5f)));
-            block[2 + i % 16] = static_cast<uint8_t>(i < 16 ? q : block[2 + i % 16] | q << 4);
+            continue;
+        }
+        const int q       = std::min(2 * half - 1, static_cast<int>(x[i] * inverse + static_cast<float>(half) + 0.5f));
+        uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
+        nibbles[i % 16] = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
+        if (type == GGML_MACKO_TYPE_Q5_0) {
+            block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | q >> 4 << (i % 8));
         }
     }
     return (scale & 0x7c00) != 0x7c00;

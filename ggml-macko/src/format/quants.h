@@ -1,4 +1,4 @@
-// Numbers of the value types: F16 and BF16 to float and back, and ggml's block types Q8_0 and Q4_0 (FORMAT.md section 7). No ggml.
+// Numbers of the value types: F16 and BF16 to float and back, and ggml's block types (FORMAT.md section 7). No ggml.
 #pragma once
 
 #include "format/macko.h"
@@ -9,9 +9,14 @@ namespace macko {
 
 constexpr int64_t QUANT_BLOCK = 32; // values that share a scale
 
-constexpr bool is_quant_type(int32_t type) { return type == GGML_MACKO_TYPE_Q8_0 || type == GGML_MACKO_TYPE_Q4_0; }
-// a block: F16 scale, then 32 int8 (Q8_0), or 16 bytes with q + 8 of values 0 ... 15 in their low and of 16 ... 31 in their high nibbles (Q4_0)
-constexpr int64_t quant_block_nbytes(int32_t type) { return 2 + (type == GGML_MACKO_TYPE_Q8_0 ? 32 : 16); }
+// Bytes of a block, 0 if the type is not quantized. F16 scale, then
+//   Q8_0: 32 int8;
+//   Q4_0: 16 bytes with q + 8 of values 0 ... 15 in their low and of 16 ... 31 in their high nibbles;
+//   Q5_0: 32 bits, those with value 16 of q + 16, and 16 bytes with the others, as in Q4_0.
+constexpr int64_t quant_block_nbytes(int32_t type) {
+    return type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : type == GGML_MACKO_TYPE_Q4_0 ? 18 : 0;
+}
+constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
 // n values, a multiple of QUANT_BLOCK if quantized
 constexpr int64_t values_nbytes(int32_t type, int64_t n) { return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type); }
 
@@ -49,7 +54,11 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     if (type == GGML_MACKO_TYPE_Q8_0) {
         return static_cast<int8_t>(block[2 + i]);
     }
-    return (i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4) - 8;
+    if (type == GGML_MACKO_TYPE_Q5_0) {
+        const int high = (block[2 + i / 8] >> (i % 8)) & 1;
+        return (high << 4 | ((block[6 + i % 16] >> (i / 16 * 4)) & 15)) - 16;
+    }
+    return ((block[2 + i % 16] >> (i / 16 * 4)) & 15) - 8;
 }
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 

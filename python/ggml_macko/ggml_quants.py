@@ -1,0 +1,63 @@
+"""libggml's own quantizers on NumPy arrays: what llama-quantize uses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+_CHUNK = 1 << 20  # values that a thread takes at a time
+
+# types for dense weights, by name: ggml type id
+DENSE_TYPES = {
+    "q8_0": 8, "q6_k": 14, "q5_k": 13, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3, "q4_0": 2, "iq4_nl": 20, "q3_k": 11,
+    "q2_k": 10,
+}  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libggml-base, the copy that libllama uses."""
+    import llama_cpp  # noqa: F401  loads it
+
+    base = ctypes.CDLL("libggml-base.so.0")
+    pointer, i64 = ctypes.c_void_p, ctypes.c_int64
+    for name, result, arguments in (
+        ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, i64]),
+        ("ggml_blck_size", i64, [ctypes.c_int]),
+        ("ggml_quantize_chunk", ctypes.c_size_t, [ctypes.c_int, pointer, pointer, i64, i64, i64, pointer]),
+    ):
+        getattr(base, name).restype = result
+        getattr(base, name).argtypes = arguments
+    return base
+
+
+def block_size(type_id: int) -> int:
+    """Values of a block."""
+    return library().ggml_blck_size(type_id)
+
+
+def quantize(values: np.ndarray, type_id: int, weights: np.ndarray | None = None, n_threads: int = 0) -> np.ndarray:
+    """uint8 (rows, bytes) of float32 (rows, cols), cols a multiple of the type's block.
+
+    weights: float32, how much the error of a value counts: (cols,), the same for all rows, or (rows, cols).
+    """
+    rows, cols = values.shape
+    base = library()
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    weights = None if weights is None else np.ascontiguousarray(weights, dtype=np.float32)
+    out = np.empty((rows, base.ggml_row_size(type_id, cols)), dtype=np.uint8)
+    step = 1 if weights is not None and weights.ndim == 2 else max(1, _CHUNK // cols)
+
+    def quantize_rows(at: int) -> None:
+        n = min(step, rows - at)
+        w = None if weights is None else weights[at].ctypes.data if weights.ndim == 2 else weights.ctypes.data
+        base.ggml_quantize_chunk(type_id, values[at].ctypes.data, out[at].ctypes.data, 0, n, cols, w)
+
+    with ThreadPoolExecutor(n_threads if n_threads > 0 else len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(quantize_rows, range(0, rows, step)):
+            pass
+    return out

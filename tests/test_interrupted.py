@@ -132,7 +132,7 @@ def test_file_size_limit(tmp_path, tiny, wanted, macko_process):
         done = macko_process(
             "convert", tiny, out, preexec_fn=lambda size=size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         )
-        assert done.code == 1 and done.err.splitlines()[-1] == "error: File too large", done.err
+        assert done.code == 1 and done.err.splitlines()[-1] == f"error: {out}: File too large", done.err
         assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 

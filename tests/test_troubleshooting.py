@@ -20,6 +20,7 @@ import pytest
 import generators
 import gguf_bytes
 import test_gpu
+import test_split_and_edited_files
 import upstream
 from ggml_macko import bindings
 from ggml_macko.formats import TYPE_F16
@@ -193,6 +194,13 @@ def _(p):
     return p.run(p.program(), p.sparse, 1, "The", LD_PRELOAD=str(bindings.PRELOAD_PATH))
 
 
+@row("<file>: LD_PRELOAD cannot name")
+def _(p):
+    folder = p.tmp_path / "my packages" / "ggml_macko"
+    shutil.copytree(PACKAGE, folder)
+    return p.macko_process("run", "--", "true", PYTHONPATH=str(folder.parent))
+
+
 @row("ggml-macko: this program has no shared libggml")
 def _(p):
     library, source = p.tmp_path / "libllama.so", p.tmp_path / "main.c"
@@ -317,6 +325,27 @@ def _(p):
     return p.python(OTHER_BUFFER.format(path=str(p.sparse)))
 
 
+def split(p) -> list:
+    return test_split_and_edited_files.split(p.sparse, p.tmp_path, [47, 47])
+
+
+@row("<file>: one of <n> files of a split model")
+def _(p):
+    return p.macko("inspect", split(p)[0])
+
+
+@row("<file>: <file>: No such file or directory")
+def _(p):
+    first, second = split(p)
+    second.unlink()
+    return p.macko("generate", "-m", first, "-p", "The")
+
+
+@row("<file>: <tensor> is no component")
+def _(p):
+    return p.macko("inspect", p.changed(lambda data: data.tensors.sort(key=lambda t: t.name)))
+
+
 @row("Failed to create llama_context")
 def _(p):
     return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=200, n_ctx=1 << 18))
@@ -335,6 +364,17 @@ llama = Llama({str(place.sparse)!r}, use_mmap=True, use_mlock=True, verbose=Fals
 print("mapped", {place.sparse.name!r} in open("/proc/self/maps").read())
 print(next(line for line in open("/proc/self/status") if line.startswith("VmLck")))""")
     assert "mapped False" in out and re.search(r"VmLck:\s+0 kB", out), out
+
+
+@row("no weight would shrink")
+def _(p):
+    data = gguf_bytes.read(generators.DEMO.read_bytes())
+    for t in data.tensors:
+        if t.type == TYPE_F16:
+            t.data = b"\x01\x2c" * (len(t.data) // 2)
+    path = p.tmp_path / "full.gguf"
+    path.write_bytes(gguf_bytes.write(data))
+    return p.python(f"from ggml_macko import Llama; Llama({str(path)!r}, compress=True, verbose=True)")
 
 
 # ---- GPU ----

@@ -52,7 +52,7 @@ def install(extra: str) -> None:
         except subprocess.CalledProcessError:
             sys.exit("error: this Python cannot create a virtual environment with pip (on Debian: apt-get install python3-venv)")
     os.environ["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"  # pip's ninja for CMake
-    run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=21.3")
+    run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=23.1")
     shutil.rmtree(DIST, ignore_errors=True)
     run(
         PYTHON, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", DIST, "-C", f"build-dir={BUILD}",

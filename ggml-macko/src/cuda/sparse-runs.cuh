@@ -155,24 +155,42 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
             scale[c] = norm_scale(p, partial + c * 32);
         }
     }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
-        const float weight = !NORM ? 1.0f : NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
-        word w;
+    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and each element would wait for
+    // the one before.
+    constexpr int BATCH = NX == 1 ? 4 : NX == 2 ? 2 : 1;
+    const int step = static_cast<int>(blockDim.x);
+#pragma unroll(NX > 2 ? 4 : 1)
+    for (int begin = static_cast<int>(threadIdx.x); begin < p.cols; begin += BATCH * step) {
+        float v[BATCH][NX];
 #pragma unroll
-        for (int c = 0; c < NX; c++) {
-            float v = x_at(c, i);
-            if (NORM && ROUNDS) {
-                v *= scale[c] * weight;
-            } else if (NORM) {
-                squares[c] = fmaf(v, v, squares[c]);
-                v *= weight;
+        for (int k = 0; k < BATCH; k++) {
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                v[k][c] = begin + k * step < p.cols ? x_at(c, begin + k * step) : 0.0f;
             }
-            round_to(&w.v[c], v);
         }
-        reinterpret_cast<word *>(xs)[i] = w;
-        if (i < p.overshoot) {
-            reinterpret_cast<word *>(xs)[p.modulus + i] = w;
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            const int i = begin + k * step;
+            if (i >= p.cols) {
+                break;
+            }
+            const float weight = !NORM ? 1.0f : NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
+            word w;
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                if (NORM && ROUNDS) {
+                    v[k][c] *= scale[c] * weight;
+                } else if (NORM) {
+                    squares[c] = fmaf(v[k][c], v[k][c], squares[c]);
+                    v[k][c] *= weight;
+                }
+                round_to(&w.v[c], v[k][c]);
+            }
+            reinterpret_cast<word *>(xs)[i] = w;
+            if (i < p.overshoot) {
+                reinterpret_cast<word *>(xs)[p.modulus + i] = w;
+            }
         }
     }
     if (NORM && !ROUNDS) {

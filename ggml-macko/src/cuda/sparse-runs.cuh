@@ -401,9 +401,14 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
     if (nx == 2) {
         return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
     }
-    // 32 warps with 2 groups ahead or 24 with 3 are 40 KB in flight
+    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. Else 32 warps with 2 groups ahead or 24 with 3
+    // are 40 KB in flight.
+    if (units <= 16) {
+        return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
+                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
+    }
     const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
-    if (warps <= 24 && units > warps) {
+    if (warps <= 24) {
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
     }

@@ -7,6 +7,7 @@
 #include "backend/log.h"
 #include "backend/planned-buffer.h"
 #include "cuda/cublas.h"
+#include "cuda/ec-csr-upload.h"
 #include "cuda/graph.h"
 #include "ggml-impl.h"
 
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <omp.h>
 #include <unistd.h>
 
 namespace macko {
@@ -216,8 +218,19 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
 void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor, const void * data, size_t size) {
     struct upload : payload_consumer {
         cuda_sparse_uploader & uploader;
-        explicit upload(cuda_sparse_uploader & u) : uploader(u) {}
+        const sparse_matrix  & matrix;
+        ggml_tensor          * tensor;
+        stored_matrix        & m;
+        bool                   finished = false;
+        upload(cuda_sparse_uploader & u, const sparse_matrix & s, ggml_tensor * t, stored_matrix & out) : uploader(u), matrix(s), tensor(t), m(out) {}
         int consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
+        bool takes_blocks() const override { return true; }
+        int consume_blocks(const ec_csr_view & view) override {
+            finished = true;
+            // blocks lie across the experts' rows
+            const ec_csr_choice choice = tensor->ne[1] == matrix.desc.rows ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
+            return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data, cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &m.matrix, &m.blocks);
+        }
     };
     buffer_context & context = context_of(buffer);
     if (!context.device.select()) {
@@ -231,13 +244,13 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         current.keep_error(status);
         return;
     }
-    upload consumer(*uploader);
+    auto m = std::make_unique<stored_matrix>();
+    m->rows_per_matrix = tensor->ne[1];
+    upload consumer(*uploader, matrix, tensor, *m);
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) {
         return;
     }
-    auto m = std::make_unique<stored_matrix>();
-    m->rows_per_matrix = tensor->ne[1];
-    if (const int status = uploader->finish(&m->matrix)) {
+    if (const int status = consumer.finished ? GGML_MACKO_STATUS_OK : uploader->finish(&m->matrix)) {
         current.keep_error(status);
         return;
     }

@@ -530,7 +530,7 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
 bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { // what one launch of cuda_sparse_mul_mat asks for
     const cuda_sparse_matrix & m = stored(a->src[0])->matrix;
     const cuda_sparse_matrix & o = stored(b->src[0])->matrix;
-    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
+    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes && !m.blocks && !o.blocks;
 }
 
 bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, int i, fused_group * group) {
@@ -554,6 +554,9 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     int index[CUDA_SPARSE_MAX_GROUPED];
     int last = i;
     for (int k = at; k < graph->n_nodes && f.n < CUDA_SPARSE_MAX_GROUPED && can_group(ctx, graph->nodes[k], input); k = next_node(graph, k)) {
+        if (shared >= 0 && stored(graph->nodes[k]->src[0])->matrix.blocks) { // their kernels have no norm
+            return false;
+        }
         index[f.n] = k;
         f.product[f.n] = f.result[f.n] = graph->nodes[k];
         f.n++;

@@ -1,6 +1,7 @@
 // What the GPU computes: which nodes of a GGML graph it takes, how it walks over them, and which neighbours it fuses into one launch.
 #pragma once
 
+#include "cuda/ec-csr-layout.h"
 #include "cuda/ops.h"
 #include "cuda/sparse-mul-mat.cuh"
 #include "ggml-backend-impl.h"
@@ -11,6 +12,7 @@ namespace macko {
 struct stored_matrix {
     cuda_sparse_matrix matrix;
     int64_t            rows_per_matrix; // ne1; experts and other matrices follow each other
+    std::unique_ptr<cuda_ec_csr_blocks> blocks; // matrix.blocks, where the matrix has some
 };
 inline const stored_matrix * stored(const ggml_tensor * tensor) { return static_cast<const stored_matrix *>(tensor->extra); }
 

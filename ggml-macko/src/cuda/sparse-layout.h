@@ -40,6 +40,7 @@ struct cuda_sparse_matrix {
     uint16_t * bases;      // RUNS, STRIPED: rows * lanes
     int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry
     int64_t    nbytes;     // from the first part to the end of the last
+    const struct cuda_ec_csr_blocks * blocks; // host memory: the part of the matrix that is in blocks of rows (ec-csr-layout.h); or null
 };
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols

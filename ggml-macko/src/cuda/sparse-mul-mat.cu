@@ -1,4 +1,5 @@
 // Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any matrix, any cols, any type.
+#include "cuda/ec-csr-mul-mat.cuh"
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
@@ -181,16 +182,20 @@ static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & 
 
 // Measured on an H200 at densities .1 ... .5 (notes): passes of eight columns and unpacking with a dense product cost the same at 9 to 20
 // columns, with codes of 8 bits (few entries: unpacking is mostly writing zeros) at 12 to 40.
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 8 : w.delta_bits == 8 ? 16 : 12; }
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.blocks ? 8 : w.delta_bits == 8 ? 16 : 12; }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
         return cudaErrorInvalidValue;
     }
     const cuda_sparse_matrix & w = *a.w[0];
-    bool alike = true;
+    bool alike = true, blocks = w.blocks;
     for (int i = 1; i < a.n_matrices; i++) {
-        alike = alike && same_kernel(w, *a.w[i]);
+        alike  = alike && same_kernel(w, *a.w[i]);
+        blocks = blocks || a.w[i]->blocks;
+    }
+    if (blocks) {
+        return cuda_ec_csr_mul_mat(a, stream);
     }
     if (!alike && a.silu_mul) {
         return cudaErrorNotSupported;

@@ -1,18 +1,12 @@
 // Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and for get_tensor.
 #include "cuda/common.cuh"
+#include "cuda/ec-csr-mul-mat.cuh"
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat.cuh"
 
 #include <algorithm>
 
 namespace macko {
-
-// ---- elements: bits in, bits out ----
-
-struct same_bits    { template <typename U> __device__ U operator()(U v) const { return v; } };
-struct f32_to_f16   { __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); } };
-struct bf16_to_f16  { __device__ uint16_t operator()(uint16_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16))); } };
-struct f32_to_bf16  { __device__ uint16_t operator()(uint32_t v) const { return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v))); } };
 
 // ---- RUNS, STRIPED ----
 
@@ -240,6 +234,12 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     const bool same = type == w.type, to_f16 = type == GGML_MACKO_TYPE_F16;
     if (row_begin >= row_end) {
         return cudaSuccess;
+    }
+    if (w.blocks) {
+        cuda_sparse_matrix rest = w;
+        rest.blocks = nullptr;
+        CUDA_TRY(cuda_sparse_unpack(rest, row_begin, row_end, type, dst, ld, stream));
+        return cuda_ec_csr_unpack(*w.blocks, row_begin, row_end, type, dst, ld, stream);
     }
     if (w.type == GGML_MACKO_TYPE_F32) { // always ROWS
         if (same) {

@@ -81,6 +81,9 @@ private:
 // On an error f has seen some of the rows.
 [[nodiscard]] int each_row(const ec_csr_view & view, int n_threads, const std::function<void(int64_t, const void *)> & f);
 
+// the blocks of one row alone, as a matrix of its own (no sets: none; then it passes no check)
+ec_csr_arrays rows_of_one(const ec_csr_view & view);
+
 // ---- making ----
 
 // a block by what it holds: rows ascending; columns of non-zeros, strictly ascending, whose distances within lanes fit if there are several rows

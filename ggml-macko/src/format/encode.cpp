@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <omp.h>
 #include <vector>
 
@@ -200,8 +201,34 @@ template <typename EACH> static int recode_type(const macko_desc & desc, EACH &&
     return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m) : recode_rows<uint16_t>(desc, each, m);
 }
 
-int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
-    return recode_type(view.arrays().desc, [&](auto && f) { return each_row(view, n_threads, f); }, m);
+int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) { return recode(view, view.arrays().desc.delta_bits, n_threads, m); }
+
+int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m) {
+    macko_desc desc = view.arrays().desc;
+    desc.delta_bits = delta_bits;
+    return recode_type(desc, [&](auto && f) { return each_row(view, n_threads, f); }, m);
+}
+
+int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count) {
+    const macko_desc & desc = view.arrays().desc;
+    std::vector<ggml_macko_count> rows(static_cast<size_t>(desc.rows));
+    const int status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+        ggml_macko_count & c = rows[static_cast<size_t>(r)];
+        if (desc.type == GGML_MACKO_TYPE_F32) {
+            count_row(static_cast<const uint32_t *>(row), desc.cols, exponent_mask<uint32_t>(desc.type), &c);
+        } else {
+            count_row(static_cast<const uint16_t *>(row), desc.cols, exponent_mask<uint16_t>(desc.type), &c);
+        }
+    });
+    *count = {};
+    for (const ggml_macko_count & c : rows) {
+        count->nnz         += c.nnz;
+        count->n_nonfinite += c.n_nonfinite;
+        for (size_t k = 0; k < std::size(c.n_stored); k++) {
+            count->n_stored[k] += c.n_stored[k];
+        }
+    }
+    return status;
 }
 
 int recode(const packed_view & view, int n_threads, macko_matrix * m) {

@@ -26,6 +26,9 @@ struct macko_matrix {
 };
 // What devices without kernels for blocks get: the same matrix as MACKO with the same delta_bits. Checks the blocks' columns and values.
 [[nodiscard]] int recode(const ec_csr_view & view, int n_threads, macko_matrix * m);
+[[nodiscard]] int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m);
+// what recode would make with each delta_bits
+[[nodiscard]] int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count);
 // Quantized values are dequantized; those that become zero are dropped, so m->desc.nnz may be lower.
 [[nodiscard]] int recode(const packed_view & view, int n_threads, macko_matrix * m);
 // entries that recode may need for a matrix, as far as its description tells

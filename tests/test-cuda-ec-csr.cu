@@ -1,0 +1,332 @@
+// The GPU's blocks of EC-CSR against float64, element by element, over random shapes, densities, structures, granularities and batches; and how blocks
+// stand in its memory, which needs no GPU. Exit code 77 (skipped) without one, after that.
+#include "cuda/ec-csr-upload.h"
+#include "format/encode.h"
+#include "format/extract.h"
+#include "test-cuda.h"
+
+#include <algorithm>
+#include <string>
+
+// ---- a matrix, dense and as EC-CSR ----
+
+struct test_matrix {
+    int64_t              rows, cols;
+    int32_t              type;
+    std::vector<uint8_t> dense;
+    std::vector<double>  weights;
+    ec_csr_matrix        coded;
+    ec_csr_view          view;
+
+    // n_patterns: rows follow one of so many masks (0: none), with some places redrawn; some rows are empty, some have few entries
+    test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density, int64_t n_patterns, const extract_options & options)
+        : rows(rows), cols(cols), type(type) {
+        const int64_t size = value_nbytes(type);
+        dense.assign(static_cast<size_t>(rows * cols * size), 0);
+        weights.assign(static_cast<size_t>(rows * cols), 0.0);
+        std::vector<std::vector<bool>> patterns(static_cast<size_t>(n_patterns), std::vector<bool>(static_cast<size_t>(cols)));
+        for (auto & p : patterns) {
+            std::generate(p.begin(), p.end(), [&] { return random.unit() < density; });
+        }
+        macko_desc desc = { rows, cols, type, delta_bits, 0 };
+        for (int64_t r = 0; r < rows; r++) {
+            const double what  = random.unit(), share = what < 0.1 ? 0 : what < 0.2 ? 0.2 : 1;
+            const auto & mask  = patterns[static_cast<size_t>(n_patterns ? random.range(0, n_patterns - 1) : 0)];
+            const double noise = random.range(0, 1) ? 0.02 : 0.3;
+            for (int64_t c = 0; c < cols; c++) {
+                const bool free = n_patterns == 0 || random.unit() < noise;
+                if ((free ? random.unit() < density : static_cast<bool>(mask[static_cast<size_t>(c)])) && random.unit() < share) {
+                    const uint32_t bits = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                    memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &bits, static_cast<size_t>(size));
+                    weights[static_cast<size_t>(r * cols + c)] = to_double(bits, type);
+                    desc.nnz++;
+                }
+            }
+        }
+        ec_csr_blocks blocks;
+        STATUS_CHECK(extract_blocks(desc, dense.data(), options, 2, &blocks));
+        STATUS_CHECK(assemble(desc, dense.data(), blocks, 2, &coded));
+        STATUS_CHECK(check_ec_csr(coded.arrays(), &view));
+        STATUS_CHECK(each_row(view, 2, [](int64_t, const void *) {}));
+    }
+};
+
+static std::string name_of(uint64_t seed, const test_matrix & w) {
+    char text[160];
+    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d, %zu sets, largest of %d rows", static_cast<unsigned long long>(seed), static_cast<long long>(w.rows),
+             static_cast<long long>(w.cols), w.type, w.coded.desc.delta_bits, w.coded.sets.size(), w.coded.sets[0].granularity);
+    return text;
+}
+
+static test_matrix make_random(rng & random, int32_t type) {
+    static const int64_t WIDTHS[] = { 1, 40, 127, 128, 257, 600, 1000, 2048, 4100, 11008 };
+    const int64_t cols = WIDTHS[random.range(0, 9)], rows = random.range(1, cols > 4000 ? 50 : 150);
+    static const int32_t GRANULARITIES[] = { 1, 2, 4, 8, 16, 64 };
+    const extract_options o = { GRANULARITIES[random.range(0, 5)], random.range(0, 3) ? 128 : 256, random.range(0, 1) == 1, static_cast<uint64_t>(random.range(0, 99)) };
+    const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.2 ? random.unit() * 0.1 : random.unit() * 0.8;
+    return test_matrix(random, rows, cols, type, random.range(0, 1) ? 4 : 8, density, random.range(0, 2) ? random.range(1, 4) : 0, o);
+}
+
+// ---- memory ----
+
+// what cuda_ec_csr_fill() made, read as ec-csr-layout.h describes it: elements of blocks, each once, and the slots of each row
+static void check_layout(const test_matrix & w, bool all, const std::string & name) {
+    const int64_t size = value_nbytes(w.type);
+    std::vector<uint8_t> memory(static_cast<size_t>(cuda_ec_csr_bind(w.view, all, nullptr).nbytes_arrays), 0);
+    const cuda_ec_csr_blocks b = cuda_ec_csr_bind(w.view, all, memory.data());
+    cuda_ec_csr_fill(w.view, all, 2, b);
+    std::vector<uint8_t> dense(w.dense.size(), 0);
+    std::vector<int> used(static_cast<size_t>(b.n_slots), 0);
+    int64_t n_twice = 0, n_slots_wrong = 0;
+    for (int32_t s = 0; s < b.n_sets; s++) {
+        const cuda_ec_csr_set & set = b.sets[s];
+        for (int64_t p = 0; p < set.n_pieces; p++) {
+            for (int64_t r = 0; r < set.granularity; r++) {
+                const int32_t row = set.rows[p * set.granularity + r], slot = set.slots[p * set.granularity + r];
+                n_slots_wrong += slot < b.slot_ptr[row] || slot >= b.slot_ptr[row + 1] || used[static_cast<size_t>(slot)]++;
+            }
+            for (int64_t lane = 0; lane < 32; lane++) {
+                int64_t column = set.bases[p * 32 + lane];
+                for (int64_t k = 0; k < (set.chunk_ptr[p + 1] - set.chunk_ptr[p]) * 4; k++) {
+                    const int64_t chunk = set.chunk_ptr[p] + k / 4, vectors = 4 * set.granularity * size / 16;
+                    column += delta_code(set.codes, (chunk * 32 + lane) * 4 + k % 4, b.delta_bits);
+                    for (int64_t r = 0; r < set.granularity; r++) {
+                        const int64_t   byte = (k % 4 * set.granularity + r) * size;
+                        const uint8_t * from = set.values + ((chunk * vectors + byte / 16) * 32 + lane) * 16 + byte % 16;
+                        uint8_t       * to   = &dense[static_cast<size_t>((set.rows[p * set.granularity + r] * w.cols + column) * size)];
+                        for (int64_t i = 0; i < size; i++) {
+                            n_twice += to[i] && from[i];
+                            to[i] = static_cast<uint8_t>(to[i] | from[i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    CHECK(n_slots_wrong == 0 && b.slot_ptr[b.rows] == b.n_slots, "%s: %lld slots are wrong", name.c_str(), static_cast<long long>(n_slots_wrong));
+    CHECK(n_twice == 0, "%s: %lld bytes are there twice", name.c_str(), static_cast<long long>(n_twice));
+    // all that is not in blocks of one row
+    const ec_csr_arrays one = rows_of_one(w.view);
+    ec_csr_view rest;
+    std::vector<uint8_t> want = w.dense;
+    if (!all && one.n_sets > 0) {
+        STATUS_CHECK(check_ec_csr(one, &rest));
+        STATUS_CHECK(each_row(rest, 2, [&](int64_t r, const void * row) {
+            for (int64_t i = 0; i < w.cols * size; i++) {
+                want[static_cast<size_t>(r * w.cols * size + i)] ^= static_cast<const uint8_t *>(row)[i];
+            }
+        }));
+    }
+    CHECK(dense == want, "%s: blocks hold something else", name.c_str());
+    CHECK(b.whole == (all || one.n_sets == 0), "%s: whole is %d", name.c_str(), b.whole);
+}
+
+static void test_blocks_keep_their_elements() {
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        rng random(seed);
+        const int32_t type = seed % 3 == 0 ? GGML_MACKO_TYPE_F32 : seed % 3 == 1 ? GGML_MACKO_TYPE_F16 : GGML_MACKO_TYPE_BF16;
+        const test_matrix w = make_random(random, type);
+        for (const bool all : { false, true }) {
+            if (cuda_ec_csr_supported(w.view, all, 1 << 20)) {
+                check_layout(w, all && type == GGML_MACKO_TYPE_F32, name_of(seed, w));
+            }
+        }
+    }
+}
+
+// ---- products ----
+
+struct on_device {
+    uint8_t                           * memory = nullptr;
+    cuda_sparse_matrix                  matrix = {};
+    std::unique_ptr<cuda_ec_csr_blocks> blocks;
+
+    on_device(cuda_sparse_uploader & uploader, const test_matrix & w, ec_csr_choice choice) {
+        const macko_desc & desc = w.coded.desc;
+        const int64_t room = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
+        CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
+        CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
+        STATUS_CHECK(cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));
+        std::vector<uint8_t> around(2 * CUDA_SPARSE_ALIGNMENT);
+        CUDA_CHECK(cudaMemcpy(around.data(), memory, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
+        CUDA_CHECK(cudaMemcpy(&around[CUDA_SPARSE_ALIGNMENT], memory + CUDA_SPARSE_ALIGNMENT + room, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
+        CHECK(std::all_of(around.begin(), around.end(), [](uint8_t b) { return b == 0xa5; }), "wrote outside of the reserved memory");
+    }
+    ~on_device() { cudaFree(memory); }
+    on_device(const on_device &) = delete;
+};
+
+static void check_product(rng & random, const test_matrix & w, const on_device & d, int64_t n, const std::string & name) {
+    const int64_t begin = random.range(0, std::min<int64_t>(2, w.rows - 1)), m = w.rows - begin, ldx = w.cols + random.range(0, 3), ldy = m + random.range(0, 3);
+    const bool with_residual = random.range(0, 1), in_place = random.range(0, 1), with_bias = random.range(0, 1), rounds = n > 1 && w.type != GGML_MACKO_TYPE_F32;
+    guarded x(ldx * n), y(ldy * n), residual(ldy * n), bias(m);
+    for (int64_t i = 0; i < ldx * n; i++) {
+        x.at(i) = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
+    }
+    for (int64_t i = 0; i < ldy * n; i++) {
+        residual.at(i) = static_cast<float>(random.unit() - 0.5);
+    }
+    for (int64_t i = 0; i < m; i++) {
+        bias.at(i) = static_cast<float>(random.unit() - 0.5);
+    }
+    if (with_residual && in_place) {
+        y.host = residual.host;
+    }
+    for (guarded * g : { &x, &y, &residual, &bias }) {
+        g->put();
+    }
+    cuda_sparse_mul_mat_params p = {};
+    p.n_matrices   = 1;
+    p.w[0]         = &d.matrix;
+    p.y[0]         = y.data();
+    p.ldy[0]       = ldy;
+    p.residual[0]  = !with_residual ? nullptr : in_place ? y.data() : residual.data();
+    p.bias[0]      = with_bias ? bias.data() : nullptr;
+    p.row_begin[0] = begin;
+    p.row_end[0]   = w.rows;
+    p.x            = x.data();
+    p.ldx          = ldx;
+    p.n            = n;
+    p.programmatic = random.range(0, 1);
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    y.get();
+    CHECK(y.guards_intact(), "%s: wrote outside of y", name.c_str());
+    for (int64_t j = 0; j < n; j++) {
+        double worst[2] = {}; // with x as it is, and rounded: a single column that is left over is not
+        for (int64_t r = 0; r < m; r++) {
+            double sum[2] = {}, bound = 1e-30;
+            for (int64_t c = 0; c < w.cols; c++) {
+                const double weight = w.weights[static_cast<size_t>((r + begin) * w.cols + c)], v = static_cast<double>(x.at(j * ldx + c));
+                sum[0] += weight * v;
+                sum[1] += weight * round_to(v, w.type);
+                bound  += std::fabs(weight * v);
+            }
+            for (int i = 0; i < 2; i++) {
+                const double want  = sum[i] + (with_residual ? static_cast<double>(residual.at(j * ldy + r)) : 0) + (with_bias ? static_cast<double>(bias.at(r)) : 0);
+                const double error = std::fabs(static_cast<double>(y.at(j * ldy + r)) - want) / (bound + with_residual + with_bias);
+                worst[i] = error <= worst[i] ? worst[i] : error; // NaN stays
+            }
+        }
+        CHECK(worst[0] <= MAX_ERROR || (rounds && worst[1] <= MAX_ERROR), "%s, column %lld of %lld: errors %.3g and, x rounded, %.3g", name.c_str(), static_cast<long long>(j),
+              static_cast<long long>(n), worst[0], worst[1]);
+    }
+}
+
+static void check_unpack(rng & random, const test_matrix & w, const on_device & d, const std::string & name) {
+    const int64_t begin = w.rows / 3, size = value_nbytes(w.type), ld = w.cols + random.range(0, 9);
+    guarded dst((w.rows - begin) * ld);
+    CUDA_CHECK(cuda_sparse_unpack(d.matrix, begin, w.rows, w.type, dst.data(), ld, nullptr));
+    std::vector<float> before = dst.host;
+    dst.get();
+    CHECK(dst.guards_intact(), "%s: unpack wrote outside", name.c_str());
+    const auto * got  = reinterpret_cast<const uint8_t *>(&dst.at(0));
+    const auto * kept = reinterpret_cast<const uint8_t *>(&before[GUARD]);
+    bool same = true, between = true;
+    for (int64_t r = begin; r < w.rows; r++) {
+        const int64_t at = (r - begin) * ld * size;
+        same    = same && !memcmp(got + at, &w.dense[static_cast<size_t>(r * w.cols * size)], static_cast<size_t>(w.cols * size));
+        between = between && !memcmp(got + at + w.cols * size, kept + at + w.cols * size, static_cast<size_t>((ld - w.cols) * size));
+    }
+    CHECK(same && between, "%s: unpacked bits differ (%d) or something was written between rows (%d)", name.c_str(), !same, !between);
+}
+
+static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
+    static const int64_t BATCHES[] = { 1, 1, 2, 3, 4, 5, 8, 9, 17 };
+    int used[2] = {};
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 500 + static_cast<uint64_t>(i);
+        rng random(seed);
+        const int32_t type = i % 3 == 0 ? GGML_MACKO_TYPE_F32 : i % 3 == 1 ? GGML_MACKO_TYPE_F16 : GGML_MACKO_TYPE_BF16;
+        const test_matrix w = make_random(random, type);
+        for (const ec_csr_choice choice : { ec_csr_choice::BLOCKS, ec_csr_choice::ROWS, ec_csr_choice::FASTER }) {
+            const on_device d(uploader, w, choice);
+            used[d.matrix.blocks != nullptr]++;
+            const std::string name = name_of(seed, w) + (d.matrix.blocks ? ", blocks" : ", rows");
+            check_product(random, w, d, BATCHES[random.range(0, 8)], name);
+            check_unpack(random, w, d, name);
+        }
+    }
+    CHECK(used[1] > n_cases / 3, "only %d matrices were kept in blocks", used[1]);
+}
+
+// every number of rows that a piece may have, in one matrix; and four columns of x that do not fit shared memory
+static void test_large(cuda_sparse_uploader & uploader) {
+    for (const int64_t cols : { 4096, 28672 }) {
+        for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F32 }) {
+            rng random(static_cast<uint64_t>(cols));
+            const test_matrix w(random, 300, cols, type, 8, 0.3, 40, { 16, 128, false, 0 });
+            CHECK(w.coded.sets.size() >= 4, "%zu sets", w.coded.sets.size());
+            const on_device d(uploader, w, ec_csr_choice::BLOCKS);
+            CHECK(d.matrix.blocks != nullptr, "no blocks");
+            for (const int64_t n : { 1, 4, 6 }) {
+                check_product(random, w, d, n, name_of(static_cast<uint64_t>(cols), w));
+            }
+            check_unpack(random, w, d, name_of(static_cast<uint64_t>(cols), w));
+        }
+    }
+}
+
+// the same bits every time, launched alone, as dependent launches and from a graph
+static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
+    rng random(3);
+    const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F16, 8, 0.3, 60, { 16, 128, true, 0 });
+    const on_device d(uploader, w, ec_csr_choice::BLOCKS);
+    CHECK(d.matrix.blocks != nullptr, "no blocks");
+    for (const int64_t n : { 1, 4, 7 }) {
+        guarded x(w.cols * n), y(w.rows * n);
+        for (int64_t i = 0; i < w.cols * n; i++) {
+            x.at(i) = static_cast<float>(random.unit() - 0.5);
+        }
+        x.put();
+        cuda_sparse_mul_mat_params p = {};
+        p.n_matrices = 1;
+        p.w[0]       = &d.matrix;
+        p.y[0]       = y.data();
+        p.ldy[0]     = w.rows;
+        p.row_end[0] = w.rows;
+        p.x          = x.data();
+        p.ldx        = w.cols;
+        p.n          = n;
+        p.programmatic = true;
+        cudaStream_t stream;
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CUDA_CHECK(cudaStreamCreate(&stream));
+        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+        CUDA_CHECK(cuda_sparse_mul_mat(p, stream)); // its slots are those of the product before
+        CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+        std::vector<float> first;
+        for (int i = 0; i < n_repeats; i++) {
+            CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(w.rows * n * 4), stream));
+            p.programmatic = i % 3 == 1;
+            CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
+            CUDA_CHECK(cudaStreamSynchronize(stream));
+            y.get();
+            first = i ? first : y.host;
+            CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "n %lld, repeat %d differs", static_cast<long long>(n), i);
+        }
+        CUDA_CHECK(cudaGraphExecDestroy(exec));
+        CUDA_CHECK(cudaGraphDestroy(graph));
+        CUDA_CHECK(cudaStreamDestroy(stream));
+    }
+}
+
+int main(int argc, char ** argv) {
+    test_blocks_keep_their_elements();
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        printf("test-cuda-ec-csr: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
+        return n_failed ? 1 : 77;
+    }
+    std::unique_ptr<cuda_sparse_uploader> uploader;
+    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
+    const int n_cases = argc > 1 ? atoi(argv[1]) : 200; // fewer under a sanitizer
+    test_random_shapes(*uploader, n_cases);
+    if (n_cases >= 100) {
+        test_large(*uploader);
+    }
+    test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
+    return test_summary("test-cuda-ec-csr");
+}

@@ -3,6 +3,7 @@
 // x have eight bits, so that rounding them to 16-bit types changes nothing.
 //
 //   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--csr] [--unpack] [--layer] [--json FILE]
+//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--f32] [--shapes ...] [--densities ...] [--json FILE]     bench-ec-csr.cuh
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
 // in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
@@ -269,11 +270,14 @@ struct dense_product {
 
     template <typename F> F * get(const char * name) { return reinterpret_cast<F *>(dlsym(library, name)); }
 
-    // best of gemm both ways and gemv: y = W x for n columns, F16, in microseconds; 0 without cuBLAS
-    double time(cudaStream_t stream, int64_t rows, int64_t cols, int64_t n) {
+    // best of gemm both ways and gemv: y = W x for n columns, F16 or F32, in microseconds; 0 without cuBLAS
+    double time(cudaStream_t stream, int64_t rows, int64_t cols, int64_t n, bool f32 = false) {
         using gemm_type = int(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int, const void *, void *, int, int, int, int);
         using gemv_type = int(void *, int, int, int, const float *, const void *, int, long long, const void *, int, long long, const float *, void *, int, long long, int);
-        constexpr int F16 = 2, COMPUTE_F32 = 68, NO_TRANSPOSE = 0, TRANSPOSE = 1, DEFAULT_ALGORITHM = -1;
+        using sgemv_type = int(void *, int, int, int, const float *, const void *, int, const void *, int, const float *, void *, int);
+        constexpr int COMPUTE_F32 = 68, NO_TRANSPOSE = 0, TRANSPOSE = 1, DEFAULT_ALGORITHM = -1;
+        const int type = f32 ? 0 : 2; // CUDA_R_32F, CUDA_R_16F
+        const int64_t size = f32 ? 4 : 2;
         if (!library) {
             return 0;
         }
@@ -285,19 +289,22 @@ struct dense_product {
         get<int(void *, void *, size_t)>("cublasSetWorkspace_v2")(handle, workspace, 64 << 20);
         const auto gemm = get<gemm_type>("cublasGemmEx");
         const auto gemv = get<gemv_type>("cublasHSHgemvStridedBatched");
-        const int copies = n_copies(static_cast<double>(rows * cols * 2)), r = static_cast<int>(rows), c = static_cast<int>(cols), k = static_cast<int>(n);
-        uint16_t * w, * x, * y;
-        CHECKED(cudaMalloc(&w, static_cast<size_t>(rows * cols * 2 * copies)));
-        CHECKED(cudaMalloc(&x, static_cast<size_t>(cols * n * 2 + 64)));
+        const int copies = n_copies(static_cast<double>(rows * cols * size)), r = static_cast<int>(rows), c = static_cast<int>(cols), k = static_cast<int>(n);
+        uint8_t * w, * x, * y;
+        CHECKED(cudaMalloc(&w, static_cast<size_t>(rows * cols * size * copies)));
+        CHECKED(cudaMalloc(&x, static_cast<size_t>(cols * n * size + 64)));
         CHECKED(cudaMalloc(&y, static_cast<size_t>(rows * n * 4)));
-        fill_kernel<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(w), rows * cols * copies / 2);
-        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), cols * n / 2);
+        fill_kernel<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(w), rows * cols * copies * size / 4);
+        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), cols * n * size / 4);
         const float one = 1, zero = 0;
         int failed = 0;
-        const auto copy = [&](int i) { return w + rows * cols * i; };
-        double best = time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, r, k, c, &one, copy(i), F16, c, x, F16, c, &zero, y, F16, r, COMPUTE_F32, DEFAULT_ALGORITHM); });
-        best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, k, r, c, &one, x, F16, c, copy(i), F16, c, &zero, y, F16, k, COMPUTE_F32, DEFAULT_ALGORITHM); }));
-        if (n == 1 && gemv) {
+        const auto copy = [&](int i) { return w + rows * cols * size * i; };
+        double best = time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, r, k, c, &one, copy(i), type, c, x, type, c, &zero, y, type, r, COMPUTE_F32, DEFAULT_ALGORITHM); });
+        best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, k, r, c, &one, x, type, c, copy(i), type, c, &zero, y, type, k, COMPUTE_F32, DEFAULT_ALGORITHM); }));
+        if (n == 1 && f32) {
+            const auto sgemv = get<sgemv_type>("cublasSgemv_v2");
+            best = std::min(best, time_us(stream, copies, [&](int i) { failed |= sgemv(handle, TRANSPOSE, c, r, &one, copy(i), c, x, 1, &zero, y, 1); }));
+        } else if (n == 1 && gemv) {
             best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemv(handle, TRANSPOSE, c, r, &one, copy(i), c, 0, x, 1, 0, &zero, y, 1, 0, 1); }));
         }
         CHECKED(cudaFree(w));
@@ -313,9 +320,11 @@ struct csr_product {
 
     template <typename F> F * get(const char * name) { return reinterpret_cast<F *>(dlsym(library, name)); }
 
-    // F16 values, 32-bit columns; 0 without cuSPARSE
-    double time(cudaStream_t stream, const random_matrix & m) {
-        constexpr int F16 = 2, F32 = 0, INDEX_32 = 2, BASE_ZERO = 0, NO_TRANSPOSE = 0, DEFAULT_ALGORITHM = 0;
+    // F16 or F32 values, 32-bit columns; 0 without cuSPARSE
+    double time(cudaStream_t stream, const random_matrix & m, bool f32 = false) {
+        constexpr int F32 = 0, INDEX_32 = 2, BASE_ZERO = 0, NO_TRANSPOSE = 0, DEFAULT_ALGORITHM = 0;
+        const int type = f32 ? F32 : 2; // CUDA_R_16F
+        const size_t size = f32 ? 4 : 2;
         if (!library) {
             return 0;
         }
@@ -328,35 +337,36 @@ struct csr_product {
         const auto buffer     = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, size_t *)>("cusparseSpMV_bufferSize");
         const auto spmv       = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, void *)>("cusparseSpMV");
         std::vector<int32_t> row_ptr(1, 0), columns;
-        std::vector<uint16_t> values;
+        std::vector<uint8_t> values;
         for (int64_t r = 0; r < m.desc.rows; r++) {
             int32_t c = -1;
             for (int64_t k = m.row_ptr[static_cast<size_t>(r)]; k < m.row_ptr[static_cast<size_t>(r + 1)]; k++) {
                 c += static_cast<int32_t>(delta_code(m.deltas.data(), k, m.desc.delta_bits)) + 1;
                 if (m.values[static_cast<size_t>(k)]) {
                     columns.push_back(c);
-                    values.push_back(m.values[static_cast<size_t>(k)]);
+                    const uint32_t bits = f32 ? 0x3f000000u | m.values[static_cast<size_t>(k)] : m.values[static_cast<size_t>(k)]; // some value: only its time counts
+                    values.insert(values.end(), reinterpret_cast<const uint8_t *>(&bits), reinterpret_cast<const uint8_t *>(&bits) + size);
                 }
             }
             row_ptr.push_back(static_cast<int32_t>(columns.size()));
         }
-        const size_t nbytes_values = (values.size() * 2 + 255) & ~size_t(255), nbytes_columns = (columns.size() * 4 + 255) & ~size_t(255);
+        const size_t nbytes_values = (values.size() + 255) & ~size_t(255), nbytes_columns = (columns.size() * 4 + 255) & ~size_t(255);
         const size_t nbytes = nbytes_values + nbytes_columns + ((row_ptr.size() * 4 + 255) & ~size_t(255));
         const int copies = n_copies(static_cast<double>(nbytes));
         uint8_t * memory, * x, * y, * scratch = nullptr;
         CHECKED(cudaMalloc(&memory, nbytes * static_cast<size_t>(copies)));
-        CHECKED(cudaMalloc(&x, static_cast<size_t>(m.desc.cols * 2 + 64)));
-        CHECKED(cudaMalloc(&y, static_cast<size_t>(m.desc.rows * 2)));
-        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), m.desc.cols / 2);
+        CHECKED(cudaMalloc(&x, static_cast<size_t>(m.desc.cols * 4 + 64)));
+        CHECKED(cudaMalloc(&y, static_cast<size_t>(m.desc.rows * 4)));
+        fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), m.desc.cols);
         std::vector<void *> matrices(static_cast<size_t>(copies));
         void * vec_x, * vec_y;
-        int failed = create_vec(&vec_x, m.desc.cols, x, F16) | create_vec(&vec_y, m.desc.rows, y, F16);
+        int failed = create_vec(&vec_x, m.desc.cols, x, type) | create_vec(&vec_y, m.desc.rows, y, type);
         for (int i = 0; i < copies; i++) {
             uint8_t * at = memory + nbytes * static_cast<size_t>(i);
-            CHECKED(cudaMemcpy(at, values.data(), values.size() * 2, cudaMemcpyHostToDevice));
+            CHECKED(cudaMemcpy(at, values.data(), values.size(), cudaMemcpyHostToDevice));
             CHECKED(cudaMemcpy(at + nbytes_values, columns.data(), columns.size() * 4, cudaMemcpyHostToDevice));
             CHECKED(cudaMemcpy(at + nbytes_values + nbytes_columns, row_ptr.data(), row_ptr.size() * 4, cudaMemcpyHostToDevice));
-            failed |= create_csr(&matrices[static_cast<size_t>(i)], m.desc.rows, m.desc.cols, static_cast<int64_t>(values.size()), at + nbytes_values + nbytes_columns, at + nbytes_values, at, INDEX_32, INDEX_32, BASE_ZERO, F16);
+            failed |= create_csr(&matrices[static_cast<size_t>(i)], m.desc.rows, m.desc.cols, static_cast<int64_t>(columns.size()), at + nbytes_values + nbytes_columns, at + nbytes_values, at, INDEX_32, INDEX_32, BASE_ZERO, type);
         }
         const float one = 1, zero = 0;
         size_t scratch_nbytes = 0;
@@ -442,6 +452,8 @@ static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, dou
     CHECKED(cudaFree(norm));
 }
 
+#include "bench-ec-csr.cuh"
+
 // ---- main ----
 
 static std::vector<std::string> split(const char * text) {
@@ -461,6 +473,8 @@ int main(int argc, char ** argv) {
     std::vector<double> densities = { 0.5, 0.3, 0.1 };
     std::vector<int64_t> columns  = { 1 };
     bool csr = false, unpack = false, layer = false;
+    const char * ec_csr = nullptr, * variants = "4,8";
+    bool f32 = false;
     FILE * json = nullptr;
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
@@ -489,6 +503,12 @@ int main(int argc, char ** argv) {
             csr = true;
         } else if (!strcmp(argv[i], "--layer")) {
             layer = true;
+        } else if (!strcmp(argv[i], "--ec-csr") && more) {
+            ec_csr = argv[++i];
+        } else if (!strcmp(argv[i], "--variants") && more) {
+            variants = argv[++i];
+        } else if (!strcmp(argv[i], "--f32")) {
+            f32 = true;
         } else if (!strcmp(argv[i], "--unpack")) {
             unpack = true;
         } else if (!strcmp(argv[i], "--json") && more) {
@@ -515,6 +535,10 @@ int main(int argc, char ** argv) {
     csr_product   sparse;
     std::unique_ptr<cuda_sparse_uploader> uploader;
     check_status(cuda_sparse_uploader::create(0, &uploader));
+    if (ec_csr) {
+        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), f32, bandwidth, json);
+        return 0;
+    }
     if (layer) {
         for (const double d : densities) {
             time_layer(stream, *uploader, d);

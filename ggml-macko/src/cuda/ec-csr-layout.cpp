@@ -10,8 +10,9 @@ namespace macko {
 
 namespace {
 
-int32_t piece_rows(const ec_csr_range & s) { return std::min(s.granularity, CUDA_EC_CSR_MAX_ROWS); }
-int32_t cuts(const ec_csr_range & s)       { return s.granularity / piece_rows(s); }
+// as many as four vectors per lane and chunk have room for: more would not fit registers
+int32_t piece_rows(const ec_csr_range & s, int32_t type) { return std::min(s.granularity, static_cast<int32_t>(16 / value_nbytes(type))); }
+int32_t cuts(const ec_csr_range & s, int32_t type)       { return s.granularity / piece_rows(s, type); }
 
 // f(set, its place among those that are kept)
 template <typename F> void each_set(const ec_csr_view & view, bool all, F && f) {
@@ -55,11 +56,11 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
         cuda_ec_csr_set & d = b.sets[i];
         b.n_sets      = i + 1;
-        d.granularity = piece_rows(s);
-        d.n_pieces    = s.n_blocks * cuts(s);
+        d.granularity = piece_rows(s, desc.type);
+        d.n_pieces    = s.n_blocks * cuts(s, desc.type);
         d.n_chunks    = 0;
         for (int64_t k = 0; k < s.n_blocks; k++) {
-            d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s);
+            d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s, desc.type);
         }
         take(&d.chunk_ptr, int64_t(d.n_pieces) + 1);
         take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
@@ -145,8 +146,9 @@ void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const c
     const ec_csr_arrays & a = view.arrays();
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
         const cuda_ec_csr_set & d = b.sets[i];
+        const int32_t n_cuts = cuts(s, b.type);
         for (int64_t k = 0, p = 0; k < s.n_blocks; k++) {
-            for (int32_t c = 0; c < cuts(s); c++, p++) {
+            for (int32_t c = 0; c < n_cuts; c++, p++) {
                 d.chunk_ptr[p + 1] = d.chunk_ptr[p] + static_cast<int32_t>(chunks_of(columns_of(view, s, k)));
                 for (int32_t r = 0; r < d.granularity; r++) {
                     d.rows[p * d.granularity + r] = a.rows[s.row + k * s.granularity + c * d.granularity + r];
@@ -160,7 +162,7 @@ void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const c
             if (s.vector_size == 1) {
                 filler.short_piece(p, p);
             } else {
-                filler.long_piece(p / cuts(s), p, p % cuts(s) * d.granularity);
+                filler.long_piece(p / n_cuts, p, p % n_cuts * d.granularity);
             }
         }
     });

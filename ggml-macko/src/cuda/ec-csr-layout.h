@@ -4,7 +4,7 @@
 // Blocks of several rows are kept as they are: 32 lanes, the columns of a lane one behind the other, x gathered once for all rows of a block. What is
 // left of the rows (blocks of one row) becomes MACKO's rows (sparse-layout.h), whose kernel is faster for them; only F32 values, for which
 // that has no fast layout, stay blocks of one row too.
-//   piece   at most 8 rows of a block: what a warp has at a time. Larger blocks are cut; their columns are then there several times
+//   piece   at most 8 rows of a block (F32: 4): what a warp has at a time. Larger blocks are cut; their columns are then there several times
 //   chunk   128 columns of a piece. Lane l has four of them: 4 codes of delta_bits bits, and 4 * rows values (column after column) in vectors
 //           of 16 bytes; vector v of all lanes, then vector v + 1. Short blocks (FORMAT.md) are one chunk, with zeros behind their last column
 //   base    where a lane's columns start, 16 bits; its first code is 0, each other one is the distance to the column before
@@ -17,9 +17,8 @@
 
 namespace macko {
 
-constexpr int CUDA_EC_CSR_MAX_ROWS    = 8;   // of a piece
 constexpr int CUDA_EC_CSR_CHUNK       = EC_UNIT;
-constexpr int CUDA_EC_CSR_MAX_COLUMNS = 4;   // of x at a time: as many sums have room
+constexpr int CUDA_EC_CSR_MAX_COLUMNS = 4; // of x at a time: as many sums have room
 
 struct cuda_ec_csr_set { // pieces with equally many rows; arrays in device memory
     int32_t    granularity; // rows: 1, 2, 4, 8

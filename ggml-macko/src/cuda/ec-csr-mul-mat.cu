@@ -6,6 +6,11 @@
 
 #include <algorithm>
 
+#ifndef EC_THREADS
+#define EC_THREADS 512
+#define EC_D1 4
+#define EC_D2 2
+#endif
 namespace macko {
 
 namespace {
@@ -146,7 +151,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
 
 // fill: x to shared memory, after the first loads are on their way
 template <typename T, int BITS, int G, int NX, typename FILL> __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
-    constexpr int DEPTH = chunk_values<T, G>::VECTORS == 1 ? 2 : 1; // chunks ahead
+    constexpr int VECTORS = chunk_values<T, G>::VECTORS, DEPTH = VECTORS == 1 ? EC_D1 : VECTORS == 2 ? EC_D2 : 1; // chunks ahead
     const cuda_ec_csr_set & set = p.sets[index];
     const int lane   = threadIdx.x % 32;
     const int stride = gridDim.x * (blockDim.x / 32);
@@ -220,7 +225,7 @@ template <typename T, int BITS, int G, int NX, typename FILL> __device__ __force
 }
 
 // several sums per row and column: fewer warps, more registers
-template <int NX> constexpr int MAX_THREADS = NX == 1 ? 1024 : 512;
+template <int NX> constexpr int MAX_THREADS = NX == 1 ? EC_THREADS : 512;
 
 template <typename T, int BITS, int NX> __global__ void __launch_bounds__(MAX_THREADS<NX>, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
     extern __shared__ __align__(16) float xs[];
@@ -234,7 +239,11 @@ template <typename T, int BITS, int NX> __global__ void __launch_bounds__(MAX_TH
             }
         };
         switch (p.sets[s].granularity) {
-            case 8: multiply_set<T, BITS, 8, NX>(p, s, x_address, fill); break;
+            case 8:
+                if constexpr (sizeof(T) == 2) {
+                    multiply_set<T, BITS, 8, NX>(p, s, x_address, fill);
+                }
+                break;
             case 4: multiply_set<T, BITS, 4, NX>(p, s, x_address, fill); break;
             case 2: multiply_set<T, BITS, 2, NX>(p, s, x_address, fill); break;
             default:

@@ -52,6 +52,7 @@ int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m, struct 
 void ggml_macko_ec_csr_free(struct ggml_macko_ec_csr_matrix * m);
 int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
 int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
+int  ggml_macko_ec_csr_gpu_us(const struct ggml_macko_ec_csr * m, int n_threads, double * blocks_us, double * rows_us);
 
 struct ggml_macko_packed {
     int64_t         rows;

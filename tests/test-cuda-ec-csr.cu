@@ -143,7 +143,8 @@ struct on_device {
 
     on_device(cuda_sparse_uploader & uploader, const test_matrix & w, ec_csr_choice choice) {
         const macko_desc & desc = w.coded.desc;
-        const int64_t room = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
+        const int64_t reserved = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc))); // by the device; blocks of small matrices may need more
+        const int64_t room = choice == ec_csr_choice::BLOCKS ? 8 * reserved + (1 << 20) : reserved;
         CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         STATUS_CHECK(cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));

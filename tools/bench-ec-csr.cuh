@@ -4,8 +4,10 @@
 //   MASK     random; alike-K[-P]: K rows have one mask, P percent of the places redrawn; columns: a quarter of them at .95, the others as sparse as it
 //            takes; uneven: densities of rows differ (log-normal, sigma 1); FILE.f16: a matrix, rows and cols from --shapes
 //   VARIANT  bits of the deltas, and how blocks are extracted: "8" as `convert` does it, "8d" none (delta indices alone), "8x" every block of 128 columns,
-//            "8c" these, cut where they are larger than twice a row
+//            "8c" these, cut where they are larger than twice a row; "8a" as "8", and kept on the GPU as the device would: in blocks or as rows. The others
+//            are kept in blocks if they have any
 #include "cuda/ec-csr-upload.h"
+#include "format/ec-csr-cost.h"
 #include "format/encode.h"
 
 #include <random>
@@ -106,7 +108,7 @@ struct ec_csr_bench {
     float             * x = nullptr, * y = nullptr;
     std::vector<double> want;
 
-    void report(const char * name, const bench_matrix & w) {
+    void report(const char * name, const bench_matrix & w, const gpu_times & model) {
         cuda_sparse_mul_mat_params p = {};
         p.n_matrices = 1;
         p.y[0]       = y;
@@ -144,8 +146,8 @@ struct ec_csr_bench {
                read / static_cast<double>(nnz), 100 * static_cast<double>(b.nbytes_arrays) / read, b.n_pieces, alone, chained, dense_us, dense_us / best, csr_us, csr_us / best, 100 * read / best / bandwidth);
         fflush(stdout);
         if (json) {
-            fprintf(json, "{\"where\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"nnz\": %lld, \"variant\": \"%s\", \"row_nbytes\": %.0f, \"block_nbytes\": %lld, \"pieces\": %d, \"sums\": %d, \"us\": %.3f, \"chained_us\": %.3f, \"dense_us\": %.3f, \"csr_us\": %.3f}\n",
-                    where.c_str(), static_cast<long long>(rows), static_cast<long long>(cols), static_cast<long long>(nnz), name, row_nbytes, static_cast<long long>(b.nbytes_arrays), b.n_pieces, b.n_slots, alone, chained, dense_us, csr_us);
+            fprintf(json, "{\"where\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"nnz\": %lld, \"variant\": \"%s\", \"row_nbytes\": %.0f, \"block_nbytes\": %lld, \"pieces\": %d, \"sums\": %d, \"us\": %.3f, \"chained_us\": %.3f, \"dense_us\": %.3f, \"csr_us\": %.3f, \"model_rows_us\": %.3f, \"model_blocks_us\": %.3f}\n",
+                    where.c_str(), static_cast<long long>(rows), static_cast<long long>(cols), static_cast<long long>(nnz), name, row_nbytes, static_cast<long long>(b.nbytes_arrays), b.n_pieces, b.n_slots, alone, chained, dense_us, csr_us, model.rows_us, std::min(model.blocks_us, 1e9));
             fflush(json);
         }
     }
@@ -213,12 +215,12 @@ struct ec_csr_bench {
             check_status(uploader.rows(view));
             check_status(uploader.finish(&w.first));
             w.copy();
-            report(("macko-d" + std::to_string(BITS[best])).c_str(), w);
+            report(("macko-d" + std::to_string(BITS[best])).c_str(), w, { gpu_us(gpu_rows_work(m.desc, count)), 1e9 });
         }
         for (const std::string & v : variants) {
             const int32_t bits = v[0] - '0';
             const char    how  = v.size() > 1 ? v[1] : ' ';
-            const ggml_macko_ec_csr_options options = { how == 'd' ? 1 : 16, how == ' ' ? 0 : 128, how != 'x', 0 };
+            const ggml_macko_ec_csr_options options = { how == 'd' ? 1 : 16, how == ' ' || how == 'a' ? 0 : 128, how != 'x', 0 };
             ggml_macko_ec_csr_matrix * coded = nullptr;
             ggml_macko_ec_csr a;
             const auto seconds = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
@@ -228,14 +230,16 @@ struct ec_csr_bench {
             const double t1 = seconds();
             ec_csr_view view;
             check_status(check_ec_csr({ { rows, cols, type, bits, a.nnz }, reinterpret_cast<const ec_csr_set *>(a.sets), a.n_sets / 4, a.block_rows, a.n_block_rows, a.blk_ptr, a.n_blk_ptr, a.bases, a.n_bases, a.deltas, a.n_deltas, a.values, a.n_values }, &view));
+            gpu_times model;
+            check_status(gpu_times_of(view, 16, &model));
             bench_matrix w;
             const int64_t room = cuda_sparse_nbytes({ rows, cols, type, bits, a.nnz }, n_padded(max_recoded({ rows, cols, type, bits, a.nnz })));
             w.reserve(room, a.n_values * value_nbytes(type));
-            check_status(cuda_ec_csr_upload(uploader, view, ec_csr_choice::BLOCKS, 16, w.memory, room, &w.first, &w.blocks));
+            check_status(cuda_ec_csr_upload(uploader, view, how == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16, w.memory, room, &w.first, &w.blocks));
             w.copy();
             const int64_t file = a.n_values * value_nbytes(type) + a.n_deltas + a.n_bases * 2 + (a.n_blk_ptr + a.n_block_rows + a.n_sets) * 4;
             printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(), t1 - t0, seconds() - t1, static_cast<double>(file) / static_cast<double>(nnz));
-            report(("ec-csr-" + v).c_str(), w);
+            report(("ec-csr-" + v).c_str(), w, model);
             ggml_macko_ec_csr_free(coded);
         }
         CHECKED(cudaFree(x));

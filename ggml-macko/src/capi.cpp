@@ -2,6 +2,7 @@
 // What needs ggml (loading) is in backend/load.cpp.
 #include "cpu/kernels.h"
 #include "file/compress.h"
+#include "format/ec-csr-cost.h"
 #include "format/encode.h"
 #include "format/extract.h"
 
@@ -395,6 +396,24 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
     });
 }
 
+int ggml_macko_ec_csr_gpu_us(const ggml_macko_ec_csr * m, int n_threads, double * blocks_us, double * rows_us) {
+    return at_c_edge([&]() -> int {
+        if (!blocks_us || !rows_us) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        ec_csr_view view;
+        if (const int status = check_blocks(m, &view)) {
+            return status;
+        }
+        gpu_times times;
+        if (const int status = gpu_times_of(view, threads(n_threads, m->rows * m->cols), &times)) {
+            return status;
+        }
+        *blocks_us = times.blocks_us;
+        *rows_us   = times.rows_us;
+        return GGML_MACKO_STATUS_OK;
+    });
+}
 int ggml_macko_cpu_matrix_init_ec_csr(const ggml_macko_ec_csr * m, int n_threads, ggml_macko_cpu_matrix ** out) {
     macko_matrix recoded;
     const int status = at_c_edge([&]() -> int {

@@ -212,6 +212,13 @@ def ec_csr_encode(
     return EcCsrMatrix(*dense.shape, type_id, delta_bits, c.nnz, **arrays)
 
 
+def ec_csr_gpu_us(m: EcCsrMatrix, n_threads: int = 0) -> tuple:
+    """(microseconds of a product on a GPU that keeps the blocks, and that keeps MACKO's rows): a model, fitted on an H200."""
+    blocks, rows = _ffi().new("double *"), _ffi().new("double *")
+    _check(_lib().ggml_macko_ec_csr_gpu_us(_c_ec_csr(m), n_threads, blocks, rows))
+    return blocks[0], rows[0]
+
+
 def _ec_csr_dtypes(type_id: int, cols: int) -> dict:
     dtypes = (bits_dtype(type_id), np.uint8, ec_csr.base_dtype(cols), np.int32, np.int32, np.int32)
     return dict(zip(ec_csr.ARRAYS, dtypes))

@@ -193,6 +193,7 @@ class Options:
     dense_types: tuple = ()  # (tensor name, key of ggml_quants.DENSE_TYPES): dense tensors that are quantized
     target_bpw: float | None = None  # bits per weight of the file at most, with type auto
     measure: bool = False  # fill in Plan.error
+    optimize: str = "size"  # what type auto looks at: size or speed
 
     def asked(self, t: Tensor) -> str | None:
         """The type that an override gives to a tensor."""
@@ -275,7 +276,11 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
         found.append((nbytes, fmt, delta_bits, components, encoded))
     if not found:
         return stay(f"more than {formats.MAX_STORED} entries", count)
-    nbytes, fmt, delta_bits, components, encoded = min(found, key=lambda x: x[0])  # the first of equals
+    chosen = min(found, key=lambda x: x[0])  # the first of equals
+    why = _why(found) if wanted == "auto" else ""
+    if wanted == "auto" and options.optimize == "speed":
+        chosen, why = _fastest(found, options.n_threads)
+    nbytes, fmt, delta_bits, components, encoded = chosen
     if nbytes >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", count)
@@ -284,7 +289,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if options.measure and value_type in packed.QUANT_NAMES:
         decoded = bindings.decode(encoded, options.n_threads)
         error = quantize.error_of(bits, decoded, t.type, quantize.column_weights(options.imatrix, t))
-    reason = _why(found) if wanted == "auto" else f"error {math.sqrt(error):.2%}" if options.measure else ""
+    reason = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
     return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at, value_type, None, error)
 
 
@@ -315,6 +320,20 @@ def _why(found: list) -> str:
     best = [min((x for x in found if x[1] == fmt), default=None, key=lambda x: x[0]) for fmt in COMPONENTS]
     ranked = sorted((x for x in best if x is not None), key=lambda x: x[0])
     return "smallest: " + ", ".join(f"{storage_name(x[1], x[2])} {console.size(x[0]).strip()}" for x in ranked)
+
+
+def _fastest(found: list, n_threads: int) -> tuple:
+    """(what is fastest on a GPU, why). EC-CSR only where its blocks are faster than the rows that a GPU can keep instead."""
+    rows = min((x for x in found if x[1] == MACKO), key=lambda x: x[0], default=found[0])
+    timed = [(*bindings.ec_csr_gpu_us(x[4], n_threads), x) for x in found if x[1] == EC_CSR]
+    timed = [x for x in timed if x[0] != float("inf")]
+    if not timed:
+        return rows, "fastest on a GPU: rows; no blocks of several rows"
+    blocks_us, rows_us, chosen = min(timed, key=lambda x: x[0])
+    blocks = f"{storage_name(chosen[1], chosen[2])} in blocks {blocks_us:.1f} us"
+    if blocks_us < rows_us:
+        return chosen, f"fastest on a GPU (model): {blocks}, as rows {rows_us:.1f} us"
+    return rows, f"fastest on a GPU (model): {storage_name(rows[1], rows[2])} {rows_us:.1f} us, {blocks}"
 
 
 def plan_model(model: Model, options: Options, spool: Spool) -> list:
@@ -471,9 +490,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--optimize",
-        choices=["size"],
+        choices=["size", "speed"],
         default="size",
-        help="what auto looks at: size, the bytes really encoded (default)",
+        help="what auto looks at: size, the bytes really encoded (default); speed, the time of a product on a GPU by a "
+        "model that was fitted on an H200 (on a CPU MACKO and EC-CSR run alike)",
     )
     parser.add_argument(
         "--granularity",
@@ -569,6 +589,7 @@ def options_of(args: argparse.Namespace, model: Model) -> Options:
         statistics,
         dense_types_of(model, args.output_tensor_type, args.token_embedding_type),
         args.target_bpw,
+        optimize=args.optimize,
     )
 
 

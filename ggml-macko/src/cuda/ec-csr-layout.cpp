@@ -10,9 +10,7 @@ namespace macko {
 
 namespace {
 
-// as many as four vectors per lane and chunk have room for: more would not fit registers
-int32_t piece_rows(const ec_csr_range & s, int32_t type) { return std::min(s.granularity, static_cast<int32_t>(16 / value_nbytes(type))); }
-int32_t cuts(const ec_csr_range & s, int32_t type)       { return s.granularity / piece_rows(s, type); }
+int32_t cuts(const ec_csr_range & s, int32_t type) { return s.granularity / gpu_piece_rows(s.granularity, type); }
 
 // f(set, its place among those that are kept)
 template <typename F> void each_set(const ec_csr_view & view, bool all, F && f) {
@@ -56,7 +54,7 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
         cuda_ec_csr_set & d = b.sets[i];
         b.n_sets      = i + 1;
-        d.granularity = piece_rows(s, desc.type);
+        d.granularity = gpu_piece_rows(s.granularity, desc.type);
         d.n_pieces    = s.n_blocks * cuts(s, desc.type);
         d.n_chunks    = 0;
         for (int64_t k = 0; k < s.n_blocks; k++) {

@@ -47,8 +47,6 @@ struct cuda_ec_csr_blocks {
     float         * partial;  // n_slots per column of x
     int64_t         nbytes_arrays; // up to the scratch memory (partial)
     int64_t         nbytes;
-
-    gpu_work work(int64_t rest_nbytes) const { return { rest_nbytes, nbytes_arrays, n_pieces, n_slots }; }
 };
 
 // the blocks that the GPU would keep of a checked matrix: sizes, and addresses in memory (null: offsets). all: also those of one row

@@ -2,7 +2,7 @@
 // a slot of its own; the slots of each row added up, in their order (the paper has atomic additions); what is left of the rows, by MACKO's
 // kernel, which adds to them. Each can start before the one ahead has ended.
 #include "cuda/ec-csr-mul-mat.cuh"
-#include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-runs.cuh"
 
 #include <algorithm>
 
@@ -63,7 +63,7 @@ template <typename T, int G> struct chunk_values {
     }
 };
 
-template <int NX> __device__ __forceinline__ void load_x(float (&x)[NX], uint32_t address) {
+template <int NX> __device__ __forceinline__ void gather(float (&x)[NX], uint32_t address) {
     if constexpr (NX == 1) {
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[0]) : "r"(address));
     } else {
@@ -78,7 +78,7 @@ template <typename T, int BITS, int G, int NX> struct chunk {
     template <int J> __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, const uint32_t * weight, float (&sum)[NX][G]) const {
         const uint32_t to = __dp4a(packed, weight[J], at);
         float x[NX];
-        load_x<NX>(x, to);
+        gather<NX>(x, to);
         add_rows<J, 0>(x, sum);
         return to;
     }
@@ -127,22 +127,31 @@ template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
 
 // ---- the pieces of a set ----
 
-// column after column of x, or NX columns interleaved
-template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs, const blocks_launch & p) {
-    for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
-        float v[NX];
-#pragma unroll
-        for (int c = 0; c < NX; c++) {
-            v[c] = c < p.n_columns ? p.x[c * p.ldx + i] : 0.0f;
-            if (sizeof(T) == 2 && p.rounds) {
-                T rounded;
-                round_to(&rounded, v[c]);
-                v[c] = to_f32(rounded);
-            }
+// x, or NX columns of it interleaved
+template <typename T, int NX> __device__ __forceinline__ void fill_columns(float * xs, const blocks_launch & p) {
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    if constexpr (NX == 1) {
+        const int aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 ? p.cols & ~3 : 0;
+        for (int i = thread * 4; i < aligned; i += threads * 4) {
+            copy_float4(xs + i, p.x + i);
         }
-        if constexpr (NX == 1) {
-            xs[i] = v[0];
-        } else {
+        for (int i = aligned + thread; i < p.cols; i += threads) {
+            copy_float(xs + i, p.x + i);
+        }
+        wait_for_copies();
+    } else {
+#pragma unroll 4
+        for (int i = thread; i < p.cols; i += threads) {
+            float v[NX];
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                v[c] = c < p.n_columns ? p.x[c * p.ldx + i] : 0.0f;
+                if (sizeof(T) == 2 && p.rounds) {
+                    T rounded;
+                    round_to(&rounded, v[c]);
+                    v[c] = to_f32(rounded);
+                }
+            }
             reinterpret_cast<float4 *>(xs)[i] = make_float4(v[0], v[1], v[2], v[3]);
         }
     }
@@ -235,7 +244,7 @@ template <typename T, int BITS, int NX> __global__ void __launch_bounds__(MAX_TH
             if (s == 0) {
                 cuda_allow_next();
                 cuda_wait_for_previous();
-                fill_x<T, NX>(xs, p);
+                fill_columns<T, NX>(xs, p);
             }
         };
         switch (p.sets[s].granularity) {

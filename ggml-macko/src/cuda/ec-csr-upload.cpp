@@ -73,14 +73,14 @@ ec_csr_choice ec_csr_choice_of_environment() {
 int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads, void * dst, int64_t room, cuda_sparse_matrix * out,
                        std::unique_ptr<cuda_ec_csr_blocks> * blocks) {
     const macko_desc & desc = view.arrays().desc;
-    const bool         all  = desc.type == GGML_MACKO_TYPE_F32;
+    const bool         all  = !gpu_keeps_rows_of_one(desc.type);
     cuda_device_info   device;
     CUDA_OK(cuda_current_device(&device));
     ggml_macko_count whole = {}, rest = {};
     if (const int status = count_rows(view, n_threads, &whole)) {
         return status;
     }
-    rows_plan plan(desc, whole);
+    const rows_plan plan(desc, whole);
     if (choice != ec_csr_choice::ROWS && cuda_ec_csr_supported(view, all, device.shared_nbytes)) {
         const ec_csr_arrays one_row = rows_of_one(view);
         ec_csr_view         rest_view;
@@ -95,7 +95,7 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
         const rows_plan          rest_plan(desc, rest);
         const cuda_ec_csr_blocks b = cuda_ec_csr_bind(view, all, nullptr);
         const bool fits   = rest_plan.nbytes + b.nbytes <= room;
-        const bool faster = gpu_us(b.work(rest.nnz > 0 ? rest_plan.nbytes : 0)) < gpu_us({ plan.nbytes, 0, 0, 0 });
+        const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole));
         if (fits && (faster || choice == ec_csr_choice::BLOCKS)) {
             macko_matrix m;
             if (rest.nnz > 0) {

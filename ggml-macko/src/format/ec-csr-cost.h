@@ -1,19 +1,37 @@
-// How long a product of one column takes on a GPU with a matrix kept as rows (MACKO) or as blocks and the rest as rows: the one place for the
-// model that decides how an EC-CSR matrix is kept on a GPU, and what `convert auto --optimize speed` takes. Plain C++.
+// How long a product of one column takes on a GPU with an EC-CSR matrix kept as rows (MACKO's) or in blocks: the one place for the model that decides how
+// such a matrix is kept there, and what `macko convert auto --optimize speed` takes. Plain C++.
 #pragma once
 
-#include <cstdint>
+#include "format/ec-csr.h"
 
 namespace macko {
 
+// rows of a block that a warp has at a time (cuda/ec-csr-layout.h): as many as four vectors of 16 bytes per lane and four columns have room for
+constexpr int32_t gpu_piece_rows(int32_t granularity, int32_t type) { return granularity < 16 / value_nbytes(type) ? granularity : static_cast<int32_t>(16 / value_nbytes(type)); }
+
 struct gpu_work { // of one product
-    int64_t row_nbytes;   // of the part that is kept as rows
-    int64_t block_nbytes; // of the part that is kept as blocks; 0: none
-    int64_t n_pieces;     // of blocks: at most 8 rows each
-    int64_t n_sums;       // rows of all pieces
+    int32_t type;        // of the values
+    int64_t rows;        // of the matrix
+    int64_t row_nbytes;  // of the part that is kept as rows; 0: all of it is in blocks
+    int64_t block_nbytes; // of the part that is kept in blocks; 0: none
+    int64_t n_pieces;    // of blocks
+    int64_t n_sums;      // rows of all pieces
 };
 
-// microseconds on the GPU that the constants were measured on (an H200); what matters is which of two matrices is faster
+// microseconds on the GPU that the model was fitted on. What matters is which of two layouts is faster
 double gpu_us(const gpu_work & work);
+
+// a matrix as rows, with codes of the best width. count: what is stored with each width
+gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count);
+// F32 values stay in blocks of one row, too; else rest is what is left beside the blocks of several rows: count_rows of rows_of_one
+gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest);
+constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; } // as rows
+
+struct gpu_times {
+    double rows_us;
+    double blocks_us; // infinite: nothing would be kept in blocks
+};
+// both for a checked matrix; counts its rows
+[[nodiscard]] int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out);
 
 } // namespace macko

@@ -329,7 +329,7 @@ def test_options_are_not_used(tmp_path, wide, macko):
         ["--min-columns", 100],
         ["--seed", -1],
         ["--granularity", 2**40],
-        ["--optimize", "speed"],
+        ["--optimize", "fun"],
     ):
         done = macko("convert", wide, tmp_path / "x.gguf", "ec-csr-8", *bad)
         assert done.code == 1 and not (tmp_path / "x.gguf").exists(), bad
@@ -366,6 +366,41 @@ def test_auto_does_not_say_why(tmp_path, wide, macko):
         assert macko("convert", wide, tmp_path / f"{kind}.gguf", kind).code == 0
         with bindings.File(tmp_path / f"{kind}.gguf") as f:
             assert auto <= sum(s.nbytes for s in f.sparse())
+
+
+def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
+    """The reason names both times, and what was taken is the faster of them."""
+    sparse = tmp_path / "s.gguf"
+    done = macko("convert", wide, sparse, "auto", "--optimize", "speed")
+    assert done.code == 0, done.err
+    lines = [line for line in done.err.splitlines() if "converting to" in line]
+    assert len(lines) >= 4
+    kinds = set()
+    for line in lines:
+        kind, reason = re.search(r"converting to (\S+) .*\(fastest on a GPU(.*)\)", line).groups()
+        kinds.add(kind.rpartition("-")[0])
+        if "no blocks of several rows" in reason:
+            assert kind.startswith("macko-")
+            continue
+        blocks = float(re.search(r"in blocks ([\d.]+) us", reason).group(1))
+        rows = float(re.search(r"(?:as rows|macko-d\d) ([\d.]+) us", reason).group(1))
+        assert blocks <= rows if kind.startswith("ec-csr") else rows <= blocks
+    assert "macko" in kinds
+    assert macko("verify", wide, sparse).code == 0
+
+
+def test_gpu_model_prefers_more_bytes():
+    """F32 has no fast rows on a GPU: blocks of rows alike must win. Of random F16 rows they must not."""
+    rng = np.random.default_rng(5)
+    alike = patterned(rng, 64, 4096, 0.3, TYPE_F32, noise=0)
+    blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(alike, TYPE_F32, 8))
+    assert 0 < blocks < rows < float("inf")
+    random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)
+    m = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(min_columns=128))
+    blocks, rows = bindings.ec_csr_gpu_us(m)
+    assert 0 < rows < blocks
+    one = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(max_granularity=1))
+    assert bindings.ec_csr_gpu_us(one)[0] == float("inf")  # nothing to keep in blocks
 
 
 BLOCK_LIES = {

@@ -136,6 +136,26 @@ def test_architecture_differs_from_cpu(tmp_path, name):
             assert nmse(got, want) < NMSE, (path.name, flash)
 
 
+@pytest.mark.parametrize("value_type", ["f16", "f32"])
+@pytest.mark.parametrize("kept", ["blocks", "rows", None])
+def test_ec_csr_on_the_gpu_differs_from_cpu(tmp_path, monkeypatch, value_type, kept):
+    """Blocks of rows as blocks, as rows, and as the device chooses: logits for each kind of product, and text."""
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    shape = {"layers": 2, "embd": 512, "ff": 1024, "heads": 8, "kv-heads": 4, "vocab": 600, "density": 0.4, "alike": 4}
+    options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, str(MAKE), *options, "--type", value_type, str(dense)], check=True)
+    run_macko("convert", dense, sparse, "ec-csr-8")
+    if kept:
+        monkeypatch.setenv("GGML_MACKO_EC_CSR", kept)
+    for n in (1, 4, 7, 40, 150):
+        tokens = [(7919 * i + 300) % 600 for i in range(n)]
+        want, got = (logits(open_model(sparse, layers, logits_all=True), tokens) for layers in (0, -1))
+        assert nmse(got, want) < NMSE, n
+    want = greedy(open_model(dense, 0), 24)
+    texts = {greedy(open_model(sparse, -1), 24) for _ in range(3)}
+    assert texts == {want}
+
+
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_experts_differ_from_cpu(experts, kind):
     tokens = [(7919 * i + 300) % 1000 for i in range(60)]

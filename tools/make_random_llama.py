@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--experts-used", type=int, default=2, help="experts per token")
     parser.add_argument("--tied", action="store_true", help="output head shares the token embeddings")
     parser.add_argument("--density", type=float, default=1.0, help="non-zeros in block matrices")
+    parser.add_argument("--alike", type=int, default=1, help="neighbouring rows whose zeros are at the same places")
     parser.add_argument("--type", choices=sorted(TYPES), default="f16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -136,13 +137,13 @@ def write(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     for name, shape in shapes.items():
         out.write(bytes(-out.tell() % writer.data_alignment))
-        for block in weights(rng, name, shape, args.density):
+        for block in weights(rng, name, shape, args.density, args.alike):
             encode(block, element(name)).tofile(out)
     out.write(bytes(-out.tell() % writer.data_alignment))
     writer.close()
 
 
-def weights(rng: np.random.Generator, name: str, shape: tuple, density: float):
+def weights(rng: np.random.Generator, name: str, shape: tuple, density: float, alike: int):
     """float32 blocks of a tensor."""
     if "norm" in name:
         yield np.ones(shape, dtype=np.float32)
@@ -150,9 +151,16 @@ def weights(rng: np.random.Generator, name: str, shape: tuple, density: float):
     n = int(np.prod(shape))
     scale = np.float32(shape[-1] ** -0.5)
     sparse = name.startswith("blk.") and "_inp" not in name and density < 1
+    mask = None
+    if sparse and alike > 1:
+        rows, cols = n // shape[-1], shape[-1]
+        patterns = rng.random((-(-rows // alike), cols), dtype=np.float32) >= density
+        mask = np.repeat(patterns, alike, axis=0)[:rows].reshape(-1)
     for begin in range(0, n, BLOCK):
         block = rng.standard_normal(min(BLOCK, n - begin), dtype=np.float32) * scale
-        if sparse:
+        if mask is not None:
+            block[mask[begin : begin + len(block)]] = 0
+        elif sparse:
             block[rng.random(len(block), dtype=np.float32) >= density] = 0
         yield block
 

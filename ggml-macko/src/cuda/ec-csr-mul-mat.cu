@@ -6,11 +6,6 @@
 
 #include <algorithm>
 
-#ifndef EC_THREADS
-#define EC_THREADS 512
-#define EC_D1 4
-#define EC_D2 2
-#endif
 namespace macko {
 
 namespace {
@@ -160,7 +155,8 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 
 // fill: x to shared memory, after the first loads are on their way
 template <typename T, int BITS, int G, int NX, typename FILL> __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
-    constexpr int VECTORS = chunk_values<T, G>::VECTORS, DEPTH = VECTORS == 1 ? EC_D1 : VECTORS == 2 ? EC_D2 : 1; // chunks ahead
+    constexpr int VECTORS = chunk_values<T, G>::VECTORS;
+    constexpr int DEPTH   = NX > 1 ? (VECTORS == 1 ? 3 : 1) : VECTORS == 1 ? 5 : VECTORS == 2 ? 3 : 1; // chunks ahead: what registers have room for
     const cuda_ec_csr_set & set = p.sets[index];
     const int lane   = threadIdx.x % 32;
     const int stride = gridDim.x * (blockDim.x / 32);
@@ -233,10 +229,9 @@ template <typename T, int BITS, int G, int NX, typename FILL> __device__ __force
     }
 }
 
-// several sums per row and column: fewer warps, more registers
-template <int NX> constexpr int MAX_THREADS = NX == 1 ? EC_THREADS : 512;
+constexpr int THREADS = 512; // at most: fewer warps than MACKO's kernel has, with more registers, because sums and chunks of several rows need them
 
-template <typename T, int BITS, int NX> __global__ void __launch_bounds__(MAX_THREADS<NX>, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
+template <typename T, int BITS, int NX> __global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
     extern __shared__ __align__(16) float xs[];
     const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
     for (int s = 0; s < p.n_sets; s++) {
@@ -325,8 +320,7 @@ template <typename T, int BITS> cudaError_t launch_blocks(blocks_launch & p, int
         p.weight[k] = (0x01010101u >> (24 - 8 * k)) * static_cast<uint32_t>(4 * nx);
     }
     const int blocks = std::min(device.multiprocessors, n_pieces); // one per SM: x is in shared memory once
-    const int most   = (nx == 1 ? MAX_THREADS<1> : MAX_THREADS<CUDA_EC_CSR_MAX_COLUMNS>) / 32;
-    const int warps  = std::max(8, std::min(most, (n_pieces + blocks - 1) / blocks)); // 8 at least: they fetch x
+    const int warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks)); // 8 at least: they fetch x
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
     const dim3 grid(static_cast<unsigned>(blocks));
     return nx == 1 ? launch(blocks_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)

@@ -161,8 +161,8 @@ GGML_MACKO_API int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * 
 // checks, and writes rows * cols dense elements; on an error some of them may have been written
 GGML_MACKO_API int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
 
-// Model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: kept in the matrix's blocks (infinite if none has several
-// rows), and as MACKO's rows with the best width. Checks like ggml_macko_ec_csr_validate.
+// Model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: kept in the matrix's blocks (infinite if it would not
+// be), and as MACKO's rows with the best width. Checks like ggml_macko_ec_csr_validate.
 GGML_MACKO_API int  ggml_macko_ec_csr_gpu_us(const struct ggml_macko_ec_csr * m, int n_threads, double * blocks_us, double * rows_us);
 
 // ---- packed codec: non-zeros without fillers, plain or quantized (FORMAT.md section 7) ----

@@ -72,7 +72,10 @@ int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
         }
     }
     const gpu_work blocks = gpu_blocks_work(view, rest);
-    *out = { gpu_us(gpu_rows_work(desc, whole)), blocks.block_nbytes ? gpu_us(blocks) : std::numeric_limits<double>::infinity() };
+    // what a GPU reserves knowing the header alone has to be enough; four floats per sum are scratch memory
+    const int64_t entries   = n_padded(max_recoded(desc)), nbytes = blocks.row_nbytes + blocks.block_nbytes + 16 * blocks.n_sums;
+    const bool    in_blocks = blocks.block_nbytes > 0 && nbytes <= entries * (8 * value_nbytes(desc.type) + desc.delta_bits) / 8 + 4 * desc.rows;
+    *out = { gpu_us(gpu_rows_work(desc, whole)), in_blocks ? gpu_us(blocks) : std::numeric_limits<double>::infinity() };
     return GGML_MACKO_STATUS_OK;
 }
 

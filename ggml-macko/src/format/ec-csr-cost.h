@@ -29,7 +29,7 @@ constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_T
 
 struct gpu_times {
     double rows_us;
-    double blocks_us; // infinite: nothing would be kept in blocks
+    double blocks_us; // infinite: nothing would be kept in blocks, or it would take more memory than a GPU reserves
 };
 // both for a checked matrix; counts its rows
 [[nodiscard]] int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out);

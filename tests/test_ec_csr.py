@@ -392,7 +392,7 @@ def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
 def test_gpu_model_prefers_more_bytes():
     """F32 has no fast rows on a GPU: blocks of rows alike must win. Of random F16 rows they must not."""
     rng = np.random.default_rng(5)
-    alike = patterned(rng, 64, 4096, 0.3, TYPE_F32, noise=0)
+    alike = patterned(rng, 1024, 4096, 0.3, TYPE_F32, noise=0)
     blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(alike, TYPE_F32, 8))
     assert 0 < blocks < rows < float("inf")
     random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)

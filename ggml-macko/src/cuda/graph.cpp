@@ -530,8 +530,11 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
 bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { // what one launch of cuda_sparse_mul_mat asks for
     const cuda_sparse_matrix & m = stored(a->src[0])->matrix;
     const cuda_sparse_matrix & o = stored(b->src[0])->matrix;
-    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes && !m.blocks && !o.blocks;
+    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
 }
+
+// EC-CSR's kernels for blocks have no norm and no product of gate and up
+bool has_blocks(const ggml_tensor * product) { return stored(product->src[0])->matrix.blocks; }
 
 bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, int i, fused_group * group) {
     ggml_tensor * first = graph->nodes[i];
@@ -554,7 +557,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     int index[CUDA_SPARSE_MAX_GROUPED];
     int last = i;
     for (int k = at; k < graph->n_nodes && f.n < CUDA_SPARSE_MAX_GROUPED && can_group(ctx, graph->nodes[k], input); k = next_node(graph, k)) {
-        if (shared >= 0 && stored(graph->nodes[k]->src[0])->matrix.blocks) { // their kernels have no norm
+        if (shared >= 0 && has_blocks(graph->nodes[k])) {
             return false;
         }
         index[f.n] = k;
@@ -597,7 +600,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
         last            = k;
     }
     const int next = next_node(graph, last);
-    if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {
+    if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !has_blocks(f.product[0]) && !has_blocks(f.product[1]) && !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {
         ggml_tensor * glu = graph->nodes[next];
         if (ggml_get_glu_op(glu) == GGML_GLU_OP_SWIGLU && glu->src[1] && is_f32_rows(glu) && ggml_are_same_shape(f.product[0], f.product[1])) {
             if (glu->src[0] == f.product[1] && glu->src[1] == f.product[0]) {

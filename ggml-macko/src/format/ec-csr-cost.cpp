@@ -10,23 +10,21 @@ namespace macko {
 
 namespace {
 
-// Fitted to bench-spmv-gpu --ec-csr, chained launches on an H200 (docs/notes-ec-csr.md, "Which one is faster"): microseconds, and microseconds per MB
-// (10^6 bytes), per 1000 pieces and per 1000 sums.
-constexpr double ROWS_US = 2.0, ROWS_MB_US = 0.24, F32_ROWS_MB_US = 0.6;
-constexpr double BLOCKS_US = 3.0, BLOCKS_MB_US = 0.26, PIECES_US = 0.1, SUMS_US = 0.01;
+// Least squares of relative errors over bench-spmv-gpu --ec-csr, better of alone and chained, H200, driver 580, CUDA 13.0, 2026-11-21
+// (docs/notes-ec-csr.md, "Which one is faster"). Microseconds: of a launch or more; per MB (10^6 bytes); per 1000 rows or pieces.
+struct cost { double us, row_mb, block_mb, kilorows, kilopieces; };
+constexpr cost ROWS       = { 3.24, 0.217, 0, 0, 0 };
+constexpr cost BLOCKS     = { 5.22, 0.256, 0.257, 0, 0.306 }; // three launches; beside rows
+constexpr cost F32_ROWS   = { 1.06, 0.501, 0, 1.03, 0 };      // for which MACKO has no fast layout
+constexpr cost F32_BLOCKS = { 3.56, 0, 0.272, 0, 0.146 };     // two launches; nothing beside them
 
 } // namespace
 
 double gpu_us(const gpu_work & w) {
-    const auto mb = [](int64_t nbytes) { return 1e-6 * static_cast<double>(nbytes); };
-    double us = 0;
-    if (w.row_nbytes > 0) {
-        us += ROWS_US + (w.type == GGML_MACKO_TYPE_F32 ? F32_ROWS_MB_US : ROWS_MB_US) * mb(w.row_nbytes);
-    }
-    if (w.block_nbytes > 0) {
-        us += BLOCKS_US + BLOCKS_MB_US * mb(w.block_nbytes) + 1e-3 * (PIECES_US * static_cast<double>(w.n_pieces) + SUMS_US * static_cast<double>(w.n_sums));
-    }
-    return us;
+    const bool   f32 = w.type == GGML_MACKO_TYPE_F32;
+    const cost & c   = w.block_nbytes > 0 ? (f32 ? F32_BLOCKS : BLOCKS) : f32 ? F32_ROWS : ROWS;
+    const auto   d   = [](int64_t n) { return static_cast<double>(n); };
+    return c.us + 1e-6 * (c.row_mb * d(w.row_nbytes) + c.block_mb * d(w.block_nbytes)) + 1e-3 * (c.kilorows * d(w.rows) + c.kilopieces * d(w.n_pieces));
 }
 
 gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count) {

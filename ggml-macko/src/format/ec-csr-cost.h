@@ -10,12 +10,12 @@ namespace macko {
 constexpr int32_t gpu_piece_rows(int32_t granularity, int32_t type) { return granularity < 16 / value_nbytes(type) ? granularity : static_cast<int32_t>(16 / value_nbytes(type)); }
 
 struct gpu_work { // of one product
-    int32_t type;        // of the values
-    int64_t rows;        // of the matrix
-    int64_t row_nbytes;  // of the part that is kept as rows; 0: all of it is in blocks
+    int32_t type;         // of the values
+    int64_t rows;         // of the matrix
+    int64_t row_nbytes;   // of the part that is kept as rows; 0: all of it is in blocks
     int64_t block_nbytes; // of the part that is kept in blocks; 0: none
-    int64_t n_pieces;    // of blocks
-    int64_t n_sums;      // rows of all pieces
+    int64_t n_pieces;     // of blocks
+    int64_t n_sums;       // rows of all pieces: their scratch memory
 };
 
 // microseconds on the GPU that the model was fitted on. What matters is which of two layouts is faster

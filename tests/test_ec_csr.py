@@ -389,18 +389,18 @@ def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
     assert macko("verify", wide, sparse).code == 0
 
 
-def test_gpu_model_prefers_more_bytes():
-    """F32 has no fast rows on a GPU: blocks of rows alike must win. Of random F16 rows they must not."""
+def test_gpu_model_prefers_the_slower_layout():
+    """As measured: large F32 matrices are faster in blocks, random F16 rows are not."""
     rng = np.random.default_rng(5)
-    alike = patterned(rng, 1024, 4096, 0.3, TYPE_F32, noise=0)
-    blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(alike, TYPE_F32, 8))
+    delta_alone = bindings.EcCsrOptions(max_granularity=1)
+    large = generators.random_bits(rng, 2000, 6000, 0.3, TYPE_F32)
+    blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(large, TYPE_F32, 4, delta_alone))
     assert 0 < blocks < rows < float("inf")
     random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)
     m = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(min_columns=128))
     blocks, rows = bindings.ec_csr_gpu_us(m)
-    assert 0 < rows < blocks
-    one = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(max_granularity=1))
-    assert bindings.ec_csr_gpu_us(one)[0] == float("inf")  # nothing to keep in blocks
+    assert 0 < rows < blocks < float("inf")
+    assert bindings.ec_csr_gpu_us(bindings.ec_csr_encode(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
 
 
 BLOCK_LIES = {

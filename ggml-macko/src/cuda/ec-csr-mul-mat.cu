@@ -156,7 +156,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 // fill: x to shared memory, after the first loads are on their way
 template <typename T, int BITS, int G, int NX, typename FILL> __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
     constexpr int VECTORS = chunk_values<T, G>::VECTORS;
-    constexpr int DEPTH   = NX > 1 ? (VECTORS == 1 ? 3 : 1) : VECTORS == 1 ? 5 : VECTORS == 2 ? 3 : 1; // chunks ahead: what registers have room for
+    constexpr int DEPTH   = VECTORS == 1 ? 4 : VECTORS == 2 ? 2 : 1; // chunks ahead: more spill registers and are slower (notes)
     const cuda_ec_csr_set & set = p.sets[index];
     const int lane   = threadIdx.x % 32;
     const int stride = gridDim.x * (blockDim.x / 32);

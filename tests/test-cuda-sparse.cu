@@ -3,7 +3,7 @@
 #include "cuda/common.cuh"
 #include "cuda/sparse-mul-mat.cuh"
 #include "format/encode.h"
-#include "test.h"
+#include "test-cuda.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,29 +13,6 @@
 #include <vector>
 
 using namespace macko;
-
-#define CUDA_CHECK(call)                                                             \
-    do {                                                                             \
-        const cudaError_t error = (call);                                            \
-        if (error != cudaSuccess) {                                                  \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
-            exit(1);                                                                 \
-        }                                                                            \
-    } while (0)
-
-#define STATUS_CHECK(call)                                                           \
-    do {                                                                             \
-        const int status = (call);                                                   \
-        if (status != GGML_MACKO_STATUS_OK) {                                        \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, ggml_macko_last_error()); \
-            exit(1);                                                                 \
-        }                                                                            \
-    } while (0)
-
-// float32 sums of products in any order: a few units in the last place of the sum of magnitudes, growing slowly with the length
-static constexpr double MAX_ERROR = 3e-6;
-static constexpr float  POISON = -1.2345e30f;
-static constexpr int64_t GUARD = 64; // floats before and after each output
 
 // ---- values ----
 
@@ -179,35 +156,6 @@ struct test_matrix {
         CHECK(device.nbytes <= nbytes, "layout %d takes %lld bytes of %lld", device.layout, static_cast<long long>(device.nbytes), static_cast<long long>(nbytes));
         return true;
     }
-};
-
-// ---- device arrays with guard zones ----
-
-struct guarded {
-    std::vector<float> host;
-    float            * memory = nullptr;
-    explicit guarded(int64_t n) : host(static_cast<size_t>(n + 2 * GUARD), POISON) {
-        CUDA_CHECK(cudaMalloc(&memory, host.size() * 4));
-        put();
-    }
-    ~guarded() { cudaFree(memory); }
-    guarded(const guarded &) = delete;
-    float * data() { return memory + GUARD; }
-    float & at(int64_t i) { return host[static_cast<size_t>(i + GUARD)]; }
-    void put() { CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * 4, cudaMemcpyHostToDevice)); }
-    void get() { CUDA_CHECK(cudaMemcpy(host.data(), memory, host.size() * 4, cudaMemcpyDeviceToHost)); }
-    bool guards_intact() const {
-        for (int64_t i = 0; i < GUARD; i++) {
-            if (host[static_cast<size_t>(i)] != POISON || host[host.size() - 1 - static_cast<size_t>(i)] != POISON) {
-                return false;
-            }
-        }
-        return true;
-    }
-};
-
-struct options {
-    bool residual = false, bias = false, norm = false, silu = false, in_place = false;
 };
 
 // y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm, rounded to the type

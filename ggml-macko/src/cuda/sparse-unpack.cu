@@ -1,7 +1,7 @@
 // Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and for get_tensor.
 #include "cuda/common.cuh"
 #include "cuda/sparse-groups.cuh"
-#include "cuda/sparse-mul-mat.cuh"
+#include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
 
@@ -240,6 +240,9 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     const bool same = type == w.type, to_f16 = type == GGML_MACKO_TYPE_F16;
     if (row_begin >= row_end) {
         return cudaSuccess;
+    }
+    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
+        return cuda_blocks_unpack(w, row_begin, row_end, type, dst, ld, stream);
     }
     if (w.type == GGML_MACKO_TYPE_F32) { // always ROWS
         if (same) {

@@ -387,6 +387,26 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
     return status;
 }
 
+int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads, cuda_sparse_matrix * out, cuda_memory * outgrown) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    const packed_desc & desc = view.arrays().desc;
+    blocks_shape used      = shape;
+    int64_t      max_spill = cuda_blocks_max_spill(desc, shape);
+    blocks_image image;
+    cuda_blocks_make(view, used, max_spill, n_threads, &image);
+    if (image.n_spill > max_spill) {
+        used = { 8, shape.lanes }; // the fewest spill
+        cuda_blocks_make(view, used, 0, n_threads, &image);
+        max_spill = image.n_spill;
+        cuda_blocks_make(view, used, max_spill, n_threads, &image);
+        CUDA_OK(cudaMalloc(&dst, image.memory.size()));
+        outgrown->reset(dst);
+    }
+    *out = cuda_blocks_bind(desc, used, max_spill, dst);
+    return s.copy(dst, image.memory.data(), out->nbytes);
+}
+
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
     return finish(out, -1, 0);
 }

@@ -33,7 +33,7 @@ blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) 
                 least = cost;
             }
         }
-        if (32 * width <= 65536 && blocks_shared_nbytes(cols, width, blocks_overshoot(bits), 1) <= shared_nbytes) {
+        if (32 * width <= 65536 && blocks_shared_nbytes(width, lanes, blocks_overshoot(bits), 1) <= shared_nbytes) {
             return { bits, lanes };
         }
     }
@@ -114,6 +114,7 @@ struct row_maker {
     const packed_view        & view;
     const cuda_sparse_matrix & m;
     std::vector<int64_t>       columns; // of the row
+    std::vector<cuda_sparse_spilled> spill; // of all rows so far
 
     // groups of a row, and the first of its file's blocks
     int64_t first_block(int64_t row) const { return view.arrays().row_ptr[row] / QUANT_BLOCK; }
@@ -159,19 +160,9 @@ struct row_maker {
     }
     uint16_t scale_bits(int64_t block) const { return quant_scale_bits(static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(m.value_type)); }
 
-    int64_t count_spill(int64_t row) {
-        int64_t n = 0;
-        read_columns(row);
-        for_each_run(row, [&](int, int64_t begin, int64_t end, auto &&) {
-            walk_run(row, begin, end, [&](int64_t s, int64_t, int64_t, int64_t spilled) { n += spilled >= 0 && q_at(first_block(row) + s / QUANT_BLOCK, s % QUANT_BLOCK) != 0; });
-        });
-        return n;
-    }
-
     void make(int64_t row) {
         const int64_t block0 = first_block(row), group0 = block0 + row, width = m.stripe;
         const int64_t copy = row % (32 / m.lanes) * m.lanes * width; // place of column 0
-        cuda_sparse_spilled * spill = m.spill + m.spill_ptr[row];
         read_columns(row);
         for_each_run(row, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
             int8_t  q[QUANT_BLOCK];
@@ -182,7 +173,7 @@ struct row_maker {
                 q[i]    = static_cast<int8_t>(column >= 0 ? value : 0);
                 code[i] = static_cast<uint8_t>(c);
                 if (spilled >= 0 && value != 0) {
-                    *spill++ = { static_cast<uint32_t>(blocks_word(copy + spilled, width)), float_of_f16(scale_bits(block)) * static_cast<float>(value) };
+                    spill.push_back({ static_cast<uint32_t>(blocks_word(copy + spilled, width)), float_of_f16(scale_bits(block)) * static_cast<float>(value) });
                 }
                 if (i == QUANT_BLOCK - 1) {
                     const int64_t slot = group0 + slot_of(s / QUANT_BLOCK);
@@ -205,33 +196,30 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     const int64_t       rows = desc.dense.rows;
     cuda_sparse_matrix & m   = out->matrix;
     m = cuda_blocks_bind(desc, shape, max_spill, nullptr);
-    out->memory.assign(static_cast<size_t>(m.nbytes), 0);
+    out->memory.resize(static_cast<size_t>(m.nbytes));
     m = cuda_blocks_bind(desc, shape, max_spill, out->memory.data());
     memcpy(m.row_ptr, view.arrays().row_ptr, static_cast<size_t>(rows + 1) * 4);
-    std::vector<int64_t> spilled(static_cast<size_t>(rows));
-#pragma omp parallel num_threads(n_threads)
-    {
-        row_maker maker = { view, m, {} };
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
-            spilled[static_cast<size_t>(r)] = maker.count_spill(r);
+    std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {} });
+    const auto first_row = [&](int64_t i) { return rows * i / n_threads; };
+    m.spill_ptr[0] = 0;
+#pragma omp parallel for schedule(static, 1) num_threads(n_threads)
+    for (int i = 0; i < n_threads; i++) {
+        row_maker & maker = makers[static_cast<size_t>(i)];
+        for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
+            maker.make(r);
+            m.spill_ptr[r + 1] = static_cast<int32_t>(maker.spill.size());
         }
     }
     out->n_spill = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        m.spill_ptr[r] = static_cast<int32_t>(out->n_spill);
-        out->n_spill += spilled[static_cast<size_t>(r)];
-    }
-    m.spill_ptr[rows] = static_cast<int32_t>(out->n_spill);
-    if (out->n_spill > max_spill) {
-        return;
-    }
-#pragma omp parallel num_threads(n_threads)
-    {
-        row_maker maker = { view, m, {} };
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) {
-            maker.make(r);
+    for (int i = 0; i < n_threads; i++) {
+        const std::vector<cuda_sparse_spilled> & spill = makers[static_cast<size_t>(i)].spill;
+        const int64_t before = out->n_spill;
+        for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
+            m.spill_ptr[r + 1] += static_cast<int32_t>(before);
+        }
+        out->n_spill += static_cast<int64_t>(spill.size());
+        if (out->n_spill <= max_spill) {
+            std::copy(spill.begin(), spill.end(), m.spill + before);
         }
     }
 }

@@ -132,27 +132,57 @@ __device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
 
 struct block_memory {
     uint32_t * x;       // modulus + overshoot words of NX 16-bit integers, or of one in their lower half
-    float    * column;  // of x, times its norm's weights
+    float    * column;  // of x, times its norm's weights, then zeros up to lanes * width
     float    * squares; // of 32 warps
     uint32_t * largest; // of 32 warps: bits of |x|, of which larger ones are of larger numbers, and NaN above all
 };
+
+// Of four floats that a thread takes at a time, the rest one by one: the norm's weights (of one column) and x in the same way
+template <int NX> __device__ __forceinline__ int n_vectors(const sparse_launch & p, const float * x) {
+    const bool aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(p.norm_weight)) % 16 == 0;
+    return x && aligned && (NX == 1 || !p.norm_weight) ? p.cols / 4 : 0;
+}
+
+// The norm's weights to the place of the x that they will be multiplied with, by the same threads. They are weights: the kernel before may still run.
+__device__ __forceinline__ void copy_norm_weights(const block_memory & s, const sparse_launch & p, const float * x) {
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), vectors = n_vectors<1>(p, x);
+    for (int i = thread; i < vectors; i += threads) {
+        copy_float4(s.column + 4 * i, p.norm_weight + 4 * i);
+    }
+    for (int i = vectors * 4 + thread; i < p.cols; i += threads) {
+        copy_float(s.column + i, p.norm_weight + i);
+    }
+}
 
 // All of a column, from float32 in global memory to words. scale: what an integer stands for, with the norm's factor. Ends with a barrier.
 template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const float * x, int i, float * scale) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, warps = threads / 32;
     float    squares = 0.0f;
     uint32_t largest = 0;
-#pragma unroll 8
-    for (int c = thread; c < p.cols; c += threads) {
-        float v = x ? x[c] : 0.0f;
+    const auto prepare = [&](float v, float weight) {
         if (p.norm_weight) {
             squares = fmaf(v, v, squares);
-            v *= NX == 1 ? s.column[c] : __ldg(p.norm_weight + c);
+            v *= weight;
         }
-        s.column[c] = v;
         largest = max(largest, __float_as_uint(v) & 0x7fffffffu);
+        return v;
+    };
+    const float * weights = NX == 1 ? s.column : p.norm_weight; // of one column the norm's weights are there already
+    const int vectors = n_vectors<NX>(p, x);
+#pragma unroll 4
+    for (int c = thread; c < vectors; c += threads) {
+        const float4 v = reinterpret_cast<const float4 *>(x)[c];
+        float4 & to = reinterpret_cast<float4 *>(s.column)[c];
+        const float4 w = p.norm_weight ? to : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        to = make_float4(prepare(v.x, w.x), prepare(v.y, w.y), prepare(v.z, w.z), prepare(v.w, w.w));
     }
-    squares = warp_sum(squares);
+#pragma unroll 4
+    for (int c = vectors * 4 + thread; c < p.cols; c += threads) {
+        s.column[c] = prepare(x ? x[c] : 0.0f, p.norm_weight ? weights[c] : 1.0f);
+    }
+    if (p.norm_weight) {
+        squares = warp_sum(squares);
+    }
     largest = warp_max_bits(largest);
     if (lane == 0) {
         s.squares[warp] = squares;
@@ -166,25 +196,26 @@ template <int NX> __device__ __forceinline__ void fill_column(const block_memory
     const float inverse = !zero && finite ? 32767.0f / most : 0.0f;
     *scale = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
     // a warp per row of 32 words: place = lane * width + row
-    const int width = (p.modulus + 1) / 32, column0 = lane % p.lanes * width;
+    const int width = (p.modulus + 1) / 32;
+    const float * from = s.column + lane % p.lanes * width;
+    const auto store = [&](int word, uint32_t rounded) {
+        if constexpr (NX == 1) {
+            s.x[word] = rounded;
+        } else {
+            reinterpret_cast<uint16_t *>(s.x)[word * NX + i] = static_cast<uint16_t>(rounded);
+        }
+    };
+    const auto rounded = [&](int row) { return __float_as_uint(fmaf(from[row], inverse, 12582912.0f)); }; // 1.5 * 2^23: the low bits are those of the integer
 #pragma unroll 4
-    for (int row = warp; row < width; row += warps) {
-        const int   c = column0 + row, word = row * 32 + lane;
-        const float v = c < p.cols ? s.column[c] : 0.0f;
-        const uint32_t rounded = __float_as_uint(fmaf(v, inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer
-        const auto store = [&](int at) {
-            if constexpr (NX == 1) {
-                s.x[at] = rounded;
-            } else {
-                reinterpret_cast<uint16_t *>(s.x)[at * NX + i] = static_cast<uint16_t>(rounded);
-            }
-        };
-        if (word < p.modulus) {
-            store(word);
-        }
-        if (word < p.overshoot) {
-            store(p.modulus + word);
-        }
+    for (int row = warp; row < width - 1; row += warps) {
+        store(row * 32 + lane, rounded(row));
+    }
+    if (warp == 0 && lane < 31) { // the last one is a word shorter
+        store((width - 1) * 32 + lane, rounded(width - 1));
+    }
+#pragma unroll 4
+    for (int row = warp; row < p.overshoot / 32; row += warps) {
+        store(p.modulus + row * 32 + lane, rounded(row));
     }
     __syncthreads();
 }
@@ -204,7 +235,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     constexpr int WORDS = (NX + 1) / 2;
     block_memory s;
     s.column  = reinterpret_cast<float *>(shared_words);
-    s.squares = s.column + ((p.cols + 3) & ~3);
+    s.squares = s.column + blocks_column_words((p.modulus + 1) / 32, p.lanes);
     s.largest = reinterpret_cast<uint32_t *>(s.squares + 32);
     s.x       = s.largest + 32;
 
@@ -274,9 +305,11 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     }
     row_start ahead = fetch(1);
     if (NX == 1 && p.norm_weight) {
-        for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
-            copy_float(s.column + i, p.norm_weight + i);
-        }
+        copy_norm_weights(s, p, p.x + column * p.ldx);
+    }
+
+    for (int i = p.cols + threadIdx.x; i < lanes * ((p.modulus + 1) / 32); i += blockDim.x) {
+        s.column[i] = 0.0f;
     }
 
     cuda_allow_next();

@@ -34,9 +34,11 @@ constexpr int blocks_value_words(int32_t value_type) { return value_type == GGML
 // words behind x that the entries of a segment may touch
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 
+// words of shared memory for a column of x in float32
+constexpr int64_t blocks_column_words(int64_t width, int64_t lanes) { return (width * lanes + 3) & ~int64_t(3); }
 // bytes of shared memory of the kernel with nx columns of x: x, float32 of one column, sums of the warps
-constexpr int64_t blocks_shared_nbytes(int64_t cols, int64_t width, int64_t overshoot, int nx) {
-    return ((32 * width - 1 + overshoot) * ((nx + 1) / 2) + ((cols + 3) & ~int64_t(3)) + 64 + 4) * 4;
+constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t overshoot, int nx) {
+    return ((32 * width - 1 + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
 }
 
 struct blocks_shape { int bits, lanes; };

@@ -142,7 +142,7 @@ constexpr int x_words(int nx) { return (nx + 1) / 2; }
 inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx) + nx * 32) * 4; }
 
 // and of the BLOCKS kernel
-inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return blocks_shared_nbytes(p.cols, (p.modulus + 1) / 32, p.overshoot, nx); }
+inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx); }
 
 // one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);

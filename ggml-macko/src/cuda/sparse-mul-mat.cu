@@ -232,7 +232,7 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
-    p.cols = static_cast<int32_t>(w.cols);
+    p.lanes = w.lanes;
     const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS, blocks = w.layout == CUDA_SPARSE_LAYOUT_BLOCKS;
     int fits = rows || blocks ? 4 : 8; // columns of x in shared memory
     while (!rows && fits > 1 && (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {

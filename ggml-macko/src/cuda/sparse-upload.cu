@@ -227,6 +227,7 @@ struct cuda_sparse_uploader::impl {
     void                  * dst      = nullptr;
     cuda_sparse_matrix      raw      = {};     // ROWS in staging memory
     bool                    have_row_ptr = false;
+    blocks_image            image    = {};     // its memory is used again: fresh pages are slow
 
     ~impl() {
         cudaSetDevice(device);
@@ -393,7 +394,7 @@ int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & 
     const packed_desc & desc = view.arrays().desc;
     blocks_shape used      = shape;
     int64_t      max_spill = cuda_blocks_max_spill(desc, shape);
-    blocks_image image;
+    blocks_image & image = s.image;
     cuda_blocks_make(view, used, max_spill, n_threads, &image);
     if (image.n_spill > max_spill) {
         used = { 8, shape.lanes }; // the fewest spill

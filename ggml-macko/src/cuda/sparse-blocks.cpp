@@ -21,8 +21,8 @@ blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) 
     if (!is_quant_type(desc.value_type)) {
         return { 0, 0 };
     }
-    // few lanes: runs of many groups, of which the last one may be missing; many: more rows' worth of warps, and fewer copies of x
-    for (int lanes = groups < 96 ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
+    // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x (measured, notes)
+    for (int lanes = groups < 48 || (groups < 96 && desc.dense.rows >= 8192) ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
         const int64_t width = blocks_width(cols, lanes);
         int    bits  = 8;
         double least = 1e300;

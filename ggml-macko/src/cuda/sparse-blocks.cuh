@@ -197,7 +197,7 @@ template <int NX> __device__ __forceinline__ void fill_column(const block_memory
     *scale = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
     // a warp per row of 32 words: place = lane * width + row
     const int width = (p.modulus + 1) / 32;
-    const float * from = s.column + lane % p.lanes * width;
+    const float * from = s.column + (lane & (p.lanes - 1)) * width;
     const auto store = [&](int word, uint32_t rounded) {
         if constexpr (NX == 1) {
             s.x[word] = rounded;
@@ -239,9 +239,9 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     s.largest = reinterpret_cast<uint32_t *>(s.squares + 32);
     s.x       = s.largest + 32;
 
-    const int lanes  = p.lanes, rows = 32 / lanes;
-    const int lane   = threadIdx.x % lanes;
-    const int sub    = threadIdx.x % 32 / lanes;
+    const int lanes  = p.lanes, lane_bits = __ffs(lanes) - 1, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
+    const int lane   = threadIdx.x & (lanes - 1);
+    const int sub    = (threadIdx.x & 31) >> lane_bits;
     const int first  = blockIdx.x + gridDim.x * (threadIdx.x / 32);
     const int stride = gridDim.x * (blockDim.x / 32);
     const int column = blockIdx.y * NX;
@@ -270,15 +270,20 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     // this thread's run of a row, and the first two of its spilled non-zeros
     struct cursor { int matrix, first, full, own, last, steps; uint32_t at; int spill, spill_end; uint2 spilled[2]; };
     const auto begin_row = [&](int j, const row_start & r) {
-        constexpr int BLOCK = static_cast<int>(QUANT_BLOCK);
-        const int begin = r.from / BLOCK + r.row, groups = (r.to + BLOCK - 1) / BLOCK - r.from / BLOCK, skip = lane * groups / lanes;
-        cursor c;
+        cursor c = {};
+        if (first + (p.silu_mul ? j / 2 : j) * stride >= p.n_units) { // of the whole warp
+            return c;
+        }
+        constexpr int BITS_OF_BLOCK = 5; // shifts: the numbers are not negative
+        static_assert(QUANT_BLOCK == 1 << BITS_OF_BLOCK, "");
+        const int block = r.from >> BITS_OF_BLOCK, groups = ((r.to + 31) >> BITS_OF_BLOCK) - block;
+        const int begin = block + r.row, skip = lane * groups >> lane_bits;
         c.matrix = task_at<true>(p, rows, first, stride, sub, j).matrix;
-        c.full   = groups / lanes;
-        c.own    = (lane + 1) * groups / lanes - skip;
+        c.full   = groups >> lane_bits;
+        c.own    = ((lane + 1) * groups >> lane_bits) - skip;
         c.first  = begin + lane;
         c.last   = begin + c.full * lanes + skip - lane * c.full;
-        c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>((groups + lanes - 1) / lanes)));
+        c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>((groups + lanes - 1) >> lane_bits)));
         c.at     = origin + r.base * 4;
         c.spill     = r.spill + lane;
         c.spill_end = r.spill_end;

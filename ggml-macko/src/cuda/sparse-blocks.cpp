@@ -18,7 +18,7 @@ static double density_of(const packed_desc & desc) { return static_cast<double>(
 
 blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) {
     const int64_t cols = desc.dense.cols, groups = desc.dense.nnz / QUANT_BLOCK / desc.dense.rows; // of a row
-    if (!is_quant_type(desc.value_type)) {
+    if (!blocks_value_words(desc.value_type)) {
         return { 0, 0 };
     }
     // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x (measured, notes)

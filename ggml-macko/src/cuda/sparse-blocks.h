@@ -29,8 +29,8 @@ constexpr int64_t blocks_width(int64_t cols, int lanes) { return (cols / lanes +
 constexpr int64_t blocks_word(int64_t place, int64_t width) { return place * 32 % (32 * width - 1); }
 // the largest gap between entries
 constexpr int64_t blocks_reach(int bits, int64_t width) { return bits < 8 ? 1 << bits : width - 1 < 256 ? width - 1 : 256; }
-// words of 32 bits of a group's values
-constexpr int blocks_value_words(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q8_0 ? 8 : 4; }
+// words of 32 bits of a group's values; 0: there is no kernel for the type
+constexpr int blocks_value_words(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q8_0 ? 8 : value_type == GGML_MACKO_TYPE_Q4_0 ? 4 : 0; }
 // words behind x that the entries of a segment may touch
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 

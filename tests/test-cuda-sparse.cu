@@ -122,10 +122,6 @@ struct test_matrix {
     }
 };
 
-struct options {
-    bool residual = false, bias = false, norm = false, silu = false, in_place = false;
-};
-
 // y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm, rounded to the type
 // of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the bound grows by that.
 static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx, int64_t n, const std::vector<float> & norm,

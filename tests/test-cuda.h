@@ -91,3 +91,8 @@ struct guarded {
         return true;
     }
 };
+
+struct options {
+    bool residual = false, bias = false, norm = false, silu = false, in_place = false;
+};
+

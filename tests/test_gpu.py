@@ -26,6 +26,7 @@ PROMPT = "The function returns"
 SAMPLE = generators.ROOT / "models" / "sample.txt"
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
+QUANTIZED = ("macko-q8_0", "macko-q4_0")
 NMSE = 1e-4  # of logits against the CPU, which rounds activations to F16 or Q8; measured 2e-7 ... 5e-5 (q8_0 cache)
 
 
@@ -46,9 +47,13 @@ def run_macko(*args):
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """kind -> path of the bundled model"""
-    sparse = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    run_macko("convert", generators.DEMO, sparse)
-    return {"dense": generators.DEMO, "sparse": sparse}
+    folder = tmp_path_factory.mktemp("demo")
+    models = {"dense": generators.DEMO, "sparse": folder / "sparse.gguf"}
+    run_macko("convert", generators.DEMO, models["sparse"])
+    for kind in QUANTIZED:
+        models[kind] = folder / f"{kind}.gguf"
+        run_macko("convert", generators.DEMO, models[kind], kind)
+    return models
 
 
 @pytest.fixture(scope="module", params=["512", "96"])  # an expert fills a panel of dense rows; several share one
@@ -77,7 +82,8 @@ def experts(tmp_path_factory, request):
         capture_output=True,
     )
     run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
-    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse")}
+    run_macko("convert", folder / "dense.gguf", folder / "macko-q8_0.gguf", "macko-q8_0")
+    return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "macko-q8_0")}
 
 
 def open_model(path, n_gpu_layers=-1, **kwargs):
@@ -111,7 +117,7 @@ def test_layers_are_not_on_the_gpu(demo):
     llama.close()
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "sparse", *QUANTIZED])
 @pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
 def test_prompt_length_moves_logits(demo, kind, n):
     """each kind of product: one column, few, sparse weights made dense, tensor cores"""
@@ -156,7 +162,35 @@ def test_ec_csr_on_the_gpu_differs_from_cpu(tmp_path, monkeypatch, value_type, k
     assert texts == {want}
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_text_leaves_the_cpus(demo, kind):
+    """One token after the other: each logit vector of the CPU's own text, so that a tie cannot end the comparison"""
+    cpu, gpu = (open_model(demo[kind], layers, logits_all=True) for layers in (0, -1))
+    tokens = cpu.tokenize(PROMPT.encode())
+    for llama in (cpu, gpu):
+        llama.reset()
+        llama.eval(tokens)
+    for _ in range(48):
+        want, got = (np.array(llama.scores[llama.n_tokens - 1]) for llama in (cpu, gpu))
+        assert nmse(got, want) < NMSE
+        tokens = [int(want.argmax())]
+        cpu.eval(tokens)
+        gpu.eval(tokens)
+
+
+def test_quantized_weights_take_the_memory_of_f16(demo):
+    def taken(path):
+        before = bench_gpu.devices()[0][2]
+        llama = open_model(path, n_ctx=64)
+        used = before - bench_gpu.devices()[0][2]
+        llama.close()
+        return used
+
+    taken(demo["sparse"])  # what CUDA keeps for good
+    assert taken(demo["macko-q4_0"]) < taken(demo["sparse"])
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
 def test_experts_differ_from_cpu(experts, kind):
     tokens = [(7919 * i + 300) % 1000 for i in range(60)]
     want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
@@ -376,7 +410,7 @@ def test_bench_on_the_gpu(demo, tmp_path, macko):
     results = json.loads(done.out)["matrices"]
     assert len(results) == 4 and plot.read_bytes().startswith(b"\x89PNG")
     assert all(0 < r["bandwidth"] <= 1.3 * r["read_bandwidth"] for r in results)
-    table = macko("bench", "--gpu", "--shapes", "1024x2048", "--densities", "0.5")
+    table = macko("bench", "--gpu", "--shapes", "1024x2048", "--densities", "0.5", "--values", "q4_0")
     assert "| 1024x2048" in table.out and "geometric mean" in table.out
     done = macko("bench", "--gpu", "-m", demo["sparse"], "-p", "32", "-n", "8", "-r", "1", "--json")
     assert done.code == 0, done.err

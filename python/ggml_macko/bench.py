@@ -226,6 +226,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cusparse", action="store_true", help="with --gpu: CSR products of cuSPARSE, too (slow to set up)"
     )
     parser.add_argument(
+        "--values",
+        choices=bench_gpu.VALUES,
+        default="f16",
+        help="with --gpu: how the non-zeros are stored, plain or packed and quantized (default: f16)",
+    )
+    parser.add_argument(
         "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (PNG, PDF, SVG)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
@@ -235,8 +241,8 @@ def run(args: argparse.Namespace) -> int:
     threads = args.threads or len(os.sched_getaffinity(0))
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
         raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1; -p and -n must not be negative")
-    if (args.plot or args.cusparse) and (args.model or not args.gpu):
-        raise errors.error(errors.BAD_ARGUMENT, "--plot and --cusparse are for --gpu without -m")
+    if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):
+        raise errors.error(errors.BAD_ARGUMENT, "--plot, --cusparse and --values are for --gpu without -m")
     if args.gpu_layers is None:
         args.gpu_layers = -1 if args.gpu else 0
     about = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
@@ -276,7 +282,7 @@ def run_matrices(args: argparse.Namespace, threads: int, about: dict) -> int:
     parsed_densities = parse_densities(densities)
     results = []
     if args.gpu:
-        results = bench_gpu.bench_matrices(shapes, densities, args.cusparse)
+        results = bench_gpu.bench_matrices(shapes, densities, args.cusparse, args.values)
         if args.plot:
             bench_gpu.plot(results, args.plot)
     else:

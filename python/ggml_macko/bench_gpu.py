@@ -17,13 +17,15 @@ from . import console, errors
 
 PROGRAM = Path(__file__).with_name("bench-spmv-gpu")
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
+VALUES = ("f16", "q8_0", "q4_0")
 
 
-def bench_matrices(shapes: str, densities: str, cusparse: bool) -> list:
-    """A result per shape and density, as the program's --json writes them. shapes: its --shapes."""
+def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f16") -> list:
+    """A result per shape and density, as the program's --json writes them. shapes, values: its options."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
-        command = [str(PROGRAM), "--shapes", shapes, "--densities", densities, "--json", str(out)]
+        command = [str(PROGRAM), "--shapes", shapes, "--densities", densities]
+        command += ["--values", values, "--json", str(out)]
         command += ["--csr"] if cusparse else []
         last = ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:

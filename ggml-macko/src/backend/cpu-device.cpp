@@ -124,15 +124,15 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 
-size_t matrix_nbytes(const sparse_matrix & matrix) {
+size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
     return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
 }
 
 // known from the header, so that llama.cpp's memory figures are the true ones
-size_t buft_get_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     const load          * current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
-    return matrix ? matrix_nbytes(*matrix) : ggml_nbytes(tensor);
+    return matrix ? matrix_nbytes(buft, *matrix) : ggml_nbytes(tensor);
 }
 
 bool buft_is_host(ggml_backend_buffer_type_t) {

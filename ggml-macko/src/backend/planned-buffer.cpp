@@ -54,7 +54,7 @@ ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, 
     p->real = real;
     p->host = host;
     for (const sparse_matrix & m : current.matrices()) {
-        p->nbytes.emplace(m.name, nbytes(m));
+        p->nbytes.emplace(m.name, nbytes(real, m));
     }
     const std::lock_guard<std::mutex> lock(mutex);
     for (const auto & known : all) {

@@ -7,8 +7,8 @@
 
 namespace macko {
 
-// bytes of a sparse matrix on a device
-using matrix_nbytes_t = size_t (*)(const sparse_matrix & matrix);
+// bytes of a sparse matrix in a (real) buffer type
+using matrix_nbytes_t = size_t (*)(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix);
 
 // The buffer type that stands for `real` in a load without allocation. host: llama.cpp counts its weights as host memory. Lives as long as the process; models with equal
 // matrices share one.

@@ -215,21 +215,33 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
+// how this GPU keeps a packed matrix with quantized values; lanes 0: it does not, and takes it recoded to MACKO like all others
+blocks_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix) {
+    return matrix.format == &FORMAT_PACKED ? cuda_blocks_shape(matrix.packed(), device.shared_nbytes) : blocks_shape { 0, 0 };
+}
+
 void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor, const void * data, size_t size) {
     struct upload : payload_consumer {
         cuda_sparse_uploader & uploader;
         const sparse_matrix  & matrix;
         ggml_tensor          * tensor;
-        stored_matrix        & m;
+        stored_matrix        & stored;
+        const blocks_shape     shape;
         bool                   finished = false;
-        upload(cuda_sparse_uploader & u, const sparse_matrix & s, ggml_tensor * t, stored_matrix & out) : uploader(u), matrix(s), tensor(t), m(out) {}
+        upload(cuda_sparse_uploader & u, const sparse_matrix & s, ggml_tensor * t, stored_matrix & out, const blocks_shape & b)
+            : uploader(u), matrix(s), tensor(t), stored(out), shape(b) {}
         int consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
         bool takes_blocks() const override { return true; }
         int consume_blocks(const ec_csr_view & view) override {
             finished = true;
             // blocks lie across the experts' rows
             const ec_csr_choice choice = tensor->ne[1] == matrix.desc.rows ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
-            return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data, cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &m.matrix, &m.blocks);
+            return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data, cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
+        }
+        bool takes_packed() const override { return shape.lanes != 0; }
+        int consume_packed(const packed_view & view) override {
+            finished = true;
+            return uploader.packed(view, shape, tensor->data, omp_get_max_threads(), &stored.matrix, &stored.outgrown);
         }
     };
     buffer_context & context = context_of(buffer);
@@ -240,18 +252,22 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
     if (!uploader) {
         return;
     }
-    if (const int status = uploader->begin(matrix.desc, matrix.n_padded, tensor->data)) {
-        current.keep_error(status);
-        return;
-    }
     auto m = std::make_unique<stored_matrix>();
     m->rows_per_matrix = tensor->ne[1];
-    upload consumer(*uploader, matrix, tensor, *m);
+    upload consumer(*uploader, matrix, tensor, *m, blocks_shape_of(context.device, matrix));
+    const auto failed = [&](int status) {
+        if (status) {
+            current.keep_error(status);
+        }
+        return status != GGML_MACKO_STATUS_OK;
+    };
+    if (!consumer.takes_packed() && failed(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
+        return;
+    }
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) {
         return;
     }
-    if (const int status = consumer.finished ? GGML_MACKO_STATUS_OK : uploader->finish(&m->matrix)) {
-        current.keep_error(status);
+    if (!consumer.finished && failed(uploader->finish(&m->matrix))) {
         return;
     }
     tensor->extra = m.get();
@@ -381,14 +397,16 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
     return stored(root) || sparse_of_load(root) || is_planned_matrix(w->buffer->buft, root);
 }
 
-size_t matrix_nbytes(const sparse_matrix & matrix) {
-    return static_cast<size_t>(cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
+size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix) {
+    const blocks_shape shape = blocks_shape_of(gpu_of(buft), matrix);
+    return static_cast<size_t>(shape.lanes ? cuda_blocks_bind(matrix.packed(), shape, cuda_blocks_max_spill(matrix.packed(), shape), nullptr).nbytes
+                                           : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
-        return matrix_nbytes(*matrix);
+        return matrix_nbytes(buft, *matrix);
     }
     const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);

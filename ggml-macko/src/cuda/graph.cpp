@@ -530,7 +530,7 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
 bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { // what one launch of cuda_sparse_mul_mat asks for
     const cuda_sparse_matrix & m = stored(a->src[0])->matrix;
     const cuda_sparse_matrix & o = stored(b->src[0])->matrix;
-    return m.cols == o.cols && m.type == o.type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
+    return m.cols == o.cols && m.type == o.type && m.value_type == o.value_type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
 }
 
 // EC-CSR's kernels for blocks have no norm and no product of gate and up

@@ -13,8 +13,6 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
     return per_row >= 2048 ? 32 : per_row >= 768 ? 16 : 8;
 }
 
-static int64_t aligned(int64_t n) { return (n + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
-
 int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded) {
     // The last group of a row is half full on average. Ordering by position moves fillers about, and each of 31 stripes may end in an
     // empty place: this covers random masks; what is emptier in its stripes than that becomes RUNS or ROWS.
@@ -33,11 +31,12 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
     m.rows       = desc.rows;
     m.cols       = desc.cols;
     m.type       = desc.type;
+    m.value_type = desc.type;
     m.delta_bits = desc.delta_bits;
     m.layout     = layout;
     m.stripe     = layout == CUDA_SPARSE_LAYOUT_STRIPED ? static_cast<int32_t>(stripe_width(desc.cols)) : 0;
     uint8_t * at = static_cast<uint8_t *>(memory);
-    const auto take = [&](int64_t nbytes) { uint8_t * part = at; at += aligned(nbytes); return part; };
+    const auto take = [&](int64_t nbytes) { uint8_t * part = at; at += cuda_sparse_aligned(nbytes); return part; };
     if (layout == CUDA_SPARSE_LAYOUT_ROWS) {
         m.values = take(n_padded * value_nbytes(desc.type));
         m.codes  = take(deltas_nbytes(n_padded, desc.delta_bits));

@@ -10,6 +10,7 @@
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
+// BLOCKS: packed matrices with quantized values (sparse-blocks.h).
 #pragma once
 
 #include "format/macko.h"
@@ -20,25 +21,32 @@ enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_ROWS    = 0,
     CUDA_SPARSE_LAYOUT_RUNS    = 1, // columns ascending
     CUDA_SPARSE_LAYOUT_STRIPED = 2, // positions ascending
+    CUDA_SPARSE_LAYOUT_BLOCKS  = 3, // quantized values
 };
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
+constexpr int64_t cuda_sparse_aligned(int64_t nbytes) { return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
 
 // A matrix in device memory: pointers into one allocation of cuda_sparse_nbytes() bytes that the caller owns.
 struct cuda_sparse_matrix {
     int64_t    rows;
     int64_t    cols;
     int32_t    type;       // enum ggml_macko_type
-    int32_t    delta_bits; // 1, 2, 4, 8
+    int32_t    value_type; // the same; of BLOCKS a quantized type
+    int32_t    delta_bits; // 1, 2, 4, 8; of BLOCKS 3, 4 or 8
     int32_t    layout;     // enum cuda_sparse_layout
     int32_t    lanes;      // RUNS, STRIPED: 8, 16 or 32 runs per row
-    int32_t    stripe;     // STRIPED: stripe_width(cols); x repeats after 32 * stripe - 1 words. Else 0
-    int32_t    overshoot;  // STRIPED: words behind the last one of x that a group may touch before it wraps
+    int32_t    stripe;     // STRIPED: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
+    int32_t    overshoot;  // STRIPED, BLOCKS: words behind the last one of x that a group may touch before it wraps
     uint8_t  * values;     // RUNS, STRIPED: 8 per group; ROWS: n_padded
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas
     uint16_t * bases;      // RUNS, STRIPED: rows * lanes
-    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry
+    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry; BLOCKS: the file's, first non-zero
+    uint16_t * scales;     // BLOCKS: F16, one per group
+    int32_t  * spill_ptr;  // BLOCKS: rows + 1, first of a row's spilled non-zeros
+    struct cuda_sparse_spilled * spill; // BLOCKS
+    int64_t    n_groups;   // BLOCKS
     int64_t    nbytes;     // from the first part to the end of the last
     const struct cuda_ec_csr_blocks * blocks; // host memory: the part of the matrix that is in blocks of rows (ec-csr-layout.h); or null
 };

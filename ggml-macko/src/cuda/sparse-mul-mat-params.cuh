@@ -2,7 +2,10 @@
 #pragma once
 
 #include "cuda/common.cuh"
+#include "cuda/sparse-blocks.h"
 #include "cuda/sparse-mul-mat.cuh"
+
+#include <algorithm>
 
 namespace macko {
 
@@ -11,6 +14,9 @@ struct sparse_operand {
     const uint8_t  * codes;
     const uint16_t * bases;
     const int32_t  * row_ptr;
+    const uint16_t * scales;     // BLOCKS, as what follows
+    const int32_t  * spill_ptr;
+    const uint2    * spill;
     float          * y;
     const float    * residual;
     const float    * bias;
@@ -19,6 +25,7 @@ struct sparse_operand {
     int32_t          n_rows;
     int32_t          first_unit; // unit = the rows that a warp has at a time
     int32_t          delta_bits;
+    int32_t          n_groups;   // BLOCKS
 };
 
 struct sparse_launch {
@@ -38,6 +45,7 @@ struct sparse_launch {
     int32_t         cols;
     int32_t         modulus;   // words of x before it repeats (STRIPED), else all words
     int32_t         overshoot; // words that repeat
+    int32_t         lanes;     // BLOCKS: runs per row
     float           norm_eps;
     uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
 };
@@ -49,8 +57,8 @@ struct sparse_task {
     bool valid;
 };
 
-// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's ROWS rows is the thread's
-template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
+// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's rows is the thread's
+template <bool GROUPED> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int rows, int first, int stride, int sub, int j) {
     sparse_task t = { 0, 0, false };
     int unit = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
     t.valid = unit < p.n_units;
@@ -63,9 +71,12 @@ template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at
         }
         unit -= p.m[t.matrix].first_unit;
     }
-    t.row   = unit * ROWS + sub;
+    t.row   = unit * rows + sub;
     t.valid = t.valid && t.row < p.m[t.matrix].n_rows;
     return t;
+}
+template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
+    return task_at<GROUPED>(p, ROWS, first, stride, sub, j);
 }
 
 // first row of the expert of a column: written by an earlier kernel, so this waits for it. -1: no such expert
@@ -89,6 +100,18 @@ template <bool GROUPED> __device__ __forceinline__ void store_result(const spars
         y += m.residual[at];
     }
     m.y[at] = y;
+}
+
+// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds
+// of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+inline int warps_for(int units, int least, int most) {
+    int best = most;
+    for (int w = most; w >= least; w--) {
+        if ((units + w - 1) / w * w * 25 < (units + best - 1) / best * best * (best == most ? 24 : 25)) {
+            best = w;
+        }
+    }
+    return best;
 }
 
 // shared memory that a kernel may have, the blocks that fill the device, programmatic launch where it is asked for and known
@@ -118,8 +141,16 @@ constexpr int x_words(int nx) { return (nx + 1) / 2; }
 // bytes of shared memory of the RUNS kernel with nx columns of x
 inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx) + nx * 32) * 4; }
 
+// and of the BLOCKS kernel
+inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx); }
+
 // one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
+// one launch of the BLOCKS kernel: nx is 1, 2 or 4
+cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_blocks_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+// cuda_sparse_unpack() of the BLOCKS layout; type: F16, BF16 or F32
+cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
 
 } // namespace macko

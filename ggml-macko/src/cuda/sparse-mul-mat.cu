@@ -110,13 +110,16 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
             default:                   return launch_rows<float>(p, nx, grid_y, stream);
         }
     }
+    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
+        return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_blocks_q8_0(p, nx, grid_y, stream) : launch_blocks_q4_0(p, nx, grid_y, stream);
+    }
     const bool striped = w.layout == CUDA_SPARSE_LAYOUT_STRIPED;
     return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream) : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
 }
 
 // true if the matrices can share a launch: one kernel, and one x in shared memory, serve them all
 static bool same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
-    return a.cols == b.cols && a.type == b.type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
+    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
 }
 
 // one launch of nx columns (experts: of all of a's columns, one each)
@@ -134,6 +137,10 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.codes      = a.w[i]->codes;
         m.bases      = a.w[i]->bases;
         m.row_ptr    = a.w[i]->row_ptr;
+        m.scales     = a.w[i]->scales;
+        m.spill_ptr  = a.w[i]->spill_ptr;
+        m.spill      = reinterpret_cast<const uint2 *>(a.w[i]->spill);
+        m.n_groups   = static_cast<int32_t>(a.w[i]->n_groups);
         m.y          = a.y[i];
         m.residual   = a.residual[i];
         m.bias       = a.bias[i];
@@ -159,6 +166,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     p.n_columns         = static_cast<int32_t>(a.n);
     p.cols              = static_cast<int32_t>(w.cols);
     p.modulus           = static_cast<int32_t>(w.stripe ? 32 * w.stripe - 1 : w.cols + CUDA_SPARSE_GROUP);
+    p.lanes             = w.lanes;
     p.silu_mul          = a.silu_mul;
     p.programmatic      = a.programmatic;
     if (p.n_units == 0) {
@@ -182,7 +190,9 @@ static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & 
 
 // Measured on an H200 at densities .1 ... .5 (notes): passes of eight columns and unpacking with a dense product cost the same at 9 to 20
 // columns, with codes of 8 bits (few entries: unpacking is mostly writing zeros) at 12 to 40.
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) { return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.blocks ? 8 : w.delta_bits == 8 ? 16 : 12; }
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
+    return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.blocks ? 8 : w.delta_bits == 8 ? 16 : 12;
+}
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
@@ -229,9 +239,10 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
-    const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS;
-    int fits = rows ? 4 : 8; // columns of x in shared memory
-    while (!rows && fits > 1 && runs_shared_nbytes(p, fits) > device.shared_nbytes) {
+    p.lanes = w.lanes;
+    const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS, blocks = w.layout == CUDA_SPARSE_LAYOUT_BLOCKS;
+    int fits = rows || blocks ? 4 : 8; // columns of x in shared memory
+    while (!rows && fits > 1 && (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
         fits /= 2;
     }
     for (int64_t j = 0; j < a.n;) {

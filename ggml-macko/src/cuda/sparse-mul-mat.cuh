@@ -3,7 +3,7 @@
 // all of it can be captured in a CUDA graph. Results do not depend on timing: no float atomics.
 #pragma once
 
-#include "cuda/sparse-layout.h"
+#include "cuda/sparse-blocks.h"
 
 #include <cuda_runtime.h>
 #include <memory>
@@ -13,6 +13,7 @@ namespace macko {
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
 // Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is not. Sums are float32.
+// Of quantized weights every x is rounded to multiples of max |x| / 32767 (of its column, after the norm).
 // y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if all W_i have the same cols, type, delta_bits, layout and lanes;
 // else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
 struct cuda_sparse_mul_mat_params {
@@ -57,6 +58,9 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaS
 // get_tensor), or F16 (BF16 and F32 values are rounded)
 cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
 
+struct cuda_free { void operator()(void * memory) const { cudaFree(memory); } };
+using cuda_memory = std::unique_ptr<void, cuda_free>;
+
 // Brings matrices from the loader to one device. Owns pinned and device staging memory (about the largest matrix), reused from one
 // matrix to the next and freed with the object. begin and finish belong to one thread; rows may be called by several at once between
 // them. These functions synchronize with the device and return a ggml_macko_status.
@@ -71,6 +75,9 @@ public:
     [[nodiscard]] int rows(const macko_view & view);
     // after all rows: chooses the layout and makes it. The matrix is complete on return.
     [[nodiscard]] int finish(cuda_sparse_matrix * out);
+    // a packed matrix with quantized values, all at once. dst: the bytes of cuda_blocks_bind() with cuda_blocks_max_spill(). A matrix of unusual
+    // structure that needs more is put into memory of its own, *outgrown, which has to live as long as it
+    [[nodiscard]] int packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads, cuda_sparse_matrix * out, cuda_memory * outgrown);
     // for tests and measurements: this layout (enum cuda_sparse_layout) and these lanes (0: the usual), or an error if it does not fit
     [[nodiscard]] int finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes);
 

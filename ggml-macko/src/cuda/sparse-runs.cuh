@@ -9,6 +9,7 @@
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once
 
+#include "cuda/sparse-copies.cuh"
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
@@ -79,27 +80,6 @@ template <typename T, int BITS, int NX> struct group {
 };
 
 // ---- x into shared memory ----
-
-// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be under way at once
-__device__ __forceinline__ void copy_float(float * to, const float * from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-#else
-    *to = *from;
-#endif
-}
-__device__ __forceinline__ void copy_float4(float * to, const float * from) { // both aligned to 16 bytes
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
-#else
-    *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
-#endif
-}
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
 
 // Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
 // multiplied with (by the same threads: store_x has the same loop).
@@ -371,18 +351,6 @@ template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, i
 cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
     set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
     return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
-}
-
-// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds
-// of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
-inline int warps_for(int units, int least, int most) {
-    int best = most;
-    for (int w = most; w >= least; w--) {
-        if ((units + w - 1) / w * w * 25 < (units + best - 1) / best * best * (best == most ? 24 : 25)) {
-            best = w;
-        }
-    }
-    return best;
 }
 
 template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {

@@ -2,7 +2,7 @@
 #include "cuda/common.cuh"
 #include "cuda/ec-csr-mul-mat.cuh"
 #include "cuda/sparse-groups.cuh"
-#include "cuda/sparse-mul-mat.cuh"
+#include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
 
@@ -240,6 +240,9 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
         rest.blocks = nullptr;
         CUDA_TRY(cuda_sparse_unpack(rest, row_begin, row_end, type, dst, ld, stream));
         return cuda_ec_csr_unpack(*w.blocks, row_begin, row_end, type, dst, ld, stream);
+    }
+    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
+        return cuda_blocks_unpack(w, row_begin, row_end, type, dst, ld, stream);
     }
     if (w.type == GGML_MACKO_TYPE_F32) { // always ROWS
         if (same) {

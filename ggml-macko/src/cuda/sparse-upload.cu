@@ -227,6 +227,7 @@ struct cuda_sparse_uploader::impl {
     void                  * dst      = nullptr;
     cuda_sparse_matrix      raw      = {};     // ROWS in staging memory
     bool                    have_row_ptr = false;
+    blocks_image            image    = {};     // its memory is used again: fresh pages are slow
 
     ~impl() {
         cudaSetDevice(device);
@@ -385,6 +386,26 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
         status = s.copy(s.raw.codes + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
     }
     return status;
+}
+
+int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads, cuda_sparse_matrix * out, cuda_memory * outgrown) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    const packed_desc & desc = view.arrays().desc;
+    blocks_shape used      = shape;
+    int64_t      max_spill = cuda_blocks_max_spill(desc, shape);
+    blocks_image & image = s.image;
+    cuda_blocks_make(view, used, max_spill, n_threads, &image);
+    if (image.n_spill > max_spill) {
+        used = { 8, shape.lanes }; // the fewest spill
+        cuda_blocks_make(view, used, 0, n_threads, &image);
+        max_spill = image.n_spill;
+        cuda_blocks_make(view, used, max_spill, n_threads, &image);
+        CUDA_OK(cudaMalloc(&dst, image.memory.size()));
+        outgrown->reset(dst);
+    }
+    *out = cuda_blocks_bind(desc, used, max_spill, dst);
+    return s.copy(dst, image.memory.data(), out->nbytes);
 }
 
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {

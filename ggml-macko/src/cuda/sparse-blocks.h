@@ -1,0 +1,59 @@
+// BLOCKS: how the GPU keeps a packed matrix with quantized values (FORMAT.md section 7). Made by the host at load time. Plain C++, no CUDA.
+//
+//   group    a block of the file: 32 non-zeros with one scale, in the file's order. A row has the groups that hold a part of it; one that two
+//            rows share is there twice, with zeros for the other row's part. So row r begins at group row_ptr[r] / 32 + r
+//   run      a row's groups are cut into `lanes` runs of nearly equal length, one per thread, interleaved as in RUNS (sparse-layout.h)
+//   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
+//            larger than a code can say becomes 0 there (its place is a step of the largest gap) and is kept as
+//   spill    column and value in float32, row after row. A filler would have moved the entries behind it out of their block
+//   place    x stands in shared memory so that one column further is 32 words further, and lanes are in banks of their own: place p is word
+//            32 p mod (32 W - 1), W = blocks_width(), and holds column p mod (lanes * W); with fewer than 32 lanes there are copies of x,
+//            one for each row that a warp has at a time
+//   base     where a run starts: the word of the place of its first entry
+//
+// In memory (planes, so that lanes read next to each other): values are words of 32 bits, those of group s in planes of 4, 2 and 1 words;
+// codes likewise. Word order within a group: sparse-blocks.cpp (pack_*) writes what sparse-blocks.cuh reads.
+#pragma once
+
+#include "cuda/sparse-layout.h"
+#include "format/packed.h"
+
+namespace macko {
+
+struct cuda_sparse_spilled { uint32_t word; float value; }; // word: of its column in the row's copy of x
+
+constexpr int CUDA_BLOCKS_SEGMENT = 8; // entries between two looks at whether x wrapped, with codes of 3 and 4 bits
+
+// places per lane; odd, so that reading x with this stride has no bank conflicts
+constexpr int64_t blocks_width(int64_t cols, int lanes) { return (cols / lanes + 1 < 33 ? 33 : cols / lanes + 1) | 1; }
+constexpr int64_t blocks_word(int64_t place, int64_t width) { return place * 32 % (32 * width - 1); }
+// the largest gap between entries
+constexpr int64_t blocks_reach(int bits, int64_t width) { return bits < 8 ? 1 << bits : width - 1 < 256 ? width - 1 : 256; }
+// words of 32 bits of a group's values; 0: there is no kernel for the type
+constexpr int blocks_value_words(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q8_0 ? 8 : value_type == GGML_MACKO_TYPE_Q4_0 ? 4 : 0; }
+// words behind x that the entries of a segment may touch
+constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
+
+// words of shared memory for a column of x in float32
+constexpr int64_t blocks_column_words(int64_t width, int64_t lanes) { return (width * lanes + 3) & ~int64_t(3); }
+// bytes of shared memory of the kernel with nx columns of x: x, float32 of one column, sums of the warps
+constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t overshoot, int nx) {
+    return ((32 * width - 1 + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
+}
+
+struct blocks_shape { int bits, lanes; };
+// of a matrix, from its header alone; lanes 0: x does not fit shared memory, or there is no kernel for the value type
+blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes);
+// spilled non-zeros to reserve memory for: enough for random masks
+int64_t cuda_blocks_max_spill(const packed_desc & desc, const blocks_shape & shape);
+cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape & shape, int64_t n_spill, void * memory);
+
+// a matrix in host memory, in the order in which it will be in the device's
+struct blocks_image {
+    cuda_sparse_matrix   matrix;  // pointers into memory
+    std::vector<uint8_t> memory;
+    int64_t              n_spill; // if larger than what there is room for, the image is not complete
+};
+void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int64_t max_spill, int n_threads, blocks_image * out);
+
+} // namespace macko

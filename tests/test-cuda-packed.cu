@@ -1,0 +1,568 @@
+// Packed matrices with quantized values on the GPU: the layout in host memory, then the kernels against float64 of the decoded weights, element by
+// element, over random shapes, densities, structures, value types, index codings and batches. Without a GPU: the layout only, and exit code 77.
+#include "cuda/sparse-mul-mat.cuh"
+#include "test-cuda.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+
+using namespace macko;
+
+enum structure { UNIFORM, UNEVEN, HALF_EMPTY, STRIPES, N_STRUCTURES };
+
+static double density_at(structure s, double density, double row_density, int64_t c, int64_t cols) {
+    switch (s) {
+        case HALF_EMPTY: return c > cols / 4 && c < cols * 3 / 4 ? 0 : density; // gaps that no code spans
+        case STRIPES:    return c % 32 < 3 ? density : density / 50;
+        case UNEVEN:     return row_density;
+        default:         return density;
+    }
+}
+
+// a matrix, dense and packed
+struct test_matrix {
+    packed_matrix       packed;
+    packed_view         view;
+    std::vector<double> weights; // d * q
+    blocks_shape        shape  = {};
+    void              * memory = nullptr;
+    cuda_memory         outgrown;
+    cuda_sparse_matrix  device = {};
+
+    int64_t rows() const { return packed.desc.dense.rows; }
+    int64_t cols() const { return packed.desc.dense.cols; }
+
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int value_type, int index_bits, double density, structure s) {
+        std::vector<float> dense(static_cast<size_t>(rows * cols), 0.0f);
+        for (int64_t r = 0; r < rows; r++) {
+            const double row_density = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
+            for (int64_t c = 0; c < cols; c++) {
+                if (random.unit() < density_at(s, density, row_density, c, cols)) {
+                    dense[static_cast<size_t>(r * cols + c)] = static_cast<float>(std::exp2(random.unit() * 6 - 6) * (random.unit() < 0.5 ? -1 : 1));
+                }
+            }
+        }
+        if (type == GGML_MACKO_TYPE_F32) {
+            STATUS_CHECK(pack(dense.data(), { { rows, cols, type, 4, 0 }, value_type, index_bits }, 2, &packed));
+        } else {
+            std::vector<uint16_t> bits(dense.size());
+            std::transform(dense.begin(), dense.end(), bits.begin(), [&](float f) { return type == GGML_MACKO_TYPE_F16 ? f16_of_float(f) : static_cast<uint16_t>(bits_of_float(f) >> 16); });
+            STATUS_CHECK(pack(bits.data(), { { rows, cols, type, 4, 0 }, value_type, index_bits }, 2, &packed));
+        }
+        STATUS_CHECK(check_packed(packed.arrays(), 2, &view));
+        weights.assign(dense.size(), 0.0);
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t k = packed.row_ptr[static_cast<size_t>(r)];
+            view.for_each_column(r, [&](int64_t c) {
+                const uint8_t * block = packed.values.data() + k / QUANT_BLOCK * quant_block_nbytes(value_type);
+                weights[static_cast<size_t>(r * cols + c)] = static_cast<double>(float_of_f16(quant_scale_bits(block))) * quant_at(block, value_type, k % QUANT_BLOCK);
+                k++;
+            });
+        }
+    }
+    ~test_matrix() { cudaFree(memory); }
+    test_matrix(const test_matrix &) = delete;
+
+    void upload(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+        shape = cuda_blocks_shape(packed.desc, shared_nbytes);
+        const size_t n = static_cast<size_t>(cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes);
+        CUDA_CHECK(cudaMalloc(&memory, n));
+        CUDA_CHECK(cudaMemset(memory, 0xa5, n));
+        STATUS_CHECK(uploader.packed(view, shape, memory, 2, &device, &outgrown));
+    }
+    std::string name(uint64_t seed, int64_t n) const {
+        char text[200];
+        const packed_desc & d = packed.desc;
+        snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d values %d index %d, codes of %d bits, %d lanes, n %lld", static_cast<unsigned long long>(seed), static_cast<long long>(rows()),
+                 static_cast<long long>(cols()), d.dense.type, d.value_type, d.index_bits, device.delta_bits, device.lanes, static_cast<long long>(n));
+        return text;
+    }
+};
+
+static const int TYPES[]  = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
+static const int VALUES[] = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 };
+static const int INDEX[]  = { 0, 2, 4, 8 };
+
+static std::unique_ptr<test_matrix> random_matrix(rng & random) {
+    const int64_t widths[] = { 1, 2, 31, 32, 33, 63, 97, 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
+    const int64_t cols = widths[random.range(0, 17)];
+    const int64_t rows = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
+    const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.05 ? 1.0 : random.unit() < 0.3 ? random.unit() * 0.1 : random.unit() * 0.9;
+    const structure s = random.unit() < 0.6 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+    const int index = s == UNIFORM || s == UNEVEN ? INDEX[random.range(0, 3)] : INDEX[random.range(0, 1) * 2];
+    return std::make_unique<test_matrix>(random, rows, cols, TYPES[random.range(0, 2)], VALUES[random.range(0, 1)], index, density, s);
+}
+
+// ---- the layout, read by the words of sparse-blocks.h ----
+
+static uint32_t plane_word(const uint8_t * base, int n_words, int64_t n_groups, int64_t slot, int word) {
+    for (int first = 0;;) {
+        const int width = n_words - first >= 4 ? 4 : n_words - first >= 2 ? 2 : 1;
+        if (word < first + width) {
+            uint32_t w;
+            memcpy(&w, base + (first * n_groups + width * slot + word - first) * 4, 4);
+            return w;
+        }
+        first += width;
+    }
+}
+
+static int image_code(const cuda_sparse_matrix & m, int64_t slot, int k) {
+    const int quad = k / 4, shift = k % 4 * 8;
+    const auto word = [&](int i) { return plane_word(m.codes, m.delta_bits, m.n_groups, slot, i) >> shift & 0xff; };
+    if (m.delta_bits == 8) {
+        return static_cast<int>(word(quad));
+    }
+    const uint32_t field = m.delta_bits == 3 && quad / 2 == 3 ? word(0) >> 6 | word(1) >> 6 << 2 | word(2) >> 6 << 4 : word(quad / 2);
+    return static_cast<int>(field >> quad % 2 * m.delta_bits & ((1u << m.delta_bits) - 1));
+}
+
+static int image_value(const cuda_sparse_matrix & m, int64_t slot, int k) {
+    const int quad = k / 4;
+    if (m.value_type == GGML_MACKO_TYPE_Q8_0) {
+        return static_cast<int8_t>(plane_word(m.values, 8, m.n_groups, slot, quad) >> k % 4 * 8);
+    }
+    const uint32_t nibble = plane_word(m.values, 4, m.n_groups, slot, quad / 2) >> (k % 4 * 8 + quad % 2 * 4) & 15;
+    return static_cast<int>(nibble ^ 8) - 8;
+}
+
+// each weight where a kernel would multiply it: by the words of x, not by columns
+static void check_image(const test_matrix & t, const blocks_image & image, const std::string & name) {
+    const cuda_sparse_matrix & m = image.matrix;
+    const int64_t words = 32 * m.stripe - 1, overshoot = m.overshoot;
+    std::vector<int64_t> column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
+    for (int64_t place = 0; place < words; place++) {
+        column_of[static_cast<size_t>(blocks_word(place, m.stripe))] = place % (m.lanes * m.stripe);
+    }
+    bool inside = true, same = true;
+    for (int64_t r = 0; r < m.rows; r++) {
+        std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
+        const auto add = [&](int64_t word, double value) {
+            const int64_t c = word >= 0 && word < words + overshoot ? column_of[static_cast<size_t>(word % words)] : -1;
+            inside = inside && (value == 0 || (c >= 0 && c < m.cols)) && word < words + overshoot;
+            if (value != 0 && inside) {
+                row[static_cast<size_t>(c)] += value;
+            }
+        };
+        const int64_t begin = m.row_ptr[r] / 32 + r, groups = (m.row_ptr[r + 1] + 31) / 32 - m.row_ptr[r] / 32;
+        for (int64_t l = 0; l < m.lanes; l++) {
+            const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes;
+            int64_t at = m.bases[r * m.lanes + l];
+            for (int64_t s = 0; s < own; s++) {
+                const int64_t slot = begin + (s < full ? s * m.lanes + l : full * m.lanes + skip - l * full);
+                for (int k = 0; k < 32; k++) {
+                    at += 32 * image_code(m, slot, k);
+                    at -= m.delta_bits == 8 && at >= words ? words : 0;
+                    add(at, static_cast<double>(float_of_f16(m.scales[slot])) * image_value(m, slot, k));
+                    at += 32;
+                    at -= m.delta_bits < 8 && k % CUDA_BLOCKS_SEGMENT == 7 && at >= words ? words : 0;
+                }
+            }
+        }
+        for (int32_t e = m.spill_ptr[r]; e < m.spill_ptr[r + 1]; e++) {
+            add(m.spill[e].word, static_cast<double>(m.spill[e].value));
+        }
+        same = same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
+    }
+    CHECK(inside, "%s: a word outside of x", name.c_str());
+    CHECK(same, "%s: the layout holds another matrix", name.c_str());
+}
+
+constexpr int64_t SHARED_NBYTES = 232448;
+
+static void test_layout_holds_the_matrix(int n_cases) {
+    int used[9] = {}, spilled = 0;
+    for (int i = 0; i < n_cases; i++) {
+        rng random(static_cast<uint64_t>(i));
+        auto t = random_matrix(random);
+        for (double & w : t->weights) {
+            w += 0.0; // no -0: sums have none
+        }
+        blocks_shape shape = cuda_blocks_shape(t->packed.desc, SHARED_NBYTES);
+        CHECK(shape.lanes, "no layout for %lld columns", static_cast<long long>(t->cols()));
+        blocks_image image;
+        cuda_blocks_make(t->view, shape, cuda_blocks_max_spill(t->packed.desc, shape), 2, &image);
+        if (image.n_spill > cuda_blocks_max_spill(t->packed.desc, shape)) {
+            shape.bits = 8;
+            cuda_blocks_make(t->view, shape, t->packed.desc.dense.nnz, 2, &image);
+        }
+        used[shape.bits]++;
+        spilled += image.n_spill > 0;
+        t->device = image.matrix;
+        check_image(*t, image, t->name(static_cast<uint64_t>(i), 0));
+        t->device = {};
+    }
+    CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 && spilled > n_cases / 20), "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill", used[3],
+          used[4], used[8], spilled);
+}
+
+// bytes that the device reserves against those of the file, and enough of them: uniform masks never outgrow them
+static void test_memory() {
+    for (const int value_type : VALUES) {
+        for (const int64_t cols : { 4096, 11008 }) {
+            for (const double density : { 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 }) {
+                rng random(static_cast<uint64_t>(cols + value_type));
+                test_matrix t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+                const blocks_shape shape = cuda_blocks_shape(t.packed.desc, SHARED_NBYTES);
+                const int64_t      room  = cuda_blocks_max_spill(t.packed.desc, shape);
+                blocks_image image;
+                cuda_blocks_make(t.view, shape, room, 2, &image);
+                const double file  = static_cast<double>(t.packed.values.size() + t.packed.index.size() + t.packed.row_ptr.size() * 4);
+                const double ratio = static_cast<double>(image.matrix.nbytes) / file;
+                printf("memory: values %d, %lld columns, density %.1f: codes of %d bits, %d lanes, %.3f of the file's bytes\n", value_type, static_cast<long long>(cols), density, shape.bits, shape.lanes, ratio);
+                CHECK(image.n_spill <= room, "%lld spilled, room for %lld", static_cast<long long>(image.n_spill), static_cast<long long>(room));
+                CHECK(ratio <= (density < 0.25 ? 1.5 : 1.35), "density %.1f: %.3f of the file's bytes", density, ratio);
+            }
+        }
+    }
+}
+
+// ---- products ----
+
+// exact: x are integers that the kernel's 16 bits hold as they are
+static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
+    std::vector<float> x(static_cast<size_t>(ldx * n));
+    for (float & v : x) {
+        v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
+        v = exact ? static_cast<float>(random.range(-32767, 32767)) : v;
+    }
+    for (int64_t j = 0; j < n && exact; j++) {
+        x[static_cast<size_t>(j * ldx)] = random.unit() < 0.5 ? 32767.0f : -32767.0f;
+    }
+    return x;
+}
+
+// rows of W x in float64, and what may be off: float32 sums, and x rounded to multiples of max |x| / 32767
+static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x, const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y, std::vector<double> & bound) {
+    std::vector<double> column(static_cast<size_t>(w.cols()));
+    double squares = 0, largest = 0;
+    for (size_t c = 0; c < column.size(); c++) {
+        const double v = static_cast<double>(x[c]);
+        squares += v * v;
+        column[c] = norm.empty() ? v : v * static_cast<double>(norm[c]);
+        largest = std::max(largest, std::fabs(column[c]));
+    }
+    const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
+    y.assign(static_cast<size_t>(rows), 0.0);
+    bound = y;
+    for (int64_t r = 0; r < rows; r++) {
+        double sum = 0, magnitude = 0, weights = 0;
+        for (size_t c = 0; c < column.size(); c++) {
+            const double weight = w.weights[static_cast<size_t>((row0 + r) * w.cols()) + c];
+            sum += weight * column[c];
+            magnitude += std::fabs(weight * column[c]);
+            weights += std::fabs(weight);
+        }
+        y[static_cast<size_t>(r)] = sum * scale;
+        bound[static_cast<size_t>(r)] = (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / 65534 * 1.0001)) * scale + 1e-30;
+    }
+}
+
+static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o, const std::string & name) {
+    const bool exact = !o.norm && random.unit() < 0.5;
+    const int64_t cols = w[0]->cols(), ldx = cols + random.range(0, 3);
+    const std::vector<float> x = random_x(random, ldx, n, exact);
+    std::vector<float> norm(static_cast<size_t>(o.norm ? cols : 0));
+    for (float & v : norm) {
+        v = static_cast<float>(random.unit() + 0.5);
+    }
+    guarded dx(ldx * n), dnorm(cols);
+    std::copy(x.begin(), x.end(), &dx.at(0));
+    std::copy(norm.begin(), norm.end(), &dnorm.at(0));
+    dx.put();
+    dnorm.put();
+    cuda_sparse_mul_mat_params p = {};
+    p.n_matrices  = static_cast<int32_t>(w.size());
+    p.x           = dx.data();
+    p.ldx         = ldx;
+    p.n           = n;
+    p.norm_weight = o.norm ? dnorm.data() : nullptr;
+    p.norm_eps    = 1e-5f;
+    p.silu_mul    = o.silu;
+    std::vector<std::unique_ptr<guarded>> y, residual, bias;
+    for (size_t i = 0; i < w.size(); i++) {
+        const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows() - 1)), m = w[i]->rows() - begin;
+        p.w[i]         = &w[i]->device;
+        p.row_begin[i] = begin;
+        p.row_end[i]   = w[i]->rows();
+        p.ldy[i]       = m + random.range(0, 5);
+        y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
+        residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
+        bias.push_back(std::make_unique<guarded>(m));
+        for (int64_t k = 0; k < p.ldy[i] * n; k++) {
+            residual[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+        }
+        for (int64_t k = 0; k < m; k++) {
+            bias[i]->at(k) = static_cast<float>(random.unit() - 0.5);
+        }
+        if (o.residual && o.in_place) {
+            y[i]->host = residual[i]->host;
+        }
+        y[i]->put(), residual[i]->put(), bias[i]->put();
+        p.y[i]        = y[i]->data();
+        p.residual[i] = !o.residual ? nullptr : o.in_place ? y[i]->data() : residual[i]->data();
+        p.bias[i]     = o.bias ? bias[i]->data() : nullptr;
+    }
+    CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+    CUDA_CHECK(cudaDeviceSynchronize());
+    for (size_t i = 0; i < (o.silu ? 1 : w.size()); i++) {
+        y[i]->get();
+        CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
+        const int64_t m = p.row_end[i] - p.row_begin[i];
+        double worst = 0;
+        int64_t worst_row = 0, worst_column = 0;
+        for (int64_t j = 0; j < n; j++) {
+            std::vector<double> want, bound, up, up_bound;
+            reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, want, bound);
+            if (o.silu) {
+                reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, up, up_bound);
+            }
+            for (int64_t r = 0; r < p.ldy[i]; r++) {
+                const float got = y[i]->at(j * p.ldy[i] + r);
+                if (r >= m) {
+                    CHECK(got == (o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON), "%s: wrote between columns", name.c_str());
+                    continue;
+                }
+                const size_t k = static_cast<size_t>(r);
+                double expected = want[k], limit = bound[k];
+                if (o.silu) { // |silu'| <= 1.1
+                    const double gate = want[k], s = gate / (1 + std::exp(-gate));
+                    expected = s * up[k];
+                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) + MAX_ERROR * std::fabs(expected) + 1e-25;
+                }
+                const double added = (o.bias ? static_cast<double>(bias[i]->at(r)) : 0.0) + (o.residual ? static_cast<double>(residual[i]->at(j * p.ldy[i] + r)) : 0.0);
+                limit += MAX_ERROR * (o.bias + o.residual);
+                const double error = std::fabs(static_cast<double>(got) - expected - added) / limit;
+                if (!(error <= worst)) { // NaN lands here too
+                    worst = error, worst_row = r, worst_column = j;
+                }
+            }
+        }
+        CHECK(worst <= 1, "%s: matrix %zu, column %lld, row %lld: %.3g times the bound%s", name.c_str(), i, static_cast<long long>(worst_column), static_cast<long long>(worst_row), worst, exact ? " (exact x)" : "");
+    }
+}
+
+static void check_unpack(const test_matrix & t, const std::string & name, int64_t ld) {
+    const int64_t begin = t.rows() / 3, size = value_nbytes(t.packed.desc.dense.type), n = (t.rows() - begin) * ld * size;
+    uint8_t * dst;
+    CUDA_CHECK(cudaMalloc(&dst, static_cast<size_t>(n)));
+    CUDA_CHECK(cudaMemset(dst, 0x7b, static_cast<size_t>(n)));
+    CUDA_CHECK(cuda_sparse_unpack(t.device, begin, t.rows(), t.packed.desc.dense.type, dst, ld, nullptr));
+    std::vector<uint8_t> host(static_cast<size_t>(n)), row(static_cast<size_t>(t.cols() * size));
+    CUDA_CHECK(cudaMemcpy(host.data(), dst, static_cast<size_t>(n), cudaMemcpyDeviceToHost));
+    CUDA_CHECK(cudaFree(dst));
+    bool same = true, kept = true;
+    for (int64_t r = begin; r < t.rows(); r++) {
+        const uint8_t * got = &host[static_cast<size_t>((r - begin) * ld * size)];
+        t.view.decode_row(r, row.data());
+        same = same && memcmp(got, row.data(), row.size()) == 0;
+        kept = kept && std::all_of(got + row.size(), got + ld * size, [](uint8_t b) { return b == 0x7b; });
+    }
+    CHECK(same, "%s: unpacked bits differ", name.c_str());
+    CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+}
+
+static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_cases) {
+    const int64_t batches[] = { 1, 1, 1, 2, 3, 4, 5, 8, 9, 17, 40 };
+    int outgrown = 0;
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 1000 + static_cast<uint64_t>(i);
+        rng random(seed);
+        auto t = random_matrix(random);
+        t->upload(uploader, shared_nbytes);
+        outgrown += t->outgrown != nullptr;
+        int64_t n = batches[random.range(0, 10)];
+        while (n > 1 && n * t->rows() * t->cols() > 20000000) {
+            n /= 2;
+        }
+        const std::string name = t->name(seed, n);
+        check_unpack(*t, name, t->cols() + 2);
+        check_unpack(*t, name + ", aligned rows", (t->cols() + 15) & ~int64_t(7));
+        options o;
+        o.residual = random.unit() < 0.3;
+        o.in_place = random.unit() < 0.5;
+        o.bias     = random.unit() < 0.3;
+        o.norm     = random.unit() < 0.3;
+        check_product(random, { t.get() }, n, o, name);
+    }
+    CHECK(n_cases < 100 || outgrown > 0, "no matrix outgrew its memory");
+}
+
+static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes, uint64_t n_seeds) {
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        rng random(seed);
+        const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 11008, rows = random.range(50, 150);
+        const double density = seed % 4 == 0 ? 0.1 : seed % 4 == 1 ? 0.3 : 0.5;
+        const int value_type = VALUES[seed % 2];
+        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 0, density, UNIFORM), b(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 2, density, UNIFORM);
+        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+        for (test_matrix * t : { &a, &b, &c }) {
+            t->upload(uploader, shared_nbytes);
+        }
+        for (const int64_t n : { 1, 2, 4, 7 }) {
+            options o;
+            o.norm = seed % 2;
+            o.residual = o.in_place = seed % 5 == 0;
+            check_product(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
+            o.silu = true;
+            if (a.device.delta_bits == b.device.delta_bits) {
+                check_product(random, { &a, &b }, n, o, "gate and up, " + a.name(seed, n));
+            }
+        }
+    }
+}
+
+// rows of an expert, ids from device memory, ids out of range
+static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        rng random(seed);
+        const int64_t n_experts = 5, rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, n = 7;
+        test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % 2], -1, 0.3, UNIFORM);
+        w.upload(uploader, shared_nbytes);
+        const std::vector<float> values = random_x(random, cols, n, true);
+        guarded x(cols * n), y(rows * n);
+        std::copy(values.begin(), values.end(), &x.at(0));
+        x.put();
+        const int32_t ids[14] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 }; // stride 2; 5 and -1 are no experts
+        int32_t * device_ids;
+        CUDA_CHECK(cudaMalloc(&device_ids, sizeof(ids)));
+        CUDA_CHECK(cudaMemcpy(device_ids, ids, sizeof(ids), cudaMemcpyHostToDevice));
+        cuda_sparse_mul_mat_params p = {};
+        p.n_matrices = 1;
+        p.w[0] = &w.device;
+        p.y[0] = y.data();
+        p.ldy[0] = rows;
+        p.row_end[0] = rows;
+        p.x = x.data();
+        p.ldx = seed % 3 ? cols : 0;
+        p.n = n;
+        p.expert_ids = device_ids;
+        p.expert_ids_stride = 2;
+        p.expert_rows = rows;
+        CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+        y.get();
+        CHECK(y.guards_intact(), "experts: wrote outside of y");
+        for (int64_t j = 0; j < n; j++) {
+            std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
+            if (ids[2 * j] >= 0 && ids[2 * j] < n_experts) {
+                reference(w, ids[2 * j] * rows, rows, &values[static_cast<size_t>(j * p.ldx)], {}, 0, true, want, bound);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
+                CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
+            }
+        }
+        CUDA_CHECK(cudaFree(device_ids));
+    }
+}
+
+// NaN and infinities must not become numbers, zeros and tiny x not NaN
+static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+    rng random(3);
+    test_matrix w(random, 40, 1000, GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0, -1, 0.5, UNIFORM);
+    w.upload(uploader, shared_nbytes);
+    for (const int64_t n : { 1, 2, 4 }) {
+        for (const float odd : { NAN, INFINITY, 0.0f, 0x1p-120f, 0x1p-90f, 0x1p100f }) {
+            guarded x(1000 * n), y(40 * n);
+            for (int64_t i = 0; i < 1000 * n; i++) {
+                x.at(i) = std::isfinite(odd) ? odd : static_cast<float>(random.unit());
+            }
+            x.at(1000 * n - 500) = odd; // in the last column
+            x.put();
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices = 1;
+            p.w[0] = &w.device;
+            p.y[0] = y.data();
+            p.ldy[0] = 40;
+            p.row_end[0] = 40;
+            p.x = x.data();
+            p.ldx = 1000;
+            p.n = n;
+            CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+            y.get();
+            for (int64_t r = 0; r < 40; r++) {
+                const float got = y.at((n - 1) * 40 + r);
+                double want = 0;
+                for (int64_t c = 0; c < 1000; c++) {
+                    want += w.weights[static_cast<size_t>(r * 1000 + c)] * static_cast<double>(odd);
+                }
+                CHECK(std::isfinite(odd) ? std::fabs(static_cast<double>(got) - want) <= 1e-2 * static_cast<double>(odd) + 0x1p-100 : !std::isfinite(got), "x of %g, n %lld, row %lld: %g", static_cast<double>(odd),
+                      static_cast<long long>(n), static_cast<long long>(r), static_cast<double>(got));
+            }
+        }
+    }
+}
+
+// the same bits every time, launched alone, as a dependent launch and from a graph
+static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_repeats) {
+    for (const double density : { 0.5, 0.3, 0.1 }) {
+        rng random(9);
+        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, VALUES[density < 0.4], -1, density, UNIFORM);
+        w.upload(uploader, shared_nbytes);
+        for (const int64_t n : { 1, 4 }) {
+            guarded x(4096 * n), y(500 * n);
+            for (int64_t i = 0; i < 4096 * n; i++) {
+                x.at(i) = static_cast<float>(random.unit() - 0.5);
+            }
+            x.put();
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices = 1;
+            p.w[0] = &w.device;
+            p.y[0] = y.data();
+            p.ldy[0] = 500;
+            p.row_end[0] = 500;
+            p.x = x.data();
+            p.ldx = 4096;
+            p.n = n;
+            cudaStream_t stream;
+            CUDA_CHECK(cudaStreamCreate(&stream));
+            cudaGraph_t graph;
+            cudaGraphExec_t exec;
+            p.programmatic = true;
+            CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
+            CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+            CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+            std::vector<float> first;
+            for (int i = 0; i < n_repeats; i++) {
+                CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
+                p.programmatic = i % 3 == 1;
+                CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
+                CUDA_CHECK(cudaStreamSynchronize(stream));
+                y.get();
+                if (i == 0) {
+                    first = y.host;
+                }
+                CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "density %.1f, n %lld, repeat %d differs", density, static_cast<long long>(n), i);
+            }
+            CUDA_CHECK(cudaGraphExecDestroy(exec));
+            CUDA_CHECK(cudaGraphDestroy(graph));
+            CUDA_CHECK(cudaStreamDestroy(stream));
+        }
+    }
+}
+
+int main(int argc, char ** argv) {
+    const int n_cases = argc > 1 ? atoi(argv[1]) : 300; // fewer under a sanitizer
+    test_layout_holds_the_matrix(n_cases);
+    test_memory();
+    int n_devices = 0;
+    if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
+        printf("test-cuda-packed: kernels skipped: no CUDA device; layout: %d passed, %d failed\n", n_passed, n_failed);
+        return n_failed ? 1 : 77;
+    }
+    cuda_device_info device;
+    CUDA_CHECK(cuda_current_device(&device));
+    std::unique_ptr<cuda_sparse_uploader> uploader;
+    STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
+    test_random_products(*uploader, device.shared_nbytes, n_cases);
+    test_matrices_that_share_x(*uploader, device.shared_nbytes, n_cases >= 100 ? 24 : 4);
+    test_experts(*uploader, device.shared_nbytes);
+    test_unusual_x(*uploader, device.shared_nbytes);
+    test_repeats_are_bit_identical(*uploader, device.shared_nbytes, n_cases >= 100 ? 60 : 3);
+    return test_summary("test-cuda-packed");
+}

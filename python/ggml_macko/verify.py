@@ -68,10 +68,8 @@ def tensor_difference(
         error = quantization_error(other, want, got)
         quantized.append(error)
         return error.fault
-    if a.sparse is None and b.sparse is None:
-        pairs = zip(a.blocks(), b.blocks())
-    else:
-        pairs = iter([(a.read(n_threads), b.read(n_threads))])
+    both_dense = a.sparse is None and b.sparse is None
+    pairs = zip(a.blocks(), b.blocks()) if both_dense else iter([(a.read(n_threads), b.read(n_threads))])
     at = 0
     for block_a, block_b in pairs:
         if equal_zeros and weights.is_value_type(a.type):

@@ -199,12 +199,12 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
         return cudaErrorInvalidValue;
     }
     const cuda_sparse_matrix & w = *a.w[0];
-    bool alike = true, blocks = w.blocks;
+    bool alike = true, ec_csr = w.blocks;
     for (int i = 1; i < a.n_matrices; i++) {
         alike  = alike && same_kernel(w, *a.w[i]);
-        blocks = blocks || a.w[i]->blocks;
+        ec_csr = ec_csr || a.w[i]->blocks;
     }
-    if (blocks) {
+    if (ec_csr) {
         return cuda_ec_csr_mul_mat(a, stream);
     }
     if (!alike && a.silu_mul) {

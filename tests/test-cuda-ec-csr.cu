@@ -147,6 +147,7 @@ struct on_device {
         const int64_t room = choice == ec_csr_choice::BLOCKS ? 8 * reserved + (1 << 20) : reserved;
         CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
+        CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
         STATUS_CHECK(cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));
         std::vector<uint8_t> around(2 * CUDA_SPARSE_ALIGNMENT);
         CUDA_CHECK(cudaMemcpy(around.data(), memory, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));

@@ -71,6 +71,7 @@ struct test_matrix {
         const size_t n = static_cast<size_t>(cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes);
         CUDA_CHECK(cudaMalloc(&memory, n));
         CUDA_CHECK(cudaMemset(memory, 0xa5, n));
+        CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
         STATUS_CHECK(uploader.packed(view, shape, memory, 2, &device, &outgrown));
     }
     std::string name(uint64_t seed, int64_t n) const {

@@ -85,6 +85,7 @@ struct test_matrix {
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
+        CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
         STATUS_CHECK(uploader.begin(desc(), n_padded(coded.n_stored), memory));
         std::vector<std::pair<int64_t, int64_t>> blocks;
         for (int64_t r = 0; r < rows;) {

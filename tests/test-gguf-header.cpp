@@ -1155,6 +1155,41 @@ static void test_open_sparse() {
     expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", false, &file));
 }
 
+// A consumer that copies whole bytes, as GPUs do, must not get zeros where a neighbouring block has codes.
+static void test_compressed_blocks_are_not_the_sparse_file() {
+    struct copier : macko::payload_consumer {
+        bytes values, deltas;
+        int   n_blocks = 0;
+        int consume(const macko::macko_view & view, int64_t) override {
+            static std::mutex mutex;
+            const std::lock_guard<std::mutex> lock(mutex);
+            const macko::macko_rows & r = view.rows();
+            const int64_t begin = r.row_ptr[r.row_begin], end = r.row_ptr[r.row_end], b = r.desc.delta_bits, nb = macko::value_nbytes(r.desc.type);
+            const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
+            memcpy(values.data() + begin * nb, static_cast<const uint8_t *>(r.values) + (begin - r.base) * nb, static_cast<size_t>((end - begin) * nb));
+            memcpy(deltas.data() + byte_begin, r.deltas + byte_begin - r.base * b / 8, static_cast<size_t>(byte_end - byte_begin));
+            n_blocks++;
+            return S(OK);
+        }
+    };
+    const builder::model m = builder::tiny_llama(512, 1, 31);
+    const memory_file f(builder::serialize(m.dense));
+    std::unique_ptr<macko::model_file> file;
+    CHECK(macko::model_file_open_sparse(f.path().c_str(), true, &file) == S(OK), "%s", ggml_macko_last_error());
+    int n_blocks = 0;
+    for (const macko::sparse_matrix & matrix : file->sparse) {
+        const auto t = std::find_if(m.dense.tensors.begin(), m.dense.tensors.end(), [&](const builder::tensor & x) { return x.name == matrix.name; });
+        const builder::components want = builder::encode({ t->name, t->ne, t->type, t->data }, static_cast<uint32_t>(matrix.desc.delta_bits));
+        copier c;
+        c.values.resize(want.values.size());
+        c.deltas.resize(want.deltas.size());
+        CHECK(macko::read_payload(*file, matrix, 2, c) == S(OK), "%s", ggml_macko_last_error());
+        CHECK(c.values == want.values && c.deltas == want.deltas, "%s, %d bits, %d blocks", matrix.name.c_str(), matrix.desc.delta_bits, c.n_blocks);
+        n_blocks += c.n_blocks;
+    }
+    CHECK(n_blocks > 2 * static_cast<int>(file->sparse.size()), "%d blocks of %zu matrices", n_blocks, file->sparse.size());
+}
+
 // every code that a file can cause was caused by one above
 static void test_every_status_was_seen() {
     for (int code : { S(IO), S(NOT_A_FILE), S(TRUNCATED), S(FILE_CHANGED) }) {
@@ -1188,6 +1223,7 @@ int main() {
     test_what_cannot_be_served();
     test_file_system();
     test_open_sparse();
+    test_compressed_blocks_are_not_the_sparse_file();
     test_every_status_was_seen();
     printf("%d handmade files, %d cases in all\n", n_handmade, n_cases);
     return test_summary("test-gguf-header");

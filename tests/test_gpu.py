@@ -343,7 +343,7 @@ for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest 
 try:
     open_model({path!r}, verbose=True)
     print("loaded")
-except ValueError as e:
+except (ValueError, MemoryError) as e:
     print("refused:", e)
 for buffer in held:
     base.ggml_backend_buffer_free(buffer)

@@ -612,7 +612,9 @@ struct payload_reader {
         blocks.push_back(0);
         for (int64_t r = 0; r < m.desc.rows; r++) {
             const int64_t n = (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 + row_nbytes;
-            if (nbytes > 0 && nbytes + n > BLOCK_NBYTES) {
+            // a block that is encoded here has no codes of its neighbours, so it may not share a byte with them: consumers copy whole bytes
+            const bool may_begin = m.format != &FORMAT_DENSE || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0;
+            if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
                 blocks.push_back(r);
                 nbytes = 0;
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -10,6 +11,9 @@ import pytest
 
 import generators
 from ggml_macko import cli
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that ran us in the background left it so, for us and our children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Done = namedtuple("Done", "code out err")
 

@@ -11,8 +11,9 @@ import pytest
 from llama_float64 import Float64Llama
 from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
 
-# |logit - float64| of the dense pruned model: llama.cpp rounds activations and the KV cache to F16 (2^-11 relative), through 4 and 6 layers
-LOGIT_BOUND = 24 * 2.0**-10
+# llama.cpp rounds activations and the KV cache to F16, through 4 and 6 layers: how far that takes a logit from float64 depends on the model (0.015 to 0.030 for
+# these), so the bound is what dense llama.cpp is off on the same model: the largest error of a logit, and the root of the mean square
+LARGEST_RATIO, RMS_RATIO = 1.5, 1.1
 PERPLEXITY_CHUNKS = 24
 
 CASES = [("docs-4m-s70-f16", None)]
@@ -49,9 +50,12 @@ def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, recor
     assert greedy(open_model(sparse)) == greedy(open_model(dense))
 
     tokens, got = prompt_logits(open_model(sparse, logits_all=True))
-    error = np.abs(got - Float64Llama(str(dense)).logits(tokens)).max()
+    exact = Float64Llama(str(dense)).logits(tokens)
+    off, dense_off = got - exact, prompt_logits(open_model(dense, logits_all=True))[1] - exact
+    error, dense_error = np.abs(off).max(), np.abs(dense_off).max()
     record_property("max_logit_error", error)
-    assert error <= LOGIT_BOUND
+    assert error <= LARGEST_RATIO * dense_error
+    assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 
     found = [perplexity(p) for p in (dense, sparse)]
     print(f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}")

@@ -87,7 +87,7 @@ class Forms:
     def add_pruned(self, arguments: str) -> None:
         """arguments: options of `macko prune`."""
         path = self._folder / "pruned.gguf"
-        args = parse_arguments(prune, "--prune", arguments + " --force", [str(self._dense), str(path)])
+        args = parse_arguments(prune, "--prune", arguments, [str(self._dense), str(path), "--force"])
         with contextlib.redirect_stdout(io.StringIO()):
             prune.run(args)
         how_many = f"{args.pattern}" if args.pattern else f"{float(prune.parse_sparsity(args.sparsity)):.0%}"

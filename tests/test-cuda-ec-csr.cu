@@ -159,53 +159,35 @@ struct on_device {
 };
 
 static void check_product(rng & random, const test_matrix & w, const on_device & d, int64_t n, const std::string & name) {
-    const int64_t begin = random.range(0, std::min<int64_t>(2, w.rows - 1)), m = w.rows - begin, ldx = w.cols + random.range(0, 3), ldy = m + random.range(0, 3);
-    const bool with_residual = random.range(0, 1), in_place = random.range(0, 1), with_bias = random.range(0, 1), rounds = n > 1 && w.type != GGML_MACKO_TYPE_F32;
-    guarded x(ldx * n), y(ldy * n), residual(ldy * n), bias(m);
+    const int64_t ldx = w.cols + random.range(0, 3);
+    const bool rounds = n > 1 && w.type != GGML_MACKO_TYPE_F32;
+    guarded x(ldx * n);
     for (int64_t i = 0; i < ldx * n; i++) {
         x.at(i) = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
     }
-    for (int64_t i = 0; i < ldy * n; i++) {
-        residual.at(i) = static_cast<float>(random.unit() - 0.5);
-    }
-    for (int64_t i = 0; i < m; i++) {
-        bias.at(i) = static_cast<float>(random.unit() - 0.5);
-    }
-    if (with_residual && in_place) {
-        y.host = residual.host;
-    }
-    for (guarded * g : { &x, &y, &residual, &bias }) {
-        g->put();
-    }
+    x.put();
+    options o = random_options(random);
+    o.norm = false;
     cuda_sparse_mul_mat_params p = {};
-    p.n_matrices   = 1;
-    p.w[0]         = &d.matrix;
-    p.y[0]         = y.data();
-    p.ldy[0]       = ldy;
-    p.residual[0]  = !with_residual ? nullptr : in_place ? y.data() : residual.data();
-    p.bias[0]      = with_bias ? bias.data() : nullptr;
-    p.row_begin[0] = begin;
-    p.row_end[0]   = w.rows;
     p.x            = x.data();
     p.ldx          = ldx;
     p.n            = n;
     p.programmatic = random.range(0, 1);
+    outputs out(random, { &d.matrix }, o, p);
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-    y.get();
-    CHECK(y.guards_intact(), "%s: wrote outside of y", name.c_str());
+    out.get(name);
     for (int64_t j = 0; j < n; j++) {
         double worst[2] = {}; // with x as it is, and rounded: a single column that is left over is not
-        for (int64_t r = 0; r < m; r++) {
+        for (int64_t r = 0; r < out.rows(0); r++) {
             double sum[2] = {}, bound = 1e-30;
             for (int64_t c = 0; c < w.cols; c++) {
-                const double weight = w.weights[static_cast<size_t>((r + begin) * w.cols + c)], v = static_cast<double>(x.at(j * ldx + c));
+                const double weight = w.weights[static_cast<size_t>((r + p.row_begin[0]) * w.cols + c)], v = static_cast<double>(x.at(j * ldx + c));
                 sum[0] += weight * v;
                 sum[1] += weight * round_to(v, w.type);
                 bound  += std::fabs(weight * v);
             }
             for (int i = 0; i < 2; i++) {
-                const double want  = sum[i] + (with_residual ? static_cast<double>(residual.at(j * ldy + r)) : 0) + (with_bias ? static_cast<double>(bias.at(r)) : 0);
-                const double error = std::fabs(static_cast<double>(y.at(j * ldy + r)) - want) / (bound + with_residual + with_bias);
+                const double error = std::fabs(static_cast<double>(out.at(0, r, j)) - sum[i] - out.added(0, r, j)) / (bound + o.residual + o.bias);
                 worst[i] = error <= worst[i] ? worst[i] : error; // NaN stays
             }
         }
@@ -214,22 +196,8 @@ static void check_product(rng & random, const test_matrix & w, const on_device &
     }
 }
 
-static void check_unpack(rng & random, const test_matrix & w, const on_device & d, const std::string & name) {
-    const int64_t begin = w.rows / 3, size = value_nbytes(w.type), ld = w.cols + random.range(0, 9);
-    guarded dst((w.rows - begin) * ld);
-    CUDA_CHECK(cuda_sparse_unpack(d.matrix, begin, w.rows, w.type, dst.data(), ld, nullptr));
-    std::vector<float> before = dst.host;
-    dst.get();
-    CHECK(dst.guards_intact(), "%s: unpack wrote outside", name.c_str());
-    const auto * got  = reinterpret_cast<const uint8_t *>(&dst.at(0));
-    const auto * kept = reinterpret_cast<const uint8_t *>(&before[GUARD]);
-    bool same = true, between = true;
-    for (int64_t r = begin; r < w.rows; r++) {
-        const int64_t at = (r - begin) * ld * size;
-        same    = same && !memcmp(got + at, &w.dense[static_cast<size_t>(r * w.cols * size)], static_cast<size_t>(w.cols * size));
-        between = between && !memcmp(got + at + w.cols * size, kept + at + w.cols * size, static_cast<size_t>((ld - w.cols) * size));
-    }
-    CHECK(same && between, "%s: unpacked bits differ (%d) or something was written between rows (%d)", name.c_str(), !same, !between);
+static void check_unpack(const test_matrix & w, const on_device & d, const std::string & name) {
+    check_unpacked(d.matrix, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
@@ -242,10 +210,10 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         const test_matrix w = make_random(random, type);
         for (const ec_csr_choice choice : { ec_csr_choice::BLOCKS, ec_csr_choice::ROWS, ec_csr_choice::FASTER }) {
             const on_device d(uploader, w, choice);
-            used[d.matrix.blocks != nullptr]++;
-            const std::string name = name_of(seed, w) + (d.matrix.blocks ? ", blocks" : ", rows");
+            used[d.matrix.ec_csr != nullptr]++;
+            const std::string name = name_of(seed, w) + (d.matrix.ec_csr ? ", blocks" : ", rows");
             check_product(random, w, d, BATCHES[random.range(0, 8)], name);
-            check_unpack(random, w, d, name);
+            check_unpack(w, d, name);
         }
     }
     CHECK(used[1] > n_cases / 3, "only %d matrices were kept in blocks", used[1]);
@@ -259,11 +227,11 @@ static void test_large(cuda_sparse_uploader & uploader) {
             const test_matrix w(random, 300, cols, type, 8, 0.3, 40, { 16, 128, false, 0 });
             CHECK(w.coded.sets.size() >= 4, "%zu sets", w.coded.sets.size());
             const on_device d(uploader, w, ec_csr_choice::BLOCKS);
-            CHECK(d.matrix.blocks != nullptr, "no blocks");
+            CHECK(d.matrix.ec_csr != nullptr, "no blocks");
             for (const int64_t n : { 1, 4, 6 }) {
                 check_product(random, w, d, n, name_of(static_cast<uint64_t>(cols), w));
             }
-            check_unpack(random, w, d, name_of(static_cast<uint64_t>(cols), w));
+            check_unpack(w, d, name_of(static_cast<uint64_t>(cols), w));
         }
     }
 }
@@ -273,45 +241,14 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
     rng random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F16, 8, 0.3, 60, { 16, 128, true, 0 });
     const on_device d(uploader, w, ec_csr_choice::BLOCKS);
-    CHECK(d.matrix.blocks != nullptr, "no blocks");
+    CHECK(d.matrix.ec_csr != nullptr, "no blocks");
     for (const int64_t n : { 1, 4, 7 }) {
         guarded x(w.cols * n), y(w.rows * n);
         for (int64_t i = 0; i < w.cols * n; i++) {
             x.at(i) = static_cast<float>(random.unit() - 0.5);
         }
         x.put();
-        cuda_sparse_mul_mat_params p = {};
-        p.n_matrices = 1;
-        p.w[0]       = &d.matrix;
-        p.y[0]       = y.data();
-        p.ldy[0]     = w.rows;
-        p.row_end[0] = w.rows;
-        p.x          = x.data();
-        p.ldx        = w.cols;
-        p.n          = n;
-        p.programmatic = true;
-        cudaStream_t stream;
-        cudaGraph_t graph;
-        cudaGraphExec_t exec;
-        CUDA_CHECK(cudaStreamCreate(&stream));
-        CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-        CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
-        CUDA_CHECK(cuda_sparse_mul_mat(p, stream)); // its slots are those of the product before
-        CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-        CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-        std::vector<float> first;
-        for (int i = 0; i < n_repeats; i++) {
-            CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(w.rows * n * 4), stream));
-            p.programmatic = i % 3 == 1;
-            CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
-            CUDA_CHECK(cudaStreamSynchronize(stream));
-            y.get();
-            first = i ? first : y.host;
-            CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "n %lld, repeat %d differs", static_cast<long long>(n), i);
-        }
-        CUDA_CHECK(cudaGraphExecDestroy(exec));
-        CUDA_CHECK(cudaGraphDestroy(graph));
-        CUDA_CHECK(cudaStreamDestroy(stream));
+        check_repeats(plain_product(d.matrix, x, y, n), y, n_repeats, name_of(3, w));
     }
 }
 

@@ -276,43 +276,21 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     dx.put();
     dnorm.put();
     cuda_sparse_mul_mat_params p = {};
-    p.n_matrices  = static_cast<int32_t>(w.size());
     p.x           = dx.data();
     p.ldx         = ldx;
     p.n           = n;
     p.norm_weight = o.norm ? dnorm.data() : nullptr;
     p.norm_eps    = 1e-5f;
     p.silu_mul    = o.silu;
-    std::vector<std::unique_ptr<guarded>> y, residual, bias;
-    for (size_t i = 0; i < w.size(); i++) {
-        const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows() - 1)), m = w[i]->rows() - begin;
-        p.w[i]         = &w[i]->device;
-        p.row_begin[i] = begin;
-        p.row_end[i]   = w[i]->rows();
-        p.ldy[i]       = m + random.range(0, 5);
-        y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
-        residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
-        bias.push_back(std::make_unique<guarded>(m));
-        for (int64_t k = 0; k < p.ldy[i] * n; k++) {
-            residual[i]->at(k) = static_cast<float>(random.unit() - 0.5);
-        }
-        for (int64_t k = 0; k < m; k++) {
-            bias[i]->at(k) = static_cast<float>(random.unit() - 0.5);
-        }
-        if (o.residual && o.in_place) {
-            y[i]->host = residual[i]->host;
-        }
-        y[i]->put(), residual[i]->put(), bias[i]->put();
-        p.y[i]        = y[i]->data();
-        p.residual[i] = !o.residual ? nullptr : o.in_place ? y[i]->data() : residual[i]->data();
-        p.bias[i]     = o.bias ? bias[i]->data() : nullptr;
+    std::vector<const cuda_sparse_matrix *> devices;
+    for (const test_matrix * m : w) {
+        devices.push_back(&m->device);
     }
+    outputs out(random, devices, o, p);
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    for (size_t i = 0; i < (o.silu ? 1 : w.size()); i++) {
-        y[i]->get();
-        CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
-        const int64_t m = p.row_end[i] - p.row_begin[i];
+    out.get(name);
+    for (size_t i = 0; i < out.count(); i++) {
+        const int64_t m = out.rows(i);
         double worst = 0;
         int64_t worst_row = 0, worst_column = 0;
         for (int64_t j = 0; j < n; j++) {
@@ -321,12 +299,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
             if (o.silu) {
                 reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, up, up_bound);
             }
-            for (int64_t r = 0; r < p.ldy[i]; r++) {
-                const float got = y[i]->at(j * p.ldy[i] + r);
-                if (r >= m) {
-                    CHECK(got == (o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON), "%s: wrote between columns", name.c_str());
-                    continue;
-                }
+            for (int64_t r = 0; r < m; r++) {
                 const size_t k = static_cast<size_t>(r);
                 double expected = want[k], limit = bound[k];
                 if (o.silu) { // |silu'| <= 1.1
@@ -334,9 +307,8 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                     expected = s * up[k];
                     limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) + MAX_ERROR * std::fabs(expected) + 1e-25;
                 }
-                const double added = (o.bias ? static_cast<double>(bias[i]->at(r)) : 0.0) + (o.residual ? static_cast<double>(residual[i]->at(j * p.ldy[i] + r)) : 0.0);
                 limit += MAX_ERROR * (o.bias + o.residual);
-                const double error = std::fabs(static_cast<double>(got) - expected - added) / limit;
+                const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - expected - out.added(i, r, j)) / limit;
                 if (!(error <= worst)) { // NaN lands here too
                     worst = error, worst_row = r, worst_column = j;
                 }
@@ -346,24 +318,12 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     }
 }
 
-static void check_unpack(const test_matrix & t, const std::string & name, int64_t ld) {
-    const int64_t begin = t.rows() / 3, size = value_nbytes(t.packed.desc.dense.type), n = (t.rows() - begin) * ld * size;
-    uint8_t * dst;
-    CUDA_CHECK(cudaMalloc(&dst, static_cast<size_t>(n)));
-    CUDA_CHECK(cudaMemset(dst, 0x7b, static_cast<size_t>(n)));
-    CUDA_CHECK(cuda_sparse_unpack(t.device, begin, t.rows(), t.packed.desc.dense.type, dst, ld, nullptr));
-    std::vector<uint8_t> host(static_cast<size_t>(n)), row(static_cast<size_t>(t.cols() * size));
-    CUDA_CHECK(cudaMemcpy(host.data(), dst, static_cast<size_t>(n), cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaFree(dst));
-    bool same = true, kept = true;
-    for (int64_t r = begin; r < t.rows(); r++) {
-        const uint8_t * got = &host[static_cast<size_t>((r - begin) * ld * size)];
+static void check_unpack(const test_matrix & t, const std::string & name) {
+    std::vector<uint8_t> row(static_cast<size_t>(t.cols() * value_nbytes(t.packed.desc.dense.type)));
+    check_unpacked(t.device, name, [&](int64_t r) {
         t.view.decode_row(r, row.data());
-        same = same && memcmp(got, row.data(), row.size()) == 0;
-        kept = kept && std::all_of(got + row.size(), got + ld * size, [](uint8_t b) { return b == 0x7b; });
-    }
-    CHECK(same, "%s: unpacked bits differ", name.c_str());
-    CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+        return row.data();
+    });
 }
 
 static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_cases) {
@@ -380,14 +340,8 @@ static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared
             n /= 2;
         }
         const std::string name = t->name(seed, n);
-        check_unpack(*t, name, t->cols() + 2);
-        check_unpack(*t, name + ", aligned rows", (t->cols() + 15) & ~int64_t(7));
-        options o;
-        o.residual = random.unit() < 0.3;
-        o.in_place = random.unit() < 0.5;
-        o.bias     = random.unit() < 0.3;
-        o.norm     = random.unit() < 0.3;
-        check_product(random, { t.get() }, n, o, name);
+        check_unpack(*t, name);
+        check_product(random, { t.get() }, n, random_options(random), name);
     }
     CHECK(n_cases < 100 || outgrown > 0, "no matrix outgrew its memory");
 }
@@ -420,43 +374,24 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t 
 static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     for (uint64_t seed = 1; seed <= 6; seed++) {
         rng random(seed);
-        const int64_t n_experts = 5, rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, n = 7;
-        test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % 2], -1, 0.3, UNIFORM);
+        const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
+        test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % 2], -1, 0.3, UNIFORM);
         w.upload(uploader, shared_nbytes);
-        const std::vector<float> values = random_x(random, cols, n, true);
-        guarded x(cols * n), y(rows * n);
+        const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, true);
+        guarded x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
         std::copy(values.begin(), values.end(), &x.at(0));
         x.put();
-        const int32_t ids[14] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 }; // stride 2; 5 and -1 are no experts
-        int32_t * device_ids;
-        CUDA_CHECK(cudaMalloc(&device_ids, sizeof(ids)));
-        CUDA_CHECK(cudaMemcpy(device_ids, ids, sizeof(ids), cudaMemcpyHostToDevice));
-        cuda_sparse_mul_mat_params p = {};
-        p.n_matrices = 1;
-        p.w[0] = &w.device;
-        p.y[0] = y.data();
-        p.ldy[0] = rows;
-        p.row_end[0] = rows;
-        p.x = x.data();
-        p.ldx = seed % 3 ? cols : 0;
-        p.n = n;
-        p.expert_ids = device_ids;
-        p.expert_ids_stride = 2;
-        p.expert_rows = rows;
-        CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-        y.get();
-        CHECK(y.guards_intact(), "experts: wrote outside of y");
-        for (int64_t j = 0; j < n; j++) {
+        multiply_experts(w.device, x, ldx, y);
+        for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
             std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
-            if (ids[2 * j] >= 0 && ids[2 * j] < n_experts) {
-                reference(w, ids[2 * j] * rows, rows, &values[static_cast<size_t>(j * p.ldx)], {}, 0, true, want, bound);
+            if (expert_row(j, rows) >= 0) {
+                reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want, bound);
             }
             for (int64_t r = 0; r < rows; r++) {
                 const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
                 CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
             }
         }
-        CUDA_CHECK(cudaFree(device_ids));
     }
 }
 
@@ -473,16 +408,7 @@ static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbyte
             }
             x.at(1000 * n - 500) = odd; // in the last column
             x.put();
-            cuda_sparse_mul_mat_params p = {};
-            p.n_matrices = 1;
-            p.w[0] = &w.device;
-            p.y[0] = y.data();
-            p.ldy[0] = 40;
-            p.row_end[0] = 40;
-            p.x = x.data();
-            p.ldx = 1000;
-            p.n = n;
-            CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
+            CUDA_CHECK(cuda_sparse_mul_mat(plain_product(w.device, x, y, n), nullptr));
             y.get();
             for (int64_t r = 0; r < 40; r++) {
                 const float got = y.at((n - 1) * 40 + r);
@@ -509,40 +435,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int6
                 x.at(i) = static_cast<float>(random.unit() - 0.5);
             }
             x.put();
-            cuda_sparse_mul_mat_params p = {};
-            p.n_matrices = 1;
-            p.w[0] = &w.device;
-            p.y[0] = y.data();
-            p.ldy[0] = 500;
-            p.row_end[0] = 500;
-            p.x = x.data();
-            p.ldx = 4096;
-            p.n = n;
-            cudaStream_t stream;
-            CUDA_CHECK(cudaStreamCreate(&stream));
-            cudaGraph_t graph;
-            cudaGraphExec_t exec;
-            p.programmatic = true;
-            CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
-            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
-            CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-            CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            std::vector<float> first;
-            for (int i = 0; i < n_repeats; i++) {
-                CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
-                p.programmatic = i % 3 == 1;
-                CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
-                CUDA_CHECK(cudaStreamSynchronize(stream));
-                y.get();
-                if (i == 0) {
-                    first = y.host;
-                }
-                CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "density %.1f, n %lld, repeat %d differs", density, static_cast<long long>(n), i);
-            }
-            CUDA_CHECK(cudaGraphExecDestroy(exec));
-            CUDA_CHECK(cudaGraphDestroy(graph));
-            CUDA_CHECK(cudaStreamDestroy(stream));
+            check_repeats(plain_product(w.device, x, y, n), y, n_repeats, w.name(9, n));
         }
     }
 }

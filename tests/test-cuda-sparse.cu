@@ -175,62 +175,33 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     dnorm.put();
 
     cuda_sparse_mul_mat_params p = {};
-    p.n_matrices  = static_cast<int32_t>(w.size());
     p.x           = dx.data();
     p.ldx         = ldx;
     p.n           = n;
     p.norm_weight = o.norm ? dnorm.data() : nullptr;
     p.norm_eps    = 1e-5f;
     p.silu_mul    = o.silu;
-    const size_t n_y = o.silu ? 1 : w.size();
-    std::vector<std::unique_ptr<guarded>> y, residual, bias;
+    std::vector<const cuda_sparse_matrix *> devices;
+    for (const test_matrix * m : w) {
+        devices.push_back(&m->device);
+    }
+    outputs out(random, devices, o, p);
     using arrays = std::vector<std::vector<double>>;
     arrays refs[2] = { arrays(w.size()), arrays(w.size()) }, magnitudes[2] = { arrays(w.size()), arrays(w.size()) };
     for (size_t i = 0; i < w.size(); i++) {
-        const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)), end = w[i]->rows, m = end - begin;
-        p.w[i]         = &w[i]->device;
-        p.row_begin[i] = begin;
-        p.row_end[i]   = end;
-        p.ldy[i]       = m + random.range(0, 5);
         for (const bool rounds : { true, false }) {
-            reference(*w[i], begin, end, x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i], magnitudes[rounds][i]);
+            reference(*w[i], p.row_begin[i], p.row_end[i], x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i], magnitudes[rounds][i]);
         }
-        y.push_back(std::make_unique<guarded>(p.ldy[i] * n));
-        residual.push_back(std::make_unique<guarded>(p.ldy[i] * n));
-        bias.push_back(std::make_unique<guarded>(m));
-        for (int64_t k = 0; k < p.ldy[i] * n; k++) {
-            residual[i]->at(k) = static_cast<float>(random.unit() - 0.5);
-        }
-        for (int64_t k = 0; k < m; k++) {
-            bias[i]->at(k) = static_cast<float>(random.unit() - 0.5);
-        }
-        if (o.residual && o.in_place) {
-            y[i]->host = residual[i]->host;
-        }
-        y[i]->put();
-        residual[i]->put();
-        bias[i]->put();
-        p.y[i]        = y[i]->data();
-        p.residual[i] = !o.residual ? nullptr : o.in_place ? y[i]->data() : residual[i]->data();
-        p.bias[i]     = o.bias ? bias[i]->data() : nullptr;
     }
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-    CUDA_CHECK(cudaDeviceSynchronize());
-    for (size_t i = 0; i < n_y; i++) {
-        y[i]->get();
-        CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
-        const int64_t m = p.row_end[i] - p.row_begin[i];
+    out.get(name);
+    for (size_t i = 0; i < out.count(); i++) {
+        const int64_t m = out.rows(i);
         for (int64_t j = 0; j < n; j++) {
             // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32 values, may not
             double  worst[2] = {};
             int64_t worst_at[2] = {};
-            for (int64_t r = 0; r < p.ldy[i]; r++) {
-                const float got = y[i]->at(j * p.ldy[i] + r);
-                if (r >= m) {
-                    const float before = o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON;
-                    CHECK(got == before, "%s: wrote between columns", name.c_str());
-                    continue;
-                }
+            for (int64_t r = 0; r < m; r++) {
                 const size_t k = static_cast<size_t>(j * m + r);
                 for (const int rounds : { 0, 1 }) {
                     const arrays & ref = refs[rounds], & magnitude = magnitudes[rounds];
@@ -240,15 +211,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                         want  = gate * s * up;
                         bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
                     }
-                    if (o.bias) {
-                        want += static_cast<double>(bias[i]->at(r));
-                        bound += 1;
-                    }
-                    if (o.residual) {
-                        want += static_cast<double>(residual[i]->at(j * p.ldy[i] + r));
-                        bound += 1;
-                    }
-                    const double error = std::fabs(static_cast<double>(got) - want) / (bound + 1e-30);
+                    const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - want - out.added(i, r, j)) / (bound + o.bias + o.residual + 1e-30);
                     if (!(error <= worst[rounds])) { // NaN lands here too
                         worst[rounds] = error;
                         worst_at[rounds] = r;
@@ -262,31 +225,8 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     }
 }
 
-static void check_unpack(const test_matrix & w, const std::string & name, int64_t ld) {
-    const int64_t begin = w.rows / 3, size = value_nbytes(w.type);
-    uint8_t * dst;
-    const size_t n = static_cast<size_t>((w.rows - begin) * ld * size);
-    CUDA_CHECK(cudaMalloc(&dst, n));
-    CUDA_CHECK(cudaMemset(dst, 0x7b, n));
-    CUDA_CHECK(cuda_sparse_unpack(w.device, begin, w.rows, w.type, dst, ld, nullptr));
-    std::vector<uint8_t> host(n);
-    CUDA_CHECK(cudaMemcpy(host.data(), dst, n, cudaMemcpyDeviceToHost));
-    CUDA_CHECK(cudaFree(dst));
-    bool same = true, kept = true;
-    for (int64_t r = begin; r < w.rows; r++) {
-        const uint8_t * row = &host[static_cast<size_t>((r - begin) * ld * size)];
-        same = same && memcmp(row, &w.dense[static_cast<size_t>(r * w.cols * size)], static_cast<size_t>(w.cols * size)) == 0;
-        for (int64_t i = w.cols * size; i < ld * size; i++) {
-            kept = kept && row[i] == 0x7b;
-        }
-    }
-    CHECK(same, "%s: unpacked bits differ", name.c_str());
-    CHECK(kept, "%s: unpack wrote between rows", name.c_str());
-}
-
 static void check_unpack(const test_matrix & w, const std::string & name) {
-    check_unpack(w, name, w.cols + 2);
-    check_unpack(w, name + ", aligned rows", (w.cols + 15) & ~int64_t(7));
+    check_unpacked(w.device, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static const char * const layout_names[] = { "rows", "runs", "striped" };
@@ -331,12 +271,7 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         }
         const std::string name = name_of(seed, w, n);
         check_unpack(w, name);
-        options o;
-        o.residual = random.unit() < 0.3;
-        o.in_place = random.unit() < 0.5;
-        o.bias     = random.unit() < 0.3;
-        o.norm     = random.unit() < 0.3;
-        check_product(random, { &w }, n, o, name);
+        check_product(random, { &w }, n, random_options(random), name);
     }
     for (int l = 0; l < 3 && n_cases >= 100; l++) {
         CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", layout_names[l], used[l]);
@@ -401,41 +336,23 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
 static void test_experts(cuda_sparse_uploader & uploader) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng random(seed);
-        const int64_t n_experts = 5, rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, n = 7;
-        test_matrix w(random, n_experts * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
+        const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
+        test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
         w.upload(random, uploader);
         if (seed == 3) {
             w.upload(random, uploader, CUDA_SPARSE_LAYOUT_ROWS, 0);
         }
-        guarded x(cols * n), y(rows * n);
-        for (int64_t i = 0; i < cols * n; i++) {
+        guarded x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
+        for (int64_t i = 0; i < cols * N_EXPERT_COLUMNS; i++) {
             x.at(i) = static_cast<float>(random.unit() - 0.5);
         }
         x.put();
-        const int32_t ids[14] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 }; // stride 2; 5 and -1 are no experts
-        int32_t * device_ids;
-        CUDA_CHECK(cudaMalloc(&device_ids, sizeof(ids)));
-        CUDA_CHECK(cudaMemcpy(device_ids, ids, sizeof(ids), cudaMemcpyHostToDevice));
-        cuda_sparse_mul_mat_params p = {};
-        p.n_matrices = 1;
-        p.w[0] = &w.device;
-        p.y[0] = y.data();
-        p.ldy[0] = rows;
-        p.row_end[0] = rows;
-        p.x = x.data();
-        p.ldx = seed % 3 ? cols : 0;
-        p.n = n;
-        p.expert_ids = device_ids;
-        p.expert_ids_stride = 2;
-        p.expert_rows = rows;
-        CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
-        y.get();
-        CHECK(y.guards_intact(), "experts: wrote outside of y");
-        for (int64_t j = 0; j < n; j++) {
+        multiply_experts(w.device, x, ldx, y);
+        for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
             for (int64_t r = 0; r < rows; r++) {
                 double want = 0, bound = 1e-30;
-                for (int64_t c = 0; c < cols && ids[2 * j] >= 0 && ids[2 * j] < n_experts; c++) {
-                    const double product = w.weights[static_cast<size_t>((ids[2 * j] * rows + r) * cols + c)] * static_cast<double>(x.at(j * p.ldx + c));
+                for (int64_t c = 0; c < cols && expert_row(j, rows) >= 0; c++) {
+                    const double product = w.weights[static_cast<size_t>((expert_row(j, rows) + r) * cols + c)] * static_cast<double>(x.at(j * ldx + c));
                     want += product;
                     bound += std::fabs(product);
                 }
@@ -443,7 +360,6 @@ static void test_experts(cuda_sparse_uploader & uploader) {
                 CHECK(error <= MAX_ERROR, "experts, seed %llu, column %lld, row %lld: error %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
             }
         }
-        CUDA_CHECK(cudaFree(device_ids));
     }
 }
 
@@ -470,40 +386,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
                 x.at(i) = static_cast<float>(random.unit() - 0.5);
             }
             x.put();
-            cuda_sparse_mul_mat_params p = {};
-            p.n_matrices = 1;
-            p.w[0] = &w.device;
-            p.y[0] = y.data();
-            p.ldy[0] = 500;
-            p.row_end[0] = 500;
-            p.x = x.data();
-            p.ldx = 4096;
-            p.n = n;
-            cudaStream_t stream;
-            CUDA_CHECK(cudaStreamCreate(&stream));
-            std::vector<float> first;
-            cudaGraph_t graph;
-            cudaGraphExec_t exec;
-            p.programmatic = true;
-            CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
-            CUDA_CHECK(cuda_sparse_mul_mat(p, stream));
-            CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
-            CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
-            for (int i = 0; i < n_repeats; i++) {
-                CUDA_CHECK(cudaMemsetAsync(y.data(), 0xff, static_cast<size_t>(500 * n * 4), stream));
-                p.programmatic = i % 3 == 1;
-                CUDA_CHECK(i % 3 == 2 ? cudaGraphLaunch(exec, stream) : cuda_sparse_mul_mat(p, stream));
-                CUDA_CHECK(cudaStreamSynchronize(stream));
-                y.get();
-                if (i == 0) {
-                    first = y.host;
-                }
-                CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "delta_bits %d, n %lld, repeat %d differs", bits, static_cast<long long>(n), i);
-            }
-            CUDA_CHECK(cudaGraphExecDestroy(exec));
-            CUDA_CHECK(cudaGraphDestroy(graph));
-            CUDA_CHECK(cudaStreamDestroy(stream));
+            check_repeats(plain_product(w.device, x, y, n), y, n_repeats, "delta_bits " + std::to_string(bits));
         }
     }
 }

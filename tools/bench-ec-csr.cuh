@@ -82,7 +82,7 @@ struct bench_matrix {
                 for (cuda_ec_csr_set & s : b.sets) {
                     move(s.chunk_ptr), move(s.bases), move(s.rows), move(s.slots), move(s.codes), move(s.values);
                 }
-                m.blocks = &b;
+                m.ec_csr = &b;
             }
         }
     }

@@ -93,6 +93,22 @@ template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     return v;
 }
 
+// A kernel launch on the stream. overlap: programmatic dependent launch (cc >= 9.0), the kernel may start before the one ahead of it on the stream has ended
+template <typename... PARAMS, typename... ARGS>
+cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, bool overlap, cudaStream_t stream, const ARGS &... args) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim          = grid;
+    config.blockDim         = block;
+    config.dynamicSmemBytes = shared_nbytes;
+    config.stream           = stream;
+    config.attrs            = &attribute;
+    config.numAttrs         = overlap ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
+}
+
 // read once, kept out of L1 so that it is left to shared memory
 __device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
     uint4 v;

@@ -45,11 +45,7 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
     b.type       = desc.type;
     b.delta_bits = desc.delta_bits;
     b.whole      = all || view.sets().back().granularity > 1;
-    uint8_t * at = static_cast<uint8_t *>(memory);
-    const auto take = [&](auto ** part, int64_t n) {
-        *part = reinterpret_cast<std::remove_reference_t<decltype(*part)>>(at);
-        at += (n * static_cast<int64_t>(sizeof(**part)) + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1);
-    };
+    cuda_sparse_parts parts(memory);
     int64_t n_slots = 0;
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
         cuda_ec_csr_set & d = b.sets[i];
@@ -60,20 +56,20 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
         for (int64_t k = 0; k < s.n_blocks; k++) {
             d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s, desc.type);
         }
-        take(&d.chunk_ptr, int64_t(d.n_pieces) + 1);
-        take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
-        take(&d.rows, int64_t(d.n_pieces) * d.granularity);
-        take(&d.slots, int64_t(d.n_pieces) * d.granularity);
-        take(&d.codes, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
-        take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity * value_nbytes(desc.type));
+        parts.take(&d.chunk_ptr, int64_t(d.n_pieces) + 1);
+        parts.take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
+        parts.take(&d.rows, int64_t(d.n_pieces) * d.granularity);
+        parts.take(&d.slots, int64_t(d.n_pieces) * d.granularity);
+        parts.take(&d.codes, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
+        parts.take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity * value_nbytes(desc.type));
         b.n_pieces += d.n_pieces;
         n_slots    += int64_t(d.n_pieces) * d.granularity;
     });
     b.n_slots = static_cast<int32_t>(n_slots); // at most the elements of X.rows
-    take(&b.slot_ptr, desc.rows + 1);
-    b.nbytes_arrays = at - static_cast<uint8_t *>(memory);
-    take(&b.partial, n_slots * CUDA_EC_CSR_MAX_COLUMNS);
-    b.nbytes = at - static_cast<uint8_t *>(memory);
+    parts.take(&b.slot_ptr, desc.rows + 1);
+    b.nbytes_arrays = parts.nbytes();
+    parts.take(&b.partial, n_slots * CUDA_EC_CSR_MAX_COLUMNS);
+    b.nbytes = parts.nbytes();
     return b;
 }
 

@@ -294,25 +294,6 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_
 
 // ---- launches ----
 
-template <typename P> cudaError_t launch(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes, bool programmatic, cudaStream_t stream) {
-    cuda_device_info device;
-    CUDA_TRY(cuda_current_device(&device));
-    if (shared_nbytes > 48 * 1024) {
-        CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_nbytes));
-    }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim          = grid;
-    config.blockDim         = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shared_nbytes);
-    config.stream           = stream;
-    config.attrs            = &attribute;
-    config.numAttrs         = programmatic && device.cc >= 90 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, p);
-}
-
 template <typename T, int BITS> cudaError_t launch_blocks(blocks_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
@@ -323,8 +304,8 @@ template <typename T, int BITS> cudaError_t launch_blocks(blocks_launch & p, int
     const int warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks)); // 8 at least: they fetch x
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
     const dim3 grid(static_cast<unsigned>(blocks));
-    return nx == 1 ? launch(blocks_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
-                   : launch(blocks_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared, programmatic, stream);
+    return nx == 1 ? launch_kernel(blocks_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
+                   : launch_kernel(blocks_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared, programmatic, stream);
 }
 
 template <typename T> cudaError_t launch_blocks(blocks_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
@@ -334,7 +315,7 @@ template <typename T> cudaError_t launch_blocks(blocks_launch & p, int delta_bit
 // a.n columns of x, at most nx, of one matrix with blocks
 cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
-    const cuda_ec_csr_blocks & b = *w.blocks;
+    const cuda_ec_csr_blocks & b = *w.ec_csr;
     blocks_launch p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
@@ -355,12 +336,12 @@ cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaS
     }
     const int32_t n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
     const sums_launch s = { b.slot_ptr + a.row_begin[0], b.partial, a.residual[0], b.whole ? a.bias[0] : nullptr, a.y[0], a.ldy[0], n_rows, b.n_slots };
-    CUDA_TRY(launch(sums_kernel, s, dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)), 256, 0, a.programmatic, stream));
+    CUDA_TRY(launch_kernel(sums_kernel, s, dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)), 256, 0, a.programmatic, stream));
     if (b.whole) {
         return cudaSuccess;
     }
     cuda_sparse_matrix rest = w;
-    rest.blocks = nullptr;
+    rest.ec_csr = nullptr;
     cuda_sparse_mul_mat_params r = a;
     r.w[0]        = &rest;
     r.residual[0] = a.y[0];
@@ -376,26 +357,15 @@ cudaError_t cuda_ec_csr_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     for (int i = 0; i < a.n_matrices; i++) {
-        cuda_sparse_mul_mat_params one = a;
-        one.n_matrices   = 1;
-        one.w[0]         = a.w[i];
-        one.y[0]         = a.y[i];
-        one.ldy[0]       = a.ldy[i];
-        one.residual[0]  = a.residual[i];
-        one.bias[0]      = a.bias[i];
-        one.row_begin[0] = a.row_begin[i];
-        one.row_end[0]   = a.row_end[i];
-        if (!a.w[i]->blocks) {
+        const cuda_sparse_mul_mat_params one = a.matrix(i);
+        if (!one.w[0]->ec_csr) {
             CUDA_TRY(cuda_sparse_mul_mat(one, stream));
             continue;
         }
-        const int most = a.w[i]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
-        for (int64_t j = 0; j < a.n; j += one.n) {
-            one.n           = std::min<int64_t>(most, a.n - j);
-            one.x           = a.x + j * a.ldx;
-            one.y[0]        = a.y[i] + j * a.ldy[i];
-            one.residual[0] = a.residual[i] ? a.residual[i] + j * a.ldy[i] : nullptr;
-            CUDA_TRY(multiply_columns(one, one.n == 1 ? 1 : most, stream));
+        const int most = one.w[0]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
+        for (int64_t j = 0; j < a.n; j += most) {
+            const int64_t n = std::min<int64_t>(most, a.n - j);
+            CUDA_TRY(multiply_columns(one.columns(j, n), n == 1 ? 1 : most, stream));
         }
     }
     return cudaSuccess;

@@ -116,7 +116,7 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             cuda_ec_csr_fill(view, all, n_threads, cuda_ec_csr_bind(view, all, image.data()));
             CUDA_OK(cudaMemcpy(at, image.data(), image.size(), cudaMemcpyHostToDevice));
             *blocks = std::make_unique<cuda_ec_csr_blocks>(cuda_ec_csr_bind(view, all, at));
-            out->blocks = blocks->get();
+            out->ec_csr = blocks->get();
             return GGML_MACKO_STATUS_OK;
         }
     }

@@ -14,7 +14,7 @@ enum class ec_csr_choice { FASTER, BLOCKS, ROWS }; // BLOCKS: where it has kerne
 ec_csr_choice ec_csr_choice_of_environment();
 
 // view passed decode_rows. dst: `room` bytes of device memory, enough for the matrix recoded with its own delta_bits, aligned to CUDA_SPARSE_ALIGNMENT.
-// blocks may be refused by the caller (experts). *blocks is what out->blocks points to, or null. Returns a ggml_macko_status.
+// blocks may be refused by the caller (experts). *blocks is what out->ec_csr points to, or null. Returns a ggml_macko_status.
 [[nodiscard]] int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads, void * dst, int64_t room,
                                      cuda_sparse_matrix * out, std::unique_ptr<cuda_ec_csr_blocks> * blocks);
 

@@ -527,14 +527,10 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
     return !unpacks(ctx, *stored(node->src[0]), x->ne[1]);
 }
 
-bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { // what one launch of cuda_sparse_mul_mat asks for
-    const cuda_sparse_matrix & m = stored(a->src[0])->matrix;
-    const cuda_sparse_matrix & o = stored(b->src[0])->matrix;
-    return m.cols == o.cols && m.type == o.type && m.value_type == o.value_type && m.delta_bits == o.delta_bits && m.layout == o.layout && m.lanes == o.lanes;
-}
+bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { return cuda_sparse_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix); }
 
 // EC-CSR's kernels for blocks have no norm and no product of gate and up
-bool has_blocks(const ggml_tensor * product) { return stored(product->src[0])->matrix.blocks; }
+bool has_blocks(const ggml_tensor * product) { return stored(product->src[0])->matrix.ec_csr; }
 
 bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, int i, fused_group * group) {
     ggml_tensor * first = graph->nodes[i];

@@ -21,17 +21,7 @@ cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid,
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
         return cudaSuccess;
     }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim          = grid;
-    config.blockDim         = block;
-    config.dynamicSmemBytes = shared_nbytes;
-    config.stream           = ctx.stream;
-    config.attrs            = &attribute;
-    config.numAttrs         = ctx.overlap ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
+    return cuda_launch(kernel, grid, block, shared_nbytes, ctx.overlap, ctx.stream, args...);
 }
 
 static __device__ __forceinline__ float warp_max(float x) {

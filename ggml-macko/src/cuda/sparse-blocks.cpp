@@ -58,16 +58,15 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
     m.stripe     = static_cast<int32_t>(blocks_width(d.cols, shape.lanes));
     m.overshoot  = static_cast<int32_t>(blocks_overshoot(shape.bits));
     m.n_groups   = d.nnz / QUANT_BLOCK + d.rows + 1;
-    uint8_t * at = static_cast<uint8_t *>(memory);
-    const auto take = [&](int64_t nbytes) { uint8_t * part = at; at += cuda_sparse_aligned(nbytes); return part; };
-    m.values    = take(m.n_groups * 4 * blocks_value_words(desc.value_type));
-    m.codes     = take(m.n_groups * 4 * shape.bits);
-    m.scales    = reinterpret_cast<uint16_t *>(take(m.n_groups * 2));
-    m.bases     = reinterpret_cast<uint16_t *>(take(d.rows * shape.lanes * 2));
-    m.row_ptr   = reinterpret_cast<int32_t *>(take((d.rows + 1) * 4));
-    m.spill_ptr = reinterpret_cast<int32_t *>(take((d.rows + 1) * 4));
-    m.spill     = reinterpret_cast<cuda_sparse_spilled *>(take(n_spill * static_cast<int64_t>(sizeof(cuda_sparse_spilled))));
-    m.nbytes    = at - static_cast<uint8_t *>(memory);
+    cuda_sparse_parts parts(memory);
+    parts.take(&m.values, m.n_groups * 4 * blocks_value_words(desc.value_type));
+    parts.take(&m.codes, m.n_groups * 4 * shape.bits);
+    parts.take(&m.scales, m.n_groups);
+    parts.take(&m.bases, d.rows * shape.lanes);
+    parts.take(&m.row_ptr, d.rows + 1);
+    parts.take(&m.spill_ptr, d.rows + 1);
+    parts.take(&m.spill, n_spill);
+    m.nbytes = parts.nbytes();
     return m;
 }
 

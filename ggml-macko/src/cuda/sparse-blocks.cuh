@@ -275,7 +275,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             return c;
         }
         constexpr int BITS_OF_BLOCK = 5; // shifts: the numbers are not negative
-        static_assert(QUANT_BLOCK == 1 << BITS_OF_BLOCK, "");
+        static_assert(QUANT_BLOCK == 1 << BITS_OF_BLOCK, "entries of a block are counted with shifts");
         const int block = r.from >> BITS_OF_BLOCK, groups = ((r.to + 31) >> BITS_OF_BLOCK) - block;
         const int begin = block + r.row, skip = lane * groups >> lane_bits;
         c.matrix = task_at<true>(p, rows, first, stride, sub, j).matrix;

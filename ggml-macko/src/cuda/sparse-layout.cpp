@@ -35,20 +35,19 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
     m.delta_bits = desc.delta_bits;
     m.layout     = layout;
     m.stripe     = layout == CUDA_SPARSE_LAYOUT_STRIPED ? static_cast<int32_t>(stripe_width(desc.cols)) : 0;
-    uint8_t * at = static_cast<uint8_t *>(memory);
-    const auto take = [&](int64_t nbytes) { uint8_t * part = at; at += cuda_sparse_aligned(nbytes); return part; };
+    cuda_sparse_parts parts(memory);
     if (layout == CUDA_SPARSE_LAYOUT_ROWS) {
-        m.values = take(n_padded * value_nbytes(desc.type));
-        m.codes  = take(deltas_nbytes(n_padded, desc.delta_bits));
+        parts.take(&m.values, n_padded * value_nbytes(desc.type));
+        parts.take(&m.codes, deltas_nbytes(n_padded, desc.delta_bits));
     } else {
         const int64_t groups = cuda_sparse_max_groups(desc, n_padded);
-        m.lanes  = lanes;
-        m.values = take(groups * CUDA_SPARSE_GROUP * value_nbytes(desc.type));
-        m.codes  = take(groups * desc.delta_bits);
-        m.bases  = reinterpret_cast<uint16_t *>(take(desc.rows * lanes * 2));
+        m.lanes = lanes;
+        parts.take(&m.values, groups * CUDA_SPARSE_GROUP * value_nbytes(desc.type));
+        parts.take(&m.codes, groups * desc.delta_bits);
+        parts.take(&m.bases, desc.rows * lanes);
     }
-    m.row_ptr = reinterpret_cast<int32_t *>(take((desc.rows + 1) * 4));
-    m.nbytes  = at - static_cast<uint8_t *>(memory);
+    parts.take(&m.row_ptr, desc.rows + 1);
+    m.nbytes = parts.nbytes();
     return m;
 }
 

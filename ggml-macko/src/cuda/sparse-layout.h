@@ -28,6 +28,20 @@ constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of e
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) { return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
 
+// Cuts an allocation (null: addresses are offsets) into aligned parts
+class cuda_sparse_parts {
+public:
+    explicit cuda_sparse_parts(void * memory) : begin_(static_cast<uint8_t *>(memory)), at_(begin_) {}
+    template <typename T> void take(T ** part, int64_t n) {
+        *part = reinterpret_cast<T *>(at_);
+        at_ += cuda_sparse_aligned(n * static_cast<int64_t>(sizeof(T)));
+    }
+    int64_t nbytes() const { return at_ - begin_; }
+
+private:
+    uint8_t * begin_, * at_;
+};
+
 // A matrix in device memory: pointers into one allocation of cuda_sparse_nbytes() bytes that the caller owns.
 struct cuda_sparse_matrix {
     int64_t    rows;
@@ -48,7 +62,7 @@ struct cuda_sparse_matrix {
     struct cuda_sparse_spilled * spill; // BLOCKS
     int64_t    n_groups;   // BLOCKS
     int64_t    nbytes;     // from the first part to the end of the last
-    const struct cuda_ec_csr_blocks * blocks; // host memory: the part of the matrix that is in blocks of rows (ec-csr-layout.h); or null
+    const struct cuda_ec_csr_blocks * ec_csr; // host memory: the part of the matrix that is in blocks of rows (ec-csr-layout.h); or null
 };
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols

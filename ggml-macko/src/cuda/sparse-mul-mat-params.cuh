@@ -114,25 +114,17 @@ inline int warps_for(int units, int least, int most) {
     return best;
 }
 
-// shared memory that a kernel may have, the blocks that fill the device, programmatic launch where it is asked for and known
-template <typename KERNEL>
-cudaError_t launch_sparse(KERNEL kernel, const sparse_launch & p, int threads, int64_t shared_nbytes, int64_t blocks, int grid_y, cudaStream_t stream) {
+// a launch with the shared memory that the device has, programmatic where it is asked for and known
+template <typename P> cudaError_t launch_kernel(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     if (shared_nbytes > 48 * 1024) {
         CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_nbytes));
     }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim          = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y));
-    config.blockDim         = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(shared_nbytes);
-    config.stream           = stream;
-    config.attrs            = &attribute;
-    config.numAttrs         = p.programmatic && device.cc >= 90 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, p);
+    return cuda_launch(kernel, grid, dim3(static_cast<unsigned>(threads)), static_cast<size_t>(shared_nbytes), programmatic && device.cc >= 90, stream, p);
+}
+inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_launch & p, int threads, int64_t shared_nbytes, int64_t blocks, int grid_y, cudaStream_t stream) {
+    return launch_kernel(kernel, p, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y)), threads, shared_nbytes, p.programmatic, stream);
 }
 
 // 4-byte words of shared memory that nx columns of x take in the RUNS kernel: one is float32, more are 16-bit

@@ -117,11 +117,6 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
     return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream) : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
 }
 
-// true if the matrices can share a launch: one kernel, and one x in shared memory, serve them all
-static bool same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
-    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
-}
-
 // one launch of nx columns (experts: of all of a's columns, one each)
 static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
@@ -175,23 +170,35 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     return launch_any(p, w, nx, a.expert_ids ? static_cast<int>(a.n) : 1, stream);
 }
 
-// the same product for n columns from column j on
-static cuda_sparse_mul_mat_params columns_of(const cuda_sparse_mul_mat_params & a, int64_t j, int64_t n) {
-    cuda_sparse_mul_mat_params part = a;
-    part.n = n;
-    part.x = a.x + j * a.ldx;
-    for (int i = 0; i < a.n_matrices; i++) {
-        part.y[i] = a.y[i] + j * a.ldy[i];
-        part.residual[i] = a.residual[i] ? a.residual[i] + j * a.ldy[i] : nullptr;
+cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::matrix(int i) const {
+    cuda_sparse_mul_mat_params one = *this;
+    one.n_matrices   = 1;
+    one.w[0]         = w[i];
+    one.y[0]         = y[i];
+    one.ldy[0]       = ldy[i];
+    one.residual[0]  = residual[i];
+    one.bias[0]      = bias[i];
+    one.row_begin[0] = row_begin[i];
+    one.row_end[0]   = row_end[i];
+    return one;
+}
+
+cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_t n_columns) const {
+    cuda_sparse_mul_mat_params part = *this;
+    part.n = n_columns;
+    part.x = x + j * ldx;
+    for (int i = 0; i < n_matrices; i++) {
+        part.y[i] = y[i] + j * ldy[i];
+        part.residual[i] = residual[i] ? residual[i] + j * ldy[i] : nullptr;
     }
-    part.expert_ids = a.expert_ids ? a.expert_ids + j * a.expert_ids_stride : nullptr;
+    part.expert_ids = expert_ids ? expert_ids + j * expert_ids_stride : nullptr;
     return part;
 }
 
 // Measured on an H200 at densities .1 ... .5 (notes): passes of eight columns and unpacking with a dense product cost the same at 9 to 20
 // columns, with codes of 8 bits (few entries: unpacking is mostly writing zeros) at 12 to 40.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
-    return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.blocks ? 8 : w.delta_bits == 8 ? 16 : 12;
+    return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr ? 8 : w.delta_bits == 8 ? 16 : 12;
 }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
@@ -199,10 +206,10 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
         return cudaErrorInvalidValue;
     }
     const cuda_sparse_matrix & w = *a.w[0];
-    bool alike = true, ec_csr = w.blocks;
+    bool alike = true, ec_csr = w.ec_csr;
     for (int i = 1; i < a.n_matrices; i++) {
-        alike  = alike && same_kernel(w, *a.w[i]);
-        ec_csr = ec_csr || a.w[i]->blocks;
+        alike  = alike && cuda_sparse_same_kernel(w, *a.w[i]);
+        ec_csr = ec_csr || a.w[i]->ec_csr;
     }
     if (ec_csr) {
         return cuda_ec_csr_mul_mat(a, stream);
@@ -212,23 +219,14 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     }
     if (!alike) { // one launch each
         for (int i = 0; i < a.n_matrices; i++) {
-            cuda_sparse_mul_mat_params one = a;
-            one.n_matrices   = 1;
-            one.w[0]         = a.w[i];
-            one.y[0]         = a.y[i];
-            one.ldy[0]       = a.ldy[i];
-            one.residual[0]  = a.residual[i];
-            one.bias[0]      = a.bias[i];
-            one.row_begin[0] = a.row_begin[i];
-            one.row_end[0]   = a.row_end[i];
-            CUDA_TRY(cuda_sparse_mul_mat(one, stream));
+            CUDA_TRY(cuda_sparse_mul_mat(a.matrix(i), stream));
         }
         return cudaSuccess;
     }
     constexpr int64_t MAX_GRID_Y = 65535;
     if (a.expert_ids) {
         for (int64_t j = 0; j < a.n; j += MAX_GRID_Y) {
-            CUDA_TRY(launch_columns(columns_of(a, j, std::min(MAX_GRID_Y, a.n - j)), 1, stream));
+            CUDA_TRY(launch_columns(a.columns(j, std::min(MAX_GRID_Y, a.n - j)), 1, stream));
         }
         return cudaSuccess;
     }
@@ -249,7 +247,7 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
         const int64_t left = a.n - j;
         const int nx = left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);
         const int64_t n = std::min<int64_t>(nx, left);
-        CUDA_TRY(launch_columns(columns_of(a, j, n), nx, stream));
+        CUDA_TRY(launch_columns(a.columns(j, n), nx, stream));
         j += n;
     }
     return cudaSuccess;

@@ -12,10 +12,15 @@ namespace macko {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
+// true if matrices can share a launch: one kernel, and one x in shared memory, serve both
+inline bool cuda_sparse_same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
+    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
+}
+
 // Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is not. Sums are float32.
 // Of quantized weights every x is rounded to multiples of max |x| / 32767 (of its column, after the norm).
-// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if all W_i have the same cols, type, delta_bits, layout and lanes;
-// else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
+// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if cuda_sparse_same_kernel() says so of all W_i; else one launch
+// each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
 struct cuda_sparse_mul_mat_params {
     int32_t                    n_matrices;
     const cuda_sparse_matrix * w[CUDA_SPARSE_MAX_GROUPED];
@@ -46,6 +51,9 @@ struct cuda_sparse_mul_mat_params {
     // this kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch, cc >= 9.0): weights are then
     // fetched while that one ends; x, residual, bias and y are touched only after it is complete. Ignored before cc 9.0.
     bool                       programmatic;
+
+    cuda_sparse_mul_mat_params matrix(int i) const;                  // the product of w[i] alone
+    cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const;  // n columns from column j on
 };
 
 // largest n at which cuda_sparse_mul_mat is faster than cuda_sparse_unpack + a dense product (a property of the device and the matrix)

@@ -235,11 +235,11 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     if (row_begin >= row_end) {
         return cudaSuccess;
     }
-    if (w.blocks) {
+    if (w.ec_csr) {
         cuda_sparse_matrix rest = w;
-        rest.blocks = nullptr;
+        rest.ec_csr = nullptr;
         CUDA_TRY(cuda_sparse_unpack(rest, row_begin, row_end, type, dst, ld, stream));
-        return cuda_ec_csr_unpack(*w.blocks, row_begin, row_end, type, dst, ld, stream);
+        return cuda_ec_csr_unpack(*w.ec_csr, row_begin, row_end, type, dst, ld, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
         return cuda_blocks_unpack(w, row_begin, row_end, type, dst, ld, stream);

@@ -138,6 +138,19 @@ int ggml_macko_decode(const ggml_macko_matrix * m, int64_t n_values, int64_t n_d
     });
 }
 
+// the non-zeros of a matrix that has no Inf and no NaN: the codecs below have no place for them
+static int count_finite(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_team, int64_t * nnz) {
+    ggml_macko_count count = {};
+    if (const int status = count_dense(dense, type, rows, cols, n_team, &count)) {
+        return status;
+    }
+    if (count.n_nonfinite) {
+        return fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN", static_cast<long long>(count.n_nonfinite));
+    }
+    *nnz = count.nnz;
+    return GGML_MACKO_STATUS_OK;
+}
+
 // ---- EC-CSR codec ----
 
 struct ggml_macko_ec_csr_matrix {
@@ -168,14 +181,9 @@ int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int
         const ggml_macko_ec_csr_options o       = options ? *options : ggml_macko_ec_csr_options { 16, 0, true, 0 };
         const extract_options           extract = { o.max_granularity, o.min_columns ? o.min_columns : paying_columns(delta_bits), o.clip, o.seed };
         const int                       n_team  = threads(n_threads, rows * cols);
-        ggml_macko_count                count   = {};
-        if (const int status = count_dense(dense, type, rows, cols, n_team, &count)) {
+        if (const int status = count_finite(dense, type, rows, cols, n_team, &desc.nnz)) {
             return status;
         }
-        if (count.n_nonfinite) {
-            return fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN", static_cast<long long>(count.n_nonfinite));
-        }
-        desc.nnz = count.nnz;
         if (const int status = check_desc(desc)) { // nnz
             return status;
         }
@@ -263,13 +271,10 @@ int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int
         if (const int status = check_packed_desc({ desc.dense, value_type, index_bits < 0 ? INDEX_BITMAP : index_bits })) {
             return status;
         }
-        const int        n_team = threads(n_threads, rows * cols);
-        ggml_macko_count count  = {};
-        if (const int status = count_dense(dense, type, rows, cols, n_team, &count)) {
+        const int n_team = threads(n_threads, rows * cols);
+        int64_t   nnz    = 0;
+        if (const int status = count_finite(dense, type, rows, cols, n_team, &nnz)) {
             return status;
-        }
-        if (count.n_nonfinite) {
-            return fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN", static_cast<long long>(count.n_nonfinite));
         }
         auto m = std::make_unique<ggml_macko_packed_matrix>();
         if (const int status = pack(dense, desc, n_team, &m->matrix)) {

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from . import bench_gpu, bindings, console, errors, ggml_quants
-from .generate import gpu_layers
+from .generate import add_gpu_layers
 from .gguf_files import AtomicOutput, Model
 from .restore import restore
 from .sparse_matrix import SparseMatrix
@@ -199,15 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-p", "--n-prompt", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
-    parser.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        type=gpu_layers,
-        default=None,
-        metavar="N",
-        help="layers on the GPU (default: 0, with --gpu all; all: as many as there are)",
-    )
+    add_gpu_layers(parser, None, "all: as many as there are (default: 0, with --gpu all)")
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument(
         "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds, of which medians are taken (default: 5)"

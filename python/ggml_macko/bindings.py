@@ -134,12 +134,23 @@ def count_dense(dense: np.ndarray, type_id: int, n_threads: int = 0) -> Count:
     return Count(out.nnz, dict(zip(DELTA_BITS, out.n_stored)), out.n_nonfinite)
 
 
+def _check_array(m, name: str, dtype) -> np.ndarray:
+    """m's array of this name, if C can read it as it lies."""
+    array = getattr(m, name)
+    if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
+        raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+    return array
+
+
+def _copied(pointer, count: int, dtype) -> np.ndarray:
+    """count numbers from C's memory, or bytes if dtype is of one byte."""
+    return np.frombuffer(_ffi().buffer(pointer, count * np.dtype(dtype).itemsize), dtype).copy()
+
+
 def _c_matrix(m: MackoMatrix):
     """The C struct; it points into m's arrays, so m must live as long. C gets their lengths apart, and checks them."""
     for name, dtype in (("values", bits_dtype(m.type)), ("deltas", np.uint8), ("row_ptr", np.int32)):
-        array = getattr(m, name)
-        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+        _check_array(m, name, dtype)
     ffi = _ffi()
     c = ffi.new("struct ggml_macko_matrix *")
     c.rows, c.cols, c.type, c.delta_bits, c.nnz, c.n_stored = m.rows, m.cols, m.type, m.delta_bits, m.nnz, m.n_stored
@@ -207,8 +218,7 @@ def ec_csr_encode(
     _check(_lib().ggml_macko_ec_csr_arrays(owner, c))
     arrays = {}
     for name, dtype in _ec_csr_dtypes(type_id, dense.shape[1]).items():
-        nbytes = getattr(c, f"n_{name}") * np.dtype(dtype).itemsize
-        arrays[name] = np.frombuffer(ffi.buffer(getattr(c, name), nbytes), dtype).copy()
+        arrays[name] = _copied(getattr(c, name), getattr(c, f"n_{name}"), dtype)
     return EcCsrMatrix(*dense.shape, type_id, delta_bits, c.nnz, **arrays)
 
 
@@ -235,9 +245,7 @@ def _c_ec_csr(m: EcCsrMatrix):
     c = ffi.new("struct ggml_macko_ec_csr *")
     c.rows, c.cols, c.type, c.delta_bits, c.nnz = m.rows, m.cols, m.type, m.delta_bits, m.nnz
     for name, dtype in _ec_csr_dtypes(m.type, m.cols).items():
-        array = getattr(m, name)
-        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+        array = _check_array(m, name, dtype)
         setattr(c, f"n_{name}", len(array))
         setattr(c, name, ffi.from_buffer(f"{_EC_CSR_POINTERS.get(name, 'const int32_t')} *", array))
     return c
@@ -258,10 +266,10 @@ def packed_encode(
     owner = ffi.gc(out[0], _lib().ggml_macko_packed_free)
     c = ffi.new("struct ggml_macko_packed *")
     _check(_lib().ggml_macko_packed_arrays(owner, c))
-    values_nbytes = packed.values_nbytes(type_id, value_type, c.n_values)
-    values = np.frombuffer(ffi.buffer(c.values, values_nbytes), packed.values_dtype(type_id, value_type)).copy()
-    index = np.frombuffer(ffi.buffer(c.index, c.n_index), np.uint8).copy()
-    row_ptr = np.frombuffer(ffi.buffer(c.row_ptr, 4 * c.n_row_ptr), np.int32).copy()
+    dtype = np.dtype(packed.values_dtype(type_id, value_type))
+    values = _copied(c.values, packed.values_nbytes(type_id, value_type, c.n_values) // dtype.itemsize, dtype)
+    index = _copied(c.index, c.n_index, np.uint8)
+    row_ptr = _copied(c.row_ptr, c.n_row_ptr, np.int32)
     return PackedMatrix(*dense.shape, type_id, value_type, c.index_bits, c.nnz, values, index, row_ptr)
 
 
@@ -271,9 +279,7 @@ def _c_packed(m: PackedMatrix):
         raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
     dtypes = (packed.values_dtype(m.type, m.value_type), np.uint8, np.int32)
     for name, dtype in zip(packed.ARRAYS, dtypes):
-        array = getattr(m, name)
-        if array.ndim != 1 or array.dtype != dtype or not array.flags.c_contiguous:
-            raise errors.error(errors.BAD_ARGUMENT, f"{name}: expected a contiguous 1-D array of {np.dtype(dtype)}")
+        _check_array(m, name, dtype)
     ffi = _ffi()
     c = ffi.new("struct ggml_macko_packed *")
     c.rows, c.cols, c.type, c.value_type, c.index_bits, c.nnz = (

@@ -52,15 +52,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
     )
-    parser.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        type=gpu_layers,
-        default=-1,
-        metavar="N",
-        help="layers on the GPU; all or auto: as many as there are (default)",
-    )
+    add_gpu_layers(parser)
+
+
+def add_gpu_layers(
+    parser: argparse.ArgumentParser,
+    default: int | None = -1,
+    which: str = "all or auto: as many as there are (default)",
+) -> None:
+    """llama.cpp's option; all and auto are -1."""
+    names = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+    parser.add_argument(*names, type=gpu_layers, default=default, metavar="N", help=f"layers on the GPU; {which}")
 
 
 def gpu_layers(text: str) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from . import bindings, errors
 from .activations import Consumer, Tap
-from .generate import gpu_layers
+from .generate import add_gpu_layers
 
 N_CTX = 512  # as llama-imatrix and llama-perplexity
 MAX_TEXT = 2**30  # bytes; llama_tokenize counts in int32
@@ -221,15 +221,7 @@ def add_arguments(parser: argparse.ArgumentParser, n_batch: int, file_required: 
         "-ub", "--ubatch-size", type=int, default=512, metavar="N", help="tokens per matrix product (default: 512)"
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
-    parser.add_argument(
-        "-ngl",
-        "--gpu-layers",
-        "--n-gpu-layers",
-        type=gpu_layers,
-        default=-1,
-        metavar="N",
-        help="layers on the GPU; all or auto: as many as there are (default)",
-    )
+    add_gpu_layers(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
 
 

@@ -1,7 +1,7 @@
-"""llama.cpp's own programs, to compare figures with, and its headers, to build one: LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize.
+"""llama.cpp's own programs, to compare figures with, and its headers, to build one.
 
-They must be of the llama.cpp that llama-cpp-python brings (its source distribution holds it), built for this machine: then figures are equal to
-the last printed digit.
+LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize. They must be of the llama.cpp that llama-cpp-python brings
+(its source distribution holds it), built for this machine: then figures are equal to the last printed digit.
 """
 
 from __future__ import annotations

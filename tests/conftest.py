@@ -12,7 +12,9 @@ import pytest
 import generators
 from ggml_macko import cli
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that ran us in the background left it so, for us and our children
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell that ran us in the background left it so, for us and our children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Done = namedtuple("Done", "code out err")

@@ -8,7 +8,19 @@ from dataclasses import dataclass, field
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 PACK = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
 # type id -> (elements, bytes) of a block, for the types that the tests use
-BLOCKS = {0: (1, 4), 1: (1, 2), 2: (32, 18), 8: (32, 34), 9: (32, 36), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 30: (1, 2)}
+BLOCKS = {
+    0: (1, 4),
+    1: (1, 2),
+    2: (32, 18),
+    8: (32, 34),
+    9: (32, 36),
+    24: (1, 1),
+    25: (1, 2),
+    26: (1, 4),
+    27: (1, 8),
+    28: (1, 8),
+    30: (1, 2),
+}
 
 
 @dataclass
@@ -70,7 +82,9 @@ def write(f: GGUF) -> bytes:
     for k in f.keys:
         out += _pack(STRING, k.name) + struct.pack("<I", k.type)
         if k.type == ARRAY:
-            out += struct.pack("<IQ", k.element_type, len(k.value)) + b"".join(_pack(k.element_type, v) for v in k.value)
+            out += struct.pack("<IQ", k.element_type, len(k.value)) + b"".join(
+                _pack(k.element_type, v) for v in k.value
+            )
         else:
             out += _pack(k.type, k.value)
     offset = 0

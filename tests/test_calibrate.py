@@ -63,10 +63,16 @@ def test_sums_off_the_activations(demo_imatrix):
         tokens = model.read_chunks(SAMPLE, 4).copy()
     reader = gguf.GGUFReader(DEMO)
     weights = {t.name: t.data.astype(np.float64) for t in reader.tensors}
-    if reader.fields["tokenizer.ggml.add_bos_token"].contents() if "tokenizer.ggml.add_bos_token" in reader.fields else True:
+    if (
+        reader.fields["tokenizer.ggml.add_bos_token"].contents()
+        if "tokenizer.ggml.add_bos_token" in reader.fields
+        else True
+    ):
         tokens[:, 0] = reader.fields["tokenizer.ggml.bos_token_id"].contents()
     x = weights["token_embd.weight"][tokens.ravel()]
-    x /= np.sqrt((x**2).mean(axis=1, keepdims=True) + reader.fields["llama.attention.layer_norm_rms_epsilon"].contents())
+    x /= np.sqrt(
+        (x**2).mean(axis=1, keepdims=True) + reader.fields["llama.attention.layer_norm_rms_epsilon"].contents()
+    )
     want = ((x * weights["blk.0.attn_norm.weight"]) ** 2).sum(axis=0)
     found = tensors(demo_imatrix)
     np.testing.assert_allclose(found["blk.0.attn_q.weight.in_sum2"].ravel(), want, rtol=1e-5)
@@ -93,7 +99,9 @@ def test_experts_share_their_sums(tmp_path, macko, letters, name):
             assert found[w + ".counts"].shape == (tiny_models.N_EXPERT, 1)
             assert found[w + ".counts"].sum() == 2 * rows
         assert len(set(found[gate + ".counts"].ravel())) > 1  # each expert its own
-        np.testing.assert_allclose(found[gate + ".in_sum2"].sum(axis=0), 2 * found[router + ".in_sum2"].ravel(), rtol=1e-6)
+        np.testing.assert_allclose(
+            found[gate + ".in_sum2"].sum(axis=0), 2 * found[router + ".in_sum2"].ravel(), rtol=1e-6
+        )
         np.testing.assert_array_equal(found[gate + ".in_sum2"], found[up + ".in_sum2"])
         assert found[down + ".in_sum2"].shape == (tiny_models.N_EXPERT, tiny_models.N_FF)
 
@@ -177,7 +185,9 @@ def test_consumer_sees_other_rows_than_the_products(tmp_path, letters):
     weights = {t.name: t.data.astype(np.float64) for t in gguf.GGUFReader(tmp_path / "llama-moe.gguf").tensors}
     for (w, i), parts in rows.rows.items():
         if w.name == "blk.0.ffn_down_exps.weight":
-            x = np.concatenate(rows.rows[w._replace(name="blk.0.ffn_up_exps.weight", cols=tiny_models.N_EMBD), i]).astype(np.float64)
+            x = np.concatenate(
+                rows.rows[w._replace(name="blk.0.ffn_up_exps.weight", cols=tiny_models.N_EMBD), i]
+            ).astype(np.float64)
             gate = x @ weights["blk.0.ffn_gate_exps.weight"][i].T
             want = gate / (1 + np.exp(-gate)) * (x @ weights["blk.0.ffn_up_exps.weight"][i].T)
             np.testing.assert_allclose(np.concatenate(parts), want, atol=1e-2 * np.abs(want).max())
@@ -232,7 +242,9 @@ def assert_equal_statistics(ours, theirs):
     a, b = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
     fields = [{f.name: f.contents() for f in r.fields.values() if not f.name.startswith("GGUF.")} for r in (a, b)]
     assert fields[0] == fields[1]
-    assert [(t.name, t.shape.tolist(), t.tensor_type) for t in a.tensors] == [(t.name, t.shape.tolist(), t.tensor_type) for t in b.tensors]
+    assert [(t.name, t.shape.tolist(), t.tensor_type) for t in a.tensors] == [
+        (t.name, t.shape.tolist(), t.tensor_type) for t in b.tensors
+    ]
     counts = {t.name: t.data.max() for t in b.tensors}
     for x, y in zip(a.tensors, b.tensors):
         if x.name.endswith(".counts"):
@@ -275,7 +287,10 @@ def test_neither_tool_reads_the_others_file(tmp_path, macko, demo_imatrix):
 
 def start(args):
     return subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", "calibrate", *map(str, args)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "ggml_macko.cli", "calibrate", *map(str, args)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -405,11 +420,17 @@ Q, E = "blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"
         # right by itself, but not of this model
         (change_tensor(Q + ".in_sum2", [32], np.ones(32)), [Q, "1 x 32 sums and 1 counts", "has 1 x 64 columns"]),
         (
-            lambda f: (change_tensor(E + ".in_sum2", [64, 2], np.ones((2, 64)))(f), change_tensor(E + ".counts", [1, 2], [1, 1])(f)),
+            lambda f: (
+                change_tensor(E + ".in_sum2", [64, 2], np.ones((2, 64)))(f),
+                change_tensor(E + ".counts", [1, 2], [1, 1])(f),
+            ),
             [E, "2 x 64 sums and 2 counts", "has 4 x 64 columns"],
         ),
         (
-            lambda f: (add(f, "blk.9.attn_q.weight.in_sum2", [64], np.ones(64)), add(f, "blk.9.attn_q.weight.counts", [1], [1])),
+            lambda f: (
+                add(f, "blk.9.attn_q.weight.in_sum2", [64], np.ones(64)),
+                add(f, "blk.9.attn_q.weight.counts", [1], [1]),
+            ),
             ["blk.9.attn_q.weight", "has no such tensor", "another model"],
         ),
     ],

@@ -29,7 +29,18 @@ def make(path, *args, shape=SHAPE):
 def open_model(path, **kwargs):
     from ggml_macko import Llama
 
-    return Llama(str(path), **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "logits_all": True, **kwargs})
+    return Llama(
+        str(path),
+        **{
+            "n_ctx": 256,
+            "n_batch": 256,
+            "n_threads": 2,
+            "n_threads_batch": 2,
+            "verbose": False,
+            "logits_all": True,
+            **kwargs,
+        },
+    )
 
 
 def tokens_of(llama):
@@ -189,7 +200,9 @@ def test_environment_variable_or_argument_alone_does_not_compress(tmp_path):
         code = f"from ggml_macko import Llama; Llama({str(generators.DEMO)!r}, n_ctx=64, verbose=True, compress={argument})"
         env = {**os.environ, "GGML_MACKO_COMPRESS": variable}
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
-        assert ("compressing 28 of 38 tensors while loading: 6.0 MiB -> 4.5 MiB" in done.stderr) == (argument or variable == "1")
+        assert ("compressing 28 of 38 tensors while loading: 6.0 MiB -> 4.5 MiB" in done.stderr) == (
+            argument or variable == "1"
+        )
 
 
 def test_loading_sizes_only_needs_the_weights(macko, tmp_path):

@@ -307,7 +307,10 @@ def test_lora_adapter_does_not_adapt_on_the_gpu(demo, tmp_path):
 
 
 def test_model_compressed_on_load_is_not_the_sparse_one(demo):
-    compressed, sparse = open_model(demo["dense"], compress=True, logits_all=True), open_model(demo["sparse"], logits_all=True)
+    compressed, sparse = (
+        open_model(demo["dense"], compress=True, logits_all=True),
+        open_model(demo["sparse"], logits_all=True),
+    )
     tokens = compressed.tokenize(SAMPLE.read_bytes(), add_bos=False)[:70]
     np.testing.assert_array_equal(logits(compressed, tokens), logits(sparse, tokens))
 

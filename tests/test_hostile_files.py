@@ -28,7 +28,15 @@ Q = "blk.0.attn_q.weight"
 def sparse_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sparse")
     (folder / "dense.gguf").write_bytes(gb.write(tiny_models.make("llama")))
-    command = [sys.executable, "-m", "ggml_macko.cli", "convert", folder / "dense.gguf", folder / "sparse.gguf", "macko-d4"]
+    command = [
+        sys.executable,
+        "-m",
+        "ggml_macko.cli",
+        "convert",
+        folder / "dense.gguf",
+        folder / "sparse.gguf",
+        "macko-d4",
+    ]
     subprocess.run([str(c) for c in command], check=True, capture_output=True)
     return folder / "sparse.gguf"
 
@@ -198,10 +206,14 @@ def test_type_table_differs_from_ggml(tmp_path):
     ggml.ggml_blck_size.restype = ctypes.c_int64
     ggml.ggml_type_size.restype = ctypes.c_size_t
     n_types = 0
-    while ggml.ggml_blck_size(n_types) > 0 or any(ggml.ggml_blck_size(n_types + i) > 0 for i in range(1, 4) if n_types + i < 43):
+    while ggml.ggml_blck_size(n_types) > 0 or any(
+        ggml.ggml_blck_size(n_types + i) > 0 for i in range(1, 4) if n_types + i < 43
+    ):
         block, nbytes = ggml.ggml_blck_size(n_types), ggml.ggml_type_size(n_types)
         path = tmp_path / "type.gguf"
-        path.write_bytes(gb.write(gb.GGUF(tensors=[gb.Tensor(b"t", [max(block, 1), 3], n_types, bytes(3 * nbytes or 32))])))
+        path.write_bytes(
+            gb.write(gb.GGUF(tensors=[gb.Tensor(b"t", [max(block, 1), 3], n_types, bytes(3 * nbytes or 32))]))
+        )
         if block > 0:
             with bindings.File(path) as file:
                 assert file.tensors()[0].nbytes == 3 * nbytes, n_types
@@ -275,7 +287,13 @@ if model:
 """
 
 
-ENDS = [("none", ["loaded"]), ("truncate", ["12", "13"]), ("replace", ["loaded"]), ("touch", ["13"]), ("remove", ["loaded"])]
+ENDS = [
+    ("none", ["loaded"]),
+    ("truncate", ["12", "13"]),
+    ("replace", ["loaded"]),
+    ("touch", ["13"]),
+    ("remove", ["loaded"]),
+]
 
 
 @pytest.mark.parametrize("action, answers", ENDS)
@@ -283,6 +301,8 @@ def test_file_changes_while_it_loads(action, answers, sparse_path, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(sparse_path.read_bytes())
     (tmp_path / "model.gguf.other").write_bytes(struct.pack("<I", 0) * 1000)
-    done = subprocess.run([sys.executable, "-c", DURING_LOAD, str(path), action], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", DURING_LOAD, str(path), action], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] in answers, done.stderr[-1000:]

@@ -32,7 +32,23 @@ LOADED, REFUSED, NOT_FINITE = 0, 1, 2
 
 ODD = (0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 65, 96, 127, 255, 256, 257, 512, 513, 1024, 1025, 65535, 65536, 2**24, 2**24 + 1,
        2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, -1, -2)  # fmt: skip
-ODD_FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-6, 1e-30, 1e-45, 1e6, 1e18, 1e30, 3e38, float("inf"), float("-inf"), float("nan"))
+ODD_FLOATS = (
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    1e-6,
+    1e-30,
+    1e-45,
+    1e6,
+    1e18,
+    1e30,
+    3e38,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+)
 ODD_TEXTS = (b"", b"none", b"linear", b"yarn", b"longrope", b"llama", b"gpt2", b"bert", b"t5", b"rwkv", b"no_vocab", b"plamo2", b"test", b"model",
              b"adapter", b"default", b"llama-bpe", b"gemma4", b"sarvam-moe", b"whitespace", b"phi-3", b"a\0b", b"\xff\xfe", b"x" * 5000, b"{{",
              b"<0x0A>", b"<0x", "▁".encode(), b" ", b"\n")  # fmt: skip
@@ -120,7 +136,12 @@ def add_key(rng: random.Random, f: gb.GGUF) -> None:
     if type_ == gb.ARRAY:
         element_type = rng.choice((gb.U32, gb.I32, gb.BOOL, gb.F32, gb.U8, gb.STRING))
         n = rng.choice((0, 1, 2, 3, 6, 300))
-        f.set(name, type_, [rng.randrange(2) if element_type == gb.BOOL else odd(rng, element_type) for _ in range(n)], element_type)
+        f.set(
+            name,
+            type_,
+            [rng.randrange(2) if element_type == gb.BOOL else odd(rng, element_type) for _ in range(n)],
+            element_type,
+        )
     else:
         f.set(name, type_, rng.randrange(2) if type_ == gb.BOOL else odd(rng, type_))
 
@@ -239,7 +260,11 @@ def models(tmp_path_factory):
     for name in tiny_models.ARCHITECTURES:
         dense, sparse = folder / f"{name}.gguf", folder / f"{name}-sparse.gguf"
         dense.write_bytes(gb.write(tiny_models.make(name)))
-        subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(dense), str(sparse)], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "ggml_macko.cli", "convert", str(dense), str(sparse)],
+            check=True,
+            capture_output=True,
+        )
         out[name] = sparse
     return out
 
@@ -254,7 +279,9 @@ def warm():
 
 @pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
 def test_valid_tiny_model_loads(name, models, warm, tmp_path):
-    assert gb.write(gb.read(models[name].read_bytes())) == models[name].read_bytes()  # so a mutant differs by its mutation only
+    assert (
+        gb.write(gb.read(models[name].read_bytes())) == models[name].read_bytes()
+    )  # so a mutant differs by its mutation only
     code = run_child(models[name], tmp_path / "log")
     assert code == LOADED, (tmp_path / "log").read_text(errors="replace")[-2000:]
 

@@ -20,14 +20,21 @@ PROMPT = "The function returns"
 def pair(tmp_path_factory):
     """(dense, sparse)"""
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        check=True,
+        capture_output=True,
+    )
     return generators.DEMO, path
 
 
 def open_model(path, **kwargs):
     from ggml_macko import Llama
 
-    return Llama(str(path), **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs})
+    return Llama(
+        str(path),
+        **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs},
+    )
 
 
 def greedy(llama, n=40, prompt=PROMPT, **kwargs):
@@ -120,7 +127,11 @@ def test_sparse_draft_model_changes_the_text(pair):
 def test_grammar_and_json_schema_are_not_kept(pair):
     import llama_cpp
 
-    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}}, "required": ["name", "size"]}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"type": "integer"}},
+        "required": ["name", "size"],
+    }
     grammars = [
         llama_cpp.LlamaGrammar.from_json_schema(json.dumps(schema), verbose=False),
         llama_cpp.LlamaGrammar.from_string('root ::= "[" [0-9]{3} ("," [0-9]{3}){2} "]"', verbose=False),

@@ -58,5 +58,7 @@ def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, recor
     assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 
     found = [perplexity(p) for p in (dense, sparse)]
-    print(f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}")
+    print(
+        f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}"
+    )
     assert abs(found[1] / found[0] - 1) < 1e-4  # four digits, wherever the rounding of the fifth falls

@@ -55,7 +55,9 @@ def all_logits(path, chunks, **options):
 
     from llama_logits import logits
 
-    llama = llama_cpp.Llama(str(path), n_ctx=chunks.shape[1], n_batch=chunks.shape[1], logits_all=True, verbose=False, flash_attn=True)
+    llama = llama_cpp.Llama(
+        str(path), n_ctx=chunks.shape[1], n_batch=chunks.shape[1], logits_all=True, verbose=False, flash_attn=True
+    )
     starts = [llama.token_bos()] if llama_cpp.llama_vocab_get_add_bos(llama._model.vocab) else []
     return np.array([logits(llama, [*starts, *c[len(starts) :]]) for c in chunks.tolist()])
 
@@ -83,7 +85,9 @@ def test_sparse_file_has_another_perplexity(tmp_path, macko):
     assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"n_batch": 64}, {"n_batch": 100}, {"n_batch": 256}, {"n_batch": 4096, "n_ubatch": 64}])
+@pytest.mark.parametrize(
+    "options", [{"n_batch": 64}, {"n_batch": 100}, {"n_batch": 256}, {"n_batch": 4096, "n_ubatch": 64}]
+)
 def test_batches_change_the_figure(options):
     want = perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256).ppl
     assert perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256, **options).ppl == pytest.approx(want, rel=1e-4)
@@ -109,7 +113,9 @@ def test_divergence_off_its_definition(base, pruned):
     assert found.p_change_rms[0] == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
     percents = [100, 90, 50, 10, 0]
     np.testing.assert_allclose(found.kld_percentiles(percents), np.percentile(kld, percents), rtol=2e-2, atol=1e-3)
-    np.testing.assert_allclose(found.p_change_percentiles(percents), np.percentile(change, percents), rtol=2e-2, atol=1e-3)
+    np.testing.assert_allclose(
+        found.p_change_percentiles(percents), np.percentile(change, percents), rtol=2e-2, atol=1e-3
+    )
     assert found.ppl[0] == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
 
 
@@ -189,7 +195,9 @@ def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
         (["-m", DEMO, "-f", SAMPLE, "-b", 0], ["batches of 0"]),
         (["-m", DEMO, "--kl-divergence"], ["--kl-divergence-base is missing"]),
     ):
-        one_line(macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts)
+        one_line(
+            macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     out.write_text("mine")
     one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--kl-divergence-base", out), out, "exists; use --force")
@@ -232,11 +240,17 @@ def test_interrupt_leaves_half_a_file(tmp_path):
     text.write_bytes(SAMPLE.read_bytes() * 20)
     args = ["-m", DEMO, "-f", text, "--kl-divergence-base", tmp_path / "base"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", "perplexity", *map(str, args)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "ggml_macko.cli", "perplexity", *map(str, args)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     partial = tmp_path / ".base.partial"
     begin = time.monotonic()
-    while not (partial.exists() and partial.stat().st_size > 100) and process.poll() is None and time.monotonic() - begin < 120:
+    while (
+        not (partial.exists() and partial.stat().st_size > 100)
+        and process.poll() is None
+        and time.monotonic() - begin < 120
+    ):
         time.sleep(0.01)
     assert partial.exists() and partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a whole one
     process.send_signal(signal.SIGINT)

@@ -20,14 +20,29 @@ from llama_logits import logits
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        check=True,
+        capture_output=True,
+    )
     return path
 
 
 def open_model(path, **kwargs):
     from ggml_macko import Llama
 
-    return Llama(str(path), **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "logits_all": True, **kwargs})
+    return Llama(
+        str(path),
+        **{
+            "n_ctx": 256,
+            "n_batch": 256,
+            "n_threads": 2,
+            "n_threads_batch": 2,
+            "verbose": False,
+            "logits_all": True,
+            **kwargs,
+        },
+    )
 
 
 def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:
@@ -69,9 +84,17 @@ REFUSED = {
     "a part is missing": (lambda parts: None, lambda paths: paths[1].unlink(), "00002-of-00003.gguf: No such file"),
     "another model's part": (lambda parts: parts[1].set("split.no", gb.U16, 2), None, "is not part 2 of 3"),
     "another count": (lambda parts: parts[2].set("split.count", gb.U16, 4), None, "is not part 3 of 3"),
-    "a tensor too few": (lambda parts: parts[2].tensors.pop(), None, "the parts hold 93 tensors, split.tensors.count says 94"),
+    "a tensor too few": (
+        lambda parts: parts[2].tensors.pop(),
+        None,
+        "the parts hold 93 tensors, split.tensors.count says 94",
+    ),
     "a tensor twice": (lambda parts: parts[2].tensors.__setitem__(0, parts[1].tensors[0]), None, "stands in two parts"),
-    "metadata in two parts": (lambda parts: parts[1].set("macko.version", gb.U32, 1), None, "belongs into the first part"),
+    "metadata in two parts": (
+        lambda parts: parts[1].set("macko.version", gb.U32, 1),
+        None,
+        "belongs into the first part",
+    ),
     "parts in another alignment": (
         lambda parts: (parts[1].set("general.alignment", gb.U32, 64), setattr(parts[1], "alignment", 64)),
         None,
@@ -83,9 +106,21 @@ REFUSED = {
         lambda paths: os.truncate(paths[2], paths[2].stat().st_size - 100),
         "00003-of-00003.gguf: the file ends at",
     ),
-    "a part that is no GGUF": (lambda parts: None, lambda paths: paths[1].write_bytes(b"PK" * 99), "00002-of-00003.gguf: not a GGUF file"),
-    "a part that is a folder": (lambda parts: None, lambda paths: (paths[1].unlink(), paths[1].mkdir()), "not a regular file"),
-    "another name": (lambda parts: None, lambda paths: paths[0].rename(paths[0].with_name("model.gguf")), "give its first part, NAME-00001-of-00003.gguf"),
+    "a part that is no GGUF": (
+        lambda parts: None,
+        lambda paths: paths[1].write_bytes(b"PK" * 99),
+        "00002-of-00003.gguf: not a GGUF file",
+    ),
+    "a part that is a folder": (
+        lambda parts: None,
+        lambda paths: (paths[1].unlink(), paths[1].mkdir()),
+        "not a regular file",
+    ),
+    "another name": (
+        lambda parts: None,
+        lambda paths: paths[0].rename(paths[0].with_name("model.gguf")),
+        "give its first part, NAME-00001-of-00003.gguf",
+    ),
     "65535 parts": (lambda parts: [p.set("split.count", gb.U16, 65535) for p in parts], None, "of-65535.gguf"),
 }
 

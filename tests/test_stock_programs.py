@@ -34,7 +34,11 @@ def folder():
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
-    subprocess.run([sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        check=True,
+        capture_output=True,
+    )
     return path
 
 
@@ -68,7 +72,9 @@ def test_split_parts_do_not_run(folder, sparse, tmp_path):
     assert programs.simple(folder, first, 16) == programs.simple(folder, generators.DEMO, 16)
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp_path / "merged.gguf")
     done = subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "verify", str(generators.DEMO), str(tmp_path / "merged.gguf")], capture_output=True, text=True
+        [sys.executable, "-m", "ggml_macko.cli", "verify", str(generators.DEMO), str(tmp_path / "merged.gguf")],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0 and "identical" in done.stdout, done.stderr
 
@@ -103,7 +109,9 @@ def test_lora_and_draft_model_change_the_text(folder, sparse, tmp_path):
         "--spec-draft-n-max",
         4,
     )
-    drafted = [programs.whole_output(folder / "llama-speculative-simple", *spec, "-md", m) for m in (generators.DEMO, sparse)]
+    drafted = [
+        programs.whole_output(folder / "llama-speculative-simple", *spec, "-md", m) for m in (generators.DEMO, sparse)
+    ]
     assert drafted[0] == drafted[1]
 
 
@@ -120,13 +128,20 @@ def test_server_breaks_under_several_clients(folder, sparse):
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
         assert found["answers"] > 4 and not found["different"] and not found["errors"]
     assert server.process.returncode == 0  # after SIGTERM
-    with programs.Server(folder, sparse, "-np", 4, "-t", 1, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean") as server:
+    with programs.Server(
+        folder, sparse, "-np", 4, "-t", 1, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean"
+    ) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
         assert found["answers"] > 4 and not found["errors"] and all(tie < 0.05 for *_, tie in found["different"])
         assert max(found["rss"]) < 2**28
         assert "llamacpp:tokens_predicted_total" in server.get("/metrics")
         assert len(server.post("/v1/embeddings", input=["hello world", "a pointer"])["data"]) == 2
-        chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "What is a pointer?"}], max_tokens=8, temperature=0)
+        chat = server.post(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "What is a pointer?"}],
+            max_tokens=8,
+            temperature=0,
+        )
         assert chat["usage"]["completion_tokens"] == 8
         answer = server.complete("Is it? ", 8, grammar='root ::= ("yes" | "no") "!"')
         assert answer in ("yes!", "no!")
@@ -136,12 +151,16 @@ def test_server_breaks_under_several_clients(folder, sparse):
 def test_server_with_draft_model_writes_another_text(folder, sparse):
     with programs.Server(folder, generators.DEMO, "-np", 1, "-t", 1, "-c", 512) as server:
         want = server.complete(programs.PROMPT, 32)
-    with programs.Server(folder, sparse, "-md", sparse, "--spec-type", "draft-simple", "-np", 1, "-t", 1, "-c", 512) as server:
+    with programs.Server(
+        folder, sparse, "-md", sparse, "--spec-type", "draft-simple", "-np", 1, "-t", 1, "-c", 512
+    ) as server:
         assert server.complete(programs.PROMPT, 32) == want
 
 
 def test_environment_lines_do_not_do_what_run_does(folder, sparse):
-    lines = subprocess.run([sys.executable, "-m", "ggml_macko.cli", "env"], check=True, capture_output=True, text=True).stdout
+    lines = subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "env"], check=True, capture_output=True, text=True
+    ).stdout
     script = f"{lines}\n{shlex.quote(str(folder / 'llama-simple'))} -m {shlex.quote(str(sparse))} -n 8 {shlex.quote(programs.PROMPT)}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == programs.simple(folder, generators.DEMO, 8)
@@ -151,7 +170,9 @@ def test_environment_lines_do_not_do_what_run_does(folder, sparse):
 
 
 def env_lines(*args: object) -> list:
-    return subprocess.run([sys.executable, "-m", "ggml_macko.cli", "env", *args], check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", "env", *args], check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 def test_env_prints_what_no_service_file_reads():
@@ -160,10 +181,15 @@ def test_env_prints_what_no_service_file_reads():
 
     preload, plugin = str(bindings.PRELOAD_PATH), str(bindings.LIBRARY_PATH)
     assert env_lines("--format", "docker") == [f"LD_PRELOAD={preload}", f"GGML_MACKO_PLUGIN={plugin}"]
-    assert env_lines("--format", "systemd", "--compress")[1:] == [f'Environment="GGML_MACKO_PLUGIN={plugin}"', 'Environment="GGML_MACKO_COMPRESS=1"']
+    assert env_lines("--format", "systemd", "--compress")[1:] == [
+        f'Environment="GGML_MACKO_PLUGIN={plugin}"',
+        'Environment="GGML_MACKO_COMPRESS=1"',
+    ]
     assert env_command.systemd_line("A", '/a%b"c\\d') == 'Environment="A=/a%%b\\"c\\\\d"'
     shown = subprocess.run(
-        ["sh", "-c", "LD_PRELOAD=; " + "\n".join(env_lines()) + '\necho "$LD_PRELOAD|$GGML_MACKO_PLUGIN"'], capture_output=True, text=True
+        ["sh", "-c", "LD_PRELOAD=; " + "\n".join(env_lines()) + '\necho "$LD_PRELOAD|$GGML_MACKO_PLUGIN"'],
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     assert shown == f"{preload}|{plugin}"
 
@@ -177,7 +203,10 @@ def test_preload_path_that_the_linker_would_cut(tmp_path):
     package = tmp_path / "a b" / "ggml_macko"
     shutil.copytree(pathlib.Path(ggml_macko.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "run", "true"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(package.parent)}
+        [sys.executable, "-m", "ggml_macko.cli", "run", "true"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(package.parent)},
     )
     assert done.returncode == 1 and "LD_PRELOAD cannot name a path with a space or a colon" in done.stderr
 
@@ -205,10 +234,20 @@ def test_weight_names_are_judged_otherwise():
         "attn_q-x",
     ]
     other = [f"blk.0.{part}.weight" for part in in_block]
-    other += ["token_embd.weight", "output_norm.weight", "blk.0.attn_q.bias", "blk..attn_q.weight", "blk.x.attn_q.weight", "xblk.0.attn_q.weight", ""]
+    other += [
+        "token_embd.weight",
+        "output_norm.weight",
+        "blk.0.attn_q.bias",
+        "blk..attn_q.weight",
+        "blk.x.attn_q.weight",
+        "xblk.0.attn_q.weight",
+        "",
+    ]
     other += ["blk.0.attn_q.weight.values"]
     assert [n for n in multiplied + other if weights.is_multiplied(n, 2)] == multiplied
-    assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight("blk.0.ffn_up.weight", 3)
+    assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight(
+        "blk.0.ffn_up.weight", 3
+    )
     assert (
         not weights.is_block_weight("output.weight", 2)
         and not weights.is_multiplied("output.weight", 3)

@@ -11,7 +11,11 @@ ARCHITECTURES = ("llama", "llama-moe", "mistral3", "qwen2", "qwen3", "qwen3moe",
 
 
 def _spm(f: GGUF) -> int:
-    tokens = [b"<unk>", b"<s>", b"</s>"] + [b"<0x%02X>" % b for b in range(256)] + ["▁".encode(), b"a", b"b", "▁a".encode(), b"ab"]
+    tokens = (
+        [b"<unk>", b"<s>", b"</s>"]
+        + [b"<0x%02X>" % b for b in range(256)]
+        + ["▁".encode(), b"a", b"b", "▁a".encode(), b"ab"]
+    )
     f.set("tokenizer.ggml.model", STRING, b"llama")
     f.set("tokenizer.ggml.tokens", ARRAY, tokens, STRING)
     f.set("tokenizer.ggml.scores", ARRAY, [-float(i) for i in range(len(tokens))], F32)
@@ -21,7 +25,14 @@ def _spm(f: GGUF) -> int:
 
 def _bpe(f: GGUF) -> int:
     # GPT-2's printable stand-ins for bytes; a few bytes have none here, as in a real cut-down vocabulary
-    tokens = [bytes([b]) for b in range(33, 127)] + ["Ġ".encode(), "Ċ".encode(), b"ab", "Ġa".encode(), b"<|bos|>", b"<|endoftext|>"]
+    tokens = [bytes([b]) for b in range(33, 127)] + [
+        "Ġ".encode(),
+        "Ċ".encode(),
+        b"ab",
+        "Ġa".encode(),
+        b"<|bos|>",
+        b"<|endoftext|>",
+    ]
     f.set("tokenizer.ggml.model", STRING, b"gpt2")
     f.set("tokenizer.ggml.pre", STRING, b"qwen2")
     f.set("tokenizer.ggml.tokens", ARRAY, tokens, STRING)
@@ -78,7 +89,9 @@ def make(name: str, seed: int = 1) -> GGUF:
         f.tensors.append(Tensor(tensor.encode(), [n], 0, v.tobytes()))
 
     def biases(tensor, n):
-        f.tensors.append(Tensor(tensor.encode(), [n, N_EXPERT], 0, rng.normal(0, 0.1, (N_EXPERT, n)).astype(np.float32).tobytes()))
+        f.tensors.append(
+            Tensor(tensor.encode(), [n, N_EXPERT], 0, rng.normal(0, 0.1, (N_EXPERT, n)).astype(np.float32).tobytes())
+        )
 
     matrix("token_embd.weight", N_EMBD, n_vocab)
     vector("output_norm.weight", N_EMBD)

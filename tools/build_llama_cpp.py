@@ -43,7 +43,19 @@ def fetch(version: str, folder: pathlib.Path) -> pathlib.Path:
         return tree
     with tempfile.TemporaryDirectory() as tmp:
         requirement = f"llama-cpp-python=={version}"
-        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp, requirement)
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            "-d",
+            tmp,
+            requirement,
+        )
         (archive,) = pathlib.Path(tmp).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
@@ -65,7 +77,11 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
         "-DLLAMA_BUILD_TESTS=OFF",
     ]
     if dynamic:
-        options += ["-DGGML_BACKEND_DL=ON", "-DGGML_NATIVE=OFF", *(f"-DGGML_{x}=ON" for x in ("AVX", "AVX2", "FMA", "F16C", "BMI2"))]
+        options += [
+            "-DGGML_BACKEND_DL=ON",
+            "-DGGML_NATIVE=OFF",
+            *(f"-DGGML_{x}=ON" for x in ("AVX", "AVX2", "FMA", "F16C", "BMI2")),
+        ]
     generator = ["-GNinja"] if shutil.which("ninja") else []
     run("cmake", "-S", source, "-B", out, *generator, *options)
     targets = [*programs, *(["ggml-cpu"] if dynamic else [])]  # a plugin is no dependency of a program
@@ -75,9 +91,15 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("programs", metavar="PROGRAM", nargs="*", help="default: " + ", ".join(PROGRAMS))
-    parser.add_argument("--dynamic", action="store_true", help="load the CPU backend at run time instead of linking it in")
-    parser.add_argument("--source", type=pathlib.Path, metavar="DIR", help="a llama.cpp tree of that version (default: fetched by pip)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: build/llama.cpp, or build/llama.cpp-dl")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="load the CPU backend at run time instead of linking it in"
+    )
+    parser.add_argument(
+        "--source", type=pathlib.Path, metavar="DIR", help="a llama.cpp tree of that version (default: fetched by pip)"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", help="default: build/llama.cpp, or build/llama.cpp-dl"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     out = args.out or ROOT / "build" / ("llama.cpp-dl" if args.dynamic else "llama.cpp")

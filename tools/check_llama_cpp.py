@@ -26,7 +26,9 @@ MAX_TIE = 0.05  # logits of F16 models differ by some 0.02 between orders of rou
 
 
 def macko(*args: object) -> str:
-    return subprocess.run([sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True
+    ).stdout
 
 
 class Report:
@@ -50,26 +52,57 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
     compare("llama-simple, greedy text", lambda m: programs.simple(folder, m))
     text = compare("llama-completion, greedy text", lambda m: programs.completion(folder, m))
     compressed = programs.completion(folder, dense, compress=True)
-    report.add("llama-completion, macko run --compress", f"{len(text)} characters", f"{len(compressed)} characters", text == compressed)
+    report.add(
+        "llama-completion, macko run --compress",
+        f"{len(text)} characters",
+        f"{len(compressed)} characters",
+        text == compressed,
+    )
     compare("llama-cli, one turn", lambda m: chat(folder, m))
     spec = ("-p", programs.PROMPT, "-n", 48, "--temp", 0, "-t", 1, "-c", 512)
     draft = ("--spec-type", "draft-simple", "--spec-draft-n-max", 4)
     compare(
         "llama-speculative-simple, draft = model",
-        lambda m: programs.whole_output(folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft),
+        lambda m: programs.whole_output(
+            folder / "llama-speculative-simple", "accept ", "-m", dense, "-md", m, *spec, *draft
+        ),
     )
-    compare("llama-speculative, draft = model", lambda m: programs.whole_output(folder / "llama-speculative", "accept ", "-m", m, "-md", m, *spec))
-    compare("llama-tokenize", lambda m: programs.run(folder / "llama-tokenize", "-m", m, "-f", SAMPLE, "--ids", "--log-disable").stdout)
+    compare(
+        "llama-speculative, draft = model",
+        lambda m: programs.whole_output(folder / "llama-speculative", "accept ", "-m", m, "-md", m, *spec),
+    )
+    compare(
+        "llama-tokenize",
+        lambda m: programs.run(folder / "llama-tokenize", "-m", m, "-f", SAMPLE, "--ids", "--log-disable").stdout,
+    )
 
 
 def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
     """The answer of llama-cli, without the banner in front of it and the speeds behind it."""
-    args = ("-m", model, "-p", "What is a pointer?", "-n", 32, "--temp", 0, "-t", 1, "-c", 512, "--single-turn", "--simple-io", "--no-display-prompt")
+    args = (
+        "-m",
+        model,
+        "-p",
+        "What is a pointer?",
+        "-n",
+        32,
+        "--temp",
+        0,
+        "-t",
+        1,
+        "-c",
+        512,
+        "--single-turn",
+        "--simple-io",
+        "--no-display-prompt",
+    )
     output = programs.run(folder / "llama-cli", *args).stdout
     return output[output.find("What is a pointer?") :].split("[ Prompt:")[0]
 
 
-def check_figures(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, threads: int) -> None:
+def check_figures(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, threads: int
+) -> None:
     ppl = [programs.perplexity(folder, m, SAMPLE, "-t", threads) for m in (dense, sparse)]
     report.add("llama-perplexity", *ppl, abs(ppl[0] - ppl[1]) < 2e-4 * ppl[0])
     memory = [programs.host_memory(folder, m) for m in (dense, sparse)]
@@ -79,7 +112,9 @@ def check_figures(report: Report, folder: pathlib.Path, dense: pathlib.Path, spa
         report.add(f"llama-bench {test}, tok/s", f"{speeds[0][test]:.1f}", f"{speeds[1][test]:.1f}", None)
 
 
-def check_files(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, tmp: pathlib.Path) -> None:
+def check_files(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, tmp: pathlib.Path
+) -> None:
     split = programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 20, sparse, tmp / "part")
     (first,) = tmp.glob("part-00001-of-*.gguf")
     n = int(first.name[-10:-5])
@@ -90,19 +125,36 @@ def check_files(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
         programs.simple(folder, first) == programs.simple(folder, dense) and split.returncode == 0,
     )
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp / "merged.gguf")
-    report.add("llama-gguf-split --merge, macko verify", "", "identical", "identical" in macko("verify", dense, tmp / "merged.gguf"))
+    report.add(
+        "llama-gguf-split --merge, macko verify",
+        "",
+        "identical",
+        "identical" in macko("verify", dense, tmp / "merged.gguf"),
+    )
     texts = [tmp / f"{name}.gguf" for name in ("dense-imatrix", "sparse-imatrix")]
     for model, out in zip((dense, sparse), texts):
         programs.run(folder / "llama-imatrix", "-m", model, "-f", SAMPLE, "-c", 256, "--chunks", 4, "-o", out)
-    report.add("llama-imatrix, bytes", *(path.stat().st_size for path in texts), texts[0].stat().st_size == texts[1].stat().st_size)
+    report.add(
+        "llama-imatrix, bytes",
+        *(path.stat().st_size for path in texts),
+        texts[0].stat().st_size == texts[1].stat().st_size,
+    )
 
 
-def check_server(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, args: argparse.Namespace) -> None:
+def check_server(
+    report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path, args: argparse.Namespace
+) -> None:
     text = SAMPLE.read_text()
     prompts = [text[i * 500 : i * 500 + 40 + 23 * i] for i in range(16)]
     short = min(60, args.seconds)
-    for model, name, slots, seconds in ((dense, "dense", args.clients, short), (sparse, "sparse", args.clients, args.seconds), (sparse, "sparse", 1, short)):
-        with programs.Server(folder, model, "-np", slots, "-t", args.threads, "-c", 512 * slots, "--metrics", *args.server_args) as server:
+    for model, name, slots, seconds in (
+        (dense, "dense", args.clients, short),
+        (sparse, "sparse", args.clients, args.seconds),
+        (sparse, "sparse", 1, short),
+    ):
+        with programs.Server(
+            folder, model, "-np", slots, "-t", args.threads, "-c", 512 * slots, "--metrics", *args.server_args
+        ) as server:
             found = programs.soak(server, prompts, args.clients, seconds)
             metrics = server.get("/metrics")
         rss = [r / 2**20 for r in found["rss"]]
@@ -112,7 +164,12 @@ def check_server(report: Report, folder: pathlib.Path, dense: pathlib.Path, spar
         ties = [tie for *_, tie in found["different"]]
         same = not found["errors"] and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
         report.add(f"{what}: answers, failed", "", f"{found['answers']}, {len(found['errors'])}", not found["errors"])
-        report.add(f"{what}: different from one client's; log-probability at the tie", "", f"{len(ties)}; {max(ties, default=0):.4f}", not ties or same)
+        report.add(
+            f"{what}: different from one client's; log-probability at the tie",
+            "",
+            f"{len(ties)}; {max(ties, default=0):.4f}",
+            not ties or same,
+        )
         report.add(
             f"{what}: RSS MiB at 1/3, 2/3, end",
             "",
@@ -130,7 +187,13 @@ def check_server(report: Report, folder: pathlib.Path, dense: pathlib.Path, spar
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path, metavar="BIN", help="of llama.cpp's programs")
-    parser.add_argument("--dense", type=pathlib.Path, default=ROOT / "models" / "docs-4m-s70-f16.gguf", metavar="MODEL", help="default: the bundled model")
+    parser.add_argument(
+        "--dense",
+        type=pathlib.Path,
+        default=ROOT / "models" / "docs-4m-s70-f16.gguf",
+        metavar="MODEL",
+        help="default: the bundled model",
+    )
     parser.add_argument("--seconds", type=float, default=300, help="for the server (dense: 60 at most); 0: no server")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("-t", "--threads", type=int, default=2)

@@ -22,10 +22,13 @@ OUT = pathlib.Path("demo-out")
 PROMPT = "The function returns"
 N_TOKENS = 48
 
+
 def macko(*args: object, quiet: bool = False) -> str:
     command = [sys.executable, "-m", "ggml_macko.cli", *map(str, args)]
     print("\n$ macko " + " ".join(_shown(a) for a in args), flush=True)
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True)
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True
+    )
     if not quiet and done.stdout:
         print(done.stdout, end="" if done.stdout.endswith("\n") else "\n")
     return done.stdout
@@ -54,7 +57,9 @@ def compare(dense: pathlib.Path, sparse: pathlib.Path, label: str) -> list:
     print(texts[sparse])
     if texts[dense] != texts[sparse]:
         sys.exit(f"error: {sparse.name} and {dense.name} write different texts")
-    speeds = json.loads(macko("bench", "-m", sparse, "--dense", dense, "-p", 128, "-n", 64, "-r", 3, "--json", quiet=True))
+    speeds = json.loads(
+        macko("bench", "-m", sparse, "--dense", dense, "-p", 128, "-n", 64, "-r", 3, "--json", quiet=True)
+    )
     rows = []
     for path, kind, s in zip((dense, sparse), ("dense F16", "sparse"), speeds["models"]):
         rows.append(
@@ -66,7 +71,9 @@ def compare(dense: pathlib.Path, sparse: pathlib.Path, label: str) -> list:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dense", type=pathlib.Path, metavar="MODEL.gguf", help="dense F16 or BF16 model to prune as well")
+    parser.add_argument(
+        "--dense", type=pathlib.Path, metavar="MODEL.gguf", help="dense F16 or BF16 model to prune as well"
+    )
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
 

@@ -50,7 +50,9 @@ def install(extra: str) -> None:
         try:
             venv.create(VENV, with_pip=True)
         except subprocess.CalledProcessError:
-            sys.exit("error: this Python cannot create a virtual environment with pip (on Debian: apt-get install python3-venv)")
+            sys.exit(
+                "error: this Python cannot create a virtual environment with pip (on Debian: apt-get install python3-venv)"
+            )
     os.environ["PATH"] = f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"  # pip's ninja for CMake
     run(PYTHON, "-m", "pip", "install", "-q", "scikit-build-core>=0.10", "cffi", "ninja", "pip>=23.1")
     shutil.rmtree(DIST, ignore_errors=True)
@@ -60,7 +62,9 @@ def install(extra: str) -> None:
     )  # fmt: skip
     (wheel,) = DIST.glob("*.whl")
     run(PYTHON, "-m", "pip", "install", f"{wheel}[{extra}]")
-    run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)  # the version is the old one, the code may not be
+    run(
+        PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel
+    )  # the version is the old one, the code may not be
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -85,7 +89,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     demo_parser = commands.add_parser("demo", help="build and run the main job")
-    demo_parser.add_argument("--dense", metavar="MODEL.gguf", help="a dense F16 or BF16 model: also prune it to 30 %% and 50 %% zeros")
+    demo_parser.add_argument(
+        "--dense", metavar="MODEL.gguf", help="a dense F16 or BF16 model: also prune it to 30 %% and 50 %% zeros"
+    )
     demo_parser.set_defaults(func=demo)
     test_parser = commands.add_parser("test", help="build and run all tests")
     test_parser.add_argument("--quick", action="store_true", help="without the tests marked slow")

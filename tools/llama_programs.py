@@ -20,8 +20,12 @@ def command(program: pathlib.Path, *args: object, compress: bool = False) -> lis
     return [*macko, str(program), *map(str, args)]
 
 
-def run(program: pathlib.Path, *args: object, compress: bool = False, timeout: float = 300) -> subprocess.CompletedProcess:
-    done = subprocess.run(command(program, *args, compress=compress), capture_output=True, text=True, timeout=timeout, errors="replace")
+def run(
+    program: pathlib.Path, *args: object, compress: bool = False, timeout: float = 300
+) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        command(program, *args, compress=compress), capture_output=True, text=True, timeout=timeout, errors="replace"
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{program.name} exited with {done.returncode}: {done.stderr[-800:]}")
     return done
@@ -46,7 +50,21 @@ def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: obje
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
     return whole_output(
-        folder / "llama-completion", "graphs reused", "-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args, **kwargs
+        folder / "llama-completion",
+        "graphs reused",
+        "-m",
+        model,
+        "-p",
+        PROMPT,
+        "-n",
+        n,
+        "--temp",
+        0,
+        "-no-cnv",
+        "-t",
+        1,
+        *args,
+        **kwargs,
     ).strip()
 
 
@@ -55,7 +73,9 @@ def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    return float(run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", "-m", model, "-f", text, "-c", 256, *args)[1][1])
+    return float(
+        run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", "-m", model, "-f", text, "-c", 256, *args)[1][1]
+    )
 
 
 def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
@@ -66,7 +86,19 @@ def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
 
 def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: object) -> int:
     """MiB of weights that llama.cpp's memory fit expects on the host."""
-    return int(run_logged(folder / "llama-fit-params", r"Host +\| +\d+ = +(\d+) \+", "-m", model, "-c", 512, "--verbose", *args, **kwargs)[1][1])
+    return int(
+        run_logged(
+            folder / "llama-fit-params",
+            r"Host +\| +\d+ = +(\d+) \+",
+            "-m",
+            model,
+            "-c",
+            512,
+            "--verbose",
+            *args,
+            **kwargs,
+        )[1][1]
+    )
 
 
 class Server:
@@ -117,12 +149,16 @@ class Server:
             return answer.read().decode()
 
     def post(self, path: str, **body: object) -> dict:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     def complete(self, prompt: str, n: int = 24, **options: object) -> str:
-        return self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, **options)["content"]
+        return self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, **options)[
+            "content"
+        ]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
         """How nearly another text could have come: where `got` leaves the greedy text, by how much the best token's log-probability is above

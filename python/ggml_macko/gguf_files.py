@@ -243,7 +243,14 @@ class Tensor:
         arrays[0] = arrays[0].view(packed.values_dtype(self.type, s.value_type))
         if s.format == "packed":
             return packed.PackedMatrix(
-                self.rows, self.cols, self.type, s.value_type, s.delta_bits, s.nnz, *arrays[:2], arrays[2].view(np.int32)
+                self.rows,
+                self.cols,
+                self.type,
+                s.value_type,
+                s.delta_bits,
+                s.nnz,
+                *arrays[:2],
+                arrays[2].view(np.int32),
             )
         if s.format == "ec-csr":
             dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)

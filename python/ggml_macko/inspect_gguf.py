@@ -20,7 +20,9 @@ def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
         "name": t.name,
         "type": type_name(t.type),
         "shape": list(t.ne),
-        "storage": "dense" if t.sparse is None else storage_name(t.sparse.format, t.sparse.delta_bits, t.sparse.value_type),
+        "storage": "dense"
+        if t.sparse is None
+        else storage_name(t.sparse.format, t.sparse.delta_bits, t.sparse.value_type),
         "density": None,
         "padding": None,
         "effective_density": t.nbytes_stored / t.nbytes,

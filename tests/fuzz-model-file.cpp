@@ -1,6 +1,7 @@
 // Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description, payload, cuts and
 // splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder does it, and encoded again to the
-// same bytes. Memory and time per mutant are bounded. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
+// same bytes. Memory and time per mutant are bounded. A twentieth more go through the file system as split models, and as dense models whose
+// weights are compressed on load. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
 //
 //     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
 #include "file/virtual-file.h"
@@ -11,9 +12,11 @@
 #include <atomic>
 #include <chrono>
 #include <ctime>
+#include <fstream>
 #include <malloc.h>
 #include <map>
 #include <new>
+#include <unistd.h>
 
 using builder::bytes;
 using builder::layout;
@@ -396,6 +399,120 @@ static bytes make_mutant(rng & r, const seed_file & s) {
     return builder::serialize(f);
 }
 
+// ---- through the file system: split models, and weights compressed on load ----
+
+// as llama-gguf-split does it: metadata in the first part, tensors dealt out in order
+static std::vector<builder::file> split(const builder::file & f, size_t n) {
+    std::vector<builder::file> parts(n);
+    for (size_t i = 0; i < n; i++) {
+        const auto cut = [&](size_t k) { return f.tensors.begin() + static_cast<int64_t>(f.tensors.size() * k / n); };
+        parts[i].keys = i == 0 ? f.keys : std::vector<builder::key>();
+        parts[i].set(builder::scalar<uint16_t>("split.no", builder::U16, static_cast<uint16_t>(i)));
+        parts[i].set(builder::scalar<uint16_t>("split.count", builder::U16, static_cast<uint16_t>(n)));
+        parts[i].set(builder::scalar<int32_t>("split.tensors.count", builder::I32, static_cast<int32_t>(f.tensors.size())));
+        parts[i].tensors.assign(cut(i), cut(i + 1));
+    }
+    return parts;
+}
+
+// a model in several files: a value of some tensor is changed before it is split, or one of the parts in the ways of make_mutant
+static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense, size_t n) {
+    const int64_t kind = r.range(0, 9);
+    if (kind >= 5 && dense) {
+        bytes & data = whole.tensors[pick(r, whole.tensors.size())].data;
+        mutate_number(r, &data, 2 * pick(r, data.size() / 2), 2);
+    } else if (kind >= 5) {
+        mutate_payload(r, &whole);
+    }
+    std::vector<builder::file> parts = split(whole, n);
+    const size_t chosen = pick(r, n);
+    if (kind < 3) {
+        mutate_structure(r, &parts[chosen]);
+    }
+    std::vector<bytes> out;
+    for (size_t i = 0; i < n; i++) {
+        layout where;
+        out.push_back(builder::serialize(parts[i], &where));
+        if (i == chosen && kind == 3) {
+            mutate_field(r, where, &out[i]);
+        } else if (i == chosen && kind == 4) {
+            mutate_bytes(r, &out[i]);
+        }
+    }
+    return out;
+}
+
+struct folder { // of the parts of one model
+    std::string path = "/tmp/fuzz-model-file.XXXXXX";
+    size_t      n_parts = 0;
+    folder() {
+        if (mkdtemp(path.data()) == nullptr) {
+            perror("mkdtemp");
+            exit(1);
+        }
+    }
+    ~folder() {
+        write({});
+        rmdir(path.c_str());
+    }
+    std::string part(size_t i, size_t n) const {
+        char name[40];
+        snprintf(name, sizeof(name), "/m-%05zu-of-%05zu.gguf", i + 1, n);
+        return path + name;
+    }
+    void write(const std::vector<bytes> & parts) { // new files in place of the old ones
+        for (size_t i = 0; i < n_parts; i++) {
+            unlink(part(i, n_parts).c_str());
+        }
+        n_parts = parts.size();
+        for (size_t i = 0; i < n_parts; i++) {
+            std::ofstream(part(i, n_parts), std::ios::binary).write(reinterpret_cast<const char *>(parts[i].data()), static_cast<std::streamsize>(parts[i].size()));
+        }
+    }
+};
+
+static void check_opened(const std::vector<bytes> & parts, const macko::model_file & file) {
+    bytes all; // offsets count through the files
+    for (const bytes & part : parts) {
+        all.insert(all.end(), part.begin(), part.end());
+    }
+    for (const macko::sparse_matrix & m : file.sparse) {
+        null_consumer consumer;
+        const bool compressed = m.format == &macko::FORMAT_DENSE;
+        if (macko::read_payload(file, m, 1, consumer) != GGML_MACKO_STATUS_OK) {
+            CHECK(!compressed, "%s", ggml_macko_last_error());
+        } else if (!compressed) {
+            check_matrix(all, file, m);
+        } else {
+            decoder dense(m);
+            CHECK(macko::read_payload(file, m, 1, dense) == GGML_MACKO_STATUS_OK, "%s", ggml_macko_last_error());
+            CHECK(std::equal(dense.dense.begin(), dense.dense.end(), all.begin() + file.header.tensors[m.first].offset), "%s: compressed to something else", m.name.c_str());
+        }
+    }
+}
+
+static void fuzz_opened(uint64_t seed, int64_t n, bool compress) {
+    rng r(seed);
+    const seed_file base = make_seed(16, 1, seed, true, seed % 2 == 1, seed % 4 >= 2);
+    folder dir;
+    int64_t n_accepted = 0, n_matrices = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const std::vector<bytes> parts = mutate_parts(r, compress ? base.model.dense : base.file, compress, static_cast<size_t>(r.range(compress ? 1 : 2, 3)));
+        dir.write(parts);
+        std::unique_ptr<macko::model_file> file;
+        const int status = macko::model_file_open_sparse(dir.part(0, parts.size()).c_str(), compress, &file);
+        CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT, "seed %llu, parts %lld: status %d: %s",
+            static_cast<unsigned long long>(seed), static_cast<long long>(i), status, ggml_macko_last_error());
+        if (status == GGML_MACKO_STATUS_OK) {
+            check_opened(parts, *file);
+            n_accepted++;
+            n_matrices += static_cast<int64_t>(file->sparse.size());
+        }
+    }
+    printf("%lld mutants of %s, %lld accepted\n", static_cast<long long>(n), compress ? "dense models, compressed" : "split models", static_cast<long long>(n_accepted));
+    CHECK(n < 200 || (n_accepted > n / 20 && n_accepted < n * 9 / 10 && n_matrices > 0), "%lld of %lld accepted: one side is hardly tested", static_cast<long long>(n_accepted), static_cast<long long>(n));
+}
+
 // ---- the run ----
 
 int main(int argc, char ** argv) {
@@ -456,5 +573,10 @@ int main(int argc, char ** argv) {
     printf("%lld mutants, %.0f/s, %.1f %% accepted, at most %.1f KiB of memory and %.1f ms for one\n", static_cast<long long>(n_done),
         static_cast<double>(n_done) / seconds, 100 * accepted, static_cast<double>(mem_worst) / 1024, 1000 * slowest);
     CHECK(n_done < 10000 || (accepted > 0.05 && accepted < 0.5), "%.3f accepted: one side is hardly tested", accepted);
+    for (const uint64_t seed : seeds) {
+        for (const bool compress : { false, true }) {
+            fuzz_opened(seed, n_mutants / 40 / static_cast<int64_t>(seeds.size()), compress);
+        }
+    }
     return test_summary("fuzz-model-file");
 }

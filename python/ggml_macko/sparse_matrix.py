@@ -1,4 +1,4 @@
-"""SparseMatrix: MACKO or EC-CSR on NumPy arrays, with the C codecs and the C CPU kernels."""
+"""SparseMatrix: MACKO, EC-CSR or packed on NumPy arrays, with the C codecs and the C CPU kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from . import bindings, ec_csr, errors, formats
+from . import bindings, ec_csr, errors, formats, packed
 from .bindings import EcCsrOptions
 from .formats import TYPE_BF16, TYPE_F16, TYPE_F32
 
@@ -22,12 +22,12 @@ class SparseMatrix:
     The C library keeps a repacked copy for `@`, made with the first product.
     """
 
-    def __init__(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix):
+    def __init__(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix):
         """arrays: from a file or from anywhere; they are checked in full here."""
         bindings.validate(arrays)
         self._init(arrays)
 
-    def _init(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix) -> None:
+    def _init(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix) -> None:
         self.arrays = arrays
         self._cpu: bindings.CpuMatrix | None = None
 
@@ -44,19 +44,26 @@ class SparseMatrix:
         extraction: EcCsrOptions | None = None,
     ) -> SparseMatrix:
         """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest.
-        format: "macko" or "ec-csr", or "auto" for the smaller of the two. extraction: options of EC-CSR.
+        format: a type of `macko convert`: "macko", "ec-csr", "packed", "auto" for the smallest of these, or with quantized
+        values "macko-q8_0" and its like (each block's scale by its largest value). extraction: options of EC-CSR.
         """
         bits, type_id = _to_bits(dense, bf16)
-        if format not in ("macko", "ec-csr", "auto"):
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not macko, ec-csr or auto")
+        quants = {f"macko-{name}": value_type for value_type, name in packed.QUANT_NAMES.items()}
+        if format not in ("macko", "ec-csr", "packed", "auto", *quants):
+            names = ", ".join(("macko", "ec-csr", "packed", *quants))
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {names}, auto")
+        if delta_bits is not None and (format == "packed" or format in quants):
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no delta_bits")
         found = []
-        if format != "ec-csr":
+        if format in ("macko", "auto"):
             count = bindings.count_dense(bits, type_id, n_threads)
             width = smallest_delta_bits(type_id, len(bits), count.n_stored) if delta_bits is None else delta_bits
             found.append(bindings.encode(bits, type_id, width, count, n_threads))
         if format == "ec-csr" or (format == "auto" and delta_bits in (None, *ec_csr.DELTA_BITS)):
             widths = ec_csr.DELTA_BITS if delta_bits is None else (delta_bits,)
             found += [bindings.ec_csr_encode(bits, type_id, b, extraction, n_threads) for b in widths]
+        if format == "packed" or format in quants or (format == "auto" and delta_bits is None):
+            found.append(bindings.packed_encode(bits, type_id, quants.get(format, type_id), n_threads=n_threads))
         self = cls.__new__(cls)
         self._init(min(found, key=lambda m: m.nbytes))
         return self
@@ -70,7 +77,11 @@ class SparseMatrix:
 
     @property
     def format(self) -> str:
-        return "ec-csr" if isinstance(self.arrays, ec_csr.EcCsrMatrix) else "macko"
+        """As from_dense has it."""
+        m = self.arrays
+        if isinstance(m, packed.PackedMatrix):
+            return "packed" if m.value_type == m.type else f"macko-{packed.QUANT_NAMES[m.value_type]}"
+        return "ec-csr" if isinstance(m, ec_csr.EcCsrMatrix) else "macko"
 
     @property
     def shape(self) -> tuple:
@@ -78,7 +89,7 @@ class SparseMatrix:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the values; uint16 stands for BF16 bit patterns."""
+        """Of the dense matrix; uint16 stands for BF16 bit patterns."""
         return np.dtype({TYPE_F16: np.float16, TYPE_F32: np.float32, TYPE_BF16: np.uint16}[self.arrays.type])
 
     @property
@@ -102,7 +113,7 @@ class SparseMatrix:
     # ---- using ----
 
     def to_dense(self, n_threads: int = 0) -> np.ndarray:
-        """Bit for bit what from_dense got."""
+        """Bit for bit what from_dense got; of quantized values what they stand for, rounded to the dense type."""
         return bindings.decode(self.arrays, n_threads).view(self.dtype)
 
     def __matmul__(self, x: np.ndarray) -> np.ndarray:

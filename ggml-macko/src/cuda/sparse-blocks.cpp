@@ -73,36 +73,45 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
 // ---- words of a group ----
 // Entries come in quads: quad i is entries 4 i ... 4 i + 3, entry j of it in byte j of some word.
 
-// q as signed bytes; Q4_0: two quads in the low and high nibbles of a word
-static void pack_values(const int8_t * q, int32_t type, uint32_t * words) {
-    for (int k = 0; k < QUANT_BLOCK; k++) {
-        const int quad = k / 4, byte = k % 4;
-        if (type == GGML_MACKO_TYPE_Q8_0) {
-            words[quad] |= static_cast<uint32_t>(static_cast<uint8_t>(q[k])) << 8 * byte;
-        } else {
-            words[quad / 2] |= static_cast<uint32_t>(q[k] & 15) << (8 * byte + quad % 2 * 4);
+// two quads in every four bytes, the second one `shift` bits up
+static void pack_quads(const uint8_t * in, int shift, uint8_t * out) {
+    for (int i = 0; i < QUANT_BLOCK / 8; i++) {
+        for (int j = 0; j < 4; j++) {
+            out[4 * i + j] = static_cast<uint8_t>(in[8 * i + j] | in[8 * i + 4 + j] << shift);
         }
     }
 }
 
+// Q8_0: q as signed bytes; Q4_0: two quads in the low and high nibbles of a word
+static void pack_values(const uint8_t * q, int32_t type, uint8_t * words) {
+    if (type == GGML_MACKO_TYPE_Q8_0) {
+        memcpy(words, q, QUANT_BLOCK);
+        return;
+    }
+    uint8_t nibbles[QUANT_BLOCK];
+    std::transform(q, q + QUANT_BLOCK, nibbles, [](uint8_t v) { return static_cast<uint8_t>(v & 15); });
+    pack_quads(nibbles, 4, words);
+}
+
 // 8 bits: a word per quad. 4 bits: two quads per word, in low and high nibbles. 3 bits: two quads per word, in bits 0-2 and 3-5 of its bytes; the
 // fourth word is cut up into the bits 6-7 of the others.
-static void pack_codes(const uint8_t * code, int bits, uint32_t * words) {
-    uint32_t field[8] = {};
-    for (int k = 0; k < QUANT_BLOCK; k++) {
-        const int quad = k / 4, byte = k % 4;
-        field[bits == 8 ? quad : quad / 2] |= static_cast<uint32_t>(code[k]) << (8 * byte + (bits == 8 ? 0 : quad % 2 * bits));
+static void pack_codes(const uint8_t * code, int bits, uint8_t * words) {
+    if (bits == 8) {
+        memcpy(words, code, QUANT_BLOCK);
+        return;
     }
-    for (int i = 0; i < bits; i++) {
-        words[i] = field[i] | (bits == 3 ? (field[3] >> 2 * i & 0x03030303u) << 6 : 0);
+    uint8_t fields[16];
+    pack_quads(code, bits, fields);
+    for (int k = 0; k < 4 * bits; k++) {
+        words[k] = static_cast<uint8_t>(fields[k] | (bits == 3 ? (fields[12 + k % 4] >> k / 4 * 2 & 3) << 6 : 0));
     }
 }
 
 // to planes of 4, 2 and 1 words
-static void put_words(const uint32_t * words, int n, uint8_t * base, int64_t n_groups, int64_t slot) {
+static void put_words(const uint8_t * words, int n, uint8_t * base, int64_t n_groups, int64_t slot) {
     for (int at = 0; at < n;) {
         const int width = n - at >= 4 ? 4 : n - at >= 2 ? 2 : 1;
-        memcpy(base + (at * n_groups + width * slot) * 4, words + at, static_cast<size_t>(width) * 4);
+        memcpy(base + (at * n_groups + width * slot) * 4, words + 4 * at, static_cast<size_t>(width) * 4);
         at += width;
     }
 }
@@ -112,7 +121,7 @@ static void put_words(const uint32_t * words, int n, uint8_t * base, int64_t n_g
 struct row_maker {
     const packed_view        & view;
     const cuda_sparse_matrix & m;
-    std::vector<int64_t>       columns; // of the row
+    std::vector<int32_t>       columns; // of the row
     std::vector<cuda_sparse_spilled> spill; // of all rows so far
 
     // groups of a row, and the first of its file's blocks
@@ -120,29 +129,9 @@ struct row_maker {
     int64_t groups(int64_t row) const { return (view.arrays().row_ptr[row + 1] + QUANT_BLOCK - 1) / QUANT_BLOCK - first_block(row); }
 
     void read_columns(int64_t row) {
-        columns.clear();
-        view.for_each_column(row, [&](int64_t c) { columns.push_back(c); });
-    }
-
-    // entry(slot in the row, code, column or -1 if the slot has no value of its own, column that spills or -1) for each slot of a run's groups begin ... end-1
-    template <typename F> int64_t walk_run(int64_t row, int64_t begin, int64_t end, F && entry) const {
-        const int64_t k0 = view.arrays().row_ptr[row] - first_block(row) * QUANT_BLOCK, k1 = k0 + static_cast<int64_t>(columns.size());
-        const int64_t from = begin * QUANT_BLOCK, to = end * QUANT_BLOCK, reach = blocks_reach(m.delta_bits, m.stripe);
-        const int64_t ahead = std::max<int64_t>(0, k0 - from); // entries of the row before
-        const int64_t first = from + ahead < k1 ? columns[static_cast<size_t>(from + ahead - k0)] : 0;
-        int64_t at = first - ahead; // where the next entry is without a gap
-        for (int64_t s = from; s < to; s++) {
-            if (s < k0 || s >= k1) {
-                entry(s, 0, -1, -1);
-                at++;
-                continue;
-            }
-            const int64_t column = columns[static_cast<size_t>(s - k0)], gap = column - at;
-            const bool    fits   = gap < reach;
-            entry(s, fits ? gap : reach - 1, fits ? column : -1, fits ? -1 : column);
-            at += fits ? gap + 1 : reach;
-        }
-        return first - ahead;
+        columns.resize(static_cast<size_t>(view.arrays().row_ptr[row + 1] - view.arrays().row_ptr[row]));
+        int32_t * to = columns.data();
+        view.for_each_column(row, [&](int64_t c) { *to++ = static_cast<int32_t>(c); });
     }
 
     template <typename F> void for_each_run(int64_t row, F && f) const {
@@ -153,39 +142,61 @@ struct row_maker {
         }
     }
 
-    int q_at(int64_t block, int64_t i) const {
-        const int32_t type = m.value_type;
-        return quant_at(static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(type), type, i);
+    // The group of a block: entries begin ... end-1 of it are the row's, in columns[0] and so on. at: where the next entry is without a gap; returns where
+    // it is behind the group. copy: place of column 0.
+    int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
+        const uint8_t * data  = static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(m.value_type);
+        const int64_t   reach = blocks_reach(m.delta_bits, m.stripe);
+        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK] = {}, words[QUANT_BLOCK]; // q: signed bytes
+        const auto read = [&](int32_t type) {
+            for (int64_t k = 0; k < QUANT_BLOCK; k++) {
+                q[k] = k >= begin && k < end ? static_cast<uint8_t>(quant_at(data, type, k)) : 0;
+            }
+        };
+        if (m.value_type == GGML_MACKO_TYPE_Q8_0) { // each with its own inner loop
+            read(GGML_MACKO_TYPE_Q8_0);
+        } else {
+            read(GGML_MACKO_TYPE_Q4_0);
+        }
+        at += begin;
+        for (int64_t k = begin; k < end; k++) {
+            const int64_t gap = column[k - begin] - at;
+            if (gap < reach) {
+                code[k] = static_cast<uint8_t>(gap);
+                at += gap + 1;
+                continue;
+            }
+            code[k] = static_cast<uint8_t>(reach - 1);
+            at += reach;
+            if (q[k] != 0) {
+                spill.push_back({ static_cast<uint32_t>(blocks_word(copy + column[k - begin], m.stripe)), float_of_f16(quant_scale_bits(data)) * static_cast<float>(static_cast<int8_t>(q[k])) });
+                q[k] = 0;
+            }
+        }
+        pack_values(q, m.value_type, words);
+        put_words(words, blocks_value_words(m.value_type), m.values, m.n_groups, slot);
+        pack_codes(code, m.delta_bits, words);
+        put_words(words, m.delta_bits, m.codes, m.n_groups, slot);
+        m.scales[slot] = quant_scale_bits(data);
+        return at + QUANT_BLOCK - end;
     }
-    uint16_t scale_bits(int64_t block) const { return quant_scale_bits(static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(m.value_type)); }
 
     void make(int64_t row) {
-        const int64_t block0 = first_block(row), group0 = block0 + row, width = m.stripe;
-        const int64_t copy = row % (32 / m.lanes) * m.lanes * width; // place of column 0
+        const int64_t block0 = first_block(row), places = 32 * m.stripe - 1;
+        const int64_t copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
         read_columns(row);
+        // the row's entries among those of its blocks
+        const int64_t k0 = view.arrays().row_ptr[row] - block0 * QUANT_BLOCK, k1 = k0 + static_cast<int64_t>(columns.size());
         for_each_run(row, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
-            int8_t  q[QUANT_BLOCK];
-            uint8_t code[QUANT_BLOCK];
-            const int64_t start = walk_run(row, begin, end, [&](int64_t s, int64_t c, int64_t column, int64_t spilled) {
-                const int64_t i = s % QUANT_BLOCK, block = block0 + s / QUANT_BLOCK;
-                const int value = column >= 0 || spilled >= 0 ? q_at(block, i) : 0;
-                q[i]    = static_cast<int8_t>(column >= 0 ? value : 0);
-                code[i] = static_cast<uint8_t>(c);
-                if (spilled >= 0 && value != 0) {
-                    spill.push_back({ static_cast<uint32_t>(blocks_word(copy + spilled, width)), float_of_f16(scale_bits(block)) * static_cast<float>(value) });
-                }
-                if (i == QUANT_BLOCK - 1) {
-                    const int64_t slot = group0 + slot_of(s / QUANT_BLOCK);
-                    uint32_t words[8] = {};
-                    pack_values(q, m.value_type, words);
-                    put_words(words, blocks_value_words(m.value_type), m.values, m.n_groups, slot);
-                    pack_codes(code, m.delta_bits, words);
-                    put_words(words, m.delta_bits, m.codes, m.n_groups, slot);
-                    m.scales[slot] = scale_bits(block);
-                }
-            });
-            const int64_t places = 32 * width - 1;
-            m.bases[row * m.lanes + lane] = static_cast<uint16_t>(blocks_word((copy + start + places) % places, width));
+            const int64_t ahead = std::max<int64_t>(0, k0 - begin * QUANT_BLOCK); // entries of the row before
+            const int64_t first = begin * QUANT_BLOCK + ahead;
+            const int64_t start = (first < k1 ? columns[static_cast<size_t>(first - k0)] : 0) - ahead;
+            int64_t at = start;
+            for (int64_t g = begin; g < end; g++) {
+                const int64_t s = g * QUANT_BLOCK, from = std::max(s, k0), to = std::min(s + QUANT_BLOCK, k1);
+                at = make_group(block0 + g, block0 + row + slot_of(g), from - s, to - s, columns.data() + (from - k0), at, copy);
+            }
+            m.bases[row * m.lanes + lane] = static_cast<uint16_t>(blocks_word((copy + start + places) % places, m.stripe));
         });
     }
 };

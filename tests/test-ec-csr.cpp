@@ -1,12 +1,14 @@
 // EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays: a mutant is refused, or it is a matrix that an independent
 // decoder reads alike and that gives the same bytes when it is taken apart and put together again.
 //
-//     test-ec-csr [mutants = 60000] [seed = 1]      --bench: times and memory by shape
+//     test-ec-csr [mutants = 60000] [seed = 1]
+//     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
 #include "format/encode.h"
 #include "format/extract.h"
 #include "test.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -537,7 +539,7 @@ static void test_mutants(int64_t n_mutants, uint64_t seed) {
 
 // ---- growth ----
 
-static void bench_one(int64_t rows, int64_t cols, int32_t bits) {
+static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
     rng r(1);
     dense_matrix d = zeros(rows, cols, GGML_MACKO_TYPE_F16);
     for (int64_t i = 0; i < rows * cols; i++) {
@@ -552,11 +554,11 @@ static void bench_one(int64_t rows, int64_t cols, int32_t bits) {
     ec_csr_matrix m;
     ec_csr_view   view;
     const auto t0 = now();
-    CHECK(extract_blocks(desc, d.data.data(), DEFAULTS, 2, &blocks) == 0, "%s", ggml_macko_last_error());
+    CHECK(extract_blocks(desc, d.data.data(), DEFAULTS, n_threads, &blocks) == 0, "%s", ggml_macko_last_error());
     const auto t1 = now();
-    CHECK(assemble(desc, d.data.data(), blocks, 2, &m) == 0, "%s", ggml_macko_last_error());
+    CHECK(assemble(desc, d.data.data(), blocks, n_threads, &m) == 0, "%s", ggml_macko_last_error());
     const auto t2 = now();
-    CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, 2, [](int64_t, const void *) {}) == 0, "%s", ggml_macko_last_error());
+    CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, n_threads, [](int64_t, const void *) {}) == 0, "%s", ggml_macko_last_error());
     const auto t3 = now();
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
@@ -565,28 +567,32 @@ static void bench_one(int64_t rows, int64_t cols, int32_t bits) {
     fflush(stdout);
 }
 
-// each shape in a process of its own: the peak of its memory
-static void bench() {
-    printf("2 threads, density .3, blocks of 128 columns\n| shape | bits | extract s | assemble s | check s | check ms/GB | peak MiB above dense |\n|---|---|---|---|---|---|---|\n");
+// shape: ROWSxCOLS, or null for the shapes of the notes. Each in a process of its own: the peak of its memory
+static void bench(const char * shape, int n_threads) {
+    std::vector<std::array<long long, 2>> shapes = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 }, { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };
+    if (shape) {
+        shapes.resize(1);
+        CHECK(sscanf(shape, "%lldx%lld", &shapes[0][0], &shapes[0][1]) == 2, "%s is not ROWSxCOLS", shape);
+    }
+    printf("%d threads, density .3, blocks of 128 columns\n| shape | bits | extract s | assemble s | check s | check ms/GB | peak MiB above dense |\n|---|---|---|---|---|---|---|\n", n_threads);
     fflush(stdout);
-    const int64_t shapes[][2] = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 }, { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };
-    for (const auto & shape : shapes) {
+    for (const auto & [rows, cols] : shapes) {
         for (const int32_t bits : { 4, 8 }) {
             const pid_t child = fork();
             if (child == 0) {
-                bench_one(shape[0], shape[1], bits);
+                bench_one(rows, cols, bits, n_threads);
                 _exit(n_failed > 0);
             }
             int status = 1;
             waitpid(child, &status, 0);
-            CHECK(status == 0, "%lldx%lld failed", static_cast<long long>(shape[0]), static_cast<long long>(shape[1]));
+            CHECK(status == 0, "%lldx%lld failed", rows, cols);
         }
     }
 }
 
 int main(int argc, char ** argv) {
     if (argc > 1 && !strcmp(argv[1], "--bench")) {
-        bench();
+        bench(argc > 2 ? argv[2] : nullptr, argc > 3 ? atoi(argv[3]) : 2);
         return n_failed > 0;
     }
     test_example_of_the_specification();

@@ -2,19 +2,23 @@
 // bench-spmv-gpu.cu. Every result is checked against float64.
 //
 //   MASK     random; alike-K[-P]: K rows have one mask, P percent of the places redrawn; columns: a quarter of them at .95, the others as sparse as it
-//            takes; uneven: densities of rows differ (log-normal, sigma 1); FILE.f16: a matrix, rows and cols from --shapes
+//            takes; uneven: densities of rows differ (log-normal, sigma 1); dense-rows: one row in 64 is 10 times denser (.95 at most);
+//            FILE.f16: a matrix, rows and cols from --shapes
 //   VARIANT  bits of the deltas, and how blocks are extracted: "8" as `convert` does it, "8d" none (delta indices alone), "8x" every block of 128 columns,
 //            "8c" these, cut where they are larger than twice a row; "8a" as "8", and kept on the GPU as the device would: in blocks or as rows. The others
 //            are kept in blocks if they have any
 #include "cuda/ec-csr-upload.h"
 #include "format/ec-csr-cost.h"
 #include "format/encode.h"
+#include "format/extract.h"
 
+#include <map>
 #include <random>
 
 struct bench_mask {
     int64_t               rows, cols;
     std::vector<uint16_t> dense; // F16: both signs, magnitudes 1/8 ... 2
+    std::map<std::string, ec_csr_blocks> found; // by variant; F32 values have the same
 
     bench_mask(const shape & s, double density, const std::string & name) : rows(s.rows), cols(s.cols), dense(static_cast<size_t>(s.rows * s.cols), 0) {
         if (name.size() > 4 && name.substr(name.size() - 4) == ".f16") {
@@ -33,12 +37,14 @@ struct bench_mask {
             pattern[static_cast<size_t>(r)] = r / alike;
         }
         std::shuffle(pattern.begin(), pattern.end(), std::mt19937_64(7));
-        const bool columns = name == "columns", uneven = name == "uneven";
+        const bool columns = name == "columns", uneven = name == "uneven", dense_rows = name == "dense-rows";
 #pragma omp parallel for schedule(dynamic, 16)
         for (int64_t r = 0; r < rows; r++) {
             std::mt19937_64 shared(static_cast<uint64_t>(pattern[static_cast<size_t>(r)] * 2 + 1)), own(static_cast<uint64_t>(r * 2 + 2));
             const auto unit = [](std::mt19937_64 & e) { return static_cast<double>(e() >> 11) * 0x1p-53; };
-            const double d = uneven ? std::min(1.0, density * std::exp(std::normal_distribution<double>(-0.5, 1)(own))) : density;
+            const double d = uneven                         ? std::min(1.0, density * std::exp(std::normal_distribution<double>(-0.5, 1)(own)))
+                           : dense_rows && own() % 64 == 0 ? std::min(0.95, 10 * density)
+                                                           : density;
             for (int64_t c = 0; c < cols; c++) {
                 const double chance = columns ? (c * 2654435761u % 100 < 25 ? 0.95 : (d - 0.2375) / 0.75) : d, of_pattern = unit(shared);
                 const double place  = unit(own) * 100 < percent ? unit(own) : of_pattern;
@@ -50,6 +56,16 @@ struct bench_mask {
         }
     }
 };
+
+// The blocks of a variant, made once for both types of values (seconds to minutes). "d": of rows alone
+static ec_csr_blocks & blocks_of(bench_mask & mask, int64_t nnz, const std::string & variant) {
+    const auto [at, fresh] = mask.found.try_emplace(variant);
+    if (fresh) {
+        const bool alone = variant[1] == 'd';
+        check_status(extract_blocks({ mask.rows, mask.cols, GGML_MACKO_TYPE_F16, variant[0] - '0', nnz }, mask.dense.data(), { alone ? 1 : 16, variant == "4" ? 256 : 128, variant[1] != 'x', 0 }, 16, &at->second));
+    }
+    return at->second;
+}
 
 // a matrix on the GPU, and copies of it whose addresses follow by a distance
 struct bench_matrix {
@@ -153,7 +169,7 @@ struct ec_csr_bench {
     }
 
     // one mask, as MACKO and in all variants; type: of the values
-    void run(const bench_mask & mask, int32_t type, const std::vector<std::string> & variants, csr_product & csr) {
+    void run(bench_mask & mask, int32_t type, const std::vector<std::string> & variants, csr_product & csr) {
         rows = mask.rows;
         cols = mask.cols;
         std::vector<float> wide;
@@ -218,29 +234,29 @@ struct ec_csr_bench {
             report(("macko-d" + std::to_string(BITS[best])).c_str(), w, { gpu_us(gpu_rows_work(m.desc, count)), 1e9 });
         }
         for (const std::string & v : variants) {
-            const int32_t bits = v[0] - '0';
-            const char    how  = v.size() > 1 ? v[1] : ' ';
-            const ggml_macko_ec_csr_options options = { how == 'd' ? 1 : 16, how == ' ' || how == 'a' ? 0 : 128, how != 'x', 0 };
-            ggml_macko_ec_csr_matrix * coded = nullptr;
-            ggml_macko_ec_csr a;
-            const auto seconds = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
-            const double t0 = seconds();
-            check_status(ggml_macko_ec_csr_encode(dense, type, rows, cols, bits, &options, 0, &coded));
-            check_status(ggml_macko_ec_csr_arrays(coded, &a));
+            const std::string as      = v.back() == 'a' ? v.substr(0, 1) : v; // the same file
+            const macko_desc  desc    = { rows, cols, type, v[0] - '0', nnz };
+            const auto        seconds = [] { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+            const double      t0      = seconds();
+            ec_csr_matrix     coded;
+            check_status(assemble(desc, dense, blocks_of(mask, nnz, as), 16, &coded));
+            if (as.size() == 1 && coded.sets[0].granularity > 1) { // as ggml_macko_ec_csr_encode does
+                ec_csr_matrix plain;
+                check_status(assemble(desc, dense, blocks_of(mask, nnz, as + "d"), 16, &plain));
+                coded = plain.nbytes() < coded.nbytes() ? plain : coded;
+            }
             const double t1 = seconds();
-            ec_csr_view view;
-            check_status(check_ec_csr({ { rows, cols, type, bits, a.nnz }, reinterpret_cast<const ec_csr_set *>(a.sets), a.n_sets / 4, a.block_rows, a.n_block_rows, a.blk_ptr, a.n_blk_ptr, a.bases, a.n_bases, a.deltas, a.n_deltas, a.values, a.n_values }, &view));
+            ec_csr_view  view;
+            check_status(check_ec_csr(coded.arrays(), &view));
             gpu_times model;
             check_status(gpu_times_of(view, 16, &model));
             bench_matrix w;
-            const int64_t room = cuda_sparse_nbytes({ rows, cols, type, bits, a.nnz }, n_padded(max_recoded({ rows, cols, type, bits, a.nnz })));
-            w.reserve(room, a.n_values * value_nbytes(type));
-            check_status(cuda_ec_csr_upload(uploader, view, how == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16, w.memory, room, &w.first, &w.blocks));
+            const int64_t room = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
+            w.reserve(room, coded.arrays().n_values * value_nbytes(type));
+            check_status(cuda_ec_csr_upload(uploader, view, v.back() == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16, w.memory, room, &w.first, &w.blocks));
             w.copy();
-            const int64_t file = a.n_values * value_nbytes(type) + a.n_deltas + a.n_bases * 2 + (a.n_blk_ptr + a.n_block_rows + a.n_sets) * 4;
-            printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(), t1 - t0, seconds() - t1, static_cast<double>(file) / static_cast<double>(nnz));
+            printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(), t1 - t0, seconds() - t1, static_cast<double>(coded.nbytes()) / static_cast<double>(nnz));
             report(("ec-csr-" + v).c_str(), w, model);
-            ggml_macko_ec_csr_free(coded);
         }
         CHECKED(cudaFree(x));
         CHECKED(cudaFree(y));
@@ -248,19 +264,25 @@ struct ec_csr_bench {
 };
 
 static void bench_ec_csr(cudaStream_t stream, cuda_sparse_uploader & uploader, const std::vector<shape> & shapes, const std::vector<double> & densities, const std::vector<std::string> & masks,
-                         const std::vector<std::string> & variants, bool f32, double bandwidth, FILE * json) {
+                         const std::vector<std::string> & variants, const std::vector<std::string> & types, double bandwidth, FILE * json) {
     dense_product dense;
     csr_product   csr;
-    const int32_t type = f32 ? GGML_MACKO_TYPE_F32 : GGML_MACKO_TYPE_F16;
     for (const shape & s : shapes) {
         ec_csr_bench b { stream, uploader, bandwidth, json, {}, 0, 0, 0, 0, 0, nullptr, nullptr, {} };
-        b.dense_us = dense.time(stream, s.rows, s.cols, 1, f32);
+        std::map<std::string, double> dense_us;
+        for (const std::string & type : types) {
+            dense_us[type] = dense.time(stream, s.rows, s.cols, 1, type == "f32");
+        }
         for (const std::string & name : masks) {
             for (const double d : densities) {
-                char text[96];
-                snprintf(text, sizeof(text), "%lldx%lld %s %s %.2f", static_cast<long long>(s.rows), static_cast<long long>(s.cols), f32 ? "f32" : "f16", name.c_str(), d);
-                b.where = text;
-                b.run(bench_mask(s, d, name), type, variants, csr);
+                bench_mask mask(s, d, name);
+                for (const std::string & type : types) {
+                    char text[96];
+                    snprintf(text, sizeof(text), "%lldx%lld %s %s %.2f", static_cast<long long>(s.rows), static_cast<long long>(s.cols), type.c_str(), name.c_str(), d);
+                    b.where    = text;
+                    b.dense_us = dense_us[type];
+                    b.run(mask, type == "f32" ? GGML_MACKO_TYPE_F32 : GGML_MACKO_TYPE_F16, variants, csr);
+                }
             }
         }
     }

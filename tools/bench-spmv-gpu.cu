@@ -3,7 +3,7 @@
 // x have eight bits, so that rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed (FORMAT.md section 7).
 //
 //   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]
-//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--f32] [--shapes ...] [--densities ...] [--json FILE]     bench-ec-csr.cuh
+//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]     bench-ec-csr.cuh
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
 // in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
@@ -576,8 +576,7 @@ int main(int argc, char ** argv) {
     std::vector<int64_t> columns  = { 1 };
     std::vector<value_type> types = { VALUE_TYPES[0] };
     bool csr = false, unpack = false, layer = false;
-    const char * ec_csr = nullptr, * variants = "4,8";
-    bool f32 = false;
+    const char * ec_csr = nullptr, * variants = "4,8", * ec_csr_types = "f16";
     FILE * json = nullptr;
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
@@ -619,8 +618,8 @@ int main(int argc, char ** argv) {
             ec_csr = argv[++i];
         } else if (!strcmp(argv[i], "--variants") && more) {
             variants = argv[++i];
-        } else if (!strcmp(argv[i], "--f32")) {
-            f32 = true;
+        } else if (!strcmp(argv[i], "--types") && more) {
+            ec_csr_types = argv[++i];
         } else if (!strcmp(argv[i], "--unpack")) {
             unpack = true;
         } else if (!strcmp(argv[i], "--json") && more) {
@@ -649,7 +648,7 @@ int main(int argc, char ** argv) {
     std::unique_ptr<cuda_sparse_uploader> uploader;
     check_status(cuda_sparse_uploader::create(0, &uploader));
     if (ec_csr) {
-        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), f32, bandwidth, json);
+        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), split(ec_csr_types), bandwidth, json);
         return 0;
     }
     if (layer) {

@@ -72,6 +72,7 @@ struct level {
     int64_t               words; // of a mask
     std::vector<uint64_t> masks;
     std::vector<int32_t>  rows;  // granularity per block
+    std::vector<uint8_t>  idle;  // blocks that found no partner in the last round. Two of them never will be partners: masks only lose columns
 
     int64_t    size() const        { return static_cast<int64_t>(rows.size()) / granularity; }
     uint64_t * mask(int64_t i)     { return masks.data() + i * words; }
@@ -87,39 +88,73 @@ struct level {
 using pairs = std::vector<std::pair<int32_t, int32_t>>;
 
 // Paper, algorithm 2: each row, in the order given, takes the free row with which it shares most columns (the first of equals), if these are
-// min_shared at least. Counts are made for a batch of rows at a time; that changes nothing but the speed.
+// min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows; that changes nothing but the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
     constexpr int64_t batch = 32;
     static const count_function count_shared = best_count();
     pairs out;
-    std::vector<int32_t> shared;
+    std::vector<int32_t> shared; // n for each row of the batch
+    std::vector<int32_t> busy;   // places in `order`
+    std::vector<uint8_t> taken;
     while (order.size() > 1) {
         const int64_t n       = static_cast<int64_t>(order.size());
         const int64_t n_batch = std::min(batch, n);
-        const uint64_t * rows[batch];
-        for (int64_t i = 0; i < n_batch; i++) {
-            rows[i] = l.mask(order[static_cast<size_t>(i)]);
+        const auto    is_idle = [&](int64_t i) { return l.idle[static_cast<size_t>(order[static_cast<size_t>(i)])] != 0; };
+        busy.clear();
+        for (int64_t i = 0; i < n; i++) {
+            if (!is_idle(i)) {
+                busy.push_back(static_cast<int32_t>(i));
+            }
+        }
+        if (busy.empty()) {
+            break;
+        }
+        const uint64_t * rows[batch]; // of the batch: the busy ones first
+        int64_t of[batch], n_rows = 0, n_busy = 0;
+        for (const bool idle : { false, true }) {
+            for (int64_t i = 0; i < n_batch; i++) {
+                if (is_idle(i) == idle) {
+                    rows[n_rows] = l.mask(order[static_cast<size_t>(i)]);
+                    of[i]        = n_rows++;
+                }
+            }
+            n_busy = idle ? n_busy : n_rows;
         }
         shared.resize(static_cast<size_t>(n * n_batch));
 #pragma omp parallel for schedule(dynamic, 64) num_threads(n_threads)
         for (int64_t j = 1; j < n; j++) {
-            count_shared(rows, std::min(j, n_batch), l.mask(order[static_cast<size_t>(j)]), l.words, shared.data() + j * n_batch);
+            int32_t counts[batch];
+            const int64_t n_counts = is_idle(j) ? n_busy : n_rows;
+            count_shared(rows, n_counts, l.mask(order[static_cast<size_t>(j)]), l.words, counts);
+            for (int64_t k = 0; k < n_counts; k++) {
+                shared[static_cast<size_t>(k * n + j)] = counts[k];
+            }
         }
-        std::vector<bool> taken(order.size(), false);
+        taken.assign(order.size(), 0);
         for (int64_t i = 0; i < n_batch; i++) {
             if (taken[static_cast<size_t>(i)]) {
                 continue;
             }
-            taken[static_cast<size_t>(i)] = true;
+            taken[static_cast<size_t>(i)] = 1;
+            const int32_t * counts = shared.data() + of[i] * n;
             int64_t best = -1, most = min_shared - 1;
-            for (int64_t j = i + 1; j < n; j++) {
-                if (shared[static_cast<size_t>(j * n_batch + i)] > most && !taken[static_cast<size_t>(j)]) {
-                    most = shared[static_cast<size_t>(j * n_batch + i)];
+            const auto look_at = [&](int64_t j) {
+                if (counts[j] > most && !taken[static_cast<size_t>(j)]) {
+                    most = counts[j];
                     best = j;
+                }
+            };
+            if (is_idle(i)) {
+                for (auto j = std::upper_bound(busy.begin(), busy.end(), i); j < busy.end(); j++) {
+                    look_at(*j);
+                }
+            } else {
+                for (int64_t j = i + 1; j < n; j++) {
+                    look_at(j);
                 }
             }
             if (best >= 0) {
-                taken[static_cast<size_t>(best)] = true;
+                taken[static_cast<size_t>(best)] = 1;
                 out.emplace_back(order[static_cast<size_t>(i)], order[static_cast<size_t>(best)]);
             }
         }
@@ -234,7 +269,12 @@ struct extractor {
         for (size_t i = order.size(); i > 1; i--) {
             std::swap(order[i - 1], order[next_random(&state) % i]);
         }
-        const pairs   found = match_rows(l, std::move(order), options.min_columns, n_threads);
+        l.idle.resize(static_cast<size_t>(l.size()), 0);
+        const pairs found = match_rows(l, std::move(order), options.min_columns, n_threads);
+        l.idle.assign(l.idle.size(), 1);
+        for (const auto & [a, b] : found) {
+            l.idle[static_cast<size_t>(a)] = l.idle[static_cast<size_t>(b)] = 0;
+        }
         const int64_t first = next.size();
         next.masks.resize(static_cast<size_t>((first + static_cast<int64_t>(found.size())) * words), 0);
         std::vector<uint8_t> used(found.size(), 0);
@@ -344,7 +384,7 @@ struct extractor {
     }
 
     template <typename T> void run(const T * dense) {
-        level rows = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {} };
+        level rows = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {}, {} };
         int64_t n_used = 0;
         for (int64_t r = 0; r < desc.rows; r++) {
             rows.rows.push_back(static_cast<int32_t>(r));
@@ -364,7 +404,7 @@ struct extractor {
         level l = std::move(rows);
         bool  first = true;
         for (;;) {
-            level next = { 2 * l.granularity, words, {}, {} };
+            level next = { 2 * l.granularity, words, {}, {}, {} };
             if (next.granularity <= options.max_granularity) {
                 while (extract_round(l, next)) {
                 }

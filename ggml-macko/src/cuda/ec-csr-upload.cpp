@@ -95,7 +95,7 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
         const rows_plan          rest_plan(desc, rest);
         const cuda_ec_csr_blocks b = cuda_ec_csr_bind(view, all, nullptr);
         const bool fits   = rest_plan.nbytes + b.nbytes <= room;
-        const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole));
+        const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
         if (fits && (faster || choice == ec_csr_choice::BLOCKS)) {
             macko_matrix m;
             if (rest.nnz > 0) {

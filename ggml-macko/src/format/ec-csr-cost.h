@@ -16,13 +16,16 @@ struct gpu_work { // of one product
     int64_t block_nbytes; // of the part that is kept in blocks; 0: none
     int64_t n_pieces;     // of blocks
     int64_t n_sums;       // rows of all pieces: their scratch memory
+    int64_t longest;      // entries that a warp has one behind the other: of the longest row; with F32 values in blocks, columns of the longest block
+    bool    shared;       // some blocks have several rows
 };
 
 // microseconds on the GPU that the model was fitted on. What matters is which of two layouts is faster
 double gpu_us(const gpu_work & work);
 
 // a matrix as rows, with codes of the best width. count: what is stored with each width
-gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count);
+gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, int64_t longest_row);
+int64_t  longest_row(const ec_csr_view & view);
 // F32 values stay in blocks of one row, too; else rest is what is left beside the blocks of several rows: count_rows of rows_of_one
 gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest);
 constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; } // as rows

@@ -3,6 +3,7 @@
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
 //     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
+#include "format/ec-csr-cost.h"
 #include "format/encode.h"
 #include "format/extract.h"
 #include "test.h"
@@ -537,6 +538,45 @@ static void test_mutants(int64_t n_mutants, uint64_t seed) {
     CHECK(n_mutants < 1000 || (statuses[0] > n_mutants / 20 && statuses[0] < n_mutants / 2), "%lld accepted: one side is hardly tested", static_cast<long long>(statuses[0]));
 }
 
+// ---- which layout is faster on a GPU ----
+
+struct measured_time {
+    const char * name;
+    int32_t      type;
+    int64_t      rows, row_nbytes, block_nbytes, n_pieces, longest;
+    bool         shared;
+    double       us;
+    double model_us() const { return gpu_us({ type, rows, row_nbytes, block_nbytes, n_pieces, 0, longest, shared }); }
+};
+static const measured_time TIMES[] = {
+#include "ec-csr-times.inc"
+};
+
+// what the model takes costs at most 5 % more than the best: of the rows of a matrix and each of its variants in blocks, and of all that convert chooses
+// from ("x" and "c" are how blocks are extracted for an ablation)
+static void test_the_model_takes_the_slower_layout() {
+    int n_blocks = 0, n_rows = 0;
+    for (const measured_time * rows = TIMES; rows < std::end(TIMES);) {
+        const measured_time * end = rows + 1;
+        while (end < std::end(TIMES) && end->block_nbytes > 0) {
+            end++;
+        }
+        const measured_time * taken = rows, * best = rows;
+        for (const measured_time * b = rows + 1; b < end; b++) {
+            const measured_time & one = b->model_us() < rows->model_us() ? *b : *rows;
+            CHECK(one.us <= 1.05 * std::min(rows->us, b->us), "%s: took %.1f us; rows take %.1f, blocks %.1f", b->name, one.us, rows->us, b->us);
+            (&one == b ? n_blocks : n_rows)++;
+            if (const char last = b->name[strlen(b->name) - 1]; last != 'x' && last != 'c') {
+                taken = b->model_us() < taken->model_us() ? b : taken;
+                best  = b->us < best->us ? b : best;
+            }
+        }
+        CHECK(taken->us <= 1.05 * best->us, "%s: %.1f us, but %s takes %.1f", taken->name, taken->us, best->name, best->us);
+        rows = end;
+    }
+    CHECK(n_blocks > 50 && n_rows > 50, "blocks were taken %d times, rows %d times: one side is hardly tested", n_blocks, n_rows);
+}
+
 // ---- growth ----
 
 static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
@@ -603,6 +643,7 @@ int main(int argc, char ** argv) {
     test_options();
     test_recoded_to_macko();
     test_refusals();
+    test_the_model_takes_the_slower_layout();
     test_mutants(argc > 1 ? atoll(argv[1]) : 60000, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
     return test_summary("test-ec-csr");
 }

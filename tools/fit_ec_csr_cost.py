@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""The constants of the model of EC-CSR's time on a GPU (format/ec-csr-cost.cpp), from tests/ec-csr-times.inc.
+
+  python3 tools/fit_ec_csr_cost.py
+
+Prints constants for rows and blocks of 16 bits and F32, and how often the faster layout would be taken: by constants
+fitted to all matrices, and to half of them and judged on the other half. Needs scipy.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+TIMES = Path(__file__).parent.parent / "tests" / "ec-csr-times.inc"
+NAMES = ["us", "row_mb", "block_mb", "kilorows", "kilopieces", "shared", "chain_us", "chain"]
+START = [4, 0.25, 0.26, 1, 0.2, 2, 3, 0.5]
+KINDS = {  # (values, layout) -> the constants that it has
+    ("F16", "rows"): ["us", "row_mb", "chain_us", "chain"],
+    ("F16", "blocks"): ["us", "row_mb", "block_mb", "kilopieces", "chain_us", "chain"],
+    ("F32", "rows"): ["us", "row_mb", "kilorows", "chain_us", "chain"],
+    ("F32", "blocks"): ["us", "block_mb", "kilopieces", "shared", "chain_us", "chain"],
+}
+
+
+def read() -> list:
+    found = []
+    line = re.compile(
+        r'\{ "(.*) (\S+)", GGML_MACKO_TYPE_(F\d+), (\d+), (\d+), (\d+), (\d+), (\d+), (true|false), (.*) \},'
+    )
+    for m in line.finditer(TIMES.read_text()):
+        rows, row_nbytes, block_nbytes, pieces, longest = (int(x) for x in m.groups()[3:8])
+        features = [1, row_nbytes / 1e6, block_nbytes / 1e6, rows / 1e3, pieces / 1e3]
+        found.append(
+            {
+                "where": m[1],
+                "kind": (m[3], "blocks" if block_nbytes else "rows"),
+                "features": np.array(features),
+                "shared": m[9] == "true",
+                "longest": longest / 256,
+                "us": float(m[10]),
+            }
+        )
+    return found
+
+
+def model_us(c: np.ndarray, d: dict) -> float:
+    """gpu_us() of format/ec-csr-cost.cpp."""
+    return max(float(c[:5] @ d["features"]), c[6] + c[7] * d["longest"]) + c[5] * d["shared"]
+
+
+def fit(measured: list, kind: tuple) -> np.ndarray:
+    free = [NAMES.index(name) for name in KINDS[kind]]
+    mine = [d for d in measured if d["kind"] == kind]
+
+    def constants(x: np.ndarray) -> np.ndarray:
+        c = np.zeros(len(NAMES))
+        c[free] = x
+        return c
+
+    def errors(x: np.ndarray) -> list:
+        return [model_us(constants(x), d) / d["us"] - 1 for d in mine]
+
+    return constants(least_squares(errors, [START[i] for i in free], loss="soft_l1", f_scale=0.08).x).round(3)
+
+
+def judge(fitted: dict, measured: list) -> tuple:
+    """(pairs of rows and blocks, of which the slower was taken and costs over 5 %)."""
+    by_matrix: dict = {}
+    for d in measured:
+        by_matrix.setdefault(d["where"], []).append(d)
+    n = wrong = 0
+    for rows, *blocks in by_matrix.values():
+        for b in blocks:
+            taken = min(rows, b, key=lambda d: model_us(fitted[d["kind"]], d))
+            n += 1
+            wrong += taken["us"] > 1.05 * min(rows["us"], b["us"])
+    return n, wrong
+
+
+def main() -> None:
+    measured = read()
+    fitted = {kind: fit(measured, kind) for kind in KINDS}
+    for kind, c in fitted.items():
+        errors = np.array([model_us(c, d) / d["us"] - 1 for d in measured if d["kind"] == kind])
+        print(
+            *kind, dict(zip(NAMES, c.tolist(), strict=True)), f"rms {np.sqrt((errors**2).mean()):.1%} of {len(errors)}"
+        )
+    print("pairs, wrong by over 5 %:", *judge(fitted, measured))
+    places = sorted({d["where"] for d in measured})
+    for seed in range(4):
+        random.Random(seed).shuffle(places)
+        half = set(places[::2])
+        fitted = {kind: fit([d for d in measured if d["where"] in half], kind) for kind in KINDS}
+        print("fitted to half, judged on the others:", *judge(fitted, [d for d in measured if d["where"] not in half]))
+
+
+if __name__ == "__main__":
+    main()

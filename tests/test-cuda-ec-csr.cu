@@ -134,6 +134,15 @@ static void test_blocks_keep_their_elements() {
     }
 }
 
+// the model of its time (format/ec-csr-cost.h) counts with the lanes that rows really have
+static void test_model_counts_other_lanes() {
+    for (const int64_t per_row : { 1, 100, 767, 768, 2047, 2048, 9999 }) {
+        const macko_desc desc = { 100, 20000, GGML_MACKO_TYPE_F16, 4, 100 * per_row };
+        const int64_t lanes = cuda_sparse_lanes(desc, 100 * per_row, CUDA_SPARSE_LAYOUT_STRIPED);
+        CHECK(lanes == gpu_row_lanes(per_row), "%lld entries per row: %lld lanes", static_cast<long long>(per_row), static_cast<long long>(lanes));
+    }
+}
+
 // ---- products ----
 
 struct on_device {
@@ -254,6 +263,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
 
 int main(int argc, char ** argv) {
     test_blocks_keep_their_elements();
+    test_model_counts_other_lanes();
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         printf("test-cuda-ec-csr: %d checks of the layout, then skipped: no CUDA device\n", n_passed);

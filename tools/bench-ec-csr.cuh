@@ -124,7 +124,7 @@ struct ec_csr_bench {
     float             * x = nullptr, * y = nullptr;
     std::vector<double> want;
 
-    void report(const char * name, const bench_matrix & w, int64_t longest, const gpu_times & model) {
+    void report(const char * name, const bench_matrix & w, const gpu_times & model) {
         cuda_sparse_mul_mat_params p = {};
         p.n_matrices = 1;
         p.y[0]       = y;
@@ -162,8 +162,8 @@ struct ec_csr_bench {
                read / static_cast<double>(nnz), 100 * static_cast<double>(b.nbytes_arrays) / read, b.n_pieces, alone, chained, dense_us, dense_us / best, csr_us, csr_us / best, 100 * read / best / bandwidth);
         fflush(stdout);
         if (json) {
-            fprintf(json, "{\"where\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"nnz\": %lld, \"variant\": \"%s\", \"row_nbytes\": %.0f, \"block_nbytes\": %lld, \"pieces\": %d, \"sums\": %d, \"longest\": %lld, \"us\": %.3f, \"chained_us\": %.3f, \"dense_us\": %.3f, \"csr_us\": %.3f, \"model_rows_us\": %.3f, \"model_blocks_us\": %.3f}\n",
-                    where.c_str(), static_cast<long long>(rows), static_cast<long long>(cols), static_cast<long long>(nnz), name, row_nbytes, static_cast<long long>(b.nbytes_arrays), b.n_pieces, b.n_slots, static_cast<long long>(longest), alone, chained, dense_us, csr_us, model.rows_us, std::min(model.blocks_us, 1e9));
+            fprintf(json, "{\"where\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"nnz\": %lld, \"variant\": \"%s\", \"row_nbytes\": %.0f, \"block_nbytes\": %lld, \"pieces\": %d, \"sums\": %d, \"steps\": %.1f, \"us\": %.3f, \"chained_us\": %.3f, \"dense_us\": %.3f, \"csr_us\": %.3f, \"model_rows_us\": %.3f, \"model_blocks_us\": %.3f}\n",
+                    where.c_str(), static_cast<long long>(rows), static_cast<long long>(cols), static_cast<long long>(nnz), name, row_nbytes, static_cast<long long>(b.nbytes_arrays), b.n_pieces, b.n_slots, (w.blocks ? model.blocks : model.rows).n_steps, alone, chained, dense_us, csr_us, model.rows_us, std::min(model.blocks_us, 1e9));
             fflush(json);
         }
     }
@@ -235,7 +235,8 @@ struct ec_csr_bench {
             for (int64_t r = 0; r < rows; r++) {
                 longest = std::max<int64_t>(longest, m.row_ptr[static_cast<size_t>(r + 1)] - m.row_ptr[static_cast<size_t>(r)]);
             }
-            report(("macko-d" + std::to_string(BITS[best])).c_str(), w, longest, { gpu_us(gpu_rows_work(m.desc, count, longest)), 1e9 });
+            const gpu_work rows_work = gpu_rows_work(m.desc, count, longest);
+            report(("macko-d" + std::to_string(BITS[best])).c_str(), w, { rows_work, {}, gpu_us(rows_work), 1e9 });
         }
         for (const std::string & v : variants) {
             const std::string as      = v.back() == 'a' ? v.substr(0, 1) : v; // the same file
@@ -260,7 +261,7 @@ struct ec_csr_bench {
             check_status(cuda_ec_csr_upload(uploader, view, v.back() == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16, w.memory, room, &w.first, &w.blocks));
             w.copy();
             printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(), t1 - t0, seconds() - t1, static_cast<double>(coded.nbytes()) / static_cast<double>(nnz));
-            report(("ec-csr-" + v).c_str(), w, w.blocks ? gpu_blocks_work(view, {}).longest : longest_row(view), model);
+            report(("ec-csr-" + v).c_str(), w, model);
         }
         CHECKED(cudaFree(x));
         CHECKED(cudaFree(y));

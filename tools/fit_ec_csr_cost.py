@@ -17,32 +17,29 @@ import numpy as np
 from scipy.optimize import least_squares
 
 TIMES = Path(__file__).parent.parent / "tests" / "ec-csr-times.inc"
-NAMES = ["us", "row_mb", "block_mb", "kilorows", "kilopieces", "shared", "chain_us", "chain"]
-START = [4, 0.25, 0.26, 1, 0.2, 2, 3, 0.5]
+NAMES = ["us", "row_mb", "block_mb", "kilorows", "kilopieces", "shared", "step"]
+START = [4, 0.25, 0.26, 1, 0.2, 2, 0.5]
 KINDS = {  # (values, layout) -> the constants that it has
-    ("F16", "rows"): ["us", "row_mb", "chain_us", "chain"],
-    ("F16", "blocks"): ["us", "row_mb", "block_mb", "kilopieces", "chain_us", "chain"],
-    ("F32", "rows"): ["us", "row_mb", "kilorows", "chain_us", "chain"],
-    ("F32", "blocks"): ["us", "block_mb", "kilopieces", "shared", "chain_us", "chain"],
+    ("F16", "rows"): ["us", "row_mb", "step"],
+    ("F16", "blocks"): ["us", "row_mb", "block_mb", "kilopieces", "step"],
+    ("F32", "rows"): ["us", "row_mb", "kilorows", "step"],
+    ("F32", "blocks"): ["us", "block_mb", "kilopieces", "shared", "step"],
 }
 
 
 def read() -> list:
     found = []
-    line = re.compile(
-        r'\{ "(.*) (\S+)", GGML_MACKO_TYPE_(F\d+), (\d+), (\d+), (\d+), (\d+), (\d+), (true|false), (.*) \},'
-    )
+    line = re.compile(r'\{ "(.*) (\S+)", GGML_MACKO_TYPE_(F\d+), (.*), (true|false), (.*) \},')
     for m in line.finditer(TIMES.read_text()):
-        rows, row_nbytes, block_nbytes, pieces, longest = (int(x) for x in m.groups()[3:8])
-        features = [1, row_nbytes / 1e6, block_nbytes / 1e6, rows / 1e3, pieces / 1e3]
+        rows, row_nbytes, block_nbytes, pieces, steps = (float(x) for x in m[4].split(","))
         found.append(
             {
                 "where": m[1],
                 "kind": (m[3], "blocks" if block_nbytes else "rows"),
-                "features": np.array(features),
-                "shared": m[9] == "true",
-                "longest": longest / 256,
-                "us": float(m[10]),
+                "features": np.array(
+                    [1, row_nbytes / 1e6, block_nbytes / 1e6, rows / 1e3, pieces / 1e3, m[5] == "true", steps]
+                ),
+                "us": float(m[6]),
             }
         )
     return found
@@ -50,7 +47,7 @@ def read() -> list:
 
 def model_us(c: np.ndarray, d: dict) -> float:
     """gpu_us() of format/ec-csr-cost.cpp."""
-    return max(float(c[:5] @ d["features"]), c[6] + c[7] * d["longest"]) + c[5] * d["shared"]
+    return float(c @ d["features"])
 
 
 def fit(measured: list, kind: tuple) -> np.ndarray:

@@ -12,12 +12,13 @@ namespace {
 
 // Least squares of relative errors over bench-spmv-gpu --ec-csr, better of alone and chained, H200, driver 580, CUDA 13.0, 2026-11-21
 // (docs/notes-ec-csr.md, "Which one is faster"; the measurements: tests/ec-csr-times.inc). Microseconds: of a launch or more; per MB (10^6 bytes);
-// per 1000 rows or pieces; of blocks of several rows; and what the longest row takes a warp that has it alone: to begin, and per 256 entries.
-struct cost { double us, row_mb, block_mb, kilorows, kilopieces, shared, chain_us, chain; };
-constexpr cost ROWS       = { 2.589, 0.237, 0, 0, 0, 0, 2.220, 0.266 };
-constexpr cost BLOCKS     = { 4.803, 0.273, 0.273, 0, 0.351, 0, 5.213, 0.293 }; // three launches; beside rows
-constexpr cost F32_ROWS   = { 1.109, 0.547, 0, 0.905, 0, 0, 4.059, 1.778 };     // for which MACKO has no fast layout
-constexpr cost F32_BLOCKS = { 3.446, 0, 0.249, 0, 0.180, 1.994, 3.208, 0.318 }; // two launches; nothing beside them
+// per 1000 rows or pieces; of blocks of several rows; and per step of the warp that has the longest row. The steps of 16-bit values are set
+// by hand within the errors of the fit (0.104, 0.086): so the fewest choices are wrong.
+struct cost { double us, row_mb, block_mb, kilorows, kilopieces, shared, step; };
+constexpr cost ROWS       = { 1.896, 0.221, 0, 0, 0, 0, 0.110 };
+constexpr cost BLOCKS     = { 4.009, 0.301, 0.199, 0, 0.347, 0, 0.080 }; // three launches; beside rows
+constexpr cost F32_ROWS   = { 1.413, 0.261, 0, 0.937, 0, 0, 1.609 };     // for which MACKO has no fast layout
+constexpr cost F32_BLOCKS = { 2.603, 0, 0.211, 0, 0.247, 1.180, 0.257 }; // two launches; nothing beside them
 
 } // namespace
 
@@ -25,8 +26,7 @@ double gpu_us(const gpu_work & w) {
     const bool   f32 = w.type == GGML_MACKO_TYPE_F32;
     const cost & c   = w.block_nbytes > 0 ? (f32 ? F32_BLOCKS : BLOCKS) : f32 ? F32_ROWS : ROWS;
     const auto   d   = [](int64_t n) { return static_cast<double>(n); };
-    const double all = c.us + 1e-6 * (c.row_mb * d(w.row_nbytes) + c.block_mb * d(w.block_nbytes)) + 1e-3 * (c.kilorows * d(w.rows) + c.kilopieces * d(w.n_pieces));
-    return std::max(all, c.chain_us + c.chain * d(w.longest) / 256) + (w.shared ? c.shared : 0);
+    return c.us + 1e-6 * (c.row_mb * d(w.row_nbytes) + c.block_mb * d(w.block_nbytes)) + 1e-3 * (c.kilorows * d(w.rows) + c.kilopieces * d(w.n_pieces)) + (w.shared ? c.shared : 0) + c.step * w.n_steps;
 }
 
 int64_t longest_row(const ec_csr_view & view) {
@@ -44,31 +44,40 @@ int64_t longest_row(const ec_csr_view & view) {
 
 gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, int64_t longest_row) {
     static const int BITS[] = { 1, 2, 4, 8 };
-    int64_t nbits = INT64_MAX;
+    int64_t nbits = INT64_MAX, n_stored = 0;
     for (size_t k = 0; k < std::size(BITS); k++) {
-        nbits = std::min(nbits, count.n_stored[k] * (8 * value_nbytes(desc.type) + BITS[k]));
+        const int64_t n = count.n_stored[k] * (8 * value_nbytes(desc.type) + BITS[k]);
+        n_stored = n < nbits ? count.n_stored[k] : n_stored;
+        nbits    = std::min(n, nbits);
     }
     constexpr int64_t ROW_NBYTES = 68; // a pointer, and at most 32 places where runs start
-    return { desc.type, desc.rows, nbits / 8 + ROW_NBYTES * desc.rows, 0, 0, 0, longest_row, false };
+    const int64_t     per_step   = desc.type == GGML_MACKO_TYPE_F32 ? 256 : 8 * gpu_row_lanes(n_stored / desc.rows);
+    return { desc.type, desc.rows, nbits / 8 + ROW_NBYTES * desc.rows, 0, 0, 0, static_cast<double>(longest_row) / static_cast<double>(per_step), false };
 }
 
 gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest) {
     const macko_desc & desc = view.arrays().desc;
-    const bool f32     = !gpu_keeps_rows_of_one(desc.type);
-    const bool no_rows = f32 || view.sets().back().granularity > 1;
-    gpu_work w = { desc.type, desc.rows, no_rows ? 0 : gpu_rows_work(desc, rest, 0).row_nbytes, 0, 0, 0, f32 ? 0 : longest_row(view), view.sets()[0].granularity > 1 };
+    const bool f32 = !gpu_keeps_rows_of_one(desc.type);
+    gpu_work   w   = gpu_rows_work(desc, rest, longest_row(view));
+    w.shared = view.sets()[0].granularity > 1;
+    if (f32 || view.sets().back().granularity > 1) { // no rows beside the blocks
+        w.row_nbytes = 0;
+    }
+    int64_t longest = 0;
     for (const ec_csr_range & s : view.sets()) {
         if (s.granularity > 1 || f32) {
             const int64_t g = gpu_piece_rows(s.granularity, desc.type), cuts = s.granularity / g;
             const int64_t n_cols = s.vector_size == 1 ? s.n_blocks * EC_UNIT : s.n_cols; // short blocks are filled up
             w.n_pieces     += s.n_blocks * cuts;
             w.n_sums       += s.n_blocks * cuts * g;
-            for (const int32_t * ptr = view.arrays().blk_ptr + s.blk_ptr; f32 && ptr < view.arrays().blk_ptr + s.blk_ptr + s.n_blocks; ptr++) {
-                w.longest = std::max<int64_t>(w.longest, ptr[1] - ptr[0]);
-            }
             w.block_nbytes += s.n_blocks * cuts * (2 * EC_LANES + 4 + 4 * g) + cuts * n_cols * (8 * value_nbytes(desc.type) * g + desc.delta_bits) / 8;
+            for (int64_t b = 0; b < s.n_blocks; b++) {
+                const int32_t * ptr = view.arrays().blk_ptr + s.blk_ptr + b;
+                longest = std::max<int64_t>(longest, ptr[1] - ptr[0]);
+            }
         }
     }
+    w.n_steps = f32 ? static_cast<double>(longest) / 256 : w.n_steps;
     return w;
 }
 
@@ -88,11 +97,11 @@ int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
             return status;
         }
     }
-    const gpu_work blocks = gpu_blocks_work(view, rest);
+    const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest);
     // what a GPU reserves knowing the header alone has to be enough; four floats per sum are scratch memory
     const int64_t entries   = n_padded(max_recoded(desc)), nbytes = blocks.row_nbytes + blocks.block_nbytes + 16 * blocks.n_sums;
     const bool    in_blocks = blocks.block_nbytes > 0 && nbytes <= entries * (8 * value_nbytes(desc.type) + desc.delta_bits) / 8 + 4 * desc.rows;
-    *out = { gpu_us(gpu_rows_work(desc, whole, longest_row(view))), in_blocks ? gpu_us(blocks) : std::numeric_limits<double>::infinity() };
+    *out = { rows, blocks, gpu_us(rows), in_blocks ? gpu_us(blocks) : std::numeric_limits<double>::infinity() };
     return GGML_MACKO_STATUS_OK;
 }
 

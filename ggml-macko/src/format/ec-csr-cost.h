@@ -16,9 +16,12 @@ struct gpu_work { // of one product
     int64_t block_nbytes; // of the part that is kept in blocks; 0: none
     int64_t n_pieces;     // of blocks
     int64_t n_sums;       // rows of all pieces: their scratch memory
-    int64_t longest;      // entries that a warp has one behind the other: of the longest row; with F32 values in blocks, columns of the longest block
+    double  n_steps;      // that a warp takes one after the other: groups of a lane in the longest row; F32: 256 entries of it, in blocks 256 columns of the longest
     bool    shared;       // some blocks have several rows
 };
+
+// lanes that share a row of 16-bit values: as cuda_sparse_lanes() has it
+constexpr int64_t gpu_row_lanes(int64_t entries_per_row) { return entries_per_row >= 2048 ? 32 : entries_per_row >= 768 ? 16 : 8; }
 
 // microseconds on the GPU that the model was fitted on. What matters is which of two layouts is faster
 double gpu_us(const gpu_work & work);
@@ -31,8 +34,10 @@ gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest
 constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; } // as rows
 
 struct gpu_times {
-    double rows_us;
-    double blocks_us; // infinite: nothing would be kept in blocks, or it would take more memory than a GPU reserves
+    gpu_work rows;
+    gpu_work blocks;
+    double   rows_us;
+    double   blocks_us; // infinite: nothing would be kept in blocks, or it would take more memory than a GPU reserves
 };
 // both for a checked matrix; counts its rows
 [[nodiscard]] int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out);

@@ -82,7 +82,7 @@ template <typename T, int BITS, int NX> struct group {
 // ---- x into shared memory ----
 
 // Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
-// multiplied with (by the same threads: store_x has the same loop).
+// multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its word.
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
     constexpr int words = x_words(NX);
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -92,9 +92,9 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     for (int i = (p.modulus + p.cols) * words + thread; i < (p.modulus + p.overshoot) * words; i += threads) {
         xs[i] = 0.0f;
     }
-    if (NX == 1 && p.norm_weight) {
+    if (p.norm_weight) {
         for (int i = thread; i < p.cols; i += threads) {
-            copy_float(xs + i, p.norm_weight + i);
+            copy_float(xs + i * words, p.norm_weight + i);
         }
     }
 }
@@ -121,11 +121,30 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
             }
         }
     };
-    if (NORM && ROUNDS) {
-        for (int i = threadIdx.x; i < p.cols; i += blockDim.x) {
+    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and each element would wait for
+    // the one before.
+    constexpr int BATCH = NX == 8 ? 2 : 4;
+    const int thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
+    float v[BATCH][NX];
+    const auto fetch = [&](int begin) {
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
 #pragma unroll
             for (int c = 0; c < NX; c++) {
-                squares[c] = fmaf(x_at(c, i), x_at(c, i), squares[c]);
+                v[k][c] = begin + k * step < p.cols ? x_at(c, begin + k * step) : 0.0f;
+            }
+        }
+    };
+    if (NORM && ROUNDS) {
+#pragma unroll 1
+        for (int begin = thread; begin < p.cols; begin += BATCH * step) {
+            fetch(begin);
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+#pragma unroll
+                for (int c = 0; c < NX; c++) {
+                    squares[c] = fmaf(v[k][c], v[k][c], squares[c]);
+                }
             }
         }
         sum_squares();
@@ -135,19 +154,11 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
             scale[c] = norm_scale(p, partial + c * 32);
         }
     }
-    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and each element would wait for
-    // the one before.
-    constexpr int BATCH = NX == 1 ? 4 : NX == 2 ? 2 : 1;
-    const int step = static_cast<int>(blockDim.x);
-#pragma unroll(NX > 2 ? 4 : 1)
-    for (int begin = static_cast<int>(threadIdx.x); begin < p.cols; begin += BATCH * step) {
-        float v[BATCH][NX];
-#pragma unroll
-        for (int k = 0; k < BATCH; k++) {
-#pragma unroll
-            for (int c = 0; c < NX; c++) {
-                v[k][c] = begin + k * step < p.cols ? x_at(c, begin + k * step) : 0.0f;
-            }
+    const bool have_all = NORM && ROUNDS && p.cols <= BATCH * step; // in v
+#pragma unroll 1
+    for (int begin = thread; begin < p.cols; begin += BATCH * step) {
+        if (!have_all) {
+            fetch(begin);
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
@@ -155,7 +166,7 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
             if (i >= p.cols) {
                 break;
             }
-            const float weight = !NORM ? 1.0f : NX == 1 ? xs[i] : __ldg(p.norm_weight + i);
+            const float weight = NORM ? xs[i * x_words(NX)] : 1.0f;
             word w;
 #pragma unroll
             for (int c = 0; c < NX; c++) {
@@ -205,6 +216,22 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
 }
 
 // ---- the kernel ----
+
+// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a lane, so that there are fewer
+// shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
+template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float (&v)[NX], int lane) {
+    if constexpr (NX == 1) {
+        return warp_sum<LANES>(v[0]);
+    } else {
+        const bool upper = lane & LANES / 2;
+        float half[NX / 2];
+#pragma unroll
+        for (int c = 0; c < NX / 2; c++) {
+            half[c] = (upper ? v[c + NX / 2] : v[c]) + __shfl_xor_sync(FULL_WARP, upper ? v[c] : v[c + NX / 2], LANES / 2);
+        }
+        return sum_columns<LANES / 2, NX / 2>(half, lane);
+    }
+}
 
 template <
     typename T,    // of the values
@@ -290,13 +317,9 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         cuda_wait_for_previous();
     }
     fill_x<T, NX>(xs, partial, p, column);
-    float scale[NX];
-#pragma unroll
-    for (int k = 0; k < NX; k++) {
-        scale[k] = NX == 1 && p.norm_weight ? norm_scale(p, partial + k * 32) : 1.0f;
-    }
+    const float scale = NX == 1 && p.norm_weight ? norm_scale(p, partial) : 1.0f;
 
-    float gate[NX] = {};
+    float gate = 0.0f; // of this thread's column
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
         const int own = c.own, steps = c.steps;
@@ -333,14 +356,17 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         } while (more);
 
         const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
+        float total[NX];
 #pragma unroll
         for (int k = 0; k < NX; k++) {
-            const float y = warp_sum<LANES>(NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k]) * scale[k];
-            if (GROUPED && p.silu_mul && t.matrix == 0) {
-                gate[k] = y;
-            } else if (lane == 0 && t.row < p.m[t.matrix].n_rows && column + k < p.n_columns) {
-                store_result<GROUPED>(p, t, column + k, y, gate[k]);
-            }
+            total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
+        }
+        const float y = sum_columns<LANES, NX>(total, lane) * scale;
+        const int   k = lane / (LANES / NX);
+        if (GROUPED && p.silu_mul && t.matrix == 0) {
+            gate = y;
+        } else if (lane % (LANES / NX) == 0 && t.row < p.m[t.matrix].n_rows && column + k < p.n_columns) {
+            store_result<GROUPED>(p, t, column + k, y, gate);
         }
     }
 }

@@ -195,10 +195,13 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
     return part;
 }
 
-// Measured on an H200 at densities .1 ... .5 (notes): passes of eight columns and unpacking with a dense product cost the same at 9 to 20
-// columns, with codes of 8 bits (few entries: unpacking is mostly writing zeros) at 12 to 40.
+// Measured on an H200 at densities .1 ... .5 (notes, section 20): two passes of eight columns take less than unpacking and a dense product, with codes of
+// 8 bits (few entries: unpacking is mostly writing zeros) three. In wide matrices fewer columns fit shared memory at a time.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
-    return w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr ? 8 : w.delta_bits == 8 ? 16 : 12;
+    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
+        return 8;
+    }
+    return w.cols > 12288 ? (w.delta_bits == 8 ? 16 : 12) : w.delta_bits == 8 ? 24 : 16;
 }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {

@@ -73,3 +73,4 @@ int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m, struct 
 void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
 int  ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
 int  ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
+int  ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks);

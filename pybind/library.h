@@ -53,6 +53,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_Q5_0 = 6,
     GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
+    GGML_MACKO_TYPE_Q4_NL = 1004,
 };
 
 const char * ggml_macko_last_error(void);

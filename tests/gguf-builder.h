@@ -16,7 +16,7 @@ namespace builder {
 using bytes = std::vector<uint8_t>;
 
 enum value_type : uint32_t { U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 };
-enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q5_0 = 6, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30 };
+enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q5_0 = 6, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30, TYPE_Q4_NL = 1004 };
 
 template <typename T> void put(bytes * out, T value) {
     const size_t n = out->size();
@@ -546,7 +546,7 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     return c;
 }
 
-// every third matrix is packed, plain or quantized
+// every third matrix is packed, plain or quantized; the fifth has Q4_NL values
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
@@ -560,10 +560,14 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             continue;
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
-        if (with_packed && next % 3 == 0) {
-            const uint32_t value_type = next % 18 == 9 ? TYPE_Q5_0 : next % 9 == 0 ? TYPE_Q8_0 : next % 9 == 3 ? TYPE_Q4_0 : t.type;
+        if (with_packed && (next % 3 == 0 || next == 4)) {
+            const uint32_t value_type = next == 4 ? TYPE_Q4_NL : next % 18 == 9 ? TYPE_Q5_0 : next % 9 == 0 ? TYPE_Q8_0 : next % 9 == 3 ? TYPE_Q4_0 : t.type;
             const packed_components c = encode_packed(m.sparse[next], value_type);
-            f.tensors.push_back({ t.name + ".values",  { c.n_values },            value_type, c.values,  0 });
+            if (value_type == TYPE_Q4_NL) { // bytes
+                f.tensors.push_back({ t.name + ".values", { c.values.size() }, TYPE_I8, c.values, 0 });
+            } else {
+                f.tensors.push_back({ t.name + ".values", { c.n_values }, value_type, c.values, 0 });
+            }
             f.tensors.push_back({ t.name + ".index",   { c.index.size() },        TYPE_I8,    c.index,   0 });
             f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 },  TYPE_I32,   c.row_ptr, 0 });
             nnz.push_back(c.nnz);
@@ -594,8 +598,8 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 4 : with_ec ? 2 : 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 4 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 5 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 5 : with_ec ? 2 : 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

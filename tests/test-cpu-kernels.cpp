@@ -355,6 +355,12 @@ static void test_every_set_against_float64() {
     }
 }
 
+static const int32_t all_quants[] = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0, GGML_MACKO_TYPE_Q4_NL };
+static const int     levels[2][16] = { // of Q4_NL, FORMAT.md section 7
+    { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
+    { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
+};
+
 // A quantized matrix, and in `exact` its weights d * q as F32, which holds them exactly; made from the arrays, not by the library's decoder.
 struct quantized {
     packed_matrix            packed;
@@ -378,7 +384,8 @@ struct quantized {
                 const int64_t   j      = k++ % 32;
                 const auto      nibble = [&](int64_t from) { return block[from + j % 16] >> (j / 16 * 4) & 15; };
                 const int       q      = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j])
-                                       : value_type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16 : nibble(2) - 8;
+                                       : value_type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16
+                                       : value_type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)] : nibble(2) - 8;
                 const float     v     = static_cast<float>(value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
                 memcpy(&exact.bits[i], &v, 4);
             }
@@ -393,7 +400,7 @@ static void test_quantized_against_float64() {
     const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
     size_t next_n = 0;
-    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 }) {
+    for (const int32_t type : all_quants) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
             for (const int64_t cols : dims) {
                 const int64_t   rows = random.range(1, cols > 300 ? 12 : 70);
@@ -435,7 +442,7 @@ static void test_quantized_extreme_x() {
 
 static void test_quantized_unpack() {
     rng random(14);
-    for (const int32_t type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 }) {
+    for (const int32_t type : all_quants) {
         const quantized q(random, type, 17, 133, 0.3);
         const guarded   dense(16 * 133 * 4);
         bitmap_unpack(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);

@@ -239,7 +239,7 @@ static void test_tensor_lies() {
 }
 
 static void test_sparse_lies() {
-    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 5)); });
+    lie("reader too old",              S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 7)); f.set(scalar<uint32_t>("macko.min_reader_version", U32, 6)); });
     lie("reader much too old",         S(FORMAT_VERSION), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, UINT32_MAX)); });
     lie("version 0",                   S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.version", U32, 0)); });
     lie("min_reader_version 0",        S(BAD_KEY_VALUE), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 0)); });
@@ -450,6 +450,7 @@ static void test_packed_lies() {
         expect(name, expected, check_all(builder::serialize(f), true));
     };
     const auto q8     = [](const char * component) { return base_model().sparse[0].name + component; }; // Q8_0
+    const auto nl     = [](const char * component) { return base_model().sparse[4].name + component; }; // Q4_NL
     const auto plain  = [](const char * component) { return base_model().sparse[6].name + component; };
     const auto resize = [](const std::string & name, int64_t n, size_t nbytes) { return [=](file & f) {
         tensor & t = f.at(name);
@@ -459,6 +460,7 @@ static void test_packed_lies() {
     packed_lie("a valid packed file",         S(OK), [](file &) {});
     packed_lie("packed for old readers",      S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 2)); });
     packed_lie("Q5_0 values for old readers", S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 3)); });
+    packed_lie("Q4_NL values for old readers", S(BAD_FORMAT), [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 4)); });
     packed_lie("packed with 3 bits",          S(BAD_FORMAT), [](file & f) { f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3))); });
     packed_lie("packed called macko",         S(BAD_FORMAT), [](file & f) { f.set(texts("macko.tensor.format", std::vector<std::string>(base_model().sparse.size(), "macko"))); });
     for (const char * component : { ".values", ".index", ".row_ptr" }) {
@@ -467,6 +469,10 @@ static void test_packed_lies() {
     }
     packed_lie("Q8_0 values too long",        S(BAD_COMPONENT), resize(q8(".values"), 32, 34));
     packed_lie("Q8_0 values too short",       S(BAD_COMPONENT), resize(q8(".values"), -32, 34));
+    packed_lie("Q4_NL values too long",       S(BAD_COMPONENT), resize(nl(".values"), 18, 0));
+    packed_lie("Q4_NL values too short",      S(BAD_COMPONENT), resize(nl(".values"), -1, 0));
+    packed_lie("Q8_0 values called bytes",    S(BAD_COMPONENT), [=](file & f) { tensor & t = f.at(q8(".values")); t.type = TYPE_I8; t.ne[0] = t.data.size(); });
+    packed_lie("a scale of Q4_NL is NaN",     S(NOT_FINITE), [=](file & f) { f.at(nl(".values")).data[1] = 0x7e; });
     packed_lie("index too long",              S(BAD_COMPONENT), resize(q8(".index"), 4, 0));
     packed_lie("index too short",             S(BAD_COMPONENT), resize(q8(".index"), -4, 0));
     packed_lie("values of another type",      S(BAD_COMPONENT), [=](file & f) { f.at(plain(".values")).type = f.at(plain(".values")).type == TYPE_F16 ? TYPE_BF16 : TYPE_F16; });

@@ -12,7 +12,11 @@ using namespace macko;
 
 static const int32_t all_types[]      = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int32_t all_index_bits[] = { 0, 2, 4, 8 };
-static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0 };
+static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0, GGML_MACKO_TYPE_Q4_NL };
+static const int     levels[2][16]    = { // of Q4_NL
+    { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
+    { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
+};
 
 static uint32_t random_value(rng & r, int32_t type) {
     const uint32_t sign = r.bits() & 1 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : 0;
@@ -121,7 +125,8 @@ static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entri
         const uint8_t * block  = bytes + k / 32 * (type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : 18);
         const auto      nibble = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
         const int       q      = type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + k % 32])
-                               : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16 : nibble(2) - 8;
+                               : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16
+                               : type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)] : nibble(2) - 8;
         e.d     = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
         e.value = q == 0 ? 0 : e.d * q;
     }
@@ -161,7 +166,7 @@ static void check_decoded(const packed_view & view) {
 static void test_round_trip() {
     rng r(1);
     for (const int32_t type : all_types) {
-        for (const int32_t value_type : { type, all_quants[0], all_quants[1], all_quants[2] }) {
+        for (const int32_t value_type : { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] }) {
             for (const int32_t bits : all_index_bits) {
                 for (const double density : { 0.0, 0.02, 0.1, 0.3, 0.9, 1.0 }) {
                     for (const int64_t cols : { 1, 7, 8, 9, 31, 64, 65, 300 }) {
@@ -187,7 +192,14 @@ static void test_round_trip() {
                             const double w = value_of(m.bits[i], type), error = std::fabs(entries[k].value - w);
                             // half a step of Q8_0, a whole one of the others (of Q4_0 the largest q is 7, the extreme value's is -8), and the rounding of d itself
                             const double d = std::fabs(entries[k].d), d_error = d * 0x1p-11 + 0x1p-25;
-                            const double bound = value_type == type ? 0 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error : d * 1.0001 + 17 * d_error;
+                            double bound = value_type == type ? 0 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error : d * 1.0001 + 17 * d_error;
+                            if (value_type == GGML_MACKO_TYPE_Q4_NL) { // the nearest level; scales may be too small for a block's largest values
+                                bound = 1e300;
+                                for (const int level : levels[out.values[k / 32 * 18] & 1]) {
+                                    bound = std::min(bound, std::fabs(level * entries[k].d - w));
+                                }
+                                bound += 1e-4 * d + 512 * d_error; // a bit of d is the table
+                            }
                             CHECK(error <= bound, "type %d values %d: %g became %g, scale %g", type, value_type, w, entries[k].value, d);
                             k++;
                         }
@@ -239,6 +251,13 @@ static void test_reference_rounding() {
     // d = -1: q + 16 = trunc(16.5 - x) = 0, 1, 31, 16, 31, then 15: the fifth bits of values 2, 3 and 4 are set
     const uint8_t q5[] = { 0x00, 0xbc, 0x1c, 0x00, 0x00, 0x00, 0xf0, 0xf1, 0xff, 0xf0, 0xff, 0xff };
     CHECK(memcmp(out.values.data(), q5, sizeof(q5)) == 0, "Q5_0: %02x %02x %02x %02x", out.values[2], out.values[6], out.values[7], out.values[8]);
+    const uint8_t nl[] = { 0x00, 0xbc, 0x70, 0x71, 0xff, 0x7f, 0x77 };
+    for (size_t i = 0; i < 32; i++) { // levels of the first table, which d = -1 leaves as they are
+        const float v = i == 0 ? 127.0f : i == 1 ? 100.0f : i == 2 || i == 3 || i == 18 ? -121.0f : 17.0f;
+        memcpy(&bits[i], &v, 4);
+    }
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q4_NL, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
+    CHECK(memcmp(out.values.data(), nl, sizeof(nl)) == 0, "Q4_NL: %02x%02x %02x %02x %02x %02x", out.values[1], out.values[0], out.values[2], out.values[3], out.values[4], out.values[5]);
     const float huge[] = { 1e37f };
     memcpy(bits.data(), huge, sizeof(huge));
     CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) == GGML_MACKO_STATUS_NOT_FINITE, "a scale beyond F16");
@@ -258,7 +277,7 @@ static void test_refusals() {
         packed_view view;
         return check_packed(a, 2, &view);
     };
-    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0, Q4 = GGML_MACKO_TYPE_Q4_0;
+    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0, Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
     const auto nnz = static_cast<size_t>(m.desc.nnz);
     using P = packed_matrix;
     using A = packed_arrays;
@@ -288,6 +307,9 @@ static void test_refusals() {
         { "padding Q5_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q5, 0, [](P & p, A &) { p.values.back() = 0x10; }) },
         { "padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL,  status_of(Q5, 0, [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; }) },
         { "padding Q4_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q4, 0, [](P & p, A &) { p.values.back() = 0x08; }) },
+        { "scale of Q4_NL",    GGML_MACKO_STATUS_NOT_FINITE,      status_of(NL, 0, [](P & p, A &) { p.values[18 + 1] = 0x7c; }) },
+        { "padding Q4_NL",     GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(NL, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
+        { "I8 as value type",  GGML_MACKO_STATUS_BAD_FORMAT,      status_of(NL, 0, [](P &, A & a) { a.desc.value_type = 24; }) },
         { "padding F16",       GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
         { "a zero",            GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [&](P & p, A &) { p.values[2 * nnz - 2] = p.values[2 * nnz - 1] = 0; }) },
         { "NaN",               GGML_MACKO_STATUS_NOT_FINITE,      status_of(F16, 0, [](P & p, A &) { p.values[1] = 0x7e; }) },
@@ -303,10 +325,10 @@ static void test_mutants() {
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
         const int32_t type = all_types[r.range(0, 2)], bits = all_index_bits[r.range(0, 3)];
-        const int32_t value_types[] = { type, all_quants[0], all_quants[1], all_quants[2] };
+        const int32_t value_types[] = { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] };
         const dense_matrix m = random_dense(r, type, r.range(1, 6), r.range(1, 70), r.unit());
         packed_matrix p;
-        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 3)], bits }, 1, &p) != 0) {
+        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 4)], bits }, 1, &p) != 0) {
             continue;
         }
         packed_arrays a = p.arrays();

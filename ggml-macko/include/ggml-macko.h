@@ -66,7 +66,7 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_OVERLAP           = 56, // EC-CSR: two blocks hold one element
 };
 
-// the ggml type ids that values may have; the quantized ones only in packed matrices
+// the type ids that values may have, ggml's but for Q4_NL (FORMAT.md section 7); the quantized ones only in packed matrices
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32  = 0,
     GGML_MACKO_TYPE_F16  = 1,
@@ -74,6 +74,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_Q5_0 = 6,
     GGML_MACKO_TYPE_Q8_0 = 8,
     GGML_MACKO_TYPE_BF16 = 30,
+    GGML_MACKO_TYPE_Q4_NL = 1004, // this library's own; in a file its blocks are bytes (I8)
 };
 
 // ---- library ----
@@ -171,7 +172,7 @@ struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
     int64_t         rows;
     int64_t         cols;
     int32_t         type;       // of the dense matrix: F32, F16 or BF16
-    int32_t         value_type; // the same, or Q8_0, Q5_0 or Q4_0
+    int32_t         value_type; // the same, or Q8_0, Q5_0, Q4_0 or Q4_NL
     int32_t         index_bits; // 0: a bitmap; 2, 4, 8: gap codes
     int64_t         nnz;
     int64_t         n_values, n_index, n_row_ptr;
@@ -182,7 +183,7 @@ struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
 
 // an encoded matrix; owns its memory
 struct ggml_macko_packed_matrix;
-// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does. NOT_FINITE if a value is Inf or NaN, or too large
+// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl. NOT_FINITE if a value is Inf or NaN, or too large
 // for a scale in F16; LIMIT if there are too many non-zeros.
 GGML_MACKO_API int  ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type, int32_t index_bits, int n_threads, struct ggml_macko_packed_matrix ** out);
 // its arrays, valid until it is freed
@@ -192,6 +193,9 @@ GGML_MACKO_API void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
 GGML_MACKO_API int  ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
 // checks, and writes rows * cols dense elements of m->type
 GGML_MACKO_API int  ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
+// n non-zeros as Q4_NL: for each block of 32 the scale that leaves the least sum of weights[i] * error^2, of those tried; blocks has 18 bytes for each 32
+// begun, at least 18. weights are not negative; NULL: all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
+GGML_MACKO_API int  ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks);
 
 // ---- CPU kernels on plain arrays ----
 
@@ -235,7 +239,7 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
     const char * format;        // "macko", "ec-csr" or "packed"
     int32_t      type;          // dense ggml type
-    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0, Q5_0 or Q4_0
+    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0, Q5_0, Q4_0 or Q4_NL
     int32_t      delta_bits;    // of packed 0 for a bitmap
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape

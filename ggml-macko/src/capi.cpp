@@ -5,6 +5,7 @@
 #include "format/ec-csr-cost.h"
 #include "format/encode.h"
 #include "format/extract.h"
+#include "format/quantize.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -282,6 +283,15 @@ int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int
         }
         *out = m.release();
         return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks) {
+    return at_c_edge([&]() -> int {
+        if (!values || !blocks || n < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values", static_cast<long long>(n));
+        }
+        return quantize(values, weights, n, GGML_MACKO_TYPE_Q4_NL, threads(n_threads, n), static_cast<uint8_t *>(blocks));
     });
 }
 

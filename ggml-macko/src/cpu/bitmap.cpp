@@ -121,7 +121,8 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
 // block = nullptr: one that is not there, all zeros
 static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
     uint8_t * q = group + GROUP_SCALES_NBYTES;
-    reinterpret_cast<float *>(group)[half] = block ? float_of_f16(quant_scale_bits(block)) : 0;
+    const uint32_t d = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
+    reinterpret_cast<uint32_t *>(group)[half] = block && type == GGML_MACKO_TYPE_Q4_NL ? d | (block[0] & 1) : d;
     if (type == GGML_MACKO_TYPE_Q8_0) {
         for (int64_t i = 0; i < QUANT_BLOCK; i++) {
             q[half * QUANT_BLOCK + i] = block ? block[2 + i] : 0;
@@ -172,10 +173,12 @@ template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, i
     const int64_t   i      = k % QUANT_GROUP, half = i / QUANT_BLOCK;
     uint8_t       * group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);
     const uint8_t * q      = group + GROUP_SCALES_NBYTES;
+    const uint32_t  d      = reinterpret_cast<const uint32_t *>(group)[half];
     const int       nibble = m.type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
     const int       value  = m.type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(q[i])
+                           : m.type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
                            : m.type == GGML_MACKO_TYPE_Q4_0 ? nibble - 8 : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
-    return dense_of_quant<T>(reinterpret_cast<const float *>(group)[half], value, dense_type);
+    return dense_of_quant<T>(float_of_bits(d & ~1u), value, dense_type);
 }
 
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {

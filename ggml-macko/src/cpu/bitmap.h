@@ -9,6 +9,7 @@
 // A group is two blocks of FORMAT.md section 7: 64 values that vectors take apart with few operations. Two float scales d, then
 //   Q8_0: 64 int8;
 //   Q4_0: 32 bytes: q + 8 of the first block's values in the low, of the second one's in the high nibbles;
+//   Q4_NL: 32 bytes likewise, of the levels' numbers; the tables are the lowest bits of the scales' floats, which F16 leaves zero;
 //   Q5_0: 32 bytes likewise, of q + 16; then 64 bits, its fifth bits.
 #pragma once
 

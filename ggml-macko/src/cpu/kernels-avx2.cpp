@@ -77,7 +77,8 @@ struct simd {
     }
     // half of a group
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const vec       d = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
+        const vec       scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
+        const vec       d = TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         for (int i = 0; i < 2; i++) { // 16 values each
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
@@ -85,6 +86,8 @@ struct simd {
             __m128i       v     = bytes;
             if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
                 v = _mm_sub_epi8(low, _mm_set1_epi8(8));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                v = _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 uint16_t fifth; // a bit per value, spread to bytes that are 0 or all ones
                 __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));

@@ -61,6 +61,8 @@ struct avx512 {
         __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
         return _mm512_set1_ps(d);
     }
+    // without the number of a table
+    template <int TYPE> static vec only_scale(vec d) { return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d; }
     template <int TYPE> static __m256i quants(const uint8_t * group, int half) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -72,13 +74,15 @@ struct avx512 {
                 uint32_t fifth;
                 __builtin_memcpy(&fifth, q + 32 + 4 * half, sizeof(fifth));
                 return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~fifth), low, _mm256_set1_epi8(16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1]))), low);
             } else {
                 return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
             }
         }
     }
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const vec     d = half_scale(group, half);
+        const vec     d = only_scale<TYPE>(half_scale(group, half));
         const __m256i q = quants<TYPE>(group, half);
         store(out,      _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
         store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)))));

@@ -16,6 +16,23 @@ constexpr places_table make_places_table() {
 }
 constexpr places_table places_0_63 = make_places_table();
 
+// both tables of Q4_NL in one vector, and 16 for the values of a group that are in the second: in neither block, the first, the second, both
+struct level_vectors {
+    alignas(64) int8_t  levels[64];
+    alignas(64) uint8_t second_of[4][64];
+};
+constexpr level_vectors make_level_vectors() {
+    level_vectors v = {};
+    for (int i = 0; i < 64; i++) {
+        v.levels[i] = Q4_NL_LEVELS[i / 16 % 2][i % 16];
+        for (int blocks = 0; blocks < 4; blocks++) {
+            v.second_of[blocks][i] = (blocks >> (i / 32)) & 1 ? 16 : 0;
+        }
+    }
+    return v;
+}
+constexpr level_vectors level_tables = make_level_vectors();
+
 struct simd : avx512 {
     template <int TYPE> static constexpr int  step  = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
     template <int TYPE> static constexpr bool narrows = TYPE != GGML_MACKO_TYPE_F32;
@@ -113,6 +130,9 @@ struct simd : avx512 {
                 uint64_t fifth;
                 __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
                 return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                const __m512i places = _mm512_or_si512(low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
+                return _mm512_permutexvar_epi8(places, _mm512_load_si512(level_tables.levels));
             } else {
                 return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
             }
@@ -127,7 +147,7 @@ struct simd : avx512 {
             const __m512i q    = all_quants<TYPE>(group);
             const __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(lined.high + i * 64), q);
             const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(lined.low + i * 64), q); // below 2^25
-            total = fma(_mm512_cvtepi32_ps(both), _mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1)), total);
+            total = fma(_mm512_cvtepi32_ps(both), only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
         }
         return sum(total);
     }

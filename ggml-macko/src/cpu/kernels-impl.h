@@ -524,6 +524,7 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
         case GGML_MACKO_TYPE_Q8_0: prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q5_0: prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q4_0: prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q4_NL: prepare_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, begin, end); break;
         default:                   prepare_type<GGML_MACKO_TYPE_F32> (p, layout, begin, end); break;
     }
 }
@@ -552,6 +553,7 @@ void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int6
         case GGML_MACKO_TYPE_Q8_0: multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q5_0: multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_0: multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q4_NL: multiply_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, row_begin, row_end); break;
         default:                   multiply_type<GGML_MACKO_TYPE_F32> (p, layout, row_begin, row_end); break;
     }
 }

@@ -79,14 +79,17 @@ struct simd {
     // half of a group
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        float d;
-        __builtin_memcpy(&d, group + 4 * half, sizeof(d));
+        uint32_t bits;
+        __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
+        const float d = float_of(TYPE == GGML_MACKO_TYPE_Q4_NL ? bits & ~1u : bits);
         for (int i = 0; i < 32; i++) {
             const int low = (q[i] >> (4 * half)) & 15;
             if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
                 out[i] = d * static_cast<float>(static_cast<int8_t>(q[32 * half + i]));
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 out[i] = d * static_cast<float>(low - ((q[32 + 4 * half + i / 8] >> (i % 8)) & 1 ? 0 : 16));
+            } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
+                out[i] = d * static_cast<float>(Q4_NL_LEVELS[bits & 1][low]);
             } else {
                 out[i] = d * static_cast<float>(low - 8);
             }

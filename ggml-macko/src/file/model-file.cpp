@@ -16,7 +16,7 @@ namespace macko {
 constexpr int32_t  TYPE_I8        = 24; // ggml type ids of components
 constexpr int32_t  TYPE_I16       = 25;
 constexpr int32_t  TYPE_I32       = 26;
-constexpr int64_t  FORMAT_VERSION = 4;
+constexpr int64_t  FORMAT_VERSION = 5;
 constexpr int32_t  RECODED_BITS   = 4; // delta_bits of a packed matrix for a consumer that wants MACKO
 constexpr int64_t  CLAIM_SEARCH_NBYTES = 64 << 20; // a key behind that many bytes is not looked for: real headers have 20 MB at most
 constexpr int64_t  BLOCK_NBYTES   = 512 << 10; // of payload: half of an L2 cache, and a few hundred microseconds of work
@@ -388,8 +388,11 @@ static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, spa
 
 // the index's exact length is known only from its codes, unless it is a bitmap
 static int check_packed_components(const gguf_tensor * t, sparse_matrix * m) {
-    m->value_type = is_quant_type(t[PACKED_VALUES].type) ? t[PACKED_VALUES].type : m->desc.type;
-    if (const int status = check_component(t[PACKED_VALUES], m->value_type, packed_n_values(m->desc.nnz))) {
+    const int32_t type     = t[PACKED_VALUES].type;
+    const int64_t n_values = packed_n_values(m->desc.nnz);
+    m->value_type = type == TYPE_I8 ? GGML_MACKO_TYPE_Q4_NL : is_quant_type(type) ? type : m->desc.type; // Q4_NL is no type of ggml's: bytes
+    if (const int status = type == TYPE_I8 ? check_component(t[PACKED_VALUES], TYPE_I8, values_nbytes(m->value_type, n_values))
+                                           : check_component(t[PACKED_VALUES], m->value_type, n_values)) {
         return status;
     }
     const int64_t most = max_index_nbytes(m->packed()), n = t[PACKED_INDEX].ne[0];
@@ -443,6 +446,9 @@ static int check_value_versions(const model_file & file) {
     for (const sparse_matrix & m : file.sparse) {
         if (m.value_type == GGML_MACKO_TYPE_Q5_0 && min_reader < 4) {
             return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q5_0 values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
+        }
+        if (m.value_type == GGML_MACKO_TYPE_Q4_NL && min_reader < 5) {
+            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q4_NL values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -744,7 +750,7 @@ int read_packed(const byte_source & source, const gguf_header & header, const sp
             }
         }
         packed_view view;
-        if (const int status = check_packed({ m.packed(), memory[PACKED_VALUES].get(), reader.component(PACKED_VALUES).ne[0], memory[PACKED_INDEX].get(), reader.component(PACKED_INDEX).nbytes,
+        if (const int status = check_packed({ m.packed(), memory[PACKED_VALUES].get(), packed_n_values(m.desc.nnz), memory[PACKED_INDEX].get(), reader.component(PACKED_INDEX).nbytes,
                                               reinterpret_cast<const int32_t *>(memory[PACKED_ROW_PTR].get()), reader.component(PACKED_ROW_PTR).ne[0] }, n_team, &view)) {
             return status;
         }

@@ -2,9 +2,9 @@
 #include "format/packed.h"
 #include "format/code-writer.h"
 #include "format/nonzero.h"
+#include "format/quantize.h"
 
 #include <algorithm>
-#include <cmath>
 #include <omp.h>
 
 namespace macko {
@@ -16,7 +16,7 @@ int check_packed_desc(const packed_desc & desc) {
         return status;
     }
     if (desc.value_type != desc.dense.type && !is_quant_type(desc.value_type)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6) or Q4_0 (2)", desc.value_type, desc.dense.type);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2) or Q4_NL (1004)", desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -222,7 +222,7 @@ static int check_quant_values(const packed_arrays & a, int n_threads) {
         return fail(GGML_MACKO_STATUS_NOT_FINITE, "the scale of block %lld is Inf or NaN", static_cast<long long>(block));
     }
     for (int64_t k = nnz; k < a.n_values; k++) {
-        if (quant_at(blocks + k / QUANT_BLOCK * nbytes, type, k % QUANT_BLOCK) != 0) {
+        if (quant_at(blocks + k / QUANT_BLOCK * nbytes, type, k % QUANT_BLOCK) != padding_quant(type)) {
             return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, behind the last non-zero, is not zero", static_cast<long long>(k));
         }
     }
@@ -281,42 +281,6 @@ packed_arrays packed_matrix::arrays() const {
     return { desc, values.data(), packed_n_values(desc.dense.nnz), index.data(), static_cast<int64_t>(index.size()), row_ptr.data(), static_cast<int64_t>(row_ptr.size()) };
 }
 
-// One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value / -8, and
-// q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. False if the scale is too large for F16.
-static bool quantize_block(const float * x, int32_t type, uint8_t * block) {
-    float extreme = 0;
-    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        extreme = std::fabs(x[i]) > std::fabs(extreme) ? x[i] : extreme;
-    }
-    const bool     q8      = type == GGML_MACKO_TYPE_Q8_0;
-    const int      half    = type == GGML_MACKO_TYPE_Q5_0 ? 16 : 8;
-    const float    d       = q8 ? std::fabs(extreme) / 127 : extreme / static_cast<float>(-half);
-    const float    inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
-    const uint16_t scale   = f16_of_float(d);
-    memset(block, 0, static_cast<size_t>(quant_block_nbytes(type)));
-    memcpy(block, &scale, 2);
-    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        if (q8) {
-            block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::round(x[i] * inverse)));
-            continue;
-        }
-        const int q       = std::min(2 * half - 1, static_cast<int>(x[i] * inverse + static_cast<float>(half) + 0.5f));
-        uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
-        nibbles[i % 16] = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
-        if (type == GGML_MACKO_TYPE_Q5_0) {
-            block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | q >> 4 << (i % 8));
-        }
-    }
-    return (scale & 0x7c00) != 0x7c00;
-}
-
-static int quantize(const std::vector<float> & x, int32_t type, int n_threads, std::vector<uint8_t> * out) {
-    const int64_t n_blocks = static_cast<int64_t>(x.size()) / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
-    out->resize(static_cast<size_t>(n_blocks * nbytes));
-    const int64_t bad = first_bad(n_blocks, n_threads, [&](int64_t i) { return !quantize_block(x.data() + i * QUANT_BLOCK, type, out->data() + i * nbytes); });
-    return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16", static_cast<long long>(bad)) : static_cast<int>(GGML_MACKO_STATUS_OK);
-}
-
 static int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // the non-zero behind it counted
 
 // non-zeros and gap codes of each row, for all widths
@@ -368,8 +332,8 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
     out->desc       = desc;
     out->index.assign(static_cast<size_t>(index_nbytes_of_bits(n_bits)), 0);
     const bool         quantized = is_quant_type(desc.value_type);
-    std::vector<float> floats(quantized ? static_cast<size_t>(packed_n_values(total.nnz)) : 0);
-    out->values.assign(quantized ? 0 : static_cast<size_t>(packed_n_values(total.nnz)) * sizeof(T), 0);
+    std::vector<float> floats(quantized ? static_cast<size_t>(total.nnz) : 0);
+    out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(total.nnz))), 0);
     std::vector<int64_t> first_bit(static_cast<size_t>(rows) + 1, 0);
     for (size_t r = 0; r < counts.size(); r++) {
         first_bit[r + 1] = first_bit[r] + (width < 0 ? bitmap_row_nbytes(cols) * 8 : counts[r].codes[width] * desc.index_bits);
@@ -403,7 +367,7 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
             codes.finish();
         }
     }
-    return quantized ? quantize(floats, desc.value_type, n_threads, &out->values) : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return quantized ? quantize(floats.data(), nullptr, total.nnz, desc.value_type, n_threads, out->values.data()) : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out) {

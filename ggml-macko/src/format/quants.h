@@ -12,10 +12,16 @@ constexpr int64_t QUANT_BLOCK = 32; // values that share a scale
 // Bytes of a block, 0 if the type is not quantized. F16 scale, then
 //   Q8_0: 32 int8;
 //   Q4_0: 16 bytes with q + 8 of values 0 ... 15 in their low and of 16 ... 31 in their high nibbles;
-//   Q5_0: 32 bits, those with value 16 of q + 16, and 16 bytes with the others, as in Q4_0.
+//   Q5_0: 32 bits, those with value 16 of q + 16, and 16 bytes with the others, as in Q4_0;
+//   Q4_NL: as Q4_0, with the number of a level in place of q + 8; the lowest bit of the scale says in which table.
 constexpr int64_t quant_block_nbytes(int32_t type) {
-    return type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : type == GGML_MACKO_TYPE_Q4_0 ? 18 : 0;
+    return type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : type == GGML_MACKO_TYPE_Q4_0 || type == GGML_MACKO_TYPE_Q4_NL ? 18 : 0;
 }
+// q of Q4_NL: non-zeros of a pruned matrix have a hole around zero, narrow or wide, and so have the levels
+alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
+    { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
+    { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
+};
 constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
 // n values, a multiple of QUANT_BLOCK if quantized
 constexpr int64_t values_nbytes(int32_t type, int64_t n) { return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type); }
@@ -58,8 +64,11 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
         const int high = (block[2 + i / 8] >> (i % 8)) & 1;
         return (high << 4 | ((block[6 + i % 16] >> (i / 16 * 4)) & 15)) - 16;
     }
-    return ((block[2 + i % 16] >> (i / 16 * 4)) & 15) - 8;
+    const int nibble = (block[2 + i % 16] >> (i / 16 * 4)) & 15;
+    return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[block[0] & 1][nibble] : nibble - 8;
 }
+// q behind the last non-zero
+constexpr int padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; } // number 0 of either table
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 
 // d * q as bits of the dense type: rounded to nearest even, finite, +0 if it is 0

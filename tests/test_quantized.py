@@ -20,11 +20,13 @@ import generators
 from ggml_macko import bindings, errors, formats, imatrix, mixture, packed, quantize
 from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.gguf_files import AtomicOutput, Model
-from ggml_macko.packed import TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0
+from ggml_macko.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from test_model_runs import DEMO, greedy, open_model
 
-KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
-GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in KINDS.values()}
+GGML_KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
+GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in GGML_KINDS.values()}
+KINDS = {**GGML_KINDS, "macko-q4_nl": TYPE_Q4_NL}
+QUANTS = tuple(KINDS.values())
 
 
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
@@ -39,7 +41,7 @@ def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
 def test_c_and_numpy_disagree(index_bits):
     for label, bits, type_id in generators.matrix_cases():
-        for value_type in (type_id, *GGML_TYPE):
+        for value_type in (type_id, *QUANTS):
             dense = bits if value_type == type_id else moderate(bits, type_id)
             m = bindings.packed_encode(dense, type_id, value_type, index_bits, 1)
             generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
@@ -54,7 +56,7 @@ def test_random_matrices_lose_more_than_the_bound(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
-    value_type = data.draw(st.sampled_from(tuple(GGML_TYPE)))
+    value_type = data.draw(st.sampled_from(QUANTS))
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
     m = bindings.packed_encode(dense, type_id, value_type, n_threads=data.draw(st.integers(1, 3)))
     assert m.nnz == np.count_nonzero(dense)
@@ -81,21 +83,21 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
         )
 
 
-@pytest.mark.parametrize("value_type", list(GGML_TYPE))
+@pytest.mark.parametrize("value_type", QUANTS)
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
 def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
     """FORMAT.md section 7: values, index and row pointers; the rest is under 1 %."""
     rng = np.random.default_rng(6)
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
     m = bindings.packed_encode(dense, TYPE_F16, value_type)
-    value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5}[value_type]
+    value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5, TYPE_Q4_NL: 4.5}[value_type]
     index = min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
     want = density * value + index + 32 / 2048
     assert m.nbytes * 8 / dense.size == pytest.approx(want, rel=0.01)
     assert m.index_bits == (packed.BITMAP if density > 0.38 else 2 if density > 0.19 else 4)
 
 
-@pytest.mark.parametrize("value_type", [TYPE_F16, *GGML_TYPE])
+@pytest.mark.parametrize("value_type", [TYPE_F16, *QUANTS])
 def test_product_is_not_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):
@@ -121,8 +123,9 @@ def test_infinite_or_huge_values_are_quantized():
         bindings.packed_encode(dense, TYPE_F16, TYPE_Q8_0)
     huge = np.full((2, 40), 1e38, dtype=np.float32).view(np.uint32)
     for encode in (bindings.packed_encode, lambda *a: packed.encode(*a, 0)):
-        with pytest.raises(errors.PayloadError, match="too large"):
-            encode(huge, TYPE_F32, TYPE_Q8_0)
+        for value_type in (TYPE_Q8_0, TYPE_Q4_NL):
+            with pytest.raises(errors.PayloadError, match="too large"):
+                encode(huge, TYPE_F32, value_type)
 
 
 # ---- searched scales ----
@@ -155,6 +158,56 @@ def test_search_and_weights_bring_nothing(value_type):
         power = generators.to_float64(dense, TYPE_F16) ** 2
         assert weighted[name] == pytest.approx(np.sum(of_all * difference**2) / np.sum(of_all * power), rel=1e-9)
     assert error["searched"] < 0.95 * error["rounded"] and weighted["weighted"] < 0.97 * weighted["searched"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_levels_depend_on_threads_or_the_twin_differs(data):
+    """Q4_NL: weighted, any number of values, magnitudes and signs, up to what F16 scales hold."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    n = data.draw(st.integers(0, 3000))
+    spread = data.draw(st.sampled_from((0.0, 1.0, 6.0)))
+    x = (rng.standard_normal(n) * np.exp(spread * rng.standard_normal(n))).astype(np.float32)
+    x[np.abs(x) > 1e6] = 1e6
+    w = np.exp(spread * rng.standard_normal(n)).astype(np.float32) if data.draw(st.booleans()) else None
+    got = bindings.quantize_q4_nl(x, w, 1)
+    assert got.tobytes() == bindings.quantize_q4_nl(x, w, 3).tobytes() == packed.quantize_levels(x, w).tobytes()
+    assert np.all(packed.dequantize(got, TYPE_Q4_NL)[1][n:] == -127)  # padding
+
+
+def pruned(rng: np.random.Generator, rows: int, cols: int, density: float) -> np.ndarray:
+    """Bits (F16) of normally distributed weights of which the small ones are gone."""
+    w = rng.standard_normal((rows, cols))
+    return np.where(np.abs(w) >= np.quantile(np.abs(w), 1 - density), w, 0).astype(np.float16).view(np.uint16)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.7])
+def test_levels_lose_as_much_as_q4_0(density):
+    rng = np.random.default_rng(11)
+    dense = pruned(rng, 64, 1024, density)
+    weights = np.exp(rng.standard_normal((1, 1024))).astype(np.float32)
+    for w in (None, weights):
+        nl, q4 = (quantize.non_zeros(dense, TYPE_F16, t, w) for t in (TYPE_Q4_NL, TYPE_Q4_0))
+        assert nl.nbytes == q4.nbytes
+        lost = [quantize.error_of(dense, bindings.decode(m), TYPE_F16, w) for m in (nl, q4)]
+        assert lost[0] < 0.9 * lost[1]
+    searched = quantize.non_zeros(dense, TYPE_F16, TYPE_Q4_NL, None)
+    assert quantize.error_of(dense, bindings.decode(nl), TYPE_F16, weights) < quantize.error_of(
+        dense, bindings.decode(searched), TYPE_F16, weights
+    )
+
+
+def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
+    """macko-q4_nl is Q4_0 where that loses less."""
+    rng = np.random.default_rng(12)
+    weights = {"blk.0.attn_q.weight": pruned(rng, 64, 512, 0.3), "blk.0.attn_k.weight": pruned(rng, 64, 512, 1.0)}
+    dense = generators.write_gguf(tmp_path / "d.gguf", {name: (w, TYPE_F16) for name, w in weights.items()})
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", dense, sparse, "macko-q4_nl").code == 0
+    assert {s.name.split(".")[2]: s.value_type for s in sparse_of(sparse).values()} == {
+        "attn_q": TYPE_Q4_NL,
+        "attn_k": TYPE_Q4_0,
+    }
 
 
 def test_columns_without_input_lose_their_weights():
@@ -301,7 +354,8 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
     assert ("lossy" in done.err + done.out) == (kind in KINDS)
     found = sparse_of(sparse)
     assert {s.format for s in found.values()} == {"packed"} and len(found) >= 28
-    assert {s.value_type for s in found.values()} == {KINDS.get(kind, TYPE_F16)}
+    used = {s.value_type for s in found.values()}
+    assert used == {KINDS.get(kind, TYPE_F16)} or (kind == "macko-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0})
     for i in range(len(found)):
         with bindings.File(sparse) as f:
             f.check_payload(i)
@@ -315,9 +369,8 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
             assert x.read().tobytes() == y.read().tobytes(), x.name
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
-    assert {name.rsplit("-", 1)[0] for name in storage} == {"dense", kind} and shown["format_version"] == (
-        4 if kind == "macko-q5_0" else 3
-    )
+    assert {"dense", kind} <= {name.rsplit("-", 1)[0] for name in storage}
+    assert shown["format_version"] == {"macko-q5_0": 4, "macko-q4_nl": 5}.get(kind, 3)
     assert macko("convert", sparse, again, "macko").code == 0  # a source like any other
     assert macko("verify", again, dense).code == 0
 
@@ -335,27 +388,44 @@ def test_file_is_not_what_the_specification_says(tmp_path, macko):
             "ffn_up=macko-q4_0",
             "--tensor-type",
             "ffn_down=packed",
+            "--tensor-type",
+            "ffn_gate=macko-q4_nl",
         ).code
         == 0
     )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
-    assert keys["macko.version"] == keys["macko.min_reader_version"] == 3
+    assert keys["macko.version"] == keys["macko.min_reader_version"] == 5
     parts = {t.name: t for t in reader.tensors}
+    levels = np.array(
+        [
+            [-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121],
+            [-127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124],
+        ]
+    )
     dense = generators.dense_bytes(DEMO)
     for i, name in enumerate(keys["macko.tensor.name"]):
         values, index, row_ptr = (parts[f"{name}.{c}"] for c in packed.ARRAYS)
         cols, rows = keys["macko.tensor.ne"][4 * i : 4 * i + 2]
         nnz = keys["macko.tensor.nnz"][i]
         want = np.frombuffer(dense[name][2], np.float16).reshape(rows, cols).astype(np.float32)
-        m = packed.PackedMatrix(
-            rows, cols, TYPE_F16, int(values.tensor_type), keys["macko.tensor.delta_bits"][i], nnz,
-            np.ascontiguousarray(values.data).reshape(-1), np.ascontiguousarray(index.data).view(np.uint8), np.ascontiguousarray(row_ptr.data),
-        )  # fmt: skip
-        numbers = gguf.quants.dequantize(values.data, values.tensor_type).reshape(-1)[:nnz]
+        is_bytes = values.tensor_type == gguf.GGMLQuantizationType.I8
+        data = (np.ascontiguousarray(a) for a in (values.data.reshape(-1), index.data.view(np.uint8), row_ptr.data))
+        value_type = TYPE_Q4_NL if is_bytes else int(values.tensor_type)
+        bits = keys["macko.tensor.delta_bits"][i]
+        m = packed.PackedMatrix(rows, cols, TYPE_F16, value_type, bits, nnz, *data)
+        if is_bytes:
+            blocks = m.values.view(np.uint8).reshape(-1, 18)
+            n = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+            numbers = (blocks[:, :2].copy().view(np.float16).astype(np.float32) * levels[blocks[:, :1] & 1, n]).reshape(
+                -1
+            )[:nnz]
+            assert not np.any(n.reshape(-1)[nnz:])
+        else:
+            numbers = gguf.quants.dequantize(values.data, values.tensor_type).reshape(-1)[:nnz]
         got = np.zeros((rows, cols), np.float32)
         got[packed.places(m)] = numbers
-        limit = {"ffn_up": 0.2, "ffn_down": 0}.get(name.split(".")[2], 0.02)
+        limit = {"ffn_up": 0.2, "ffn_gate": 0.2, "ffn_down": 0}.get(name.split(".")[2], 0.02)
         assert np.sqrt(np.mean((got - want) ** 2)) <= limit * np.sqrt(np.mean(want**2)), name
         assert not np.any(got[want == 0])
 

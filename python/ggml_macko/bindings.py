@@ -273,6 +273,22 @@ def packed_encode(
     return PackedMatrix(*dense.shape, type_id, value_type, c.index_bits, c.nnz, values, index, row_ptr)
 
 
+def quantize_q4_nl(values: np.ndarray, weights: np.ndarray | None = None, n_threads: int = 0) -> np.ndarray:
+    """uint8, the blocks of n float32 values; weights: float32 (n,), how much the square of an error counts. Raises
+    MackoError if a value is too large for a scale in F16.
+    """
+    arrays = [None if a is None else np.ascontiguousarray(a, dtype=np.float32) for a in (values, weights)]
+    if weights is not None and arrays[1].shape != arrays[0].shape:
+        raise errors.error(errors.BAD_ARGUMENT, f"{len(arrays[1])} weights of {len(arrays[0])} values")
+    ffi = _ffi()
+    pointers = [ffi.NULL if a is None else ffi.from_buffer("const float *", a) for a in arrays]
+    n = packed.n_values(len(arrays[0]))
+    out = np.empty(n // packed.BLOCK * packed.BLOCK_NBYTES[packed.TYPE_Q4_NL], dtype=np.uint8)
+    c_out = ffi.from_buffer("void *", out, require_writable=True)
+    _check(_lib().ggml_macko_quantize_q4_nl(*pointers, len(arrays[0]), n_threads, c_out))
+    return out
+
+
 def _c_packed(m: PackedMatrix):
     """The C struct; it points into m's arrays, so m must live as long."""
     if m.type not in TYPE_NAMES:

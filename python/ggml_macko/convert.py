@@ -40,7 +40,7 @@ COMPONENTS = {
     PACKED: packed.ARRAYS,
 }
 FORMAT_VERSION = {MACKO: 1, EC_CSR: 2, PACKED: 3}
-VALUE_VERSION = {packed.TYPE_Q5_0: 4}  # of value types that came later
+VALUE_VERSION = {packed.TYPE_Q5_0: 4, packed.TYPE_Q4_NL: 5}  # of value types that came later
 MAX_SUFFIX = max(len(c) + 1 for components in COMPONENTS.values() for c in components)
 TYPE_I8, TYPE_I16, TYPE_I32 = 24, 25, 26  # ggml type ids of components
 
@@ -138,8 +138,9 @@ def _ec_csr_components(m: ec_csr.EcCsrMatrix) -> tuple:
 
 
 def _packed_components(m: packed.PackedMatrix) -> tuple:
+    is_bytes = m.value_type == packed.TYPE_Q4_NL  # ggml has no such type
     return (
-        (m.value_type, m.n_values, m.values.nbytes),
+        (TYPE_I8 if is_bytes else m.value_type, m.values.nbytes if is_bytes else m.n_values, m.values.nbytes),
         (TYPE_I8, len(m.index), m.index.nbytes),
         (TYPE_I32, len(m.row_ptr), m.row_ptr.nbytes),
     )
@@ -290,13 +291,21 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
         decoded = bindings.decode(encoded, options.n_threads)
         error = quantize.error_of(bits, decoded, t.type, quantize.column_weights(options.imatrix, t))
     reason = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
+    value_type = encoded.value_type if fmt == PACKED else value_type
     return Plan(t, fmt, delta_bits, reason, nbytes, count, n_negative_zeros, components, at, value_type, None, error)
 
 
 def encode_packed(bits: np.ndarray, t: Tensor, value_type: int, options: Options) -> packed.PackedMatrix:
     if value_type == t.type:
         return bindings.packed_encode(bits, t.type, value_type, SMALLEST, options.n_threads)
-    return quantize.non_zeros(bits, t.type, value_type, quantize.column_weights(options.imatrix, t), options.n_threads)
+    counts = quantize.column_weights(options.imatrix, t)
+    if value_type != packed.TYPE_Q4_NL:
+        return quantize.non_zeros(bits, t.type, value_type, counts, options.n_threads)
+    # its levels leave out what is near zero: a matrix that was not pruned, as many heads, is better off with Q4_0
+    tried = [
+        quantize.non_zeros(bits, t.type, kind, counts, options.n_threads) for kind in (value_type, packed.TYPE_Q4_0)
+    ]
+    return min(tried, key=lambda m: quantize.error_of(bits, bindings.decode(m, options.n_threads), t.type, counts))
 
 
 def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> Plan:
@@ -472,8 +481,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="macko: the number of delta bits that makes each tensor smallest (default); "
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
         "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap codes. "
-        "auto: whatever of these lossless types is smallest for each tensor. macko-q8_0, macko-q5_0, macko-q4_0: packed, "
-        "with the non-zeros quantized (lossy)",
+        "auto: whatever of these lossless types is smallest for each tensor. macko-q8_0, macko-q5_0, macko-q4_nl, "
+        "macko-q4_0: packed, with the non-zeros quantized (lossy); q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is q4_0",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument(

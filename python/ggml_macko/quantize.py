@@ -1,5 +1,5 @@
-"""Quantizing weights: the non-zeros of a sparse matrix, or all of a dense one, with scales that libggml searches; and what
-that costs.
+"""Quantizing weights: the non-zeros of a sparse matrix, or all of a dense one, with scales that libggml searches (of Q4_NL,
+which it does not know, the C library); and what that costs.
 
 How much the error of a weight counts is the mean square of the input that it meets (an imatrix), so that the error of
 the product is what is kept small; without an imatrix all count alike.
@@ -54,6 +54,9 @@ def non_zeros(
     if weights is not None:
         rows = [_of_rows(weights, len(bits), a, b)[bits[a:b] != 0] for a, b in _row_ranges(bits)]
         counts[: m.nnz] = np.concatenate(rows)
+    if value_type == packed.TYPE_Q4_NL:
+        values = bindings.quantize_q4_nl(x[: m.nnz], counts[: m.nnz], n_threads)
+        return dataclasses.replace(m, value_type=value_type, values=values)
     n = len(x) // _PIECE * _PIECE
     pieces = [(x[:n].reshape(-1, _PIECE), counts[:n].reshape(-1, _PIECE)), (x[None, n:], counts[None, n:])]
     blocks = [ggml_quants.quantize(v, value_type, w, n_threads).reshape(-1) for v, w in pieces if v.size]

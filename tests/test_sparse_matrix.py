@@ -173,7 +173,7 @@ def test_float32_specials_survive():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_packed_matrices_are_not_what_they_decode_to(data):
-    format = data.draw(st.sampled_from(["packed", "macko-q8_0", "macko-q5_0", "macko-q4_0"]))
+    format = data.draw(st.sampled_from(["packed", "macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0"]))
     type_id = data.draw(st.sampled_from(generators.TYPES))
     rows, cols, n = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 600)), data.draw(st.sampled_from([1, 2, 9]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))

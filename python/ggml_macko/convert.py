@@ -58,7 +58,8 @@ TYPES = {
     **{f"macko-{name}": ((PACKED, SMALLEST),) for name in packed.QUANT_NAMES.values()},
 }
 QUANT_TYPES = {f"macko-{name}": type_id for type_id, name in packed.QUANT_NAMES.items()}  # the lossy ones
-MIXED = ("macko", "packed", *QUANT_TYPES)  # what --target-bpw chooses from
+# what --target-bpw chooses from; macko-q4_nl is Q4_0 where that is nearer
+MIXED = ("macko", "packed", *(name for name in QUANT_TYPES if name != "macko-q4_0"))
 
 
 def storage_name(fmt: str, delta_bits: int, value_type: int | None = None) -> str:

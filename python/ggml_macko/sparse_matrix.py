@@ -45,7 +45,7 @@ class SparseMatrix:
     ) -> SparseMatrix:
         """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest.
         format: a type of `macko convert`: "macko", "ec-csr", "packed", "auto" for the smallest of these, or with quantized
-        values "macko-q8_0" and its like (each block's scale by its largest value). extraction: options of EC-CSR.
+        values "macko-q8_0" and its like (each block's scale by its largest value, of "macko-q4_nl" searched). extraction: options of EC-CSR.
         """
         bits, type_id = _to_bits(dense, bf16)
         quants = {f"macko-{name}": value_type for value_type, name in packed.QUANT_NAMES.items()}

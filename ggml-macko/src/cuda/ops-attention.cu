@@ -119,13 +119,17 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
     const char * k_base = p.k.data + kv_head * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
     const char * v_base = p.v.data + kv_head * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const int end = min(n_kv, (split + 1) * p.split_size);
-    // most of the cache was written long ago: bring it to L2 while the kernel before runs out
-    for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += THREADS) {
-        prefetch_row(k_base + pos * p.k.nb[1], static_cast<int>(p.k.ne[0] / TK::BLOCK * static_cast<int>(sizeof(typename TK::block))));
-        prefetch_row(v_base + pos * p.v.nb[1], static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
+    // F16 rows of one head: those of the next round are on their way while this one is multiplied. For more heads the registers do not suffice.
+    constexpr bool RAW   = std::is_same_v<TK, value_type<TYPE_F16>> && std::is_same_v<TV, value_type<TYPE_F16>>;
+    constexpr bool AHEAD = RAW && G == 1;
+    constexpr int  ROUND = GROUPS * VEC_ROWS; // positions
+    if (!AHEAD || end > split * p.split_size + 2 * ROUND) { // most of the cache was written long ago: bring it to L2 while the kernel before runs out
+        for (int pos = split * p.split_size + static_cast<int>(threadIdx.x); pos < end; pos += THREADS) {
+            prefetch_row(k_base + pos * p.k.nb[1], static_cast<int>(p.k.ne[0] / TK::BLOCK * static_cast<int>(sizeof(typename TK::block))));
+            prefetch_row(v_base + pos * p.v.nb[1], static_cast<int>(p.v.ne[0] / TV::BLOCK * static_cast<int>(sizeof(typename TV::block))));
+        }
     }
-    // f16 rows of the next round. With ROPE, where the kernel before is a matrix product, those of the first are fetched before it ends
-    constexpr bool RAW = std::is_same_v<TK, value_type<TYPE_F16>> && std::is_same_v<TV, value_type<TYPE_F16>>;
+    // With ROPE, where the kernel before is a matrix product, the rows of the first round are fetched before it ends
     uint4 k_raw[RAW ? VEC_ROWS : 1], v_raw[RAW ? VEC_ROWS : 1];
     const auto fetch = [&](int first) {
 #pragma unroll
@@ -140,28 +144,61 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             }
         }
     };
-    if constexpr (ROPE) { // positions are an input of the graph: no kernel writes them
-        fetch(split * p.split_size);
-        if (static_cast<int>(threadIdx.x) < head_dim / 2) {
-            angle[threadIdx.x] = rotation_of(n.rope, static_cast<int>(threadIdx.x), 0);
+    // the mask of a round of positions, and what its rows are hidden or shifted by
+    const __half * mask[G] = {};
+    float slope[G];
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        const int head = head0 + min(g, n_mine - 1);
+        slope[g] = slope_of(p, head);
+        if (p.has_mask) {
+            mask[g] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 + stream * p.mask_nb3);
         }
-        __syncthreads();
+    }
+    struct round_mask { __half m[VEC_ROWS][G]; };
+    const auto mask_of = [&](int first) {
+        round_mask r;
+#pragma unroll
+        for (int i = 0; i < VEC_ROWS; i++) {
+            const int pos = first + i * GROUPS + group;
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                r.m[i][g] = pos >= end ? __ushort_as_half(0xfc00) : p.has_mask ? mask[g][pos] : __ushort_as_half(0);
+            }
+        }
+        return r;
+    };
+    const auto is_seen = [&](const round_mask & r) { // by anybody in the warp
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < VEC_ROWS; i++) {
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                any |= __half_as_ushort(r.m[i][g]) != 0xfc00;
+            }
+        }
+        return __any_sync(FULL_WARP, any) != 0;
+    };
+    round_mask now_mask, next_mask;
+    if constexpr (ROPE) { // the mask is an input of the graph: no kernel writes it
+        fetch(split * p.split_size);
+        now_mask  = mask_of(split * p.split_size);
+        next_mask = mask_of(split * p.split_size + ROUND);
     }
     wait_for_previous();
     if constexpr (RAW && !ROPE) {
         fetch(split * p.split_size);
     }
+    if constexpr (!ROPE) {
+        now_mask  = mask_of(split * p.split_size);
+        next_mask = mask_of(split * p.split_size + ROUND);
+    }
 
-    const __half * mask[G] = {};
-    float q[G][8], sums[G][8] = {}, max[G], weight[G] = {}, slope[G];
+    float q[G][8], sums[G][8] = {}, max[G], weight[G] = {};
 #pragma unroll
     for (int g = 0; g < G; g++) {
         const int head = head0 + min(g, n_mine - 1);
-        max[g]   = -INFINITY;
-        slope[g] = slope_of(p, head);
-        if (p.has_mask) {
-            mask[g] = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 + stream * p.mask_nb3);
-        }
+        max[g] = -INFINITY;
         if (has_k) {
             value_type<TYPE_F32>::load8(ROPE ? n.q + head * n.q_nb1 : p.q.data + token * p.q.nb[1] + head * p.q.nb[2] + stream * p.q.nb[3], e0, q[g]);
         } else {
@@ -169,9 +206,6 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             for (int i = 0; i < 8; i++) {
                 q[g][i] = 0;
             }
-        }
-        if constexpr (ROPE) {
-            rotate_row<LANES>(n.rope.p, angle, e0, q[g]);
         }
     }
     float new_k[8] = {}, new_v[8] = {}; // as the cache will have them
@@ -183,6 +217,14 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             value_type<TYPE_F32>::load8(n.k + kv_head * n.k_nb1, e0, new_k);
             value_type<TYPE_F32>::load8(n.v + kv_head * head_dim * static_cast<int64_t>(sizeof(float)), e0, new_v);
         }
+        if (static_cast<int>(threadIdx.x) < head_dim / 2) { // while all that is on its way
+            angle[threadIdx.x] = rotation_of(n.rope, static_cast<int>(threadIdx.x), 0);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            rotate_row<LANES>(n.rope.p, angle, e0, q[g]);
+        }
         rotate_row<LANES>(n.rope.p, angle, e0, new_k);
         const uint4 k16 = pack8<__half>(new_k), v16 = pack8<__half>(new_v);
         if (has_k && group == 0 && split == 0 && static_cast<int>(blockIdx.y) % chunks == 0) {
@@ -193,24 +235,41 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
         value_type<TYPE_F16>::unpack8(v16, new_v);
     }
 
-    for (int first = split * p.split_size; first < end; first += GROUPS * VEC_ROWS) { // the same trip count in all lanes of a warp
-        float score[VEC_ROWS][G];
-        float bias[VEC_ROWS][G];
-        bool  any = false;
-#pragma unroll
-        for (int r = 0; r < VEC_ROWS; r++) {
-            const int pos = first + r * GROUPS + group;
-#pragma unroll
-            for (int g = 0; g < G; g++) {
-                bias[r][g] = pos >= end ? -INFINITY : p.has_mask ? slope[g] * __half2float(mask[g][pos]) : 0.0f;
-                any |= bias[r][g] != -INFINITY;
+    bool seen = is_seen(now_mask);
+    for (int first = split * p.split_size; first < end; first += ROUND) { // the same trip count in all lanes of a warp
+        if (!AHEAD && first != split * p.split_size) { // the first round's rows do not wait for the mask
+            now_mask = mask_of(first);
+            seen     = is_seen(now_mask);
+            if (seen) {
+                fetch(first);
             }
         }
-        if (first != split * p.split_size) { // the first round's loads do not wait for the mask
-            if (!__any_sync(FULL_WARP, any)) {
-                continue;
+        const bool here = seen;
+        uint4 k_now[RAW ? VEC_ROWS : 1], v_now[RAW ? VEC_ROWS : 1];
+#pragma unroll
+        for (int r = 0; r < (RAW ? VEC_ROWS : 0); r++) {
+            k_now[r] = k_raw[r];
+            v_now[r] = v_raw[r];
+        }
+        float bias[VEC_ROWS][G], score[VEC_ROWS][G];
+#pragma unroll
+        for (int r = 0; r < VEC_ROWS; r++) {
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                const float m = __half2float(now_mask.m[r][g]);
+                bias[r][g] = m == -INFINITY ? m : slope[g] * m;
             }
-            fetch(first);
+        }
+        if (AHEAD) {
+            seen      = is_seen(next_mask);
+            now_mask  = next_mask;
+            next_mask = mask_of(first + 2 * ROUND);
+            if (seen) {
+                fetch(first + ROUND);
+            }
+        }
+        if (!here) {
+            continue;
         }
         float v[VEC_ROWS][8];
 #pragma unroll
@@ -218,8 +277,8 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             const int pos = min(first + r * GROUPS + group, end - 1);
             float k[8] = {};
             if constexpr (RAW) {
-                TK::unpack8(k_raw[r], k);
-                TV::unpack8(v_raw[r], v[r]);
+                TK::unpack8(k_now[r], k);
+                TV::unpack8(v_now[r], v[r]);
             } else {
                 if (has_k) {
                     TK::load8(k_base + pos * p.k.nb[1], e0, k);

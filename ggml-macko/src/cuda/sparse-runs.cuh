@@ -81,9 +81,8 @@ template <typename T, int BITS, int NX> struct group {
 
 // ---- x into shared memory ----
 
-// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
-// multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its word.
-template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
+// zeros behind x, and behind what is repeated of it
+template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const sparse_launch & p) {
     constexpr int words = x_words(NX);
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     for (int i = p.cols * words + thread; i < p.modulus * words; i += threads) {
@@ -92,12 +91,71 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     for (int i = (p.modulus + p.cols) * words + thread; i < (p.modulus + p.overshoot) * words; i += threads) {
         xs[i] = 0.0f;
     }
+}
+
+// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
+// multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its word.
+template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
+    fill_zeros<NX>(xs, p);
     if (p.norm_weight) {
-        for (int i = thread; i < p.cols; i += threads) {
-            copy_float(xs + i * words, p.norm_weight + i);
+        for (int i = static_cast<int>(threadIdx.x); i < p.cols; i += static_cast<int>(blockDim.x)) {
+            copy_float(xs + i * x_words(NX), p.norm_weight + i);
         }
     }
 }
+
+// One column of x and the weights of its norm on their way through registers. Loads of an SM seem to come back in order, so x is requested before the
+// sparse weights are: behind them it would wait for memory (notes, section 21).
+template <int THREADS> struct x_in_registers {
+    static constexpr int N = 3072 / THREADS; // up to 12288 columns
+    float4 weight[N], x[N];
+
+    __device__ __forceinline__ static bool fits(const sparse_launch & p) {
+        const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
+        return p.cols <= static_cast<int>(blockDim.x) * 4 * N && p.cols % 4 == 0 && places % 16 == 0;
+    }
+    __device__ __forceinline__ static int place(int k) { return static_cast<int>(threadIdx.x + k * blockDim.x) * 4; }
+    __device__ __forceinline__ void request_weights(const sparse_launch & p) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            if (place(k) < p.cols) {
+                weight[k] = __ldg(reinterpret_cast<const float4 *>(p.norm_weight + place(k)));
+            }
+        }
+    }
+    __device__ __forceinline__ void request_x(const sparse_launch & p) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            if (place(k) < p.cols) {
+                x[k] = __ldcg(reinterpret_cast<const float4 *>(p.x + place(k)));
+            }
+        }
+    }
+    // x times weights to shared memory; the warps' sums of squares of x to partial
+    __device__ __forceinline__ void store(float * xs, float * partial, const sparse_launch & p) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const int i = place(k);
+            if (i < p.cols) {
+                const float4 v = x[k], w = weight[k], vw = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+                squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+                *reinterpret_cast<float4 *>(xs + i) = vw;
+                const float again[4] = { vw.x, vw.y, vw.z, vw.w }; // the modulus is no multiple of 4
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (i + e < p.overshoot) {
+                        xs[p.modulus + i + e] = again[e];
+                    }
+                }
+            }
+        }
+        squares = warp_sum(squares);
+        if (threadIdx.x % 32 == 0) {
+            partial[threadIdx.x / 32] = squares;
+        }
+    }
+};
 
 // what x is multiplied with after its norm's weights, from the warps' sums of squares
 __device__ __forceinline__ float norm_scale(const sparse_launch & p, const float * partial) {
@@ -304,19 +362,33 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         }
     };
 
-    cursor c = begin_row(0, fetch(0));
+    const bool x_first = NX == 1 && p.norm_weight && !p.expert_ids && x_in_registers<THREADS>::fits(p);
+    const row_start start = fetch(0);
+    x_in_registers<THREADS> x_part;
+    if (x_first) {
+        x_part.request_weights(p);
+        cuda_allow_next();
+        cuda_wait_for_previous();
+        x_part.request_x(p);
+    }
+    cursor c = begin_row(0, start);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         load(now[d], c, d);
     }
     row_start ahead = fetch(1);
-    fill_constants<NX>(xs, p);
-
-    cuda_allow_next();
-    if (!p.expert_ids) {
-        cuda_wait_for_previous();
+    if (x_first) {
+        fill_zeros<NX>(xs, p);
+        x_part.store(xs, partial, p);
+        __syncthreads();
+    } else {
+        fill_constants<NX>(xs, p);
+        cuda_allow_next();
+        if (!p.expert_ids) {
+            cuda_wait_for_previous();
+        }
+        fill_x<T, NX>(xs, partial, p, column);
     }
-    fill_x<T, NX>(xs, partial, p, column);
     const float scale = NX == 1 && p.norm_weight ? norm_scale(p, partial) : 1.0f;
 
     float gate = 0.0f; // of this thread's column

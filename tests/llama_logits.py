@@ -1,4 +1,4 @@
-"""Logits of a llama_cpp.Llama."""
+"""A llama_cpp.Llama as the tests open it, and its logits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import ctypes
 from typing import Any
 
 import numpy as np
+
+
+def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
+    """ggml_macko.Llama with two threads and a batch as long as the context, unless kwargs say otherwise."""
+    from ggml_macko import Llama
+
+    usual = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+    return Llama(str(path), **{**usual, **kwargs})
 
 
 def logits(llama: Any, tokens: list) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import subprocess
@@ -13,34 +14,19 @@ import pytest
 
 import generators
 import gguf_bytes as gb
+import llama_logits
 import tiny_models
 from ggml_macko import bindings, errors
 from llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 SHAPE = ["--layers", "2", "--embd", "256", "--ff", "512", "--heads", "8", "--kv-heads", "2", "--vocab", "1000"]
+open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
 
 
 def make(path, *args, shape=SHAPE):
     subprocess.run([sys.executable, str(MAKE), *shape, *args, str(path)], check=True, capture_output=True)
     return path
-
-
-def open_model(path, **kwargs):
-    from ggml_macko import Llama
-
-    return Llama(
-        str(path),
-        **{
-            "n_ctx": 256,
-            "n_batch": 256,
-            "n_threads": 2,
-            "n_threads_batch": 2,
-            "verbose": False,
-            "logits_all": True,
-            **kwargs,
-        },
-    )
 
 
 def tokens_of(llama):

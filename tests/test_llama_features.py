@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 import generators
+import llama_logits
 import lora_files
 
 PROMPT = "The function returns"
+open_model = functools.partial(llama_logits.open_model, n_ctx=256, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -26,15 +29,6 @@ def pair(tmp_path_factory):
         capture_output=True,
     )
     return generators.DEMO, path
-
-
-def open_model(path, **kwargs):
-    from ggml_macko import Llama
-
-    return Llama(
-        str(path),
-        **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs},
-    )
 
 
 def greedy(llama, n=40, prompt=PROMPT, **kwargs):

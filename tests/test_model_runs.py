@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+import llama_logits
 import upstream
 from ggml_macko import errors
 from llama_logits import logits
@@ -20,19 +22,13 @@ SHARED_MODELS = ROOT.parent / "shared" / "models"
 DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"
 SAMPLE = ROOT / "models" / "sample.txt"
 PROMPT = "The function returns"
+open_model = functools.partial(llama_logits.open_model, seed=1)
 
 
 def macko(*args, **kwargs):
     return subprocess.run(
         [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True, **kwargs
     )
-
-
-def open_model(path, **kwargs):
-    from ggml_macko import Llama
-
-    kwargs = {"n_ctx": 512, "n_batch": 512, "n_threads": 2, "n_threads_batch": 2, "verbose": False, "seed": 1, **kwargs}
-    return Llama(str(path), **kwargs)
 
 
 def greedy(llama, n=128, prompt=PROMPT):

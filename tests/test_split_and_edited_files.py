@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pathlib
 import subprocess
@@ -13,8 +14,11 @@ import pytest
 
 import generators
 import gguf_bytes as gb
+import llama_logits
 from ggml_macko import errors
 from llama_logits import logits
+
+open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +30,6 @@ def sparse(tmp_path_factory):
         capture_output=True,
     )
     return path
-
-
-def open_model(path, **kwargs):
-    from ggml_macko import Llama
-
-    return Llama(
-        str(path),
-        **{
-            "n_ctx": 256,
-            "n_batch": 256,
-            "n_threads": 2,
-            "n_threads_batch": 2,
-            "verbose": False,
-            "logits_all": True,
-            **kwargs,
-        },
-    )
 
 
 def split(path: pathlib.Path, folder: pathlib.Path, counts: list, change=lambda parts: None) -> list:

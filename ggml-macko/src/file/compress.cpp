@@ -82,11 +82,7 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c, &count->rows[static_cast<size_t>(row)])) {
             return status;
         }
-        count->total.nnz         += c.nnz;
-        count->total.n_nonfinite += c.n_nonfinite;
-        for (int i = 0; i < 4; i++) {
-            count->total.n_stored[i] += c.n_stored[i];
-        }
+        add(count->total, c);
     }
     return GGML_MACKO_STATUS_OK;
 }

@@ -437,18 +437,20 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-// value types that the oldest reader of the file would not know
+// Value types that came later than their format: what a reader must be to know them
+struct value_type_version { int32_t type; const char * name; int64_t reader; };
+static constexpr value_type_version LATER_VALUE_TYPES[] = { { GGML_MACKO_TYPE_Q5_0, "Q5_0", 4 }, { GGML_MACKO_TYPE_Q4_NL, "Q4_NL", 5 } };
+
 static int check_value_versions(const model_file & file) {
     int64_t min_reader = 0;
     if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
         return status;
     }
     for (const sparse_matrix & m : file.sparse) {
-        if (m.value_type == GGML_MACKO_TYPE_Q5_0 && min_reader < 4) {
-            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q5_0 values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
-        }
-        if (m.value_type == GGML_MACKO_TYPE_Q4_NL && min_reader < 5) {
-            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: Q4_NL values in a file for readers of version %" PRId64, m.name.c_str(), min_reader);
+        for (const value_type_version & v : LATER_VALUE_TYPES) {
+            if (m.value_type == v.type && min_reader < v.reader) {
+                return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: %s values in a file for readers of version %" PRId64, m.name.c_str(), v.name, min_reader);
+            }
         }
     }
     return GGML_MACKO_STATUS_OK;

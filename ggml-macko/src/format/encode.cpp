@@ -37,22 +37,17 @@ template <typename T> void count_row(const T * row, int64_t cols, T exponent, gg
 }
 
 template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count, row_count * each_row) {
-    int64_t nnz = 0, n1 = 0, n2 = 0, n4 = 0, n8 = 0, special = 0;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz, n1, n2, n4, n8, special)
+    ggml_macko_count sum = {};
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)
     for (int64_t r = 0; r < rows; r++) {
         ggml_macko_count c = {};
         count_row(dense + r * cols, cols, exponent, &c);
         for (int i = 0; each_row && i < 4; i++) {
             each_row[r].n_stored[i] = static_cast<int32_t>(c.n_stored[i]); // at most cols
         }
-        nnz += c.nnz;
-        n1 += c.n_stored[0];
-        n2 += c.n_stored[1];
-        n4 += c.n_stored[2];
-        n8 += c.n_stored[3];
-        special += c.n_nonfinite;
+        add(sum, c);
     }
-    *count = { nnz, { n1, n2, n4, n8 }, special };
+    *count = sum;
 }
 
 // entries of a row, and its non-zeros
@@ -222,11 +217,7 @@ int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count
     });
     *count = {};
     for (const ggml_macko_count & c : rows) {
-        count->nnz         += c.nnz;
-        count->n_nonfinite += c.n_nonfinite;
-        for (size_t k = 0; k < std::size(c.n_stored); k++) {
-            count->n_stored[k] += c.n_stored[k];
-        }
+        add(*count, c);
     }
     return status;
 }

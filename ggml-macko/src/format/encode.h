@@ -4,7 +4,18 @@
 #include "format/ec-csr.h"
 #include "format/packed.h"
 
+#include <iterator>
+
 namespace macko {
+
+inline void add(ggml_macko_count & sum, const ggml_macko_count & c) {
+    sum.nnz += c.nnz;
+    sum.n_nonfinite += c.n_nonfinite;
+    for (size_t i = 0; i < std::size(c.n_stored); i++) {
+        sum.n_stored[i] += c.n_stored[i];
+    }
+}
+#pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
 
 struct row_count {
     int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8

@@ -26,7 +26,7 @@ PROMPT = "The function returns"
 SAMPLE = generators.ROOT / "models" / "sample.txt"
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
-QUANTIZED = ("macko-q8_0", "macko-q4_0")
+QUANTIZED = ("macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0")
 NMSE = 1e-4  # of logits against the CPU, which rounds activations to F16 or Q8; measured 2e-7 ... 5e-5 (q8_0 cache)
 
 

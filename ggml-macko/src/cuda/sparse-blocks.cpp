@@ -18,7 +18,7 @@ static double density_of(const packed_desc & desc) { return static_cast<double>(
 
 blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) {
     const int64_t cols = desc.dense.cols, groups = desc.dense.nnz / QUANT_BLOCK / desc.dense.rows; // of a row
-    if (!blocks_value_words(desc.value_type)) {
+    if (!is_quant_type(desc.value_type)) {
         return { 0, 0 };
     }
     // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x (measured, notes)
@@ -51,7 +51,7 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
     m.rows       = d.rows;
     m.cols       = d.cols;
     m.type       = d.type;
-    m.value_type = desc.value_type;
+    m.value_type = blocks_value_type(desc.value_type);
     m.delta_bits = shape.bits;
     m.layout     = CUDA_SPARSE_LAYOUT_BLOCKS;
     m.lanes      = shape.lanes;
@@ -59,7 +59,7 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
     m.overshoot  = static_cast<int32_t>(blocks_overshoot(shape.bits));
     m.n_groups   = d.nnz / QUANT_BLOCK + d.rows + 1;
     cuda_sparse_parts parts(memory);
-    parts.take(&m.values, m.n_groups * 4 * blocks_value_words(desc.value_type));
+    parts.take(&m.values, m.n_groups * 4 * blocks_value_words(m.value_type));
     parts.take(&m.codes, m.n_groups * 4 * shape.bits);
     parts.take(&m.scales, m.n_groups);
     parts.take(&m.bases, d.rows * shape.lanes);
@@ -82,7 +82,7 @@ static void pack_quads(const uint8_t * in, int shift, uint8_t * out) {
     }
 }
 
-// Q8_0: q as signed bytes; Q4_0: two quads in the low and high nibbles of a word
+// Signed bytes as they are; Q4_0: two quads in the low and high nibbles of a word
 static void pack_values(const uint8_t * q, int32_t type, uint8_t * words) {
     if (type == GGML_MACKO_TYPE_Q8_0) {
         memcpy(words, q, QUANT_BLOCK);
@@ -145,18 +145,19 @@ struct row_maker {
     // The group of a block: entries begin ... end-1 of it are the row's, in columns[0] and so on. at: where the next entry is without a gap; returns where
     // it is behind the group. copy: place of column 0.
     int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
-        const uint8_t * data  = static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(m.value_type);
+        const int32_t   type  = view.arrays().desc.value_type;
+        const uint8_t * data  = static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(type);
         const int64_t   reach = blocks_reach(m.delta_bits, m.stripe);
         uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK] = {}, words[QUANT_BLOCK]; // q: signed bytes
-        const auto read = [&](int32_t type) {
+        const auto read = [&](int32_t as) {
             for (int64_t k = 0; k < QUANT_BLOCK; k++) {
-                q[k] = k >= begin && k < end ? static_cast<uint8_t>(quant_at(data, type, k)) : 0;
+                q[k] = k >= begin && k < end ? static_cast<uint8_t>(quant_at(data, as, k)) : 0;
             }
         };
-        if (m.value_type == GGML_MACKO_TYPE_Q8_0) { // each with its own inner loop
-            read(GGML_MACKO_TYPE_Q8_0);
-        } else {
-            read(GGML_MACKO_TYPE_Q4_0);
+        switch (type) { // each with its own inner loop
+            case GGML_MACKO_TYPE_Q8_0: read(GGML_MACKO_TYPE_Q8_0); break;
+            case GGML_MACKO_TYPE_Q4_0: read(GGML_MACKO_TYPE_Q4_0); break;
+            default:                   read(type);
         }
         at += begin;
         for (int64_t k = begin; k < end; k++) {

@@ -29,8 +29,10 @@ constexpr int64_t blocks_width(int64_t cols, int lanes) { return (cols / lanes +
 constexpr int64_t blocks_word(int64_t place, int64_t width) { return place * 32 % (32 * width - 1); }
 // the largest gap between entries
 constexpr int64_t blocks_reach(int bits, int64_t width) { return bits < 8 ? 1 << bits : width - 1 < 256 ? width - 1 : 256; }
-// words of 32 bits of a group's values; 0: there is no kernel for the type
-constexpr int blocks_value_words(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q8_0 ? 8 : value_type == GGML_MACKO_TYPE_Q4_0 ? 4 : 0; }
+// What values of a quantized type of the file are here: Q4_0, or signed bytes, which Q5_0 and Q4_NL become without loss
+constexpr int32_t blocks_value_type(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q4_0 ? value_type : GGML_MACKO_TYPE_Q8_0; }
+// words of 32 bits of a group's values
+constexpr int blocks_value_words(int32_t value_type) { return blocks_value_type(value_type) == GGML_MACKO_TYPE_Q8_0 ? 8 : 4; }
 // words behind x that the entries of a segment may touch
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 
@@ -42,7 +44,7 @@ constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t ove
 }
 
 struct blocks_shape { int bits, lanes; };
-// of a matrix, from its header alone; lanes 0: x does not fit shared memory, or there is no kernel for the value type
+// of a matrix, from its header alone; lanes 0: x does not fit shared memory, or values are not quantized
 blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes);
 // spilled non-zeros to reserve memory for: enough for random masks
 int64_t cuda_blocks_max_spill(const packed_desc & desc, const blocks_shape & shape);

@@ -77,6 +77,7 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
     cuda_device_info   device;
     CUDA_OK(cuda_current_device(&device));
     ggml_macko_count whole = {}, rest = {};
+    int64_t longest_rest = 0;
     if (const int status = count_rows(view, n_threads, &whole)) {
         return status;
     }
@@ -91,11 +92,12 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             if (const int status = count_rows(rest_view, n_threads, &rest)) {
                 return status;
             }
+            longest_rest = longest_row(rest_view);
         }
         const rows_plan          rest_plan(desc, rest);
         const cuda_ec_csr_blocks b = cuda_ec_csr_bind(view, all, nullptr);
         const bool fits   = rest_plan.nbytes + b.nbytes <= room;
-        const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
+        const bool faster = gpu_us(gpu_blocks_work(view, rest, longest_rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
         if (fits && (faster || choice == ec_csr_choice::BLOCKS)) {
             macko_matrix m;
             if (rest.nnz > 0) {

@@ -12,13 +12,13 @@ namespace {
 
 // Least squares of relative errors over bench-spmv-gpu --ec-csr, better of alone and chained, H200, driver 580, CUDA 13.0, 2026-11-21
 // (docs/notes-ec-csr.md, "Which one is faster"; the measurements: tests/ec-csr-times.inc). Microseconds: of a launch or more; per MB (10^6 bytes);
-// per 1000 rows or pieces; of blocks of several rows; and per step of the warp that has the longest row. The steps of 16-bit values are set
-// by hand within the errors of the fit (0.104, 0.086): so the fewest choices are wrong.
+// per 1000 rows or pieces; of blocks of several rows; and per step of the warp that has the longest row. The launches of BLOCKS are set by
+// hand within the error of the fit (5.001): so the fewest choices are wrong.
 struct cost { double us, row_mb, block_mb, kilorows, kilopieces, shared, step; };
-constexpr cost ROWS       = { 1.896, 0.221, 0, 0, 0, 0, 0.110 };
-constexpr cost BLOCKS     = { 4.009, 0.301, 0.199, 0, 0.347, 0, 0.080 }; // three launches; beside rows
-constexpr cost F32_ROWS   = { 1.413, 0.261, 0, 0.937, 0, 0, 1.609 };     // for which MACKO has no fast layout
-constexpr cost F32_BLOCKS = { 2.603, 0, 0.211, 0, 0.247, 1.180, 0.257 }; // two launches; nothing beside them
+constexpr cost ROWS       = { 1.925, 0.219, 0, 0, 0, 0, 0.102 };
+constexpr cost BLOCKS     = { 4.750, 0.198, 0.283, 0, 0.334, 0, 0.127 }; // three launches; beside rows
+constexpr cost F32_ROWS   = { 0.883, 0.224, 0, 1.359, 0, 0, 1.590 };     // for which MACKO has no fast layout
+constexpr cost F32_BLOCKS = { 2.495, 0, 0.205, 0, 0.306, 1.600, 0.245 }; // two launches; nothing beside them
 
 } // namespace
 
@@ -55,10 +55,10 @@ gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, 
     return { desc.type, desc.rows, nbits / 8 + ROW_NBYTES * desc.rows, 0, 0, 0, static_cast<double>(longest_row) / static_cast<double>(per_step), false };
 }
 
-gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest) {
+gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest, int64_t longest_rest) {
     const macko_desc & desc = view.arrays().desc;
     const bool f32 = !gpu_keeps_rows_of_one(desc.type);
-    gpu_work   w   = gpu_rows_work(desc, rest, longest_row(view));
+    gpu_work   w   = gpu_rows_work(desc, rest, longest_rest);
     w.shared = view.sets()[0].granularity > 1;
     if (f32 || view.sets().back().granularity > 1) { // no rows beside the blocks
         w.row_nbytes = 0;
@@ -84,6 +84,7 @@ gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest
 int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
     const macko_desc & desc = view.arrays().desc;
     ggml_macko_count whole = {}, rest = {};
+    int64_t longest_rest = 0;
     if (const int status = count_rows(view, n_threads, &whole)) {
         return status;
     }
@@ -96,8 +97,9 @@ int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
         if (const int status = count_rows(rows, n_threads, &rest)) {
             return status;
         }
+        longest_rest = longest_row(rows);
     }
-    const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest);
+    const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest, longest_rest);
     // what a GPU reserves knowing the header alone has to be enough; four floats per sum are scratch memory
     const int64_t entries   = n_padded(max_recoded(desc)), nbytes = blocks.row_nbytes + blocks.block_nbytes + 16 * blocks.n_sums;
     const bool    in_blocks = blocks.block_nbytes > 0 && nbytes <= entries * (8 * value_nbytes(desc.type) + desc.delta_bits) / 8 + 4 * desc.rows;

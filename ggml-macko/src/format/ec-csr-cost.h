@@ -29,8 +29,8 @@ double gpu_us(const gpu_work & work);
 // a matrix as rows, with codes of the best width. count: what is stored with each width
 gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, int64_t longest_row);
 int64_t  longest_row(const ec_csr_view & view);
-// F32 values stay in blocks of one row, too; else rest is what is left beside the blocks of several rows: count_rows of rows_of_one
-gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest);
+// F32 values stay in blocks of one row, too; else rest is what is left beside the blocks of several rows (rows_of_one): its count_rows and longest_row
+gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest, int64_t longest_rest);
 constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; } // as rows
 
 struct gpu_times {

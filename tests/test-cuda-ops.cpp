@@ -686,6 +686,41 @@ void test_rope_and_attention_in_one_launch() {
     }
 }
 
+// bytes at any place, several writes to one place: as one memcpy after the other
+void test_small_writes_in_one_launch() {
+    constexpr size_t NBYTES = 6000;
+    rng random(11);
+    char * memory = nullptr;
+    cuda_ok(cudaMalloc(reinterpret_cast<void **>(&memory), NBYTES), "memory");
+    for (int i = 0; i < 50; i++) {
+        std::vector<char> want(NBYTES, 0x5a), got(NBYTES);
+        cuda_ok(cudaMemcpy(memory, want.data(), NBYTES, cudaMemcpyHostToDevice), "poison");
+        small_writes w;
+        const int n = static_cast<int>(random.range(0, 20));
+        size_t padded = 0;
+        for (int k = 0; k < n; k++) {
+            const size_t size = static_cast<size_t>(random.unit() < 0.5 ? random.range(0, 9) : random.range(0, 900)), at = static_cast<size_t>(random.range(0, 4000));
+            std::vector<char> bytes(size);
+            for (char & b : bytes) {
+                b = static_cast<char>(random.range(0, 255));
+            }
+            const bool fits = k < small_writes::MAX && padded + (size + 3) / 4 * 4 <= small_writes::MAX_NBYTES;
+            const bool added = w.add(memory + at, bytes.data(), size);
+            CHECK(added == fits, "small writes: the one of %d bytes, number %d, was %s", static_cast<int>(size), k, added ? "taken" : "refused");
+            if (!added) {
+                break;
+            }
+            padded += (size + 3) / 4 * 4;
+            std::copy(bytes.begin(), bytes.end(), want.begin() + static_cast<long>(at));
+        }
+        cuda_ok(op_small_writes(w, ctx.stream), "small writes");
+        cuda_ok(cudaStreamSynchronize(ctx.stream), "small writes");
+        cuda_ok(cudaMemcpy(got.data(), memory, NBYTES, cudaMemcpyDeviceToHost), "result");
+        CHECK(got == want, "small writes: case %d differs", i);
+    }
+    cudaFree(memory);
+}
+
 } // namespace
 
 int main(int argc, char ** argv) { // [NAME]: only this test
@@ -710,6 +745,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "norm", test_rms_norm_with_sum_and_scale },
         { "softmax", test_soft_max_masked_rows },
         { "argsort", test_argsort_is_a_sorted_permutation },
+        { "small-writes", test_small_writes_in_one_launch },
         { "rows", test_rows_of_one_element_and_strided_sources },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },

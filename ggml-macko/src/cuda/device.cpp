@@ -1,5 +1,6 @@
 // ggml's vtables for an NVIDIA GPU. All work of a device, of every context and buffer, goes to one stream: copies, clears and kernels are
-// ordered by construction. Copies from and to host memory block, but for small writes, which pass through a pinned ring.
+// ordered by construction. Copies from and to host memory block, but for small writes, which wait for the next use of the stream (the smallest,
+// which then go in one launch) or pass through a pinned ring.
 // A CUDA error makes the device dead: every later graph fails, every read returns NaN bytes. CUDA offers no recovery within a process.
 #include "cuda/device.h"
 
@@ -91,12 +92,25 @@ struct gpu {
     cudaStream_t          stream = nullptr;
     char                * ring   = nullptr; // pinned
     size_t                ring_used = 0;
+    small_writes          pending; // not queued yet: select() does it, and everything that uses the stream selects first
     std::atomic<bool>     dead{ false };
     std::atomic<uint64_t> buffers_freed{ 0 };
     std::atomic<size_t>   panel_nbytes{ 0 }; // that suit the largest sparse matrix so far
 
     // makes this GPU current on the calling thread, and its stream on first use
     bool select() {
+        if (!make_current()) {
+            return false;
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        return queue_pending();
+    }
+    bool queue_pending() { // mutex is held
+        const cudaError_t error = op_small_writes(pending, stream);
+        pending.n = pending.nbytes = 0;
+        return check(error, "writing to the GPU");
+    }
+    bool make_current() {
         if (dead) {
             return false;
         }
@@ -126,6 +140,13 @@ struct gpu {
     bool synchronize() { return check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
 
     bool write(void * dst, const void * src, size_t size) {
+        if (size <= small_writes::MAX_NBYTES) {
+            if (!make_current()) {
+                return false;
+            }
+            const std::lock_guard<std::mutex> lock(mutex);
+            return pending.add(dst, src, size) || (queue_pending() && pending.add(dst, src, size));
+        }
         if (!select()) {
             return false;
         }
@@ -661,6 +682,25 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED; // the first time, and what cannot be captured
 }
 
+void backend_synchronize(ggml_backend_t backend) {
+    auto & ctx = *static_cast<backend_context *>(backend->context);
+    if (ctx.pending && ctx.device.select()) {
+        ctx.device.synchronize();
+    }
+    ctx.pending = false;
+}
+
+// Not asynchronous at all: see device_get_props. But what was computed is not waited for first: the copy is queued behind it.
+void backend_get_tensor_async(ggml_backend_t backend, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    auto & ctx = *static_cast<backend_context *>(backend->context);
+    ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+    if (!is_ours(buffer) || &gpu_of(buffer) != &ctx.device) {
+        backend_synchronize(backend);
+    }
+    buffer->iface.get_tensor(buffer, tensor, data, offset, size);
+    ctx.pending = false; // a read waits for all of the stream
+}
+
 // not asynchronous at all: see device_get_props
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->view_src ? tensor->view_src->buffer : tensor->buffer, tensor, data, offset, size);
@@ -677,14 +717,6 @@ void backend_free(ggml_backend_t backend) {
     delete backend;
 }
 
-void backend_synchronize(ggml_backend_t backend) {
-    auto & ctx = *static_cast<backend_context *>(backend->context);
-    if (ctx.pending && ctx.device.select()) {
-        ctx.device.synchronize();
-    }
-    ctx.pending = false;
-}
-
 void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
     auto & ctx = *static_cast<backend_context *>(backend->context);
     if (ctx.use_fusion) {
@@ -696,7 +728,7 @@ const ggml_backend_i backend_iface = {
     /* .get_name            = */ backend_get_name,
     /* .free                = */ backend_free,
     /* .set_tensor_async    = */ backend_set_tensor_async,
-    /* .get_tensor_async    = */ nullptr,
+    /* .get_tensor_async    = */ backend_get_tensor_async,
     /* .set_tensor_2d_async = */ nullptr,
     /* .get_tensor_2d_async = */ nullptr,
     /* .cpy_tensor_async    = */ nullptr,

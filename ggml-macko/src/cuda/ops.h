@@ -54,6 +54,20 @@ inline bool same_shape(const op_tensor & a, const op_tensor & b) {
     return a.ne[0] == b.ne[0] && a.ne[1] == b.ne[1] && a.ne[2] == b.ne[2] && a.ne[3] == b.ne[3];
 }
 
+// ---- small writes from host memory (ops-writes.cu): a token's inputs go to the GPU in one launch, their bytes among its parameters ----
+struct small_writes {
+    static constexpr int    MAX = 16;
+    static constexpr size_t MAX_NBYTES = 3584; // of all; CUDA takes parameters of 4 KB on every GPU
+    struct write { char * dst; uint32_t at, nbytes; };
+    write    writes[MAX];
+    uint32_t n = 0, nbytes = 0;
+    uint32_t data[MAX_NBYTES / 4];
+
+    // false: no room
+    bool add(void * dst, const void * src, size_t size);
+};
+cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream); // in their order where they overlap
+
 // ---- elementwise (ops-elementwise.cu); dst may be one of the sources ----
 enum class binary_op : int { ADD, SUB, MUL, DIV };
 bool        op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);

@@ -39,7 +39,8 @@ struct test_matrix {
         return b;
     }
 
-    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s)
+    // narrow: nearly all values within the 7 powers of two from 2^lowest on
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s, bool narrow = false, double lowest = -8)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
         const int64_t size = value_nbytes(type);
         dense.assign(static_cast<size_t>(rows * cols * size), 0);
@@ -56,7 +57,7 @@ struct test_matrix {
                 }
                 const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
                 if (random.unit() < (in_band ? d : d / 50)) {
-                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type, lowest, narrow ? 7.1 : 12); // some -0
                     left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
@@ -229,7 +230,7 @@ static void check_unpack(const test_matrix & w, const std::string & name) {
     check_unpacked(w.device, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
-static const char * const layout_names[] = { "rows", "runs", "striped" };
+static const char * const layout_names[] = { "rows", "runs", "striped", "blocks", "compact" };
 
 static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
     char text[160];
@@ -245,7 +246,7 @@ static const int BITS[]  = { 1, 2, 4, 8 };
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[] = { 1, 2, 7, 8, 31, 32, 33, 63, 64, 97, 128, 255, 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
-    int used[3] = {};
+    int used[5] = {};
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 1000 + static_cast<uint64_t>(i);
         rng random(seed);
@@ -278,14 +279,64 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
+// Values of 14 bits: every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows that spill much
+static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
+    const int64_t widths[] = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
+    const int64_t batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
+    int used = 0;
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 5000 + static_cast<uint64_t>(i);
+        rng random(seed);
+        const int64_t cols = widths[random.range(0, 8)], rows = random.range(1, 150);
+        const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+        const double lowest = static_cast<double>(random.range(-20, 2));
+        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, 2, 0.2 + random.unit() * 0.6, s, true, lowest);
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
+            w.upload(random, uploader);
+        }
+        used += w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT;
+        const int64_t n = batches[random.range(0, 7)];
+        const std::string name = name_of(seed, w, n);
+        check_unpack(w, name);
+        check_product(random, { &w }, n, random_options(random), name);
+    }
+    CHECK(used > n_cases / 2 || n_cases < 50, "values had 14 bits in %d of %d cases only", used, n_cases);
+}
+
+// which matrices get them: not those that spill much, and none with a row that spills more than its runs hold
+static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
+    const auto layout_of = [&](bool narrow, int lines) {
+        rng random(static_cast<uint64_t>(lines + 5));
+        test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, 2, 0.5, UNIFORM, narrow, -10);
+        int left = lines; // values of the last row that do not fit
+        for (int64_t k = w.row_ptr[299]; k < w.row_ptr[300] && left > 0; k++) {
+            uint16_t v;
+            memcpy(&v, &w.values[static_cast<size_t>(k) * 2], 2);
+            if ((v & 0x7fff) != 0) {
+                v = 0x0801;
+                memcpy(&w.values[static_cast<size_t>(k) * 2], &v, 2);
+                left--;
+            }
+        }
+        w.upload(random, uploader);
+        return w.device.layout;
+    };
+    CHECK(layout_of(true, 0) == CUDA_SPARSE_LAYOUT_COMPACT, "narrow values");
+    CHECK(layout_of(false, 0) == CUDA_SPARSE_LAYOUT_STRIPED, "wide values");
+    CHECK(layout_of(true, 60) == CUDA_SPARSE_LAYOUT_COMPACT, "a row with many spilled values");
+    CHECK(layout_of(true, 129) == CUDA_SPARSE_LAYOUT_STRIPED, "a row with too many spilled values");
+}
+
 // more rows than there are places for rows on the GPU: each is unpacked where others have been
 static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
     rng random(77);
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
-            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s);
-            w.upload(random, uploader);
+            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2, -8);
+            if (delta_bits != 2 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
+                w.upload(random, uploader);
+            }
             check_unpack(w, "many rows, " + std::to_string(delta_bits) + " bits");
         }
     }
@@ -306,18 +357,21 @@ static void test_very_wide(cuda_sparse_uploader & uploader) {
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
+    int n_compact = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int bits = BITS[random.range(1, 3)];
         const int64_t rows = random.range(50, 150);
-        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN);
-        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM);
+        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, true, -12), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, true, -9);
+        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, true, -4);
         const auto all = [&](int32_t layout, int32_t lanes) {
             return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) && c.upload(random, uploader, layout, lanes);
         };
         if (seed % 4 == 0) {
             all(CUDA_SPARSE_LAYOUT_ROWS, 0);
+        } else if (bits == 2 && seed % 4 != 1 && all(CUDA_SPARSE_LAYOUT_COMPACT, 8 << seed % 3)) {
+            n_compact++; // exponents of their own
         } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
             all(CUDA_SPARSE_LAYOUT_RUNS, 8);
         }
@@ -330,6 +384,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
+    CHECK(n_compact > 0 || n_seeds < 24, "none had values of 14 bits");
 }
 
 // rows of an expert, ids from device memory, ids out of range
@@ -378,8 +433,9 @@ static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
         rng random(static_cast<uint64_t>(bits));
-        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM);
+        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, true, -8);
         w.upload(random, uploader);
+        CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT, "layout %d", w.device.layout);
         for (const int64_t n : { 1, 4, 40 }) {
             guarded x(4096 * n), y(500 * n);
             for (int64_t i = 0; i < 4096 * n; i++) {
@@ -430,6 +486,8 @@ int main(int argc, char ** argv) {
     if (n_cases >= 100) {
         test_very_wide(*uploader);
     }
+    test_compact_values(*uploader, n_cases / 2);
+    test_compact_only_where_it_pays(*uploader);
     test_unpack_of_many_rows(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader);

@@ -60,8 +60,8 @@ inline double round_to(double v, int type) {
                                           : v;
 }
 
-inline uint32_t random_bits(rng & random, int type) {
-    const float magnitude = static_cast<float>(std::exp2(random.unit() * 12 - 8) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
+inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) { // magnitudes from 2^lowest on
+    const float magnitude = static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
     const float f = random.unit() < 0.5 ? -magnitude : magnitude;
     uint32_t bits;
     memcpy(&bits, &f, sizeof(bits));

@@ -107,7 +107,7 @@ struct bench_matrix {
     double row_nbytes() const {
         int32_t end = 0;
         CHECKED(cudaMemcpy(&end, first.row_ptr + first.rows, 4, cudaMemcpyDeviceToHost));
-        const double per = first.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(value_nbytes(first.type)) + first.delta_bits / 8.0 : 8.0 * static_cast<double>(value_nbytes(first.type)) + first.delta_bits;
+        const double per = first.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(value_nbytes(first.type)) + first.delta_bits / 8.0 : 8.0 * static_cast<double>(value_nbytes(first.type)) + (first.layout == CUDA_SPARSE_LAYOUT_COMPACT ? 0 : first.delta_bits);
         return end * per + static_cast<double>(first.rows) * (first.lanes * 2 + 4);
     }
     ~bench_matrix() { cudaFree(memory); }

@@ -256,6 +256,14 @@ struct file_matrix {
             CHECKED(cudaMemcpy(&spilled, w.spill_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
             return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 8)) + 8.0 * spilled;
         }
+        if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+            std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
+            CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
+            for (const uint16_t tail : tails) {
+                end -= tail_groups(tail) - tail_spilled(tail);
+            }
+            return end * 16.0 + static_cast<double>(w.rows) * (w.lanes * 2 + 6);
+        }
         return w.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(m.file_nbytes()) : end * (16.0 + m.desc.delta_bits) + static_cast<double>(w.rows) * (w.lanes * 2 + 4);
     }
 
@@ -288,7 +296,7 @@ private:
 // the same matrix, copied as it is to another place
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
     const auto move = [&](auto & pointer) { pointer = pointer ? reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; };
-    move(w.values), move(w.codes), move(w.bases), move(w.row_ptr), move(w.scales), move(w.spill_ptr), move(w.spill);
+    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.scales), move(w.spill_ptr), move(w.spill);
     return w;
 }
 
@@ -762,7 +770,7 @@ int main(int argc, char ** argv) {
                 const double chained = time_us(stream, copies, run);
                 const double best = std::min(alone, chained), speedup = dense_us[c] / best;
                 log_speedup[dt * columns.size() + c] += std::log(speedup > 0 ? speedup : 1);
-                static const char * const names[] = { "rows", "runs", "striped", "blocks" };
+                static const char * const names[] = { "rows", "runs", "striped", "blocks", "compact" };
                 char text[32];
                 snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows), static_cast<long long>(s.cols));
                 printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text, values.name, density, static_cast<long long>(n), first.delta_bits, names[first.layout], first.lanes,

@@ -4,6 +4,8 @@
 #include "cuda/common.cuh"
 #include "cuda/sparse-layout.h"
 
+#include <type_traits>
+
 namespace macko {
 
 // one of two 16-bit values in a word
@@ -52,6 +54,49 @@ template <> struct group_codes<1> {
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
 };
 
+// values of layout COMPACT, and the type that is left of them without codes
+struct compact_f16 {};
+template <typename T> using value16 = std::conditional_t<std::is_same<T, compact_f16>::value, __half, T>;
+
+// values and codes of a group
+template <typename T, int BITS> struct group_bits {
+    group_values<T>   values;
+    group_codes<BITS> codes;
+    __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
+        values.load(v, g);
+        codes.load(c, g);
+    }
+    __device__ __forceinline__ uint4    words() const { return values.v; } // two values each
+    __device__ __forceinline__ uint32_t lo() const { return codes.lo(); }
+    __device__ __forceinline__ uint32_t hi() const { return codes.hi(); }
+    template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
+};
+template <> struct group_bits<compact_f16, 2> {
+    uint4 v;
+    static constexpr uint32_t CODES = 0x60006000u;
+    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~CODES, v.y & ~CODES, v.z & ~CODES, v.w & ~CODES); }
+    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
+    // codes of entries 0-3 (4-7) in bits 5 and 6 of bytes 1, 3, 0, 2
+    __device__ __forceinline__ uint32_t lo() const { return (v.x & CODES) | (v.y & CODES) >> 8; }
+    __device__ __forceinline__ uint32_t hi() const { return (v.z & CODES) | (v.w & CODES) >> 8; }
+    template <int K> __device__ __forceinline__ float get() const {
+        return half_word<K % 2 == 1>(__half(), (K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w) & ~CODES);
+    }
+};
+
+// F16 bits without bits 13 and 14 that are `bits` times 2^-exponent; -1: there are none
+__device__ __forceinline__ int to_compact(uint16_t bits, int exponent) {
+    const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
+    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= 7)) {
+        return (bits & 0x7fff) == 0 ? sign : sign | moved << 10 | (bits & 0x3ff);
+    }
+    const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1); // below the smallest power: an F16 subnormal
+    return e < 31 && shift >= 0 && shift < 11 && mantissa % (1 << shift) == 0 ? sign | mantissa >> shift : -1;
+}
+__device__ __forceinline__ uint16_t from_compact(uint32_t bits, float power) {
+    return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(bits & 0x9fffu))) * power));
+}
+
 // Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
 // than 8 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
 template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 8 ? 5 : 0;
@@ -73,6 +118,14 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
             const int shift = bits == 8 ? 0 : bits == 4 ? k / 4 * 4 : bits == 2 ? 2 * i : k / 4 * 4 + i;
             weight[k] |= step >> shift << 8 * i;
         }
+    }
+}
+
+inline void set_compact_weights(uint32_t weight[8], uint32_t step) {
+    constexpr int BYTE[4] = { 1, 3, 0, 2 };
+    for (int k = 0; k < 8; k++) {
+        weight[k] = k % 4 ? weight[k - 1] : 0;
+        weight[k] |= step >> 5 << 8 * BYTE[k % 4];
     }
 }
 

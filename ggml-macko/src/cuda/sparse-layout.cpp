@@ -13,7 +13,7 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
     return per_row >= 2048 ? 32 : per_row >= 768 ? 16 : 8;
 }
 
-int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded) {
+static int64_t max_groups(const macko_desc & desc, int64_t n_padded) {
     // The last group of a row is half full on average. Ordering by position moves fillers about, and each of 31 stripes may end in an
     // empty place: this covers random masks; what is emptier in its stripes than that becomes RUNS or ROWS.
     const int64_t groups = (n_padded + n_padded / 400) / CUDA_SPARSE_GROUP + desc.rows * 9 / 16 + 64;
@@ -26,6 +26,15 @@ int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded) {
     return groups;
 }
 
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout) {
+    const int64_t groups = max_groups(desc, n_padded);
+    if (layout != CUDA_SPARSE_LAYOUT_COMPACT) {
+        return groups;
+    }
+    // the memory that STRIPED takes for values and codes: what codes took is for spilled values
+    return (groups * (2 * CUDA_SPARSE_GROUP + desc.delta_bits) - cuda_sparse_aligned(2 * desc.rows)) / (2 * CUDA_SPARSE_GROUP);
+}
+
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory) {
     cuda_sparse_matrix m = {};
     m.rows       = desc.rows;
@@ -34,16 +43,20 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
     m.value_type = desc.type;
     m.delta_bits = desc.delta_bits;
     m.layout     = layout;
-    m.stripe     = layout == CUDA_SPARSE_LAYOUT_STRIPED ? static_cast<int32_t>(stripe_width(desc.cols)) : 0;
+    m.stripe     = layout == CUDA_SPARSE_LAYOUT_STRIPED || layout == CUDA_SPARSE_LAYOUT_COMPACT ? static_cast<int32_t>(stripe_width(desc.cols)) : 0;
     cuda_sparse_parts parts(memory);
     if (layout == CUDA_SPARSE_LAYOUT_ROWS) {
         parts.take(&m.values, n_padded * value_nbytes(desc.type));
         parts.take(&m.codes, deltas_nbytes(n_padded, desc.delta_bits));
     } else {
-        const int64_t groups = cuda_sparse_max_groups(desc, n_padded);
+        const int64_t groups = std::max<int64_t>(0, cuda_sparse_max_groups(desc, n_padded, layout));
         m.lanes = lanes;
         parts.take(&m.values, groups * CUDA_SPARSE_GROUP * value_nbytes(desc.type));
-        parts.take(&m.codes, groups * desc.delta_bits);
+        if (layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+            parts.take(&m.tails, desc.rows);
+        } else {
+            parts.take(&m.codes, groups * desc.delta_bits);
+        }
         parts.take(&m.bases, desc.rows * lanes);
     }
     parts.take(&m.row_ptr, desc.rows + 1);

@@ -8,6 +8,11 @@
 //   base     where a run's columns start, 16 bits per run
 //   order    entries are ordered by column c, or (STRIPED) by position p = (c % 32) * W + c / 32, W = stripe_width(cols). Stepping by
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
+// COMPACT: STRIPED with F16 values in 14 bits. The weights of a matrix lie within few powers of two: a value is its sign, 10 bits of mantissa and 3 of
+//   exponent, an F16 that is 2^exponent times too small, and the two bits that are free in it (13 and 14) hold the code: a group is 16 bytes. What these
+//   bits cannot say exactly (1.7 % of normal random values, less where pruning has taken the small ones) is zero there, and "spilled": the row's
+//   groups are followed by groups of four pairs (column, value) of 16 bits each, at most one group per run. Lossless; codes of 2 bits only. Rows of wide
+//   matrices begin at lines of 128 bytes. A row's tail says what lies behind its groups.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).
@@ -22,6 +27,7 @@ enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_RUNS    = 1, // columns ascending
     CUDA_SPARSE_LAYOUT_STRIPED = 2, // positions ascending
     CUDA_SPARSE_LAYOUT_BLOCKS  = 3, // quantized values
+    CUDA_SPARSE_LAYOUT_COMPACT = 4, // positions ascending, values in 14 bits
 };
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
@@ -50,13 +56,15 @@ struct cuda_sparse_matrix {
     int32_t    value_type; // the same; of BLOCKS a quantized type
     int32_t    delta_bits; // 1, 2, 4, 8; of BLOCKS 3, 4 or 8
     int32_t    layout;     // enum cuda_sparse_layout
-    int32_t    lanes;      // RUNS, STRIPED: 8, 16 or 32 runs per row
-    int32_t    stripe;     // STRIPED: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
-    int32_t    overshoot;  // STRIPED, BLOCKS: words behind the last one of x that a group may touch before it wraps
-    uint8_t  * values;     // RUNS, STRIPED: 8 per group; ROWS: n_padded
-    uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas
-    uint16_t * bases;      // RUNS, STRIPED: rows * lanes
-    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED: first group of a row; ROWS: first entry; BLOCKS: the file's, first non-zero
+    int32_t    lanes;      // RUNS, STRIPED, COMPACT: 8, 16 or 32 runs per row
+    int32_t    stripe;     // STRIPED, COMPACT: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
+    int32_t    exponent;   // COMPACT: values are 2^exponent times those that are stored
+    int32_t    overshoot;  // STRIPED, COMPACT, BLOCKS: words behind the last one of x that a group may touch before it wraps
+    uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded
+    uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null
+    uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
+    uint16_t * tails;      // COMPACT: rows. Groups of spilled values, plus 256 times the unused groups behind them
+    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: the file's, first non-zero
     uint16_t * scales;     // BLOCKS: F16, one per group
     int32_t  * spill_ptr;  // BLOCKS: rows + 1, first of a row's spilled non-zeros
     struct cuda_sparse_spilled * spill; // BLOCKS
@@ -68,12 +76,15 @@ struct cuda_sparse_matrix {
 // column c = 32 * position mod (32 * width - 1), which is at least cols
 constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
 
+constexpr int tail_spilled(int tail) { return tail & 0xff; }
+constexpr int tail_groups(int tail) { return (tail & 0xff) + (tail >> 8); }
+
 // bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);
 
-// for the repack and its tests: runs per row that suit the matrix, groups that RUNS or STRIPED may have, and the parts in memory
+// for the repack and its tests: runs per row that suit the matrix, groups that a layout may have, and the parts in memory
 int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
-int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded);
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout);
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory);
 
 } // namespace macko

@@ -14,6 +14,7 @@ struct sparse_operand {
     const uint8_t  * codes;
     const uint16_t * bases;
     const int32_t  * row_ptr;
+    const uint16_t * tails;        // COMPACT
     const uint16_t * scales;     // BLOCKS, as what follows
     const int32_t  * spill_ptr;
     const uint2    * spill;
@@ -26,6 +27,7 @@ struct sparse_operand {
     int32_t          first_unit; // unit = the rows that a warp has at a time
     int32_t          delta_bits;
     int32_t          n_groups;   // BLOCKS
+    float            power, inverse; // COMPACT: 2^exponent, 2^-exponent
 };
 
 struct sparse_launch {
@@ -138,6 +140,7 @@ inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return bl
 
 // one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 // one launch of the BLOCKS kernel: nx is 1, 2 or 4
 cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);

@@ -4,6 +4,7 @@
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>
+#include <cmath>
 
 namespace macko {
 
@@ -113,6 +114,9 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
         return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_blocks_q8_0(p, nx, grid_y, stream) : launch_blocks_q4_0(p, nx, grid_y, stream);
     }
+    if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+        return launch_runs_compact(p, w.lanes, nx, grid_y, stream);
+    }
     const bool striped = w.layout == CUDA_SPARSE_LAYOUT_STRIPED;
     return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream) : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
 }
@@ -132,6 +136,9 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.codes      = a.w[i]->codes;
         m.bases      = a.w[i]->bases;
         m.row_ptr    = a.w[i]->row_ptr;
+        m.tails      = a.w[i]->tails;
+        m.power      = std::ldexp(1.0f, a.w[i]->exponent);
+        m.inverse    = std::ldexp(1.0f, -a.w[i]->exponent);
         m.scales     = a.w[i]->scales;
         m.spill_ptr  = a.w[i]->spill_ptr;
         m.spill      = reinterpret_cast<const uint2 *>(a.w[i]->spill);

@@ -1,4 +1,4 @@
-// y = W x for up to eight columns of x, W in the RUNS or STRIPED layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
+// y = W x for up to eight columns of x, W in the RUNS, STRIPED or COMPACT layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
 //
 //   block   fills shared memory with x (1 column in float32; 2, 4 or 8, interleaved, in the type of the weights), one block per
 //           SM, then deals rows to its warps
@@ -20,7 +20,7 @@ namespace macko {
 
 // Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers from shared memory
 // would take longer than the weights from global memory, and wide matrices would not have two columns fit.
-template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), T, float>;
+template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), value16<T>, float>;
 template <typename X, int NX> struct alignas(sizeof(X) * NX) columns { X v[NX]; };
 
 // x at a byte address of shared memory + a constant
@@ -38,14 +38,13 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
         }
 #pragma unroll
         for (int c = 0; c < NX; c++) {
-            x[c] = c % 2 ? half_word<true>(T(), w[c / 2]) : half_word<false>(T(), w[c / 2]);
+            x[c] = c % 2 ? half_word<true>(value16<T>(), w[c / 2]) : half_word<false>(value16<T>(), w[c / 2]);
         }
     }
 }
 
 template <typename T, int BITS, int NX> struct group {
-    group_values<T>   values;
-    group_codes<BITS> codes;
+    group_bits<T, BITS> bits;
 
     static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
 
@@ -60,14 +59,14 @@ template <typename T, int BITS, int NX> struct group {
         load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
 #pragma unroll
         for (int c = 0; c < NX; c++) {
-            sum[K % CHAINS][c] = fmaf(values.template get<K>(), x[c], sum[K % CHAINS][c]);
+            sum[K % CHAINS][c] = fmaf(bits.template get<K>(), x[c], sum[K % CHAINS][c]);
         }
         return to;
     }
     // returns where the next group starts
     template <bool STRIPED>
     __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
-        const uint32_t lo = codes.lo(), hi = codes.hi();
+        const uint32_t lo = bits.lo(), hi = bits.hi();
         add<STRIPED, 0>(lo, at, x_address, weight, sum);
         add<STRIPED, 1>(lo, at, x_address, weight, sum);
         add<STRIPED, 2>(lo, at, x_address, weight, sum);
@@ -76,6 +75,19 @@ template <typename T, int BITS, int NX> struct group {
         add<STRIPED, 5>(hi, middle, x_address, weight, sum);
         add<STRIPED, 6>(hi, middle, x_address, weight, sum);
         return add<STRIPED, 7>(hi, middle, x_address, weight, sum) + 8 * STEP<BITS, STRIPED>;
+    }
+    // COMPACT: the group has four spilled values
+    __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse, float (&sum)[CHAINS][NX]) const {
+        const uint32_t pairs[4] = { bits.v.x, bits.v.y, bits.v.z, bits.v.w };
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            float x[NX];
+            load_x<T, NX, 0>(x, x_address + (pairs[k] & 0xffff) * (4 * x_words(NX)));
+#pragma unroll
+            for (int c = 0; c < NX; c++) {
+                sum[k % CHAINS][c] = fmaf(half_word<true>(__half(), pairs[k]) * inverse, x[c], sum[k % CHAINS][c]);
+            }
+        }
     }
 };
 
@@ -301,7 +313,8 @@ template <
     int THREADS,   // at most
     int DEPTH>     // groups ahead
 __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant__ sparse_launch p) {
-    constexpr int ROWS  = 32 / LANES; // of a unit
+    constexpr int  ROWS    = 32 / LANES; // of a unit
+    constexpr bool COMPACT = std::is_same<T, compact_f16>::value;
     constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) float xs[];
     float * partial = xs + static_cast<size_t>(p.modulus + p.overshoot) * x_words(NX); // NX * 32
@@ -319,24 +332,27 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
-    struct row_start { int begin, end; uint32_t base; };
+    struct row_start { int begin, end; uint32_t base; int tail; }; // tail: COMPACT, as what is named spill further down
     const auto fetch = [&](int j) {
         const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
-        row_start s = { 0, 0, 0 };
+        row_start s = { 0, 0, 0, 0 };
         if (t.valid && row_offset >= 0) {
             const sparse_operand & m = p.m[t.matrix];
             const int row = m.row_begin + row_offset + t.row;
             s.begin = __ldg(m.row_ptr + row);
             s.end   = __ldg(m.row_ptr + row + 1);
             s.base  = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+            if (COMPACT) {
+                s.tail = __ldg(m.tails + row);
+            }
         }
         return s;
     };
 
     // this thread's run of a row
-    struct cursor { int matrix, first, full, own, last, steps; uint32_t at; };
+    struct cursor { int matrix, first, full, own, last, spill, spill_step, steps; uint32_t at; };
     const auto begin_row = [&](int j, const row_start & s) {
-        const int groups = s.end - s.begin;
+        const int groups = s.end - s.begin - tail_groups(s.tail);
         const int skip   = lane * groups / LANES;
         cursor c;
         c.matrix = GROUPED ? task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix : 0;
@@ -349,16 +365,20 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
+        c.spill      = s.begin + groups + lane;
+        c.spill_step = lane < tail_spilled(s.tail) ? c.steps : -1; // the last step
+        if (COMPACT && __any_sync(FULL_WARP, tail_spilled(s.tail))) {
+            c.steps++;
+        }
         c.at = origin + (s.base * 4 << shift);
         return c;
     };
 
     group<T, BITS, NX> now[DEPTH];
     const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
-        if (step < c.own) {
-            const int at = step < c.full ? c.first + step * LANES : c.last;
-            g.values.load(p.m[c.matrix].values, at);
-            g.codes.load(p.m[c.matrix].codes, at);
+        const bool spill = COMPACT && step == c.spill_step;
+        if (step < c.own || spill) {
+            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, step < c.full ? c.first + step * LANES : spill ? c.spill : c.last);
         }
     };
 
@@ -394,7 +414,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     float gate = 0.0f; // of this thread's column
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int own = c.own, steps = c.steps;
+        const int own = c.own, spill_step = c.spill_step, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
         bool more;
@@ -420,6 +440,17 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
                     }
                 }
             }
+            if constexpr (COMPACT) {
+                if (!more && spill_step >= 0) {
+                    const float inverse = p.m[task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix].inverse;
+#pragma unroll
+                    for (int d = 0; d < DEPTH; d++) {
+                        if (step + d == spill_step) {
+                            now[d].multiply_spilled(x_address, inverse, sum);
+                        }
+                    }
+                }
+            }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 now[d] = next[d];
@@ -433,7 +464,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int k = 0; k < NX; k++) {
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
-        const float y = sum_columns<LANES, NX>(total, lane) * scale;
+        const float y = sum_columns<LANES, NX>(total, lane) * scale * (COMPACT ? p.m[t.matrix].power : 1.0f);
         const int   k = lane / (LANES / NX);
         if (GROUPED && p.silu_mul && t.matrix == 0) {
             gate = y;
@@ -447,7 +478,11 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
 template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
 cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
-    set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+    if (std::is_same<T, compact_f16>::value) {
+        set_compact_weights(p.weight, STEP<BITS, STRIPED>);
+    } else {
+        set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+    }
     return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 

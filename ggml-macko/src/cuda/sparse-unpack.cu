@@ -8,7 +8,7 @@
 
 namespace macko {
 
-// ---- RUNS, STRIPED ----
+// ---- RUNS, STRIPED, COMPACT ----
 
 struct unpack_params {
     cuda_sparse_matrix m;
@@ -32,8 +32,9 @@ template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_STEP  = (STRIPED ? 6
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their columns there, then one
 // pass to dst. Each warp has a share of every run's groups; the sum of the codes before them says where it starts. The groups of the next
 // row are on their way while this one goes to dst.
-template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(MAX_UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
+template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(MAX_UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
     constexpr int DEPTH = 4; // groups requested at a time
+    constexpr bool COMPACT = std::is_same<T, compact_f16>::value;
     constexpr uint32_t UNIT = UNPACK_STEP<BITS, STRIPED>, shift = UNPACK_SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) uint16_t dense[];
     __shared__ uint32_t advance[MAX_UNPACK_WARPS][32];
@@ -44,22 +45,21 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
     const int pitch = p.pitch;
     const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.stripe); // -(bytes of the places of a row); only used if STRIPED
     const CONVERT convert;
+    const float power = __int_as_float((127 + m.exponent) << 23); // 2^exponent
     char * mine = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
 
     // this thread's share of a row: groups from ... to-1 of its run
-    int begin, groups, from, to, own, full, last;
+    int begin, groups, spilled, from, to, own, full, last;
     uint32_t base;
-    uint4 values[DEPTH];
-    group_codes<BITS> codes[DEPTH];
+    group_bits<T, BITS> bits[DEPTH];
     const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
     const auto load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (first + d < to) {
-                values[d] = load_streaming(reinterpret_cast<const uint4 *>(m.values) + slot_of(first + d));
-                codes[d].load(m.codes, slot_of(first + d));
+                bits[d].load(m.values, m.codes, slot_of(first + d));
             }
         }
     };
@@ -67,7 +67,9 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
         const int64_t row = row0 + sub;
         const bool here   = row < p.row_end && sub < rows;
         begin  = here ? m.row_ptr[row] : 0;
-        groups = here ? m.row_ptr[row + 1] - begin : 0;
+        const int tail = COMPACT && here ? m.tails[row] : 0;
+        spilled = tail_spilled(tail);
+        groups  = here ? m.row_ptr[row + 1] - begin - tail_groups(tail) : 0;
         base   = here ? m.bases[row * lanes + lane] : 0;
         const int skip = lane * groups / lanes;
         own  = (lane + 1) * groups / lanes - skip;
@@ -88,17 +90,17 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
         }
         if (warps > 1) {
             uint32_t sum = 0;
-            const auto add = [&](const group_codes<BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * UNIT; };
+            const auto add = [&](const group_bits<T, BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * UNIT; };
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
-                group_codes<BITS> c;
-                c.load(m.codes, slot_of(s));
+                group_bits<T, BITS> c;
+                c.load(m.values, m.codes, slot_of(s));
                 add(c);
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (from + d < to) {
-                    add(codes[d]);
+                    add(bits[d]);
                 }
             }
             advance[warp][threadIdx.x % 32] = sum;
@@ -115,9 +117,10 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
-                    const uint32_t lo = codes[d].lo(), hi = codes[d].hi();
+                    const uint32_t lo = bits[d].lo(), hi = bits[d].hi();
                     const uint32_t half = __dp4a(lo, p.weight[3], at);
-                    const uint32_t words[4] = { values[d].x, values[d].y, values[d].z, values[d].w };
+                    const uint4 v = bits[d].words();
+                    const uint32_t words[4] = { v.x, v.y, v.z, v.w };
                     const auto scatter = [&](auto && wanted) {
 #pragma unroll
                         for (int k = 0; k < 8; k++) {
@@ -127,11 +130,11 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
                             }
                             const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
                             if (wanted(value)) {
-                                *reinterpret_cast<uint16_t *>(mine + to) = convert(value);
+                                *reinterpret_cast<uint16_t *>(mine + to) = COMPACT ? from_compact(value, power) : convert(value);
                             }
                         }
                     };
-                    if (STRIPED && s + d == last_group) {
+                    if (COMPACT || (STRIPED && s + d == last_group)) { // COMPACT: what is zero here may be spilled
                         scatter([](uint16_t value) { return value != 0; });
                     } else {
                         scatter([](uint16_t) { return true; });
@@ -143,6 +146,16 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
                 }
             }
             load(s + DEPTH);
+        }
+        if (COMPACT && warp == 0) {
+            for (int i = lane; i < spilled; i += lanes) {
+                const uint4 v = load_streaming(reinterpret_cast<const uint4 *>(m.values) + begin + groups + i);
+                for (const uint32_t pair : { v.x, v.y, v.z, v.w }) {
+                    if (pair) {
+                        *reinterpret_cast<uint16_t *>(mine + (pair & 0xffff) * 2) = static_cast<uint16_t>(pair >> 16);
+                    }
+                }
+            }
         }
         __syncthreads();
         begin_rows(row0 + stride);
@@ -164,11 +177,15 @@ template <int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bou
     }
 }
 
-template <int BITS, bool STRIPED, typename CONVERT> static cudaError_t launch_unpack_runs(unpack_params & p, cudaStream_t stream) {
+template <typename T, int BITS, bool STRIPED, typename CONVERT> static cudaError_t launch_unpack_runs(unpack_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    set_weights(p.weight, BITS, UNPACK_STEP<BITS, STRIPED>);
-    const auto kernel = unpack_runs_kernel<BITS, STRIPED, CONVERT>;
+    if (std::is_same<T, compact_f16>::value) {
+        set_compact_weights(p.weight, UNPACK_STEP<BITS, STRIPED>);
+    } else {
+        set_weights(p.weight, BITS, UNPACK_STEP<BITS, STRIPED>);
+    }
+    const auto kernel = unpack_runs_kernel<T, BITS, STRIPED, CONVERT>;
     p.pitch = static_cast<int32_t>((std::max<int64_t>(p.m.cols + CUDA_SPARSE_GROUP, 32 * p.m.stripe) + 7) & ~int64_t(7));
     const int64_t pitch_nbytes = p.pitch * 2; // fits: x, which is twice as large, does
     const int64_t room = device.shared_nbytes - static_cast<int64_t>(MAX_UNPACK_WARPS * 32 * sizeof(uint32_t));
@@ -186,11 +203,11 @@ template <int BITS, bool STRIPED, typename CONVERT> static cudaError_t launch_un
 
 template <typename CONVERT> static cudaError_t launch_unpack_bits(unpack_params & p, cudaStream_t stream) {
     const bool striped = p.m.stripe != 0;
-    switch (p.m.delta_bits) {
-        case 1:  return striped ? launch_unpack_runs<1, true, CONVERT>(p, stream) : launch_unpack_runs<1, false, CONVERT>(p, stream);
-        case 2:  return striped ? launch_unpack_runs<2, true, CONVERT>(p, stream) : launch_unpack_runs<2, false, CONVERT>(p, stream);
-        case 4:  return striped ? launch_unpack_runs<4, true, CONVERT>(p, stream) : launch_unpack_runs<4, false, CONVERT>(p, stream);
-        default: return launch_unpack_runs<8, false, CONVERT>(p, stream);
+    switch (p.m.delta_bits) { // __half: any 16 bits
+        case 1:  return striped ? launch_unpack_runs<__half, 1, true, CONVERT>(p, stream) : launch_unpack_runs<__half, 1, false, CONVERT>(p, stream);
+        case 2:  return striped ? launch_unpack_runs<__half, 2, true, CONVERT>(p, stream) : launch_unpack_runs<__half, 2, false, CONVERT>(p, stream);
+        case 4:  return striped ? launch_unpack_runs<__half, 4, true, CONVERT>(p, stream) : launch_unpack_runs<__half, 4, false, CONVERT>(p, stream);
+        default: return launch_unpack_runs<__half, 8, false, CONVERT>(p, stream);
     }
 }
 
@@ -260,6 +277,9 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     }
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
     unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
+    if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+        return launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream);
+    }
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 
 namespace macko {
@@ -96,15 +97,79 @@ template <typename F> static __device__ int walk_row(const row_order & order, co
     return n;
 }
 
+// COMPACT: calls spilled(index, column, value) for each value of a row that 14 bits cannot say, and returns their number, on all lanes
+template <typename F> static __device__ int walk_spilled(const row_order & order, const uint16_t * dense, int exponent, F && spilled) {
+    const int lane = threadIdx.x % 32;
+    int n = 0;
+    for (int q0 = 0; q0 < order.places; q0 += 32) {
+        const int word = q0 + lane < order.places ? order.word(q0 + lane) : -1;
+        const bool here = word >= 0 && to_compact(dense[word], exponent) < 0;
+        const unsigned all = __ballot_sync(FULL_WARP, here);
+        if (here) {
+            spilled(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
+        }
+        n += __popc(all);
+    }
+    return n;
+}
+
+constexpr int N_EXPONENTS = 30;
+constexpr int SPILLED = 4;  // values to a group
+constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and to begin at lines of 128 bytes
+
+// COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its begin, -1 behind its end.
+static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int * changes) {
+    __shared__ int mine[N_EXPONENTS + 1];
+    for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
+        mine[i] = 0;
+    }
+    __syncthreads();
+    const int n = raw.row_ptr[raw.rows];
+    const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+        const int bits = values[i] & 0x7fff, e = bits >> 10;
+        if (bits != 0 && e < 31) {
+            const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits;
+            atomicAdd(mine + max(0, e - 7), 1);
+            atomicAdd(mine + min(N_EXPONENTS, max(e, 1) - 1 + __ffs(mantissa)), -1);
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
+        atomicAdd(changes + i, mine[i]);
+    }
+}
+
+// what repack() reads back
+struct repack_counts {
+    int64_t groups;
+    int64_t spill_groups;
+    int32_t most_spill_groups; // of a row
+    int32_t overshoot;
+    int32_t exponents[N_EXPONENTS + 1];
+};
+
 // groups of each row into row_ptr[row + 1]
-static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
+static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, repack_counts * counts) {
     extern __shared__ __align__(16) uint16_t dense[];
     const row_order shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
-        const int n = walk_row(row_order(m, row), dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
+        const row_order order(m, row);
+        const int n = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
+        const int spilled = m.tails ? walk_spilled(order, dense, m.exponent, [](int, int, uint16_t) {}) : 0;
         if (threadIdx.x == 0) {
-            m.row_ptr[row + 1] = static_cast<int32_t>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
+            int groups = static_cast<int>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
+            if (m.tails) {
+                const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
+                groups += spill_groups;
+                const int unused = m.cols >= WIDE ? -groups & 7 : 0;
+                groups += unused;
+                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xff) | unused << 8); // of more the matrix is not kept like this
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
+                atomicMax(&counts->most_spill_groups, spill_groups);
+            }
+            m.row_ptr[row + 1] = groups;
         }
         __syncwarp();
     }
@@ -148,16 +213,24 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
         decode_row(raw, row, dense, shape.places);
         const row_order order(m, row);
         const int64_t begin = m.row_ptr[row];
-        const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin);
+        const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin) - (m.tails ? tail_groups(m.tails[row]) : 0);
+        if (m.tails) {
+            walk_spilled(order, dense, m.exponent, [&](int index, int word, uint16_t value) {
+                reinterpret_cast<uint32_t *>(m.values)[(begin + groups) * SPILLED + index] = static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
+            });
+        }
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
             constexpr int GROUP = static_cast<int>(CUDA_SPARSE_GROUP);
             const int k = index % GROUP;
             const group_place at = place_of(index / GROUP, groups, m.lanes);
             const int64_t slot = begin + at.slot;
-            if (value != 0) {
-                reinterpret_cast<uint16_t *>(m.values)[slot * GROUP + k] = value;
+            uint16_t * const to = reinterpret_cast<uint16_t *>(m.values) + slot * GROUP + k;
+            if (m.tails) {
+                *to = static_cast<uint16_t>(max(to_compact(value, m.exponent), 0) | static_cast<int>(code) << 13);
+            } else if (value != 0) {
+                *to = value;
             }
-            if (code != 0) {
+            if (code != 0 && !m.tails) {
                 const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
                 atomicOr(reinterpret_cast<unsigned *>(m.codes) + (bit >> 5), code << (bit & 31));
             }
@@ -175,15 +248,19 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
     int most = 0;
     if (run < m.rows * m.lanes) {
         const int64_t row = run / m.lanes;
-        const int lane = static_cast<int>(run % m.lanes), begin = m.row_ptr[row], groups = m.row_ptr[row + 1] - begin;
+        const int lane = static_cast<int>(run % m.lanes), begin = m.row_ptr[row], groups = m.row_ptr[row + 1] - begin - (m.tails ? tail_groups(m.tails[row]) : 0);
         const int modulus = 32 * m.stripe - 1;
         int at = m.bases[run];
         for (int g = static_cast<int>(static_cast<int64_t>(lane) * groups / m.lanes); g < static_cast<int64_t>(lane + 1) * groups / m.lanes; g++) {
             const int64_t slot = begin + place_of(g, groups, m.lanes).slot;
             int steps = 7;
             for (int k = 0; k < 8; k++) {
-                const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
-                steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+                if (m.tails) {
+                    steps += reinterpret_cast<const uint16_t *>(m.values)[slot * 8 + k] >> 13 & 3;
+                } else {
+                    const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
+                    steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+                }
             }
             const int last = at + 32 * steps;
             most = max(most, last + 1 - modulus);
@@ -217,7 +294,7 @@ struct cuda_sparse_uploader::impl {
     cuda_device_info        info    = {};
     uint8_t               * staging = nullptr; // device memory
     int64_t                 staging_nbytes = 0;
-    int64_t               * results = nullptr; // device: total groups, overshoot
+    repack_counts         * counts  = nullptr; // device memory
     pinned_buffer           pinned[N_PINNED];
     std::mutex              mutex;
     std::condition_variable freed;
@@ -238,7 +315,7 @@ struct cuda_sparse_uploader::impl {
             cudaFreeHost(p.data);
         }
         cudaFree(staging);
-        cudaFree(results);
+        cudaFree(counts);
     }
 
     // host memory of any kind to the device; returns when src may be reused and the bytes have arrived
@@ -282,14 +359,34 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // the layout in m, if it fits: *fits tells. m.overshoot is set.
-    int repack(cuda_sparse_matrix * m, bool * fits) {
+    // COMPACT: the exponent that can say most values
+    int find_exponent(cuda_sparse_matrix * m) {
+        const cudaStream_t stream = pinned[0].stream;
+        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(raw, counts->exponents);
+        CUDA_OK(cudaGetLastError());
+        int32_t changes[N_EXPONENTS + 1];
+        CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        int64_t said = 0, most = -1;
+        for (int i = 0; i < N_EXPONENTS; i++) {
+            said += changes[i];
+            if (said > most) {
+                most = said;
+                m->exponent = i;
+            }
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if it saves half of the codes' memory or more. m.overshoot and m.exponent are set.
+    int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
         *fits = false;
-        const bool    striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED;
+        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT, striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED || compact;
         const int64_t words  = striped ? 32 * m->stripe - 1 : m->cols + CUDA_SPARSE_GROUP;
         const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
         // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
-        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8)) {
+        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8) ||
+            (compact && (m->type != GGML_MACKO_TYPE_F16 || m->delta_bits != 2))) {
             return GGML_MACKO_STATUS_OK;
         }
         const int shared = static_cast<int>(words * 2);
@@ -297,29 +394,35 @@ struct cuda_sparse_uploader::impl {
         CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         const cudaStream_t stream = pinned[0].stream;
-        int64_t * groups    = results;
-        int32_t * overshoot = reinterpret_cast<int32_t *>(results + 1);
-        CUDA_OK(cudaMemsetAsync(results, 0, 2 * sizeof(int64_t), stream));
-        count_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
+        CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
+        if (compact) {
+            if (const int status = find_exponent(m)) {
+                return status;
+            }
+        }
+        count_kernel<<<blocks, 32, shared, stream>>>(raw, *m, counts);
         CUDA_OK(cudaGetLastError());
-        scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, groups);
+        scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, &counts->groups);
         CUDA_OK(cudaGetLastError());
-        int64_t n_groups = 0;
-        CUDA_OK(cudaMemcpyAsync(&n_groups, groups, sizeof(n_groups), cudaMemcpyDeviceToHost, stream));
+        repack_counts found;
+        CUDA_OK(cudaMemcpyAsync(&found, counts, sizeof(found), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
-        if (n_groups > cuda_sparse_max_groups(desc, n_padded)) {
+        const bool saves = 16 * found.spill_groups <= found.groups;
+        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > m->lanes || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
-        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(n_groups * CUDA_SPARSE_GROUP * 2), stream));
-        CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((n_groups * m->delta_bits + 3) & ~int64_t(3)), stream));
+        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));
+        if (m->codes) {
+            CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)), stream));
+        }
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
         repack_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
         if (striped) {
-            overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, overshoot);
+            overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, &counts->overshoot);
             CUDA_OK(cudaGetLastError());
         }
-        CUDA_OK(cudaMemcpyAsync(&m->overshoot, overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(cudaMemcpyAsync(&m->overshoot, &counts->overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
         *fits = m->overshoot <= std::min(words, room - words);
         return GGML_MACKO_STATUS_OK;
@@ -338,7 +441,7 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
         CUDA_OK(cudaMallocHost(&buffer.data, static_cast<size_t>(PINNED_NBYTES)));
         CUDA_OK(cudaStreamCreateWithFlags(&buffer.stream, cudaStreamNonBlocking));
     }
-    CUDA_OK(cudaMalloc(&p->results, 2 * sizeof(int64_t)));
+    CUDA_OK(cudaMalloc(&p->counts, sizeof(repack_counts)));
     out->reset(new cuda_sparse_uploader(std::move(p)));
     return GGML_MACKO_STATUS_OK;
 }
@@ -415,17 +518,21 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    const bool stripes = s.desc.cols >= 2048; // in narrow matrices a group soon walks around all of them
-    const int32_t wish[3] = { stripes ? CUDA_SPARSE_LAYOUT_STRIPED : CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
-    for (int i = 0; i < 3; i++) {
-        const int32_t candidate = layout >= 0 ? layout : wish[i];
+    const bool stripes = s.desc.cols >= WIDE; // in narrow matrices a group soon walks around all of them
+    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
+    for (const int32_t wish : wishes) {
+        const int32_t candidate = layout >= 0 ? layout : wish;
+        const bool compact = wish == CUDA_SPARSE_LAYOUT_COMPACT, striped = compact || wish == CUDA_SPARSE_LAYOUT_STRIPED;
+        if (layout < 0 && ((striped && !stripes) || (compact && getenv("GGML_MACKO_NO_COMPACT")))) { // the variable: to compare
+            continue;
+        }
         cuda_sparse_matrix m = cuda_sparse_bind(s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
         bool fits = true;
         if (candidate == CUDA_SPARSE_LAYOUT_ROWS) {
             CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice, s.pinned[0].stream));
             CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));
         } else {
-            if (const int status = s.repack(&m, &fits)) {
+            if (const int status = s.repack(&m, layout < 0, &fits)) {
                 return status;
             }
         }

@@ -82,7 +82,13 @@ static int best_delta_bits(double density) {
     return best;
 }
 
-// F16 values of both signs, magnitudes 1/8 ... 2
+// bits of a normal number of deviation 1/64, as weights are; never 0
+static uint16_t normal_f16(uint64_t random) {
+    const double u = (static_cast<double>(random >> 32) + 0.5) * 0x1p-32, v = static_cast<double>(random & 0xffffffffu) * 0x1p-32;
+    const uint16_t bits = f16_of_float(static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v) / 64));
+    return bits & 0x7fff ? bits : 1;
+}
+
 static random_matrix make_random(int64_t rows, int64_t cols, double density) {
     random_matrix m;
     const int bits = best_delta_bits(density), reach = 1 << bits;
@@ -127,9 +133,8 @@ static random_matrix make_random(int64_t rows, int64_t cols, double density) {
                 for (; gap >= reach; gap -= reach) {
                     codes[k++] = static_cast<uint8_t>(reach - 1);
                 }
-                const uint64_t q = xorshift(t) >> 33;
                 codes[k]      = static_cast<uint8_t>(gap);
-                m.values[k++] = static_cast<uint16_t>((q & 0x83ff) | (12 + (q >> 20) % 4) << 10);
+                m.values[k++] = normal_f16(xorshift(t));
                 last = c;
             }
         }

@@ -99,21 +99,25 @@ static std::unique_ptr<test_matrix> random_matrix(rng & random) {
 
 // ---- the layout, read by the words of sparse-blocks.h ----
 
-static uint32_t plane_word(const uint8_t * base, int n_words, int64_t n_groups, int64_t slot, int word) {
+static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) { return m.values + group / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2); }
+
+// base: of the tile's values or codes
+static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int word) {
     for (int first = 0;;) {
         const int width = n_words - first >= 4 ? 4 : n_words - first >= 2 ? 2 : 1;
         if (word < first + width) {
             uint32_t w;
-            memcpy(&w, base + (first * n_groups + width * slot + word - first) * 4, 4);
+            memcpy(&w, base + (first * 32 + width * (group % 32) + word - first) * 4, 4);
             return w;
         }
         first += width;
     }
 }
 
-static int image_code(const cuda_sparse_matrix & m, int64_t slot, int k) {
+static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
     const int quad = k / 4, shift = k % 4 * 8;
-    const auto word = [&](int i) { return plane_word(m.codes, m.delta_bits, m.n_groups, slot, i) >> shift & 0xff; };
+    const uint8_t * codes = image_tile(m, group) + 32 * 4 * blocks_value_words(m.value_type);
+    const auto word = [&](int i) { return plane_word(codes, m.delta_bits, group, i) >> shift & 0xff; };
     if (m.delta_bits == 8) {
         return static_cast<int>(word(quad));
     }
@@ -121,13 +125,19 @@ static int image_code(const cuda_sparse_matrix & m, int64_t slot, int k) {
     return static_cast<int>(field >> quad % 2 * m.delta_bits & ((1u << m.delta_bits) - 1));
 }
 
-static int image_value(const cuda_sparse_matrix & m, int64_t slot, int k) {
+static int image_value(const cuda_sparse_matrix & m, int64_t group, int k) {
     const int quad = k / 4;
     if (m.value_type == GGML_MACKO_TYPE_Q8_0) {
-        return static_cast<int8_t>(plane_word(m.values, 8, m.n_groups, slot, quad) >> k % 4 * 8);
+        return static_cast<int8_t>(plane_word(image_tile(m, group), 8, group, quad) >> k % 4 * 8);
     }
-    const uint32_t nibble = plane_word(m.values, 4, m.n_groups, slot, quad / 2) >> (k % 4 * 8 + quad % 2 * 4) & 15;
+    const uint32_t nibble = plane_word(image_tile(m, group), 4, group, quad / 2) >> (k % 4 * 8 + quad % 2 * 4) & 15;
     return static_cast<int>(nibble ^ 8) - 8;
+}
+
+static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
+    uint16_t bits;
+    memcpy(&bits, image_tile(m, group) + 32 * 4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32), 2);
+    return static_cast<double>(float_of_f16(bits));
 }
 
 // each weight where a kernel would multiply it: by the words of x, not by columns
@@ -148,7 +158,10 @@ static void check_image(const test_matrix & t, const blocks_image & image, const
                 row[static_cast<size_t>(c)] += value;
             }
         };
-        const int64_t begin = m.row_ptr[r] / 32 + r, groups = (m.row_ptr[r + 1] + 31) / 32 - m.row_ptr[r] / 32;
+        cuda_blocks_row head;
+        memcpy(&head, m.row_ptr + 2 * r, sizeof(head));
+        const int64_t begin = head.first_group, groups = head.n_groups;
+        CHECK(m.spill_ptr[r] + head.n_spilled == m.spill_ptr[r + 1], "%s: row %lld has other spilled non-zeros", name.c_str(), static_cast<long long>(r));
         for (int64_t l = 0; l < m.lanes; l++) {
             const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes;
             int64_t at = m.bases[r * m.lanes + l];
@@ -157,7 +170,7 @@ static void check_image(const test_matrix & t, const blocks_image & image, const
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;
-                    add(at, static_cast<double>(float_of_f16(m.scales[slot])) * image_value(m, slot, k));
+                    add(at, image_scale(m, slot) * image_value(m, slot, k));
                     at += 32;
                     at -= m.delta_bits < 8 && k % CUDA_BLOCKS_SEGMENT == 7 && at >= words ? words : 0;
                 }

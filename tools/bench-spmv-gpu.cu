@@ -259,7 +259,7 @@ struct file_matrix {
         CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
         if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
             CHECKED(cudaMemcpy(&spilled, w.spill_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
-            return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 8)) + 8.0 * spilled;
+            return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 12)) + 8.0 * spilled;
         }
         if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
             std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
@@ -301,7 +301,7 @@ private:
 // the same matrix, copied as it is to another place
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
     const auto move = [&](auto & pointer) { pointer = pointer ? reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; };
-    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.scales), move(w.spill_ptr), move(w.spill);
+    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.spill_ptr), move(w.spill);
     return w;
 }
 

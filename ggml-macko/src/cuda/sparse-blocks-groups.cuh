@@ -7,14 +7,14 @@
 
 namespace macko {
 
-// words of a slot, from planes of 4, 2 and 1 words
+// a group's words, from planes of 4, 2 and 1 words of its tile
 template <int N> struct group_words {
     uint32_t w[N];
 
-    template <int FIRST = 0> __device__ __forceinline__ void load(const uint8_t * base, int n_groups, int slot) {
+    template <int FIRST = 0> __device__ __forceinline__ void load(const uint8_t * base, int slot) {
         if constexpr (FIRST < N) {
             constexpr int WIDTH = N - FIRST >= 4 ? 4 : N - FIRST >= 2 ? 2 : 1;
-            const uint8_t * plane = base + static_cast<int64_t>(n_groups) * (FIRST * 4);
+            const uint8_t * plane = base + CUDA_BLOCKS_TILE * FIRST * 4;
             if constexpr (WIDTH == 4) {
                 const uint4 v = load_streaming(reinterpret_cast<const uint4 *>(plane) + slot);
                 w[FIRST] = v.x, w[FIRST + 1] = v.y, w[FIRST + 2] = v.z, w[FIRST + 3] = v.w;
@@ -24,7 +24,7 @@ template <int N> struct group_words {
             } else {
                 w[FIRST] = load_streaming(reinterpret_cast<const uint32_t *>(plane) + slot);
             }
-            load<FIRST + WIDTH>(base, n_groups, slot);
+            load<FIRST + WIDTH>(base, slot);
         }
     }
 };
@@ -54,5 +54,21 @@ template <int BITS, int I> __device__ __forceinline__ uint32_t quad_codes(const 
         return field & (I % 2 ? 0x38383838u : 0x07070707u);
     }
 }
+
+// a group on its way to registers
+template <typename V, int BITS> struct loaded_group {
+    group_words<V::WORDS> values;
+    group_words<BITS>     codes;
+    uint32_t              scale_bits;
+
+    __device__ __forceinline__ void load(const uint8_t * tiles, unsigned group) {
+        const uint8_t * tile = tiles + static_cast<int64_t>(group / CUDA_BLOCKS_TILE) * blocks_tile_nbytes(V::WORDS, BITS);
+        const int       slot = static_cast<int>(group % CUDA_BLOCKS_TILE);
+        values.load(tile, slot);
+        codes.load(tile + CUDA_BLOCKS_TILE * 4 * V::WORDS, slot);
+        scale_bits = load_streaming(reinterpret_cast<const uint16_t *>(tile + CUDA_BLOCKS_TILE * 4 * (V::WORDS + BITS)) + slot);
+    }
+    __device__ __forceinline__ float scale() const { return __half2float(__ushort_as_half(static_cast<unsigned short>(scale_bits))); }
+};
 
 } // namespace macko

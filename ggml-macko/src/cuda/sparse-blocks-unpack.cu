@@ -23,19 +23,17 @@ __device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) { *to = v 
 // A warp per 32 / lanes rows: zeros in shared memory, the entries of each run scattered to their columns there, then the spilled ones, whose
 // columns the walk may have passed with a 0, then all of it to dst.
 template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant__ unpack_blocks_params p) {
-    constexpr int BLOCK = static_cast<int>(QUANT_BLOCK);
     extern __shared__ __align__(16) uint4 shared_rows[];
     const cuda_sparse_matrix & m = p.m;
     const int lanes = m.lanes, rows = 32 / lanes, lane = threadIdx.x % lanes, sub = threadIdx.x / lanes, width = m.stripe;
     D * mine = reinterpret_cast<D *>(shared_rows) + sub * p.pitch;
-    const int n_groups = static_cast<int>(m.n_groups);
     cuda_wait_for_previous();
     cuda_allow_next();
 
     for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end; row0 += static_cast<int64_t>(gridDim.x) * rows) {
         const int64_t row = row0 + sub;
-        const int from = row < p.row_end ? m.row_ptr[row] : 0, to = row < p.row_end ? m.row_ptr[row + 1] : 0;
-        const int begin = static_cast<int>(from / BLOCK + row), groups = (to + BLOCK - 1) / BLOCK - from / BLOCK;
+        const cuda_blocks_row head = row < p.row_end ? reinterpret_cast<const cuda_blocks_row *>(m.row_ptr)[row] : cuda_blocks_row {};
+        const int begin = head.first_group, groups = head.n_groups;
         const int skip = lane * groups / lanes, own = (lane + 1) * groups / lanes - skip, full = groups / lanes;
         const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
         const auto column_of = [&](int word) { // negative: entries of another row in front of this one's
@@ -49,11 +47,9 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         int column = groups ? column_of(m.bases[row * lanes + lane]) : 0;
         for (int s = 0; s < own; s++) {
             const int slot = begin + (s < full ? s * lanes + lane : full * lanes + skip - lane * full);
-            group_words<V::WORDS> values;
-            group_words<BITS>     codes;
-            values.load(m.values, n_groups, slot);
-            codes.load(m.codes, n_groups, slot);
-            const float d = __half2float(__ushort_as_half(static_cast<unsigned short>(load_streaming(m.scales + slot)))) * V::UNIT;
+            loaded_group<V, BITS> g;
+            g.load(m.values, slot);
+            const float d = g.scale() * V::UNIT;
             const auto scatter = [&](uint32_t q, uint32_t c) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) {
@@ -67,14 +63,14 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
             };
             const auto quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
-                scatter(V::template quad<I>(values.w), quad_codes<BITS, I>(codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
+                scatter(V::template quad<I>(g.values.w), quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
             };
             quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()), quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
             quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()), quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
         }
         __syncwarp();
         if (row < p.row_end) {
-            for (int e = m.spill_ptr[row] + lane; e < m.spill_ptr[row + 1]; e += lanes) {
+            for (int e = m.spill_ptr[row] + lane; e < m.spill_ptr[row] + head.n_spilled; e += lanes) {
                 to_dense(mine + column_of(static_cast<int>(m.spill[e].word)), m.spill[e].value);
             }
         }

@@ -21,8 +21,10 @@ blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) 
     if (!is_quant_type(desc.value_type)) {
         return { 0, 0 };
     }
-    // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x (measured, notes)
-    for (int lanes = groups < 48 || (groups < 96 && desc.dense.rows >= 8192) ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
+    // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x, which for wide matrices of
+    // few rows are most of the work (measured, notes)
+    const bool copies_pay = cols <= 8192 || desc.dense.rows >= 8192;
+    for (int lanes = (groups < 48 && copies_pay) || (groups < 96 && desc.dense.rows >= 8192) ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
         const int64_t width = blocks_width(cols, lanes);
         int    bits  = 8;
         double least = 1e300;
@@ -57,13 +59,11 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
     m.lanes      = shape.lanes;
     m.stripe     = static_cast<int32_t>(blocks_width(d.cols, shape.lanes));
     m.overshoot  = static_cast<int32_t>(blocks_overshoot(shape.bits));
-    m.n_groups   = d.nnz / QUANT_BLOCK + d.rows + 1;
+    m.n_groups   = (d.nnz / QUANT_BLOCK + d.rows + CUDA_BLOCKS_TILE) / CUDA_BLOCKS_TILE * CUDA_BLOCKS_TILE;
     cuda_sparse_parts parts(memory);
-    parts.take(&m.values, m.n_groups * 4 * blocks_value_words(m.value_type));
-    parts.take(&m.codes, m.n_groups * 4 * shape.bits);
-    parts.take(&m.scales, m.n_groups);
+    parts.take(&m.values, m.n_groups / CUDA_BLOCKS_TILE * blocks_tile_nbytes(blocks_value_words(m.value_type), shape.bits));
     parts.take(&m.bases, d.rows * shape.lanes);
-    parts.take(&m.row_ptr, d.rows + 1);
+    parts.take(&m.row_ptr, (d.rows + 1) * static_cast<int64_t>(sizeof(cuda_blocks_row) / sizeof(int32_t)));
     parts.take(&m.spill_ptr, d.rows + 1);
     parts.take(&m.spill, n_spill);
     m.nbytes = parts.nbytes();
@@ -107,11 +107,11 @@ static void pack_codes(const uint8_t * code, int bits, uint8_t * words) {
     }
 }
 
-// to planes of 4, 2 and 1 words
-static void put_words(const uint8_t * words, int n, uint8_t * base, int64_t n_groups, int64_t slot) {
+// to planes of 4, 2 and 1 words; slot: of the tile
+static void put_words(const uint8_t * words, int n, uint8_t * base, int64_t slot) {
     for (int at = 0; at < n;) {
         const int width = n - at >= 4 ? 4 : n - at >= 2 ? 2 : 1;
-        memcpy(base + (at * n_groups + width * slot) * 4, words + 4 * at, static_cast<size_t>(width) * 4);
+        memcpy(base + (at * CUDA_BLOCKS_TILE + width * slot) * 4, words + 4 * at, static_cast<size_t>(width) * 4);
         at += width;
     }
 }
@@ -175,10 +175,14 @@ struct row_maker {
             }
         }
         pack_values(q, m.value_type, words);
-        put_words(words, blocks_value_words(m.value_type), m.values, m.n_groups, slot);
+        const int     value_words = blocks_value_words(m.value_type);
+        uint8_t     * tile = m.values + slot / CUDA_BLOCKS_TILE * blocks_tile_nbytes(value_words, m.delta_bits);
+        const int64_t in_tile = slot % CUDA_BLOCKS_TILE;
+        put_words(words, value_words, tile, in_tile);
         pack_codes(code, m.delta_bits, words);
-        put_words(words, m.delta_bits, m.codes, m.n_groups, slot);
-        m.scales[slot] = quant_scale_bits(data);
+        put_words(words, m.delta_bits, tile + CUDA_BLOCKS_TILE * 4 * value_words, in_tile);
+        const uint16_t scale = quant_scale_bits(data);
+        memcpy(tile + CUDA_BLOCKS_TILE * 4 * (value_words + m.delta_bits) + 2 * in_tile, &scale, 2);
         return at + QUANT_BLOCK - end;
     }
 
@@ -186,6 +190,7 @@ struct row_maker {
         const int64_t block0 = first_block(row), places = 32 * m.stripe - 1;
         const int64_t copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
         read_columns(row);
+        const size_t spilled = spill.size();
         // the row's entries among those of its blocks
         const int64_t k0 = view.arrays().row_ptr[row] - block0 * QUANT_BLOCK, k1 = k0 + static_cast<int64_t>(columns.size());
         for_each_run(row, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
@@ -199,6 +204,8 @@ struct row_maker {
             }
             m.bases[row * m.lanes + lane] = static_cast<uint16_t>(blocks_word((copy + start + places) % places, m.stripe));
         });
+        const cuda_blocks_row head = { static_cast<int32_t>(block0 + row), static_cast<uint16_t>(groups(row)), static_cast<uint16_t>(spill.size() - spilled) };
+        memcpy(m.row_ptr + 2 * row, &head, sizeof(head));
     }
 };
 
@@ -209,7 +216,6 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     m = cuda_blocks_bind(desc, shape, max_spill, nullptr);
     out->memory.resize(static_cast<size_t>(m.nbytes));
     m = cuda_blocks_bind(desc, shape, max_spill, out->memory.data());
-    memcpy(m.row_ptr, view.arrays().row_ptr, static_cast<size_t>(rows + 1) * 4);
     std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {} });
     const auto first_row = [&](int64_t i) { return rows * i / n_threads; };
     m.spill_ptr[0] = 0;

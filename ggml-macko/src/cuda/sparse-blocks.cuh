@@ -54,20 +54,10 @@ template <int NX, int OFFSET> __device__ __forceinline__ x_columns<NX> load_colu
 __device__ __forceinline__ int dot_low(uint32_t x, uint32_t q, int sum)  { return __dp2a_lo(static_cast<int>(x), static_cast<int>(q), sum); }
 __device__ __forceinline__ int dot_high(uint32_t x, uint32_t q, int sum) { return __dp2a_hi(static_cast<int>(x), static_cast<int>(q), sum); }
 
-template <typename V, int BITS, int NX> struct block_group {
-    group_words<V::WORDS> values;
-    group_words<BITS>     codes;
-    uint32_t              scale;
-
-    __device__ __forceinline__ void load(const sparse_operand & m, int slot) {
-        values.load(m.values, m.n_groups, slot);
-        codes.load(m.codes, m.n_groups, slot);
-        scale = load_streaming(m.scales + slot);
-    }
-
+template <typename V, int BITS, int NX> struct block_group : loaded_group<V, BITS> {
     template <int I> __device__ __forceinline__ void quad(block_place & p, uint32_t x_address, const uint32_t * weight, int (&sum)[NX]) const {
         constexpr int K = BITS == 8 ? 0 : I % 2 * 4; // entries since p.at
-        const uint32_t c = quad_codes<BITS, I>(codes.w), q = V::template quad<I>(values.w);
+        const uint32_t c = quad_codes<BITS, I>(this->codes.w), q = V::template quad<I>(this->values.w);
         const uint32_t * weights = weight + I % 2 * 4;
         x_columns<NX> x[4];
         if constexpr (BITS == 8) {
@@ -107,7 +97,7 @@ template <typename V, int BITS, int NX> struct block_group {
         quad<5>(p, x_address, weight, sum);
         quad<6>(p, x_address, weight, sum);
         quad<7>(p, x_address, weight, sum);
-        const float d = __half2float(__ushort_as_half(static_cast<unsigned short>(scale)));
+        const float d = this->scale();
 #pragma unroll
         for (int i = 0; i < NX; i++) {
             total[i] = fmaf(d, static_cast<float>(sum[i]), total[i]);
@@ -129,56 +119,110 @@ __device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
 }
 
 // ---- x into shared memory ----
+// What a block does before its first row is bound by the instructions that its 24 warps issue, and what goes through registers waits behind the weights
+// (notes). So x comes by bulk copies, which one thread asks for, and the loops below have constant offsets.
 
 struct block_memory {
-    uint32_t * x;       // modulus + overshoot words of NX 16-bit integers, or of one in their lower half
-    float    * column;  // of x, times its norm's weights, then zeros up to lanes * width
+    float    * column;  // of x, then times its norm's weights; lanes * width. Of several columns there may be two: p.column_step words further
     float    * squares; // of 32 warps
     uint32_t * largest; // of 32 warps: bits of |x|, of which larger ones are of larger numbers, and NaN above all
+    bulk_copies copies;
+    uint32_t * x;       // modulus + overshoot words of NX 16-bit integers, or of one in their lower half. Before them the norm's weights, of one column
 };
 
-// Of four floats that a thread takes at a time, the rest one by one: the norm's weights (of one column) and x in the same way
-template <int NX> __device__ __forceinline__ int n_vectors(const sparse_launch & p, const float * x) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(p.norm_weight)) % 16 == 0;
-    return x && aligned && (NX == 1 || !p.norm_weight) ? p.cols / 4 : 0;
-}
-
-// The norm's weights to the place of the x that they will be multiplied with, by the same threads. They are weights: the kernel before may still run.
-__device__ __forceinline__ void copy_norm_weights(const block_memory & s, const sparse_launch & p, const float * x) {
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), vectors = n_vectors<1>(p, x);
-    for (int i = thread; i < vectors; i += threads) {
-        copy_float4(s.column + 4 * i, p.norm_weight + 4 * i);
+// n floats by all threads, where there are no bulk copies
+__device__ __forceinline__ void copy_floats(float * to, const float * from, int n, bool aligned) {
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    for (int i = thread * 4; aligned && i < n; i += threads * 4) {
+        copy_float4(to + i, from + i);
     }
-    for (int i = vectors * 4 + thread; i < p.cols; i += threads) {
-        copy_float(s.column + i, p.norm_weight + i);
+    for (int i = thread; !aligned && i < n; i += threads) {
+        copy_float(to + i, from + i);
     }
 }
 
-// All of a column, from float32 in global memory to words. scale: what an integer stands for, with the norm's factor. Ends with a barrier.
-template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const float * x, int i, float * scale) {
+// n rows of words: from[0], from[1] ... times `inverse` to to[0], to[32] ..., each in COPIES places. The pointers and n differ between lanes, `most` is the
+// largest n of any: no branches, constant offsets.
+template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const float * from, uint16_t * (&to)[COPIES], int n, int most, float inverse) {
+    constexpr int ROW = 32 * 2 * x_words(NX), BATCH = 4; // rows read before the first of them is stored: to the compiler they could be the same memory
+#pragma unroll 1
+    for (int r = 0; r < most; r += BATCH) {
+        uint32_t v[BATCH];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            v[k] = __float_as_uint(fmaf(r + k < n ? from[k] : 0.0f, inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer
+        }
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            if (r + k < n) {
+#pragma unroll
+                for (int c = 0; c < COPIES; c++) {
+                    if constexpr (NX == 1) {
+                        *reinterpret_cast<uint32_t *>(to[c] + k * ROW) = v[k];
+                    } else {
+                        to[c][k * ROW] = static_cast<uint16_t>(v[k]);
+                    }
+                }
+            }
+        }
+        from += BATCH;
+#pragma unroll
+        for (int c = 0; c < COPIES; c++) {
+            to[c] += BATCH * ROW;
+        }
+    }
+}
+
+// A column times `inverse` to 16-bit words. Place = lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart`
+// from one copy to the next, so that it reads from 32 banks, and writes each row to all copies, in an order in which it writes to 32 banks.
+template <int NX, int COPIES> __device__ __forceinline__ void store_words(const block_memory & s, const sparse_launch & p, const float * column, int i, float inverse) {
+    constexpr int LANES = 32 / COPIES, WORD = 2 * x_words(NX);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const int copy = lane / LANES, from_lane = lane % LANES;
+    uint16_t    * x    = reinterpret_cast<uint16_t *>(s.x) + i;
+    const float * from = column + from_lane * p.width;
+    const int skip = warp * p.rows_of_warp, top = copy * p.rows_apart + skip;
+    uint16_t * to[COPIES];
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) {
+        to[c] = x + (top * 32 + from_lane + (c + copy) % COPIES * LANES) * WORD;
+    }
+    store_rows<NX, COPIES>(from + top, to, min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top), p.rows_of_warp, inverse);
+    // the first rows again, behind x; their first word is there already: as that of the place behind the last one
+    const int again = warp * p.again_of_warp, end = min(again + p.again_of_warp, p.overshoot / 32), begin = again + (again + lane == 0);
+    uint16_t * behind[1] = { x + (p.modulus + begin * 32 + lane) * WORD };
+    store_rows<NX, 1>(from + begin, behind, end - begin, p.again_of_warp, inverse);
+}
+
+// A column that is in shared memory to words. scale: what an integer stands for, with the norm's factor. Ends with a barrier.
+template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, float * column, int i, float * scale) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, warps = threads / 32;
     float    squares = 0.0f;
     uint32_t largest = 0;
     const auto prepare = [&](float v, float weight) {
-        if (p.norm_weight) {
-            squares = fmaf(v, v, squares);
-            v *= weight;
-        }
+        squares = fmaf(v, v, squares);
+        v *= weight;
         largest = max(largest, __float_as_uint(v) & 0x7fffffffu);
         return v;
     };
-    const float * weights = NX == 1 ? s.column : p.norm_weight; // of one column the norm's weights are there already
-    const int vectors = n_vectors<NX>(p, x);
-#pragma unroll 4
-    for (int c = thread; c < vectors; c += threads) {
-        const float4 v = reinterpret_cast<const float4 *>(x)[c];
-        float4 & to = reinterpret_cast<float4 *>(s.column)[c];
-        const float4 w = p.norm_weight ? to : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        to = make_float4(prepare(v.x, w.x), prepare(v.y, w.y), prepare(v.z, w.z), prepare(v.w, w.w));
+    const float * weights = NX == 1 ? reinterpret_cast<const float *>(s.x) : p.norm_weight;
+    const int vectors = NX == 1 || p.aligned ? p.cols / 4 : 0; // of one column all is in shared memory
+#pragma unroll 1
+    for (int c = thread * 4; c < vectors * 4; c += threads * 4) {
+        float4 & v = *reinterpret_cast<float4 *>(column + c);
+        if (p.norm_weight) {
+            const float4 w = *reinterpret_cast<const float4 *>(weights + c);
+            v = make_float4(prepare(v.x, w.x), prepare(v.y, w.y), prepare(v.z, w.z), prepare(v.w, w.w));
+        } else {
+            prepare(v.x, 1.0f), prepare(v.y, 1.0f), prepare(v.z, 1.0f), prepare(v.w, 1.0f);
+        }
     }
-#pragma unroll 4
+#pragma unroll 1
     for (int c = vectors * 4 + thread; c < p.cols; c += threads) {
-        s.column[c] = prepare(x ? x[c] : 0.0f, p.norm_weight ? weights[c] : 1.0f);
+        column[c] = prepare(column[c], p.norm_weight ? weights[c] : 1.0f);
+    }
+    if (thread == 0) { // the place behind the last one is the first one again
+        column[p.width * p.lanes - 1] = column[0];
     }
     if (p.norm_weight) {
         squares = warp_sum(squares);
@@ -189,34 +233,16 @@ template <int NX> __device__ __forceinline__ void fill_column(const block_memory
         s.largest[warp] = largest;
     }
     __syncthreads();
-    largest = warp_max_bits(lane < warps ? s.largest[lane] : 0u);
-    const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
-    const float most = __uint_as_float(largest);
+    const float most = __uint_as_float(warp_max_bits(lane < warps ? s.largest[lane] : 0u));
     const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // of NaN both false
-    const float inverse = !zero && finite ? 32767.0f / most : 0.0f;
+    const float inverse = !zero && finite ? 32767.0f * __frcp_rn(most) : 0.0f;
+    switch (p.lanes) {
+        case 8:  store_words<NX, 4>(s, p, column, i, inverse); break;
+        case 16: store_words<NX, 2>(s, p, column, i, inverse); break;
+        default: store_words<NX, 1>(s, p, column, i, inverse); break;
+    }
+    const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
     *scale = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
-    // a warp per row of 32 words: place = lane * width + row
-    const int width = (p.modulus + 1) / 32;
-    const float * from = s.column + (lane & (p.lanes - 1)) * width;
-    const auto store = [&](int word, uint32_t rounded) {
-        if constexpr (NX == 1) {
-            s.x[word] = rounded;
-        } else {
-            reinterpret_cast<uint16_t *>(s.x)[word * NX + i] = static_cast<uint16_t>(rounded);
-        }
-    };
-    const auto rounded = [&](int row) { return __float_as_uint(fmaf(from[row], inverse, 12582912.0f)); }; // 1.5 * 2^23: the low bits are those of the integer
-#pragma unroll 4
-    for (int row = warp; row < width - 1; row += warps) {
-        store(row * 32 + lane, rounded(row));
-    }
-    if (warp == 0 && lane < 31) { // the last one is a word shorter
-        store((width - 1) * 32 + lane, rounded(width - 1));
-    }
-#pragma unroll 4
-    for (int row = warp; row < p.overshoot / 32; row += warps) {
-        store(p.modulus + row * 32 + lane, rounded(row));
-    }
     __syncthreads();
 }
 
@@ -235,9 +261,10 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     constexpr int WORDS = (NX + 1) / 2;
     block_memory s;
     s.column  = reinterpret_cast<float *>(shared_words);
-    s.squares = s.column + blocks_column_words((p.modulus + 1) / 32, p.lanes);
+    s.squares = s.column + blocks_column_words(p.width, p.lanes) + p.column_step;
     s.largest = reinterpret_cast<uint32_t *>(s.squares + 32);
-    s.x       = s.largest + 32;
+    s.copies  = { shared_address(s.largest + 32) };
+    s.x       = s.largest + 36;
 
     const int lanes  = p.lanes, lane_bits = __ffs(lanes) - 1, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
     const int lane   = threadIdx.x & (lanes - 1);
@@ -246,92 +273,139 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     const int stride = gridDim.x * (blockDim.x / 32);
     const int column = blockIdx.y * NX;
 
-    const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(s.x));
+    const uint32_t x_address = shared_address(s.x);
     const uint32_t origin    = WORDS == 1 ? x_address : 0;
     const uint32_t lap       = static_cast<uint32_t>(p.modulus) * 4;
+    const bool bulk = bulk_copies::KNOWN && p.aligned, asks = bulk && threadIdx.x == blockDim.x - 32; // a thread of the warp with the least rows
+    const float * x = p.x + column * p.ldx;
+    if (asks) {
+        const bool norm = NX == 1 && p.norm_weight;
+        s.copies.init();
+        s.copies.expect(p.cols * (norm ? 8 : 4));
+        if (norm) { // weights: the kernel before may still run
+            s.copies.copy(s.x, p.norm_weight, p.cols * 4);
+        }
+    }
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
-    struct row_start { int row, from, to, spill, spill_end; uint32_t base; };
+    struct row_start { int matrix, row, first_group, counts, spill; uint32_t base; }; // row: from the matrix' row_begin
     const auto fetch = [&](int j) {
-        const sparse_task t = task_at<true>(p, rows, first, stride, sub, j);
         row_start r = {};
+        if (first + (p.silu_mul ? j / 2 : j) * stride >= p.n_units) { // of the whole warp
+            return r;
+        }
+        const sparse_task t = p.n_matrices > 1 ? task_at<true>(p, rows, first, stride, sub, j) : task_at<false>(p, rows, first, stride, sub, j);
+        r.matrix = t.matrix;
+        r.row    = t.row;
         if (t.valid && row_offset >= 0) {
             const sparse_operand & m = p.m[t.matrix];
-            r.row       = m.row_begin + row_offset + t.row;
-            r.from      = __ldg(m.row_ptr + r.row);
-            r.to        = __ldg(m.row_ptr + r.row + 1);
-            r.spill     = __ldg(m.spill_ptr + r.row);
-            r.spill_end = __ldg(m.spill_ptr + r.row + 1);
-            r.base      = __ldg(m.bases + static_cast<int64_t>(r.row) * lanes + lane);
+            const int  row  = m.row_begin + row_offset + t.row;
+            const int2 head = __ldg(reinterpret_cast<const int2 *>(m.row_ptr) + row);
+            r.first_group = head.x;
+            r.counts      = head.y;
+            r.base        = __ldg(m.bases + (static_cast<int64_t>(row) << lane_bits) + lane);
+            r.spill       = __ldg(m.spill_ptr + row);
         }
         return r;
     };
 
     // this thread's run of a row, and the first two of its spilled non-zeros
-    struct cursor { int matrix, first, full, own, last, steps; uint32_t at; int spill, spill_end; uint2 spilled[2]; };
-    const auto begin_row = [&](int j, const row_start & r) {
+    struct cursor { int matrix, row, first, full, own, last, steps; uint32_t at; int spill, spill_end; uint2 spilled[2]; };
+    const auto begin_row = [&](const row_start & r) {
         cursor c = {};
-        if (first + (p.silu_mul ? j / 2 : j) * stride >= p.n_units) { // of the whole warp
-            return c;
-        }
-        constexpr int BITS_OF_BLOCK = 5; // shifts: the numbers are not negative
-        static_assert(QUANT_BLOCK == 1 << BITS_OF_BLOCK, "entries of a block are counted with shifts");
-        const int block = r.from >> BITS_OF_BLOCK, groups = ((r.to + 31) >> BITS_OF_BLOCK) - block;
-        const int begin = block + r.row, skip = lane * groups >> lane_bits;
-        c.matrix = task_at<true>(p, rows, first, stride, sub, j).matrix;
+        const int groups = r.counts & 0xffff, skip = lane * groups >> lane_bits;
+        c.matrix = r.matrix;
+        c.row    = r.row;
         c.full   = groups >> lane_bits;
         c.own    = ((lane + 1) * groups >> lane_bits) - skip;
-        c.first  = begin + lane;
-        c.last   = begin + c.full * lanes + skip - lane * c.full;
+        c.first  = r.first_group + lane;
+        c.last   = r.first_group + c.full * lanes + skip - lane * c.full;
         c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>((groups + lanes - 1) >> lane_bits)));
         c.at     = origin + r.base * 4;
         c.spill     = r.spill + lane;
-        c.spill_end = r.spill_end;
+        c.spill_end = r.spill + static_cast<int>(static_cast<uint32_t>(r.counts) >> 16);
+        return c;
+    };
+    const auto fetch_spilled = [&](cursor & c) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (c.spill + i * lanes < c.spill_end) {
                 c.spilled[i] = load_streaming(p.m[c.matrix].spill + c.spill + i * lanes);
             }
         }
-        return c;
     };
 
     block_group<V, BITS, NX> groups[DEPTH];
     const auto load = [&](block_group<V, BITS, NX> & g, const cursor & c, int step) {
         if (step < c.own) {
-            g.load(p.m[c.matrix], step < c.full ? c.first + step * lanes : c.last);
+            g.load(p.m[c.matrix].values, step < c.full ? c.first + step * lanes : c.last);
         }
     };
 
-    cursor c = begin_row(0, fetch(0));
+    // Column i of x to shared memory. In bulk it was asked for before: the first one as soon as the kernel before has ended, the next ones where there is
+    // room for two while the one before is rounded.
+    const auto ask_for_column = [&](int i) {
+        if (asks && i < NX && column + i < p.n_columns) {
+            bulk_copies::fence();
+            s.copies.expect(p.cols * 4);
+            s.copies.copy(s.column + i % 2 * p.column_step, x + i * p.ldx, p.cols * 4);
+        }
+    };
+    const auto bring_column = [&](int i, float * to) {
+        if (column + i >= p.n_columns) {
+            for (int k = threadIdx.x; k < p.cols; k += blockDim.x) {
+                to[k] = 0.0f;
+            }
+        } else if (!bulk) {
+            copy_floats(to, x + i * p.ldx, p.cols, p.aligned);
+            if (NX == 1 && p.norm_weight) {
+                copy_floats(reinterpret_cast<float *>(s.x), p.norm_weight, p.cols, p.aligned);
+            }
+            wait_for_copies();
+        }
+        if (i == 0 || !bulk || column + i >= p.n_columns) {
+            __syncthreads();
+        }
+        if (bulk && column + i < p.n_columns) {
+            s.copies.wait(i);
+        }
+    };
+
+    const row_start start = fetch(0);
+    if (asks) {
+        cuda_wait_for_previous();
+        s.copies.copy(s.column, x, p.cols * 4);
+    }
+    __syncwarp();
+    cursor c = begin_row(start);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         load(groups[d], c, d);
     }
+    fetch_spilled(c);
     row_start ahead = fetch(1);
-    if (NX == 1 && p.norm_weight) {
-        copy_norm_weights(s, p, p.x + column * p.ldx);
-    }
-
-    for (int i = p.cols + threadIdx.x; i < lanes * ((p.modulus + 1) / 32); i += blockDim.x) {
-        s.column[i] = 0.0f;
-    }
-
     cuda_allow_next();
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    wait_for_copies();
     float scale[NX];
 #pragma unroll
     for (int i = 0; i < NX; i++) {
-        fill_column<NX>(s, p, column + i < p.n_columns ? p.x + (column + i) * p.ldx : nullptr, i, scale + i);
+        float * buffer = s.column + i % 2 * p.column_step;
+        bring_column(i, buffer);
+        if (p.column_step) {
+            ask_for_column(i + 1);
+        }
+        fill_column<NX>(s, p, buffer, i, scale + i);
+        if (!p.column_step) {
+            ask_for_column(i + 1);
+        }
     }
 
     float gate[NX] = {};
     for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
-        float sum[NX] = {}, spill_sum[NX] = {};
-        const auto add_spilled = [&](const uint2 & e, int matrix) {
+        float sum[NX] = {}, spill_sum[NX] = {}, residual[NX] = {};
+        const auto add_spilled = [&](const uint2 & e) {
 #pragma unroll
             for (int i = 0; i < NX; i++) {
                 const int16_t x = reinterpret_cast<const int16_t *>(s.x)[NX == 1 ? e.x * 2 : e.x * NX + i];
@@ -341,14 +415,14 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (c.spill + i * lanes < c.spill_end) {
-                add_spilled(c.spilled[i], c.matrix);
+                add_spilled(c.spilled[i]);
             }
         }
         for (int e = c.spill + 2 * lanes; e < c.spill_end; e += lanes) {
-            add_spilled(load_streaming(p.m[c.matrix].spill + e), c.matrix);
+            add_spilled(load_streaming(p.m[c.matrix].spill + e));
         }
 
-        const int own = c.own, steps = c.steps;
+        const int own = c.own, steps = c.steps, matrix = c.matrix, row = c.row;
         block_place place = { c.at, origin + lap, lap };
         int step = 0;
         bool more;
@@ -356,7 +430,13 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             int to = step + DEPTH;
             more = to < steps;
             if (!more) {
-                c = begin_row(j + 1, ahead);
+                if (lane == 0) {
+#pragma unroll
+                    for (int i = 0; i < NX; i++) {
+                        residual[i] = row < p.m[matrix].n_rows && column + i < p.n_columns ? residual_at<true>(p, { matrix, row, true }, column + i) : 0.0f;
+                    }
+                }
+                c = begin_row(ahead);
                 ahead = fetch(j + 2);
                 to = 0;
             }
@@ -369,15 +449,16 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             }
             step += DEPTH;
         } while (more);
+        fetch_spilled(c);
 
-        const sparse_task t = task_at<true>(p, rows, first, stride, sub, j);
+        const sparse_task t = { matrix, row, true };
 #pragma unroll
         for (int i = 0; i < NX; i++) {
             const float y = lanes_sum(fmaf(sum[i], V::UNIT, spill_sum[i]), lanes) * scale[i];
-            if (p.silu_mul && t.matrix == 0) {
+            if (p.silu_mul && matrix == 0) {
                 gate[i] = y;
-            } else if (lane == 0 && t.row < p.m[t.matrix].n_rows && column + i < p.n_columns) {
-                store_result<true>(p, t, column + i, y, gate[i]);
+            } else if (lane == 0 && row < p.m[matrix].n_rows && column + i < p.n_columns) {
+                store_result<true>(p, t, column + i, y, gate[i], residual[i]);
             }
         }
     }
@@ -390,13 +471,28 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> cudaError_t laun
     CUDA_TRY(cuda_current_device(&device));
     const int blocks = std::min(device.multiprocessors, p.n_units); // one per SM: x is in shared memory once
     const int units  = (p.n_units + blocks - 1) / blocks;
+    const int warps  = warps_for(units, THREADS / 48, THREADS / 32);
     set_block_weights(p.weight, BITS);
-    return launch_sparse(blocks_kernel<V, BITS, NX, THREADS, DEPTH>, p, warps_for(units, THREADS / 48, THREADS / 32) * 32, blocks_shared_nbytes(p, NX), blocks, grid_y, stream);
+    const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
+    p.aligned       = p.cols % 4 == 0 && places % 16 == 0;
+    p.width         = (p.modulus + 1) / 32;
+    p.rows_apart    = ((p.width * p.lanes + 31) / 32 + 31 - p.lanes % 32) / 32 * 32 + p.lanes % 32; // reads at rows that are this far apart are from banks of their own
+    p.rows_of_warp  = (p.rows_apart + warps - 1) / warps;
+    p.again_of_warp = (p.overshoot / 32 + warps - 1) / warps;
+    int64_t nbytes = blocks_shared_nbytes(p, NX);
+    const int32_t step = static_cast<int32_t>(blocks_column_words(p.width, p.lanes));
+    p.column_step = NX > 1 && nbytes + step * 4 <= device.shared_nbytes ? step : 0;
+    nbytes += p.column_step * 4;
+    return launch_sparse(blocks_kernel<V, BITS, NX, THREADS, DEPTH>, p, warps * 32, nbytes, blocks, grid_y, stream);
 }
 
 template <typename V, int BITS> cudaError_t launch_blocks_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
     switch (nx) {
-        case 1:  return launch_blocks_config<V, BITS, 1, 768, 2>(p, grid_y, stream);
+        case 1:
+            // rows for 16 warps only: each has more of its runs in flight
+            return p.n_units <= 16 * device.multiprocessors ? launch_blocks_config<V, BITS, 1, 512, 4>(p, grid_y, stream) : launch_blocks_config<V, BITS, 1, 768, 2>(p, grid_y, stream);
         case 2:  return launch_blocks_config<V, BITS, 2, 768, 2>(p, grid_y, stream);
         default: return launch_blocks_config<V, BITS, 4, 512, 2>(p, grid_y, stream);
     }

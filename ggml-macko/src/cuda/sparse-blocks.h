@@ -1,7 +1,7 @@
 // BLOCKS: how the GPU keeps a packed matrix with quantized values (FORMAT.md section 7). Made by the host at load time. Plain C++, no CUDA.
 //
 //   group    a block of the file: 32 non-zeros with one scale, in the file's order. A row has the groups that hold a part of it; one that two
-//            rows share is there twice, with zeros for the other row's part. So row r begins at group row_ptr[r] / 32 + r
+//            rows share is there twice, with zeros for the other row's part. So row r begins at group (its first entry of the file) / 32 + r
 //   run      a row's groups are cut into `lanes` runs of nearly equal length, one per thread, interleaved as in RUNS (sparse-layout.h)
 //   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
 //            larger than a code can say becomes 0 there (its place is a step of the largest gap) and is kept as
@@ -11,8 +11,9 @@
 //            one for each row that a warp has at a time
 //   base     where a run starts: the word of the place of its first entry
 //
-// In memory (planes, so that lanes read next to each other): values are words of 32 bits, those of group s in planes of 4, 2 and 1 words;
-// codes likewise. Word order within a group: sparse-blocks.cpp (pack_*) writes what sparse-blocks.cuh reads.
+// In memory a tile is 32 groups: their values, then codes, then scales (F16); so one address leads to all of a group, and lanes read next to each
+// other. Values are words of 32 bits, those of a group in planes of 4, 2 and 1 words; codes likewise. Word order within a group: sparse-blocks.cpp
+// (pack_*) writes what sparse-blocks.cuh reads.
 #pragma once
 
 #include "cuda/sparse-layout.h"
@@ -20,6 +21,7 @@
 
 namespace macko {
 
+struct cuda_blocks_row { int32_t first_group; uint16_t n_groups, n_spilled; }; // all of a row that a warp needs before it can ask for its groups
 struct cuda_sparse_spilled { uint32_t word; float value; }; // word: of its column in the row's copy of x
 
 constexpr int CUDA_BLOCKS_SEGMENT = 8; // entries between two looks at whether x wrapped, with codes of 3 and 4 bits
@@ -33,14 +35,18 @@ constexpr int64_t blocks_reach(int bits, int64_t width) { return bits < 8 ? 1 <<
 constexpr int32_t blocks_value_type(int32_t value_type) { return value_type == GGML_MACKO_TYPE_Q4_0 ? value_type : GGML_MACKO_TYPE_Q8_0; }
 // words of 32 bits of a group's values
 constexpr int blocks_value_words(int32_t value_type) { return blocks_value_type(value_type) == GGML_MACKO_TYPE_Q8_0 ? 8 : 4; }
+// groups of a tile, and its bytes
+constexpr int CUDA_BLOCKS_TILE = 32;
+constexpr int blocks_tile_nbytes(int value_words, int bits) { return CUDA_BLOCKS_TILE * (4 * (value_words + bits) + 2); }
 // words behind x that the entries of a segment may touch
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 
 // words of shared memory for a column of x in float32
 constexpr int64_t blocks_column_words(int64_t width, int64_t lanes) { return (width * lanes + 3) & ~int64_t(3); }
-// bytes of shared memory of the kernel with nx columns of x: x, float32 of one column, sums of the warps
+// bytes of shared memory of the kernel with nx columns of x: x, with a word more for the place behind the last one, which is the first one again; float32 of
+// one column; sums of the warps; an mbarrier
 constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t overshoot, int nx) {
-    return ((32 * width - 1 + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
+    return ((32 * width + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
 }
 
 struct blocks_shape { int bits, lanes; };

@@ -27,4 +27,46 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all others, and counted in bytes by an
+// mbarrier (8 bytes of shared memory). All places are aligned to 16 bytes, sizes are whole 16 bytes.
+struct bulk_copies {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    static constexpr bool KNOWN = true;
+#else
+    static constexpr bool KNOWN = false;
+#endif
+    uint32_t arrived; // address of the mbarrier
+
+    // by one thread, before a barrier
+    __device__ __forceinline__ void init() const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived) : "memory");
+#endif
+    }
+    // by one thread, once per phase: the bytes of all copies of the phase
+    __device__ __forceinline__ void expect(int nbytes) const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(nbytes) : "memory");
+#endif
+    }
+    __device__ __forceinline__ void copy(void * to, const void * from, int nbytes) const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(nbytes), "r"(arrived) : "memory");
+#endif
+    }
+    __device__ __forceinline__ void wait(int phase) const {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(arrived), "r"(phase & 1) : "memory");
+#endif
+    }
+    // before copies to shared memory that threads have used
+    __device__ __forceinline__ static void fence() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+    }
+};
+
 } // namespace macko

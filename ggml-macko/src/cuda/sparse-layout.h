@@ -60,12 +60,11 @@ struct cuda_sparse_matrix {
     int32_t    stripe;     // STRIPED, COMPACT: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
     int32_t    exponent;   // COMPACT: values are 2^exponent times those that are stored
     int32_t    overshoot;  // STRIPED, COMPACT, BLOCKS: words behind the last one of x that a group may touch before it wraps
-    uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded
+    uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null
     uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
     uint16_t * tails;      // COMPACT: rows. Groups of spilled values, plus 256 times the unused groups behind them
-    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: the file's, first non-zero
-    uint16_t * scales;     // BLOCKS: F16, one per group
+    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: struct cuda_blocks_row of each row
     int32_t  * spill_ptr;  // BLOCKS: rows + 1, first of a row's spilled non-zeros
     struct cuda_sparse_spilled * spill; // BLOCKS
     int64_t    n_groups;   // BLOCKS

@@ -14,9 +14,8 @@ struct sparse_operand {
     const uint8_t  * codes;
     const uint16_t * bases;
     const int32_t  * row_ptr;
-    const uint16_t * tails;        // COMPACT
-    const uint16_t * scales;     // BLOCKS, as what follows
-    const int32_t  * spill_ptr;
+    const uint16_t * tails;      // COMPACT
+    const int32_t  * spill_ptr;  // BLOCKS, as spill
     const uint2    * spill;
     float          * y;
     const float    * residual;
@@ -26,7 +25,6 @@ struct sparse_operand {
     int32_t          n_rows;
     int32_t          first_unit; // unit = the rows that a warp has at a time
     int32_t          delta_bits;
-    int32_t          n_groups;   // BLOCKS
     float            power, inverse; // COMPACT: 2^exponent, 2^-exponent
 };
 
@@ -47,7 +45,11 @@ struct sparse_launch {
     int32_t         cols;
     int32_t         modulus;   // words of x before it repeats (STRIPED), else all words
     int32_t         overshoot; // words that repeat
-    int32_t         lanes;     // BLOCKS: runs per row
+    int32_t         lanes;     // BLOCKS: runs per row, as what follows
+    int32_t         width;     // places of x per lane
+    int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
+    int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
+    bool            aligned;   // x and the norm's weights: vectors of 16 bytes
     float           norm_eps;
     uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
 };
@@ -88,8 +90,14 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
     return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
 }
 
-// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row
-template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
+// what will be added to an element of W x
+template <bool GROUPED> __device__ __forceinline__ float residual_at(const sparse_launch & p, const sparse_task & t, int column) {
+    const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
+    return m.residual ? m.residual[column * m.ldy + t.row] : 0.0f;
+}
+
+// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row; residual: residual_at(), if it was fetched ahead
+template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate, float residual) {
     const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
     const int64_t at = column * m.ldy + t.row;
     if (GROUPED && p.silu_mul) {
@@ -99,9 +107,12 @@ template <bool GROUPED> __device__ __forceinline__ void store_result(const spars
         y += m.bias[t.row];
     }
     if (m.residual) {
-        y += m.residual[at];
+        y += residual;
     }
     m.y[at] = y;
+}
+template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
+    store_result<GROUPED>(p, t, column, y, gate, residual_at<GROUPED>(p, t, column));
 }
 
 // Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds

@@ -139,10 +139,8 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.tails      = a.w[i]->tails;
         m.power      = std::ldexp(1.0f, a.w[i]->exponent);
         m.inverse    = std::ldexp(1.0f, -a.w[i]->exponent);
-        m.scales     = a.w[i]->scales;
         m.spill_ptr  = a.w[i]->spill_ptr;
         m.spill      = reinterpret_cast<const uint2 *>(a.w[i]->spill);
-        m.n_groups   = static_cast<int32_t>(a.w[i]->n_groups);
         m.y          = a.y[i];
         m.residual   = a.residual[i];
         m.bias       = a.bias[i];

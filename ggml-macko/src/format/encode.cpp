@@ -36,6 +36,8 @@ template <typename T> void count_row(const T * row, int64_t cols, T exponent, gg
     count->n_nonfinite += special;
 }
 
+#pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
+
 template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count, row_count * each_row) {
     ggml_macko_count sum = {};
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)

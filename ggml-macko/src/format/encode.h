@@ -15,7 +15,6 @@ inline void add(ggml_macko_count & sum, const ggml_macko_count & c) {
         sum.n_stored[i] += c.n_stored[i];
     }
 }
-#pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
 
 struct row_count {
     int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8

@@ -553,8 +553,8 @@ static const measured_time TIMES[] = {
 #include "ec-csr-times.inc"
 };
 
-// One choice is known to miss by more than 5 %: 27.0 us for 20.1, rows of which some are dense (docs/notes-ec-csr.md)
-static double allowed(const measured_time & m) { return strncmp(m.name, "2304x16384 f16 uneven 0.09 ", 27) ? 1.05 : 1.35; }
+// One choice is known to miss by more than 5 %: 17.51 us for 16.59, some rows ten times denser (docs/notes-ec-csr.md)
+static double allowed(const measured_time & m) { return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056; }
 
 // what the model takes costs at most 5 % more than the best: of the rows of a matrix and each of its variants in blocks, and of all that convert chooses
 // from ("x" and "c" are how blocks are extracted for an ablation)

@@ -230,12 +230,10 @@ static void check_unpack(const test_matrix & w, const std::string & name) {
     check_unpacked(w.device, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
-static const char * const layout_names[] = { "rows", "runs", "striped", "blocks", "compact" };
-
 static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
     char text[160];
     snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d %s lanes %d n %lld", static_cast<unsigned long long>(seed),
-             static_cast<long long>(w.rows), static_cast<long long>(w.cols), w.type, w.delta_bits, layout_names[w.device.layout], w.device.lanes, static_cast<long long>(n));
+             static_cast<long long>(w.rows), static_cast<long long>(w.cols), w.type, w.delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.lanes, static_cast<long long>(n));
     return text;
 }
 
@@ -275,7 +273,7 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         check_product(random, { &w }, n, random_options(random), name);
     }
     for (int l = 0; l < 3 && n_cases >= 100; l++) {
-        CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", layout_names[l], used[l]);
+        CHECK(used[l] > n_cases / 20, "layout %s was used in only %d cases", cuda_sparse_layout_name(l), used[l]);
     }
 }
 

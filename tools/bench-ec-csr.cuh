@@ -91,8 +91,7 @@ struct bench_matrix {
                 CHECKED(cudaMemcpy(memory + distance, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
             }
             const auto move = [&](auto *& p) { p = p ? reinterpret_cast<std::remove_reference_t<decltype(p)>>(reinterpret_cast<uint8_t *>(p) + distance) : p; };
-            cuda_sparse_matrix & m = copies[i] = first;
-            move(m.values), move(m.codes), move(m.bases), move(m.row_ptr);
+            cuda_sparse_matrix & m = copies[i] = moved(first, distance);
             if (blocks) {
                 cuda_ec_csr_blocks & b = copies_of_blocks[i] = *blocks;
                 move(b.slot_ptr), move(b.partial);
@@ -102,13 +101,6 @@ struct bench_matrix {
                 m.ec_csr = &b;
             }
         }
-    }
-    // bytes that a product reads of the part that is kept as rows
-    double row_nbytes() const {
-        int32_t end = 0;
-        CHECKED(cudaMemcpy(&end, first.row_ptr + first.rows, 4, cudaMemcpyDeviceToHost));
-        const double per = first.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(value_nbytes(first.type)) + first.delta_bits / 8.0 : 8.0 * static_cast<double>(value_nbytes(first.type)) + (first.layout == CUDA_SPARSE_LAYOUT_COMPACT ? 0 : first.delta_bits);
-        return end * per + static_cast<double>(first.rows) * (first.lanes * 2 + 4);
     }
     ~bench_matrix() { cudaFree(memory); }
 };
@@ -148,7 +140,7 @@ struct ec_csr_bench {
         p.programmatic = true;
         const double chained = time_us(stream, n, run), best = std::min(alone, chained);
         const cuda_ec_csr_blocks none = {}, & b = w.blocks ? *w.blocks : none;
-        const double row_nbytes = b.whole ? 0 : w.row_nbytes(), read = row_nbytes + static_cast<double>(b.nbytes_arrays);
+        const double row_nbytes = b.whole ? 0 : read_nbytes(w.first), read = row_nbytes + static_cast<double>(b.nbytes_arrays);
         printf("%s %-8s %8.1f MB, %5.3f B/nnz, %4.0f%% in %6d pieces: %8.2f us, chained %8.2f; cuBLAS %7.2f %5.2fx, cuSPARSE %7.2f %5.2fx, %5.1f%% of bw\n", where.c_str(), name, read * 1e-6,
                read / static_cast<double>(nnz), 100 * static_cast<double>(b.nbytes_arrays) / read, b.n_pieces, alone, chained, dense_us, dense_us / best, csr_us, csr_us / best, 100 * read / best / bandwidth);
         fflush(stdout);

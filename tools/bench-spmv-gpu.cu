@@ -253,25 +253,6 @@ struct file_matrix {
         ms[1] = now() - t1;
     }
 
-    // bytes that a product reads: of the groups that are there, not of those reserved
-    double read_nbytes(const cuda_sparse_matrix & w) const {
-        int32_t end = 0, spilled = 0;
-        CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
-        if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-            CHECKED(cudaMemcpy(&spilled, w.spill_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
-            return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 12)) + 8.0 * spilled;
-        }
-        if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
-            std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
-            CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
-            for (const uint16_t tail : tails) {
-                end -= tail_groups(tail) - tail_spilled(tail);
-            }
-            return end * 16.0 + static_cast<double>(w.rows) * (w.lanes * 2 + 6);
-        }
-        return w.layout == CUDA_SPARSE_LAYOUT_ROWS ? static_cast<double>(m.file_nbytes()) : end * (16.0 + m.desc.delta_bits) + static_cast<double>(w.rows) * (w.lanes * 2 + 4);
-    }
-
     reference product(const float * x) const {
         if (!quantized()) {
             return reference_of(m, x);
@@ -297,6 +278,27 @@ struct file_matrix {
 private:
     static constexpr int N_THREADS = 16;
 };
+
+// bytes that a product reads: of the groups that are there, not of those reserved
+static double read_nbytes(const cuda_sparse_matrix & w) {
+    int32_t end = 0, spilled = 0;
+    CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
+    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
+        CHECKED(cudaMemcpy(&spilled, w.spill_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
+        return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 12)) + 8.0 * spilled;
+    }
+    double of_rows = static_cast<double>(w.rows) * (w.lanes * 2 + 4);
+    if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+        std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
+        CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
+        for (const uint16_t tail : tails) {
+            end -= tail_groups(tail) - tail_spilled(tail);
+        }
+        return end * 16.0 + of_rows + static_cast<double>(w.rows) * 2;
+    }
+    const double entries = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);
+    return entries * (static_cast<double>(value_nbytes(w.type)) + w.delta_bits / 8.0) + of_rows;
+}
 
 // the same matrix, copied as it is to another place
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
@@ -728,7 +730,7 @@ int main(int argc, char ** argv) {
                 }
                 w.push_back(moved(first, nbytes * i));
             }
-            const double read = file.read_nbytes(first);
+            const double read = read_nbytes(first);
             if (unpack) { // back to dense, a panel of at most 96 MiB at a time, as for products with many columns
                 const int64_t panel = std::max<int64_t>(1, std::min(s.rows, (int64_t(48) << 20) / s.cols));
                 uint16_t * dst;
@@ -775,15 +777,14 @@ int main(int argc, char ** argv) {
                 const double chained = time_us(stream, copies, run);
                 const double best = std::min(alone, chained), speedup = dense_us[c] / best;
                 log_speedup[dt * columns.size() + c] += std::log(speedup > 0 ? speedup : 1);
-                static const char * const names[] = { "rows", "runs", "striped", "blocks", "compact" };
                 char text[32];
                 snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows), static_cast<long long>(s.cols));
-                printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text, values.name, density, static_cast<long long>(n), first.delta_bits, names[first.layout], first.lanes,
+                printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text, values.name, density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout), first.lanes,
                        read * 1e-6, static_cast<double>(nbytes) / static_cast<double>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, 100 * read / best / bandwidth);
                 fflush(stdout);
                 if (json) {
                     fprintf(json, "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", \"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, \"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, \"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
-                            device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n), first.delta_bits, names[first.layout], first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, read / best * 1e6, bandwidth * 1e6);
+                            device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout), first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, read / best * 1e6, bandwidth * 1e6);
                 }
                 CHECKED(cudaFree(device_x));
                 CHECKED(cudaFree(y));

@@ -99,18 +99,15 @@ struct gpu {
 
     // makes this GPU current on the calling thread, and its stream on first use
     bool select() {
-        if (!make_current()) {
-            return false;
-        }
         const std::lock_guard<std::mutex> lock(mutex);
-        return queue_pending();
+        return make_current() && queue_pending();
     }
     bool queue_pending() { // mutex is held
         const cudaError_t error = op_small_writes(pending, stream);
         pending.n = pending.nbytes = 0;
         return check(error, "writing to the GPU");
     }
-    bool make_current() {
+    bool make_current() { // mutex is held
         if (dead) {
             return false;
         }
@@ -122,7 +119,6 @@ struct gpu {
         if (!check(cudaSetDevice(id), "cudaSetDevice")) {
             return false;
         }
-        const std::lock_guard<std::mutex> lock(mutex);
         int least = 0, most = 0; // products before the panels that are made beside them
         return stream || (check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
             check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
@@ -141,11 +137,8 @@ struct gpu {
 
     bool write(void * dst, const void * src, size_t size) {
         if (size <= small_writes::MAX_NBYTES) {
-            if (!make_current()) {
-                return false;
-            }
             const std::lock_guard<std::mutex> lock(mutex);
-            return pending.add(dst, src, size) || (queue_pending() && pending.add(dst, src, size));
+            return make_current() && (pending.add(dst, src, size) || (queue_pending() && pending.add(dst, src, size)));
         }
         if (!select()) {
             return false;
@@ -482,7 +475,7 @@ struct backend_context {
     std::shared_ptr<workspace>      shared;
     cudaStream_t                    capture_stream = nullptr;
     unsigned                      * counters       = nullptr;
-    bool                            pending        = false; // work queued since the last synchronize
+    bool                            busy           = false; // work queued since the last synchronize
 
     bool                 use_graphs = true, use_fusion = true;
     std::vector<capture> captures;
@@ -649,7 +642,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     if (!device.select()) {
         return GGML_STATUS_FAILED;
     }
-    ctx.pending = true;
+    ctx.busy = true;
     const std::lock_guard<std::mutex> lock(device.compute);
     if (!ctx.use_graphs || !is_worth_capturing(graph)) {
         return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
@@ -684,10 +677,10 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 void backend_synchronize(ggml_backend_t backend) {
     auto & ctx = *static_cast<backend_context *>(backend->context);
-    if (ctx.pending && ctx.device.select()) {
+    if (ctx.busy && ctx.device.select()) {
         ctx.device.synchronize();
     }
-    ctx.pending = false;
+    ctx.busy = false;
 }
 
 // Not asynchronous at all: see device_get_props. But what was computed is not waited for first: the copy is queued behind it.
@@ -698,7 +691,7 @@ void backend_get_tensor_async(ggml_backend_t backend, const ggml_tensor * tensor
         backend_synchronize(backend);
     }
     buffer->iface.get_tensor(buffer, tensor, data, offset, size);
-    ctx.pending = false; // a read waits for all of the stream
+    ctx.busy = false; // a read waits for all of the stream
 }
 
 // not asynchronous at all: see device_get_props

@@ -76,32 +76,24 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
     const bool         all  = !gpu_keeps_rows_of_one(desc.type);
     cuda_device_info   device;
     CUDA_OK(cuda_current_device(&device));
-    ggml_macko_count whole = {}, rest = {};
-    int64_t longest_rest = 0;
+    ggml_macko_count whole = {};
     if (const int status = count_rows(view, n_threads, &whole)) {
         return status;
     }
     const rows_plan plan(desc, whole);
     if (choice != ec_csr_choice::ROWS && cuda_ec_csr_supported(view, all, device.shared_nbytes)) {
-        const ec_csr_arrays one_row = rows_of_one(view);
-        ec_csr_view         rest_view;
-        if (!all && one_row.n_sets > 0) {
-            if (const int status = check_ec_csr(one_row, &rest_view)) {
-                return status;
-            }
-            if (const int status = count_rows(rest_view, n_threads, &rest)) {
-                return status;
-            }
-            longest_rest = longest_row(rest_view);
+        gpu_rest rest;
+        if (const int status = gpu_rest_of(view, n_threads, &rest)) {
+            return status;
         }
-        const rows_plan          rest_plan(desc, rest);
+        const rows_plan          rest_plan(desc, rest.count);
         const cuda_ec_csr_blocks b = cuda_ec_csr_bind(view, all, nullptr);
         const bool fits   = rest_plan.nbytes + b.nbytes <= room;
-        const bool faster = gpu_us(gpu_blocks_work(view, rest, longest_rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
+        const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
         if (fits && (faster || choice == ec_csr_choice::BLOCKS)) {
             macko_matrix m;
-            if (rest.nnz > 0) {
-                if (const int status = recode(rest_view, rest_plan.desc.delta_bits, n_threads, &m)) {
+            if (rest.count.nnz > 0) {
+                if (const int status = recode(rest.view, rest_plan.desc.delta_bits, n_threads, &m)) {
                     return status;
                 }
             } else { // no entries

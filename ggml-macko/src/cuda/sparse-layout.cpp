@@ -4,6 +4,11 @@
 
 namespace macko {
 
+const char * cuda_sparse_layout_name(int32_t layout) {
+    static const char * const NAMES[] = { "rows", "runs", "striped", "blocks", "compact" };
+    return NAMES[layout];
+}
+
 // 16 bits per run and row: wide rows have the bytes to spare, narrow ones also leave too few entries for 32 lanes (measured, notes)
 int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout) {
     if (layout == CUDA_SPARSE_LAYOUT_RUNS && desc.delta_bits < 8) {

@@ -29,6 +29,7 @@ enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_BLOCKS  = 3, // quantized values
     CUDA_SPARSE_LAYOUT_COMPACT = 4, // positions ascending, values in 14 bits
 };
+const char * cuda_sparse_layout_name(int32_t layout);
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries

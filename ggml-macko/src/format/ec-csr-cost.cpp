@@ -55,10 +55,23 @@ gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, 
     return { desc.type, desc.rows, nbits / 8 + ROW_NBYTES * desc.rows, 0, 0, 0, static_cast<double>(longest_row) / static_cast<double>(per_step), false };
 }
 
-gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest, int64_t longest_rest) {
+int gpu_rest_of(const ec_csr_view & view, int n_threads, gpu_rest * out) {
+    *out = {};
+    const ec_csr_arrays rows = rows_of_one(view);
+    if (rows.n_sets == 0 || !gpu_keeps_rows_of_one(rows.desc.type)) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status = check_ec_csr(rows, &out->view)) {
+        return status;
+    }
+    out->longest = longest_row(out->view);
+    return count_rows(out->view, n_threads, &out->count);
+}
+
+gpu_work gpu_blocks_work(const ec_csr_view & view, const gpu_rest & rest) {
     const macko_desc & desc = view.arrays().desc;
     const bool f32 = !gpu_keeps_rows_of_one(desc.type);
-    gpu_work   w   = gpu_rows_work(desc, rest, longest_rest);
+    gpu_work   w   = gpu_rows_work(desc, rest.count, rest.longest);
     w.shared = view.sets()[0].granularity > 1;
     if (f32 || view.sets().back().granularity > 1) { // no rows beside the blocks
         w.row_nbytes = 0;
@@ -83,23 +96,15 @@ gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest
 
 int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
     const macko_desc & desc = view.arrays().desc;
-    ggml_macko_count whole = {}, rest = {};
-    int64_t longest_rest = 0;
+    ggml_macko_count whole = {};
+    gpu_rest         rest;
     if (const int status = count_rows(view, n_threads, &whole)) {
         return status;
     }
-    const ec_csr_arrays one = rows_of_one(view);
-    if (one.n_sets > 0 && gpu_keeps_rows_of_one(desc.type)) {
-        ec_csr_view rows;
-        if (const int status = check_ec_csr(one, &rows)) {
-            return status;
-        }
-        if (const int status = count_rows(rows, n_threads, &rest)) {
-            return status;
-        }
-        longest_rest = longest_row(rows);
+    if (const int status = gpu_rest_of(view, n_threads, &rest)) {
+        return status;
     }
-    const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest, longest_rest);
+    const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest);
     // what a GPU reserves knowing the header alone has to be enough; four floats per sum are scratch memory
     const int64_t entries   = n_padded(max_recoded(desc)), nbytes = blocks.row_nbytes + blocks.block_nbytes + 16 * blocks.n_sums;
     const bool    in_blocks = blocks.block_nbytes > 0 && nbytes <= entries * (8 * value_nbytes(desc.type) + desc.delta_bits) / 8 + 4 * desc.rows;

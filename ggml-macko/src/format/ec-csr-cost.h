@@ -29,9 +29,16 @@ double gpu_us(const gpu_work & work);
 // a matrix as rows, with codes of the best width. count: what is stored with each width
 gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, int64_t longest_row);
 int64_t  longest_row(const ec_csr_view & view);
-// F32 values stay in blocks of one row, too; else rest is what is left beside the blocks of several rows (rows_of_one): its count_rows and longest_row
-gpu_work gpu_blocks_work(const ec_csr_view & view, const ggml_macko_count & rest, int64_t longest_rest);
-constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; } // as rows
+
+// what a GPU keeps as rows beside the blocks of several rows. Of F32 values nothing: they stay in blocks of one row
+struct gpu_rest {
+    ec_csr_view      view; // if there are entries
+    ggml_macko_count count   = {};
+    int64_t          longest = 0; // row
+};
+[[nodiscard]] int gpu_rest_of(const ec_csr_view & view, int n_threads, gpu_rest * out); // counts its rows
+gpu_work gpu_blocks_work(const ec_csr_view & view, const gpu_rest & rest);
+constexpr bool gpu_keeps_rows_of_one(int32_t type) { return type != GGML_MACKO_TYPE_F32; }
 
 struct gpu_times {
     gpu_work rows;

@@ -39,8 +39,8 @@ struct test_matrix {
         return b;
     }
 
-    // narrow: nearly all values within the 7 powers of two from 2^lowest on
-    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s, bool narrow = false, double lowest = -8)
+    // nearly all values from 2^lowest on, within so many binades (powers of two)
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s, double binades = 12, double lowest = -8)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
         const int64_t size = value_nbytes(type);
         dense.assign(static_cast<size_t>(rows * cols * size), 0);
@@ -57,7 +57,7 @@ struct test_matrix {
                 }
                 const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
                 if (random.unit() < (in_band ? d : d / 50)) {
-                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type, lowest, narrow ? 7.1 : 12); // some -0
+                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type, lowest, binades); // some -0
                     left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
@@ -277,35 +277,36 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
-// Values of 14 bits: every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows that spill much
+// Values of 13 and 14 bits: every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows that spill much
 static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[] = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
     const int64_t batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
-    int used = 0;
+    int used[4] = {}; // by bits of a code
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
         rng random(seed);
         const int64_t cols = widths[random.range(0, 8)], rows = random.range(1, 150);
         const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
         const double lowest = static_cast<double>(random.range(-20, 2));
-        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, 2, 0.2 + random.unit() * 0.6, s, true, lowest);
+        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(0, 2)], 0.2 + random.unit() * 0.6, s, random.unit() < 0.5 ? 3.1 : 7.1, lowest);
         if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
             w.upload(random, uploader);
         }
-        used += w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT;
+        used[w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT ? w.device.delta_bits : 0]++;
         const int64_t n = batches[random.range(0, 7)];
         const std::string name = name_of(seed, w, n);
         check_unpack(w, name);
         check_product(random, { &w }, n, random_options(random), name);
     }
-    CHECK(used > n_cases / 2 || n_cases < 50, "values had 14 bits in %d of %d cases only", used, n_cases);
+    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d", n_cases, used[2], used[3]);
 }
 
 // which matrices get them: not those that spill much, and none with a row that spills more than its runs hold
 static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
-    const auto layout_of = [&](bool narrow, int lines) {
+    using layout_and_bits = std::pair<int32_t, int32_t>;
+    const auto layout_of = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng random(static_cast<uint64_t>(lines + 5));
-        test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, 2, 0.5, UNIFORM, narrow, -10);
+        test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, delta_bits, density, UNIFORM, binades, -10);
         int left = lines; // values of the last row that do not fit
         for (int64_t k = w.row_ptr[299]; k < w.row_ptr[300] && left > 0; k++) {
             uint16_t v;
@@ -317,12 +318,18 @@ static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
             }
         }
         w.upload(random, uploader);
-        return w.device.layout;
+        return layout_and_bits(w.device.layout, w.device.delta_bits);
     };
-    CHECK(layout_of(true, 0) == CUDA_SPARSE_LAYOUT_COMPACT, "narrow values");
-    CHECK(layout_of(false, 0) == CUDA_SPARSE_LAYOUT_STRIPED, "wide values");
-    CHECK(layout_of(true, 60) == CUDA_SPARSE_LAYOUT_COMPACT, "a row with many spilled values");
-    CHECK(layout_of(true, 129) == CUDA_SPARSE_LAYOUT_STRIPED, "a row with too many spilled values");
+    const auto compact = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_COMPACT, bits); };
+    const auto striped = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_STRIPED, bits); };
+    CHECK(layout_of(7.1, 0) == compact(2), "narrow values");
+    CHECK(layout_of(12, 0) == striped(2), "wide values");
+    CHECK(layout_of(7.1, 60) == compact(2), "a row with many spilled values");
+    CHECK(layout_of(7.1, 129) == striped(2), "a row with too many spilled values");
+    CHECK(layout_of(3, 0) == compact(3), "values of three powers of two");
+    CHECK(layout_of(3, 0, 4, 0.3) == compact(3), "the same, with codes of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 4, 0.3) == striped(4), "seven powers of two, with codes of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 1, 0.7) == compact(2), "seven powers of two, with codes of 1 bit in the file");
 }
 
 // more rows than there are places for rows on the GPU: each is unpacked where others have been
@@ -331,8 +338,8 @@ static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
-            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2, -8);
-            if (delta_bits != 2 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
+            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2 ? 7.1 : delta_bits == 4 ? 3.1 : 12, -8);
+            if (delta_bits % 8 == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
                 w.upload(random, uploader);
             }
             check_unpack(w, "many rows, " + std::to_string(delta_bits) + " bits");
@@ -361,14 +368,15 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int bits = BITS[random.range(1, 3)];
         const int64_t rows = random.range(50, 150);
-        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, true, -12), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, true, -9);
-        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, true, -4);
+        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 3.1, -12), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, 3.1, -9);
+        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 3.1, -4);
         const auto all = [&](int32_t layout, int32_t lanes) {
-            return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) && c.upload(random, uploader, layout, lanes);
+            return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) && c.upload(random, uploader, layout, lanes) &&
+                cuda_sparse_same_kernel(a.device, b.device) && cuda_sparse_same_kernel(a.device, c.device);
         };
         if (seed % 4 == 0) {
             all(CUDA_SPARSE_LAYOUT_ROWS, 0);
-        } else if (bits == 2 && seed % 4 != 1 && all(CUDA_SPARSE_LAYOUT_COMPACT, 8 << seed % 3)) {
+        } else if (bits < 8 && seed % 4 != 1 && all(CUDA_SPARSE_LAYOUT_COMPACT, 8 << seed % 3)) {
             n_compact++; // exponents of their own
         } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
             all(CUDA_SPARSE_LAYOUT_RUNS, 8);
@@ -382,7 +390,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
-    CHECK(n_compact > 0 || n_seeds < 24, "none had values of 14 bits");
+    CHECK(n_compact > 0 || n_seeds < 24, "none was compact");
 }
 
 // rows of an expert, ids from device memory, ids out of range
@@ -431,7 +439,7 @@ static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
         rng random(static_cast<uint64_t>(bits));
-        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, true, -8);
+        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, 7.1, -8);
         w.upload(random, uploader);
         CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT, "layout %d", w.device.layout);
         for (const int64_t n : { 1, 4, 40 }) {

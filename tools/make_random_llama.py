@@ -2,7 +2,7 @@
 """Writes a Llama-architecture GGUF with random weights, of any size, to measure speed and memory with.
 
 Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of
-the block matrices. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte
+the block matrices, or where the smallest magnitudes were. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte
 fallback.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
@@ -15,6 +15,7 @@ import argparse
 import itertools
 import string
 import sys
+from statistics import NormalDist
 
 import gguf
 import numpy as np
@@ -56,6 +57,9 @@ def main() -> int:
     parser.add_argument("--experts-used", type=int, default=2, help="experts per token")
     parser.add_argument("--tied", action="store_true", help="output head shares the token embeddings")
     parser.add_argument("--density", type=float, default=1.0, help="non-zeros in block matrices")
+    parser.add_argument(
+        "--smallest", action="store_true", help="the smallest weights are zero, as magnitude pruning does"
+    )
     parser.add_argument("--alike", type=int, default=1, help="neighbouring rows whose zeros are at the same places")
     parser.add_argument("--type", choices=sorted(TYPES), default="f16")
     parser.add_argument("--seed", type=int, default=0)
@@ -64,6 +68,8 @@ def main() -> int:
         parser.error("--embd must be a multiple of 2 * --heads, and --heads of --kv-heads")
     if args.vocab < 300 or not 0 <= args.density <= 1:
         parser.error("--vocab must be at least 300, --density from 0 to 1")
+    if args.smallest and (args.density == 0 or args.alike > 1):
+        parser.error("--smallest: needs a density above 0, and no --alike")
     write(args)
     return 0
 
@@ -137,14 +143,15 @@ def write(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     for name, shape in shapes.items():
         out.write(bytes(-out.tell() % writer.data_alignment))
-        for block in weights(rng, name, shape, args.density, args.alike):
+        for block in weights(rng, name, shape, args):
             encode(block, element(name)).tofile(out)
     out.write(bytes(-out.tell() % writer.data_alignment))
     writer.close()
 
 
-def weights(rng: np.random.Generator, name: str, shape: tuple, density: float, alike: int):
+def weights(rng: np.random.Generator, name: str, shape: tuple, args: argparse.Namespace):
     """float32 blocks of a tensor."""
+    density, alike = args.density, args.alike
     if "norm" in name:
         yield np.ones(shape, dtype=np.float32)
         return
@@ -158,7 +165,9 @@ def weights(rng: np.random.Generator, name: str, shape: tuple, density: float, a
         mask = np.repeat(patterns, alike, axis=0)[:rows].reshape(-1)
     for begin in range(0, n, BLOCK):
         block = rng.standard_normal(min(BLOCK, n - begin), dtype=np.float32) * scale
-        if mask is not None:
+        if sparse and args.smallest:
+            block[np.abs(block) < scale * NormalDist().inv_cdf(1 - density / 2)] = 0
+        elif mask is not None:
             block[mask[begin : begin + len(block)]] = 0
         elif sparse:
             block[rng.random(len(block), dtype=np.float32) >= density] = 0

@@ -71,12 +71,12 @@ template <typename T, int BITS> struct group_bits {
     __device__ __forceinline__ uint32_t hi() const { return codes.hi(); }
     template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
 };
-template <> struct group_bits<compact_f16, 2> {
+template <int BITS> struct group_bits<compact_f16, BITS> {
     uint4 v;
-    static constexpr uint32_t CODES = 0x60006000u;
+    static constexpr uint32_t CODES = (0x8000u - (0x8000u >> BITS)) * 0x10001u; // below the sign
     __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~CODES, v.y & ~CODES, v.z & ~CODES, v.w & ~CODES); }
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
-    // codes of entries 0-3 (4-7) in bits 5 and 6 of bytes 1, 3, 0, 2
+    // codes of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
     __device__ __forceinline__ uint32_t lo() const { return (v.x & CODES) | (v.y & CODES) >> 8; }
     __device__ __forceinline__ uint32_t hi() const { return (v.z & CODES) | (v.w & CODES) >> 8; }
     template <int K> __device__ __forceinline__ float get() const {
@@ -84,17 +84,19 @@ template <> struct group_bits<compact_f16, 2> {
     }
 };
 
-// F16 bits without bits 13 and 14 that are `bits` times 2^-exponent; -1: there are none
-__device__ __forceinline__ int to_compact(uint16_t bits, int exponent) {
+// powers of two that a value beside a code of code_bits has
+constexpr int compact_exponents(int code_bits) { return (32 >> code_bits) - 1; }
+// F16 bits without the code_bits bits below the sign that are `bits` times 2^-exponent; -1: there are none
+__device__ __forceinline__ int to_compact(uint16_t bits, int exponent, int code_bits) {
     const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
-    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= 7)) {
+    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= compact_exponents(code_bits))) {
         return (bits & 0x7fff) == 0 ? sign : sign | moved << 10 | (bits & 0x3ff);
     }
     const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1); // below the smallest power: an F16 subnormal
     return e < 31 && shift >= 0 && shift < 11 && mantissa % (1 << shift) == 0 ? sign | mantissa >> shift : -1;
 }
-__device__ __forceinline__ uint16_t from_compact(uint32_t bits, float power) {
-    return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(static_cast<uint16_t>(bits & 0x9fffu))) * power));
+__device__ __forceinline__ uint16_t from_compact(uint16_t bits, float power) {
+    return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(bits)) * power));
 }
 
 // Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
@@ -121,11 +123,11 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
     }
 }
 
-inline void set_compact_weights(uint32_t weight[8], uint32_t step) {
+inline void set_compact_weights(uint32_t weight[8], int bits, uint32_t step) {
     constexpr int BYTE[4] = { 1, 3, 0, 2 };
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
-        weight[k] |= step >> 5 << 8 * BYTE[k % 4];
+        weight[k] |= step >> (7 - bits) << 8 * BYTE[k % 4];
     }
 }
 

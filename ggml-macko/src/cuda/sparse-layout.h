@@ -8,11 +8,12 @@
 //   base     where a run's columns start, 16 bits per run
 //   order    entries are ordered by column c, or (STRIPED) by position p = (c % 32) * W + c / 32, W = stripe_width(cols). Stepping by
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
-// COMPACT: STRIPED with F16 values in 14 bits. The weights of a matrix lie within few powers of two: a value is its sign, 10 bits of mantissa and 3 of
-//   exponent, an F16 that is 2^exponent times too small, and the two bits that are free in it (13 and 14) hold the code: a group is 16 bytes. What these
-//   bits cannot say exactly (1.7 % of normal random values, less where pruning has taken the small ones) is zero there, and "spilled": the row's
-//   groups are followed by groups of four pairs (column, value) of 16 bits each, at most one group per run. Lossless; codes of 2 bits only. Rows of wide
-//   matrices begin at lines of 128 bytes. A row's tail says what lies behind its groups.
+// COMPACT: STRIPED with F16 values that share 16 bits with their codes: a group is 16 bytes. The weights of a matrix lie within few powers of two: a
+//   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
+//   the sign, hold the code: whichever takes fewer groups, whatever codes the file has. What these bits cannot say exactly (of normal random values 1.7
+//   or 25 %; where pruning has taken the small ones none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs
+//   (column, value) of 16 bits each, at most one group per run. Lossless. Rows of wide matrices begin at lines of 128 bytes. A row's tail says what lies
+//   behind its groups.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).
@@ -27,7 +28,7 @@ enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_RUNS    = 1, // columns ascending
     CUDA_SPARSE_LAYOUT_STRIPED = 2, // positions ascending
     CUDA_SPARSE_LAYOUT_BLOCKS  = 3, // quantized values
-    CUDA_SPARSE_LAYOUT_COMPACT = 4, // positions ascending, values in 14 bits
+    CUDA_SPARSE_LAYOUT_COMPACT = 4, // positions ascending, values and codes together
 };
 const char * cuda_sparse_layout_name(int32_t layout);
 
@@ -55,7 +56,7 @@ struct cuda_sparse_matrix {
     int64_t    cols;
     int32_t    type;       // enum ggml_macko_type
     int32_t    value_type; // the same; of BLOCKS a quantized type
-    int32_t    delta_bits; // 1, 2, 4, 8; of BLOCKS 3, 4 or 8
+    int32_t    delta_bits; // 1, 2, 4, 8; of COMPACT 2 or 3, of BLOCKS 3, 4 or 8
     int32_t    layout;     // enum cuda_sparse_layout
     int32_t    lanes;      // RUNS, STRIPED, COMPACT: 8, 16 or 32 runs per row
     int32_t    stripe;     // STRIPED, COMPACT: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0

@@ -479,7 +479,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
 cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
     if (std::is_same<T, compact_f16>::value) {
-        set_compact_weights(p.weight, STEP<BITS, STRIPED>);
+        set_compact_weights(p.weight, BITS, STEP<BITS, STRIPED>);
     } else {
         set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
     }

@@ -181,7 +181,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> static cudaError
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     if (std::is_same<T, compact_f16>::value) {
-        set_compact_weights(p.weight, UNPACK_STEP<BITS, STRIPED>);
+        set_compact_weights(p.weight, BITS, UNPACK_STEP<BITS, STRIPED>);
     } else {
         set_weights(p.weight, BITS, UNPACK_STEP<BITS, STRIPED>);
     }
@@ -278,7 +278,7 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
     unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
-        return launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream);
+        return w.delta_bits == 2 ? launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream) : launch_unpack_runs<compact_f16, 3, true, same_bits>(p, stream);
     }
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
 }

@@ -97,13 +97,13 @@ template <typename F> static __device__ int walk_row(const row_order & order, co
     return n;
 }
 
-// COMPACT: calls spilled(index, column, value) for each value of a row that 14 bits cannot say, and returns their number, on all lanes
-template <typename F> static __device__ int walk_spilled(const row_order & order, const uint16_t * dense, int exponent, F && spilled) {
+// COMPACT: calls spilled(index, column, value) for each value of a row that the bits beside its code cannot say, and returns their number, on all lanes
+template <typename F> static __device__ int walk_spilled(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense, F && spilled) {
     const int lane = threadIdx.x % 32;
     int n = 0;
     for (int q0 = 0; q0 < order.places; q0 += 32) {
         const int word = q0 + lane < order.places ? order.word(q0 + lane) : -1;
-        const bool here = word >= 0 && to_compact(dense[word], exponent) < 0;
+        const bool here = word >= 0 && to_compact(dense[word], m.exponent, m.delta_bits) < 0;
         const unsigned all = __ballot_sync(FULL_WARP, here);
         if (here) {
             spilled(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
@@ -118,7 +118,7 @@ constexpr int SPILLED = 4;  // values to a group
 constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and to begin at lines of 128 bytes
 
 // COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its begin, -1 behind its end.
-static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int * changes) {
+static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
     for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
         mine[i] = 0;
@@ -130,7 +130,7 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int * chan
         const int bits = values[i] & 0x7fff, e = bits >> 10;
         if (bits != 0 && e < 31) {
             const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits;
-            atomicAdd(mine + max(0, e - 7), 1);
+            atomicAdd(mine + max(0, e - said_at_once), 1);
             atomicAdd(mine + min(N_EXPONENTS, max(e, 1) - 1 + __ffs(mantissa)), -1);
         }
     }
@@ -144,6 +144,7 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int * chan
 struct repack_counts {
     int64_t groups;
     int64_t spill_groups;
+    int64_t unused_groups; // behind spilled values, to the end of a line
     int32_t most_spill_groups; // of a row
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
@@ -157,7 +158,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
         decode_row(raw, row, dense, shape.places);
         const row_order order(m, row);
         const int n = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
-        const int spilled = m.tails ? walk_spilled(order, dense, m.exponent, [](int, int, uint16_t) {}) : 0;
+        const int spilled = m.tails ? walk_spilled(m, order, dense, [](int, int, uint16_t) {}) : 0;
         if (threadIdx.x == 0) {
             int groups = static_cast<int>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
             if (m.tails) {
@@ -167,6 +168,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
                 groups += unused;
                 m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xff) | unused << 8); // of more the matrix is not kept like this
                 atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups), static_cast<unsigned long long>(unused));
                 atomicMax(&counts->most_spill_groups, spill_groups);
             }
             m.row_ptr[row + 1] = groups;
@@ -215,7 +217,7 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
         const int64_t begin = m.row_ptr[row];
         const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin) - (m.tails ? tail_groups(m.tails[row]) : 0);
         if (m.tails) {
-            walk_spilled(order, dense, m.exponent, [&](int index, int word, uint16_t value) {
+            walk_spilled(m, order, dense, [&](int index, int word, uint16_t value) {
                 reinterpret_cast<uint32_t *>(m.values)[(begin + groups) * SPILLED + index] = static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
             });
         }
@@ -226,7 +228,7 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
             const int64_t slot = begin + at.slot;
             uint16_t * const to = reinterpret_cast<uint16_t *>(m.values) + slot * GROUP + k;
             if (m.tails) {
-                *to = static_cast<uint16_t>(max(to_compact(value, m.exponent), 0) | static_cast<int>(code) << 13);
+                *to = static_cast<uint16_t>(max(to_compact(value, m.exponent, m.delta_bits), 0) | static_cast<int>(code) << (15 - m.delta_bits));
             } else if (value != 0) {
                 *to = value;
             }
@@ -256,7 +258,7 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
             int steps = 7;
             for (int k = 0; k < 8; k++) {
                 if (m.tails) {
-                    steps += reinterpret_cast<const uint16_t *>(m.values)[slot * 8 + k] >> 13 & 3;
+                    steps += (reinterpret_cast<const uint16_t *>(m.values)[slot * 8 + k] & 0x7fff) >> (15 - m.delta_bits);
                 } else {
                     const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
                     steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
@@ -362,7 +364,7 @@ struct cuda_sparse_uploader::impl {
     // COMPACT: the exponent that can say most values
     int find_exponent(cuda_sparse_matrix * m) {
         const cudaStream_t stream = pinned[0].stream;
-        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(raw, counts->exponents);
+        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(raw, compact_exponents(m->delta_bits), counts->exponents);
         CUDA_OK(cudaGetLastError());
         int32_t changes[N_EXPONENTS + 1];
         CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
@@ -378,36 +380,63 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if it saves half of the codes' memory or more. m.overshoot and m.exponent are set.
-    int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
-        *fits = false;
-        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT, striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED || compact;
-        const int64_t words  = striped ? 32 * m->stripe - 1 : m->cols + CUDA_SPARSE_GROUP;
-        const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
-        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8) ||
-            (compact && (m->type != GGML_MACKO_TYPE_F16 || m->delta_bits != 2))) {
-            return GGML_MACKO_STATUS_OK;
-        }
-        const int shared = static_cast<int>(words * 2);
-        const unsigned blocks = static_cast<unsigned>(std::min<int64_t>(m->rows, info.multiprocessors * 32));
-        CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
-        CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+    int shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(words_of(m) * 2); } // a dense row
+    int64_t words_of(const cuda_sparse_matrix & m) const { return m.stripe ? 32 * m.stripe - 1 : m.cols + CUDA_SPARSE_GROUP; }
+    unsigned blocks_of(const cuda_sparse_matrix & m) const { return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32)); }
+
+    // The groups of each row, in m->row_ptr and m->tails, with codes of m->delta_bits. m->exponent is set
+    int count(cuda_sparse_matrix * m, repack_counts * found) {
         const cudaStream_t stream = pinned[0].stream;
+        CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
-        if (compact) {
+        if (m->layout == CUDA_SPARSE_LAYOUT_COMPACT) {
             if (const int status = find_exponent(m)) {
                 return status;
             }
         }
-        count_kernel<<<blocks, 32, shared, stream>>>(raw, *m, counts);
+        count_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m, counts);
         CUDA_OK(cudaGetLastError());
         scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, &counts->groups);
         CUDA_OK(cudaGetLastError());
-        repack_counts found;
-        CUDA_OK(cudaMemcpyAsync(&found, counts, sizeof(found), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(cudaMemcpyAsync(found, counts, sizeof(*found), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
-        const bool saves = 16 * found.spill_groups <= found.groups;
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    // The same for COMPACT, with the width of codes that takes fewer groups: 2 bits leave values more exponents, 3 need fewer fillers
+    int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
+        repack_counts of_2;
+        m->delta_bits = 2;
+        if (const int status = count(m, &of_2)) {
+            return status;
+        }
+        m->delta_bits = 3;
+        const int status = count(m, found);
+        if (status || found->groups < of_2.groups) {
+            return status;
+        }
+        m->delta_bits = 2;
+        return count(m, found);
+    }
+
+    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if spilled values take at most half of what it saves beside STRIPED. m.overshoot,
+    // m.exponent, and m.delta_bits of COMPACT are set.
+    int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
+        *fits = false;
+        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT, striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED || compact;
+        const int64_t words  = words_of(*m);
+        const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
+        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        const cudaStream_t stream = pinned[0].stream;
+        repack_counts found;
+        if (const int status = compact ? count_compact(m, &found) : count(m, &found)) {
+            return status;
+        }
+        const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits), group = 2 * CUDA_SPARSE_GROUP;
+        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
         if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > m->lanes || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
@@ -416,7 +445,8 @@ struct cuda_sparse_uploader::impl {
             CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)), stream));
         }
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
-        repack_kernel<<<blocks, 32, shared, stream>>>(raw, *m);
+        CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
+        repack_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
         if (striped) {
             overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, &counts->overshoot);

@@ -3,8 +3,8 @@
 //
 // RUNS: what the fast kernels read. A row is cut into `lanes` runs of nearly equal length, one per thread.
 //   group    8 entries of one run: 8 values, and 8 codes of delta_bits bits; a row has ceil(entries / 8) groups, G
-//   run l    groups l*G/lanes ... (l+1)*G/lanes-1 of the row; the first G/lanes groups of all runs are interleaved (group i of run l
-//            is the row's group i*lanes + l), the last ones of the longer runs follow, in lane order
+//   run l    the groups at places l, l + lanes, l + 2 lanes ... from the start of the row's first line (of 128 bytes, 8 groups) on: what the threads of
+//            a row read at a time are whole lines, wherever rows begin. A run's groups follow each other in the row, runs are in lane order
 //   base     where a run's columns start, 16 bits per run
 //   order    entries are ordered by column c, or (STRIPED) by position p = (c % 32) * W + c / 32, W = stripe_width(cols). Stepping by
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
@@ -12,8 +12,8 @@
 //   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
 //   the sign, hold the code: whichever takes fewer groups, whatever codes the file has. What these bits cannot say exactly (of normal random values 1.7
 //   or 25 %; where pruning has taken the small ones none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs
-//   (column, value) of 16 bits each, at most one group per run. Lossless. Rows of wide matrices begin at lines of 128 bytes. A row's tail says what lies
-//   behind its groups.
+//   (column, value) of 16 bits each, at most one group per run. Lossless. A row's tail is how many
+//   groups of spilled values lie behind its others.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).
@@ -34,6 +34,7 @@ const char * cuda_sparse_layout_name(int32_t layout);
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
+constexpr int     CUDA_SPARSE_LINE      = 8;   // groups: 128 bytes of 16-bit values
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) { return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
 
 // Cuts an allocation (null: addresses are offsets) into aligned parts
@@ -65,7 +66,7 @@ struct cuda_sparse_matrix {
     uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null
     uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
-    uint16_t * tails;      // COMPACT: rows. Groups of spilled values, plus 256 times the unused groups behind them
+    uint16_t * tails;      // COMPACT: rows. Groups of spilled values
     int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: struct cuda_blocks_row of each row
     int32_t  * spill_ptr;  // BLOCKS: rows + 1, first of a row's spilled non-zeros
     struct cuda_sparse_spilled * spill; // BLOCKS
@@ -76,9 +77,6 @@ struct cuda_sparse_matrix {
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols
 constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
-
-constexpr int tail_spilled(int tail) { return tail & 0xff; }
-constexpr int tail_groups(int tail) { return (tail & 0xff) + (tail >> 8); }
 
 // bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);

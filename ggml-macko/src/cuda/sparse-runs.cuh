@@ -350,24 +350,22 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     };
 
     // this thread's run of a row
-    struct cursor { int matrix, first, full, own, last, spill, spill_step, steps; uint32_t at; };
+    struct cursor { int matrix, slot, begin, end, spill, spill_step, steps; uint32_t at; }; // it has groups in steps begin ... end-1
     const auto begin_row = [&](int j, const row_start & s) {
-        const int groups = s.end - s.begin - tail_groups(s.tail);
-        const int skip   = lane * groups / LANES;
+        const row_places row(s.begin, s.end, s.tail);
         cursor c;
         c.matrix = GROUPED ? task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix : 0;
-        c.full   = groups / LANES;
-        c.own    = (lane + 1) * groups / LANES - skip;
-        c.first  = s.begin + lane;
-        c.last   = s.begin + c.full * LANES + skip - lane * c.full;
-        c.steps  = (groups + LANES - 1) / LANES;
+        c.slot   = row.slot(lane, LANES, 0);
+        c.begin  = row.first_step(lane);
+        c.end    = row.end_step(lane, LANES);
+        c.steps  = row.n_steps(LANES);
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
-        c.spill      = s.begin + groups + lane;
-        c.spill_step = lane < tail_spilled(s.tail) ? c.steps : -1; // the last step
-        if (COMPACT && __any_sync(FULL_WARP, tail_spilled(s.tail))) {
+        c.spill      = s.begin + row.groups + lane;
+        c.spill_step = lane < s.tail ? c.steps : -1; // the last step
+        if (COMPACT && __any_sync(FULL_WARP, s.tail)) {
             c.steps++;
         }
         c.at = origin + (s.base * 4 << shift);
@@ -377,8 +375,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     group<T, BITS, NX> now[DEPTH];
     const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
         const bool spill = COMPACT && step == c.spill_step;
-        if (step < c.own || spill) {
-            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, step < c.full ? c.first + step * LANES : spill ? c.spill : c.last);
+        if ((step >= c.begin && step < c.end) || spill) {
+            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, spill ? c.spill : c.slot + step * LANES);
         }
     };
 
@@ -414,7 +412,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     float gate = 0.0f; // of this thread's column
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int own = c.own, spill_step = c.spill_step, steps = c.steps;
+        const int begin = c.begin, end = c.end, spill_step = c.spill_step, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
         bool more;
@@ -433,7 +431,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
-                if (step + d < own) {
+                if (step + d >= begin && step + d < end) {
                     at = now[d].template multiply<STRIPED>(at, x_address, p.weight, sum);
                     if (STRIPED && at >= origin + lap) {
                         at -= lap;

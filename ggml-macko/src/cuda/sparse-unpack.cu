@@ -51,32 +51,28 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
     cuda_allow_next();
 
     // this thread's share of a row: groups from ... to-1 of its run
-    int begin, groups, spilled, from, to, own, full, last;
+    row_places places;
+    int spilled, from, to, last_group;
     uint32_t base;
     group_bits<T, BITS> bits[DEPTH];
-    const auto slot_of = [&](int s) { return s < full ? begin + lane + s * lanes : last; };
     const auto load = [&](int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (first + d < to) {
-                bits[d].load(m.values, m.codes, slot_of(first + d));
+                bits[d].load(m.values, m.codes, places.slot(lane, lanes, first + d));
             }
         }
     };
     const auto begin_rows = [&](int64_t row0) {
         const int64_t row = row0 + sub;
         const bool here   = row < p.row_end && sub < rows;
-        begin  = here ? m.row_ptr[row] : 0;
-        const int tail = COMPACT && here ? m.tails[row] : 0;
-        spilled = tail_spilled(tail);
-        groups  = here ? m.row_ptr[row + 1] - begin - tail_groups(tail) : 0;
-        base   = here ? m.bases[row * lanes + lane] : 0;
-        const int skip = lane * groups / lanes;
-        own  = (lane + 1) * groups / lanes - skip;
-        full = groups / lanes;
-        last = begin + full * lanes + skip - lane * full;
-        from = own * warp / warps;
-        to   = own * (warp + 1) / warps;
+        spilled = COMPACT && here ? m.tails[row] : 0;
+        places  = here ? row_places(m.row_ptr[row], m.row_ptr[row + 1], spilled) : row_places();
+        base    = here ? m.bases[row * lanes + lane] : 0;
+        const int first = places.first_step(lane), own = places.end_step(lane, lanes) - first;
+        from       = first + own * warp / warps;
+        to         = first + own * (warp + 1) / warps;
+        last_group = own > 0 && places.n_before(lane + 1, lanes) == places.groups ? first + own - 1 : -1; // of the row
         load(from);
     };
 
@@ -94,7 +90,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
                 group_bits<T, BITS> c;
-                c.load(m.values, m.codes, slot_of(s));
+                c.load(m.values, m.codes, places.slot(lane, lanes, s));
                 add(c);
             }
 #pragma unroll
@@ -112,7 +108,6 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
         if (STRIPED && warps > 1) {
             at %= (0 - negative) << shift;
         }
-        const int last_group = lane == lanes - 1 ? own - 1 : -1; // of the row: fillers behind its entries would hit the first ones
         for (int s = from; s < to; s += DEPTH) {
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
@@ -134,7 +129,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
                             }
                         }
                     };
-                    if (COMPACT || (STRIPED && s + d == last_group)) { // COMPACT: what is zero here may be spilled
+                    if (COMPACT || (STRIPED && s + d == last_group)) { // COMPACT: what is zero here may be spilled; fillers behind the row's entries would hit the first ones
                         scatter([](uint16_t value) { return value != 0; });
                     } else {
                         scatter([](uint16_t) { return true; });
@@ -149,7 +144,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
         }
         if (COMPACT && warp == 0) {
             for (int i = lane; i < spilled; i += lanes) {
-                const uint4 v = load_streaming(reinterpret_cast<const uint4 *>(m.values) + begin + groups + i);
+                const uint4 v = load_streaming(reinterpret_cast<const uint4 *>(m.values) + places.begin + places.groups + i);
                 for (const uint32_t pair : { v.x, v.y, v.z, v.w }) {
                     if (pair) {
                         *reinterpret_cast<uint16_t *>(mine + (pair & 0xffff) * 2) = static_cast<uint16_t>(pair >> 16);

@@ -115,7 +115,7 @@ template <typename F> static __device__ int walk_spilled(const cuda_sparse_matri
 
 constexpr int N_EXPONENTS = 30;
 constexpr int SPILLED = 4;  // values to a group
-constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and to begin at lines of 128 bytes
+constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes
 
 // COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its begin, -1 behind its end.
 static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
@@ -144,7 +144,6 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_a
 struct repack_counts {
     int64_t groups;
     int64_t spill_groups;
-    int64_t unused_groups; // behind spilled values, to the end of a line
     int32_t most_spill_groups; // of a row
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
@@ -164,11 +163,8 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
             if (m.tails) {
                 const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
                 groups += spill_groups;
-                const int unused = m.cols >= WIDE ? -groups & 7 : 0;
-                groups += unused;
-                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xff) | unused << 8); // of more the matrix is not kept like this
+                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xff)); // of more the matrix is not kept like this
                 atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups), static_cast<unsigned long long>(unused));
                 atomicMax(&counts->most_spill_groups, spill_groups);
             }
             m.row_ptr[row + 1] = groups;
@@ -214,18 +210,17 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
         const row_order order(m, row);
-        const int64_t begin = m.row_ptr[row];
-        const int    groups = static_cast<int>(m.row_ptr[row + 1] - begin) - (m.tails ? tail_groups(m.tails[row]) : 0);
+        const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
         if (m.tails) {
             walk_spilled(m, order, dense, [&](int index, int word, uint16_t value) {
-                reinterpret_cast<uint32_t *>(m.values)[(begin + groups) * SPILLED + index] = static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
+                reinterpret_cast<uint32_t *>(m.values)[static_cast<int64_t>(places.begin + places.groups) * SPILLED + index] = static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
             });
         }
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
             constexpr int GROUP = static_cast<int>(CUDA_SPARSE_GROUP);
             const int k = index % GROUP;
-            const group_place at = place_of(index / GROUP, groups, m.lanes);
-            const int64_t slot = begin + at.slot;
+            const int group = index / GROUP, run = places.run_of(group, m.lanes), in_run = group - places.n_before(run, m.lanes);
+            const int64_t slot = places.slot(run, m.lanes, places.first_step(run) + in_run);
             uint16_t * const to = reinterpret_cast<uint16_t *>(m.values) + slot * GROUP + k;
             if (m.tails) {
                 *to = static_cast<uint16_t>(max(to_compact(value, m.exponent, m.delta_bits), 0) | static_cast<int>(code) << (15 - m.delta_bits));
@@ -236,8 +231,8 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
                 const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
                 atomicOr(reinterpret_cast<unsigned *>(m.codes) + (bit >> 5), code << (bit & 31));
             }
-            if (k == 0 && at.first) {
-                m.bases[row * m.lanes + at.run] = static_cast<uint16_t>(order.word(from));
+            if (k == 0 && in_run == 0) {
+                m.bases[row * m.lanes + run] = static_cast<uint16_t>(order.word(from));
             }
         });
         __syncwarp();
@@ -250,11 +245,12 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
     int most = 0;
     if (run < m.rows * m.lanes) {
         const int64_t row = run / m.lanes;
-        const int lane = static_cast<int>(run % m.lanes), begin = m.row_ptr[row], groups = m.row_ptr[row + 1] - begin - (m.tails ? tail_groups(m.tails[row]) : 0);
+        const int lane = static_cast<int>(run % m.lanes);
+        const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
         const int modulus = 32 * m.stripe - 1;
         int at = m.bases[run];
-        for (int g = static_cast<int>(static_cast<int64_t>(lane) * groups / m.lanes); g < static_cast<int64_t>(lane + 1) * groups / m.lanes; g++) {
-            const int64_t slot = begin + place_of(g, groups, m.lanes).slot;
+        for (int step = places.first_step(lane); step < places.end_step(lane, m.lanes); step++) {
+            const int64_t slot = places.slot(lane, m.lanes, step);
             int steps = 7;
             for (int k = 0; k < 8; k++) {
                 if (m.tails) {
@@ -436,7 +432,7 @@ struct cuda_sparse_uploader::impl {
             return status;
         }
         const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits), group = 2 * CUDA_SPARSE_GROUP;
-        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
+        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups);
         if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > m->lanes || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }

@@ -12,7 +12,7 @@
 //   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
 //   the sign, hold the code: whichever takes fewer groups, whatever codes the file has. What these bits cannot say exactly (of normal random values 1.7
 //   or 25 %; where pruning has taken the small ones none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs
-//   (column, value) of 16 bits each, at most one group per run. Lossless. A row's tail is how many
+//   (column, value) of 16 bits each. Lossless. A row's tail is how many
 //   groups of spilled values lie behind its others.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.

@@ -350,7 +350,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     };
 
     // this thread's run of a row
-    struct cursor { int matrix, slot, begin, end, spill, spill_step, steps; uint32_t at; }; // it has groups in steps begin ... end-1
+    // it has groups in steps begin ... end-1, and spilled ones in steps spill_begin ... spill_end-1, the last ones
+    struct cursor { int matrix, slot, begin, end, spill, spill_begin, spill_end, steps; uint32_t at; };
     const auto begin_row = [&](int j, const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
         cursor c;
@@ -359,24 +360,25 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         c.begin  = row.first_step(lane);
         c.end    = row.end_step(lane, LANES);
         c.steps  = row.n_steps(LANES);
+        int spill_steps = COMPACT ? (s.tail + LANES - 1) / LANES : 0;
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
-            c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
+            c.steps     = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
+            spill_steps = COMPACT ? max(spill_steps, __shfl_xor_sync(FULL_WARP, spill_steps, offset)) : 0;
         }
-        c.spill      = s.begin + row.groups + lane;
-        c.spill_step = lane < s.tail ? c.steps : -1; // the last step
-        if (COMPACT && __any_sync(FULL_WARP, s.tail)) {
-            c.steps++;
-        }
+        c.spill       = s.begin + row.groups + lane - c.steps * LANES;
+        c.spill_begin = c.steps;
+        c.spill_end   = c.steps + (s.tail + LANES - 1 - lane) / LANES;
+        c.steps      += spill_steps;
         c.at = origin + (s.base * 4 << shift);
         return c;
     };
 
     group<T, BITS, NX> now[DEPTH];
     const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
-        const bool spill = COMPACT && step == c.spill_step;
+        const bool spill = COMPACT && step >= c.spill_begin && step < c.spill_end;
         if ((step >= c.begin && step < c.end) || spill) {
-            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, spill ? c.spill : c.slot + step * LANES);
+            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, (spill ? c.spill : c.slot) + step * LANES);
         }
     };
 
@@ -412,7 +414,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     float gate = 0.0f; // of this thread's column
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int begin = c.begin, end = c.end, spill_step = c.spill_step, steps = c.steps;
+        const int begin = c.begin, end = c.end, spill_begin = c.spill_begin, spill_end = c.spill_end, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
         bool more;
@@ -439,11 +441,11 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
                 }
             }
             if constexpr (COMPACT) {
-                if (!more && spill_step >= 0) {
+                if (step + DEPTH > spill_begin) {
                     const float inverse = p.m[task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix].inverse;
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
-                        if (step + d == spill_step) {
+                        if (step + d >= spill_begin && step + d < spill_end) {
                             now[d].multiply_spilled(x_address, inverse, sum);
                         }
                     }

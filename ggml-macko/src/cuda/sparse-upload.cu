@@ -163,7 +163,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
             if (m.tails) {
                 const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
                 groups += spill_groups;
-                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xff)); // of more the matrix is not kept like this
+                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xffff)); // of more the matrix is not kept like this
                 atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
                 atomicMax(&counts->most_spill_groups, spill_groups);
             }
@@ -433,7 +433,7 @@ struct cuda_sparse_uploader::impl {
         }
         const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits), group = 2 * CUDA_SPARSE_GROUP;
         const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups);
-        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > m->lanes || (compact && wanted && !saves)) {
+        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > 0xffff || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
         CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));

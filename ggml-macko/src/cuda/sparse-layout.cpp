@@ -15,7 +15,7 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
         return 8; // the only kernel there is: for narrow matrices and unusual structure
     }
     const int64_t per_row = n_padded / desc.rows;
-    return per_row >= 2048 ? 32 : per_row >= 768 ? 16 : 8;
+    return per_row >= 7000 ? 32 : per_row >= 768 ? 16 : 8;
 }
 
 static int64_t max_groups(const macko_desc & desc, int64_t n_padded) {

@@ -508,7 +508,10 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
     }
-    const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    // With 16 lanes 24 warps are better, where they are about as many turns
+    const auto turns = [&](int warps) { return (units + warps - 1) / warps * warps; };
+    const int  many  = warps_for(units, 20, 32), few = warps_for(units, 18, 24);
+    const int  warps = BITS < 8 && LANES == 16 && turns(few) * 8 <= turns(many) * 9 ? few : many;
     if (warps <= 24) {
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);

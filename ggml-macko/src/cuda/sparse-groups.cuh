@@ -141,16 +141,16 @@ __device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int d
 __device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
 
 // Where a row's groups are: `offset` of them behind the start of a line, each in the run of lane (offset + its number) % lanes. A thread reads its run in steps
-// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none.
+// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled values go on in the same way.
 struct row_places {
-    int begin = 0, groups = 0, offset = 0;
+    int begin = 0, groups = 0, spilled = 0, offset = 0;
     row_places() = default;
-    __device__ row_places(int begin, int end, int n_spilled) : begin(begin), groups(end - begin - n_spilled), offset(begin % CUDA_SPARSE_LINE) {}
+    __device__ row_places(int begin, int end, int spilled) : begin(begin), groups(end - begin - spilled), spilled(spilled), offset(begin % CUDA_SPARSE_LINE) {}
 
     __device__ int slot(int lane, int lanes, int step) const { return begin - offset + step * lanes + lane; }
     __device__ int first_step(int lane) const { return lane < offset; }
-    __device__ int end_step(int lane, int lanes) const { return static_cast<int>(static_cast<unsigned>(offset + groups + lanes - 1 - lane) / static_cast<unsigned>(lanes)); }
-    __device__ int n_steps(int lanes) const { return end_step(0, lanes); }
+    __device__ int end_step(int lane, int lanes) const { return steps_to(offset + groups - lane, lanes); }
+    __device__ int end_of_spilled(int lane, int lanes) const { return steps_to(offset + groups + spilled - lane, lanes); } // those from end_step on
     __device__ int n_before(int lane, int lanes) const { return places_before(offset + groups, lane, lanes) - min(offset, lane); } // groups of the runs before
     __device__ int run_of(int group, int lanes) const {
         int run = static_cast<int>(static_cast<int64_t>(group) * lanes / groups);
@@ -160,6 +160,7 @@ struct row_places {
     }
 
 private:
+    __device__ static int steps_to(int place, int lanes) { return static_cast<int>(static_cast<unsigned>(place + lanes - 1) / static_cast<unsigned>(lanes)); }
     __device__ static int places_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); } // of the first n, those of lanes below
 };
 

@@ -9,13 +9,15 @@ const char * cuda_sparse_layout_name(int32_t layout) {
     return NAMES[layout];
 }
 
-// 16 bits per run and row: wide rows have the bytes to spare, narrow ones also leave too few entries for 32 lanes (measured, notes)
+// 16 bits per run and row: wide rows have the bytes to spare, narrow ones also leave too few entries for 32 lanes. Where rows are few, two per warp have more
+// of themselves in flight (measured, notes).
 int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout) {
+    constexpr int64_t FEW_ROWS = 4224; // 16 units of two for each of 132 multiprocessors
     if (layout == CUDA_SPARSE_LAYOUT_RUNS && desc.delta_bits < 8) {
         return 8; // the only kernel there is: for narrow matrices and unusual structure
     }
     const int64_t per_row = n_padded / desc.rows;
-    return per_row >= 7000 ? 32 : per_row >= 768 ? 16 : 8;
+    return per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
 }
 
 static int64_t max_groups(const macko_desc & desc, int64_t n_padded) {

@@ -350,8 +350,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     };
 
     // this thread's run of a row
-    // it has groups in steps begin ... end-1, and spilled ones in steps spill_begin ... spill_end-1, the last ones
-    struct cursor { int matrix, slot, begin, end, spill, spill_begin, spill_end, steps; uint32_t at; };
+    struct cursor { int matrix, slot, begin, end, end_of_spilled, steps; uint32_t at; }; // it has groups in steps begin ... end-1, then spilled ones
     const auto begin_row = [&](int j, const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
         cursor c;
@@ -359,26 +358,20 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         c.slot   = row.slot(lane, LANES, 0);
         c.begin  = row.first_step(lane);
         c.end    = row.end_step(lane, LANES);
-        c.steps  = row.n_steps(LANES);
-        int spill_steps = COMPACT ? (s.tail + LANES - 1) / LANES : 0;
+        c.end_of_spilled = row.end_of_spilled(lane, LANES);
+        c.steps  = row.end_of_spilled(0, LANES);
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
-            c.steps     = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
-            spill_steps = COMPACT ? max(spill_steps, __shfl_xor_sync(FULL_WARP, spill_steps, offset)) : 0;
+            c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
-        c.spill       = s.begin + row.groups + lane - c.steps * LANES;
-        c.spill_begin = c.steps;
-        c.spill_end   = c.steps + (s.tail + LANES - 1 - lane) / LANES;
-        c.steps      += spill_steps;
         c.at = origin + (s.base * 4 << shift);
         return c;
     };
 
     group<T, BITS, NX> now[DEPTH];
     const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
-        const bool spill = COMPACT && step >= c.spill_begin && step < c.spill_end;
-        if ((step >= c.begin && step < c.end) || spill) {
-            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, (spill ? c.spill : c.slot) + step * LANES);
+        if (step >= c.begin && step < c.end_of_spilled) {
+            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, c.slot + step * LANES);
         }
     };
 
@@ -414,7 +407,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     float gate = 0.0f; // of this thread's column
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int begin = c.begin, end = c.end, spill_begin = c.spill_begin, spill_end = c.spill_end, steps = c.steps;
+        const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
         bool more;
@@ -441,11 +434,11 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
                 }
             }
             if constexpr (COMPACT) {
-                if (step + DEPTH > spill_begin) {
+                if (step + DEPTH > end && step < end_of_spilled) {
                     const float inverse = p.m[task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix].inverse;
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
-                        if (step + d >= spill_begin && step + d < spill_end) {
+                        if (step + d >= end && step + d < end_of_spilled) {
                             now[d].multiply_spilled(x_address, inverse, sum);
                         }
                     }
@@ -493,6 +486,13 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
     const int blocks = std::min(device.multiprocessors, p.n_units);
     const int units  = (p.n_units + blocks - 1) / blocks;
     const bool grouped = p.n_matrices > 1;
+    if constexpr (LANES <= 16) {
+        if (units <= 16 && nx > 1) { // as for one column, below
+            return nx == 8 ? launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 512, 3>(p, blocks, 16, grid_y, stream)
+                : nx == 4  ? launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 512, 4>(p, blocks, 16, grid_y, stream)
+                           : launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 512, 4>(p, blocks, 16, grid_y, stream);
+        }
+    }
     if (nx == 8) { // 8 sums and 8 x per thread: no registers for more groups ahead
         return launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
     }
@@ -508,10 +508,7 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
     }
-    // With 16 lanes 24 warps are better, where they are about as many turns
-    const auto turns = [&](int warps) { return (units + warps - 1) / warps * warps; };
-    const int  many  = warps_for(units, 20, 32), few = warps_for(units, 18, 24);
-    const int  warps = BITS < 8 && LANES == 16 && turns(few) * 8 <= turns(many) * 9 ? few : many;
+    const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
     if (warps <= 24) {
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);

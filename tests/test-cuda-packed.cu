@@ -140,8 +140,8 @@ static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
     return static_cast<double>(float_of_f16(bits));
 }
 
-// each weight where a kernel would multiply it: by the words of x, not by columns
-static void check_image(const test_matrix & t, const blocks_image & image, const std::string & name) {
+// each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of segments
+static int64_t check_image(const test_matrix & t, const blocks_image & image, const std::string & name) {
     const cuda_sparse_matrix & m = image.matrix;
     const int64_t words = 32 * m.stripe - 1, overshoot = m.overshoot;
     std::vector<int64_t> column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
@@ -149,6 +149,7 @@ static void check_image(const test_matrix & t, const blocks_image & image, const
         column_of[static_cast<size_t>(blocks_word(place, m.stripe))] = place % (m.lanes * m.stripe);
     }
     bool inside = true, same = true;
+    int64_t spilled = 0, group = 0, segments = 0; // of the rows so far
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
         const auto add = [&](int64_t word, double value) {
@@ -159,12 +160,18 @@ static void check_image(const test_matrix & t, const blocks_image & image, const
             }
         };
         cuda_blocks_row head;
-        memcpy(&head, m.row_ptr + 2 * r, sizeof(head));
-        const int64_t begin = head.first_group, groups = head.n_groups;
-        CHECK(m.spill_ptr[r] + head.n_spilled == m.spill_ptr[r + 1], "%s: row %lld has other spilled non-zeros", name.c_str(), static_cast<long long>(r));
+        memcpy(&head, blocks_row(m, r), sizeof(head));
+        const int64_t begin = head.first_group, groups = head.n_groups, rest = head.rest & 255, segment = head.rest >> 8;
+        CHECK(head.first_spilled == spilled && begin == group && segment == segments, "%s: row %lld begins elsewhere", name.c_str(), static_cast<long long>(r));
+        CHECK(rest <= m.lanes, "%s: row %lld has %lld segments", name.c_str(), static_cast<long long>(r), static_cast<long long>(rest));
+        spilled  += head.n_spilled;
+        group    += groups;
+        segments += rest;
         for (int64_t l = 0; l < m.lanes; l++) {
             const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes;
-            int64_t at = m.bases[r * m.lanes + l];
+            uint16_t base;
+            memcpy(&base, blocks_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
+            int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
                 const int64_t slot = begin + (s < full ? s * m.lanes + l : full * m.lanes + skip - l * full);
                 for (int k = 0; k < 32; k++) {
@@ -176,19 +183,32 @@ static void check_image(const test_matrix & t, const blocks_image & image, const
                 }
             }
         }
-        for (int32_t e = m.spill_ptr[r]; e < m.spill_ptr[r + 1]; e++) {
+        for (int64_t i = 0; i < rest; i++) {
+            cuda_blocks_segment s;
+            memcpy(&s, m.codes - (segment + i + 1) * static_cast<int64_t>(sizeof(s)), sizeof(s));
+            int64_t at = s.word;
+            for (int k = 0; k < 8; k++) {
+                at += 32 * (s.codes[k % 4] >> k / 4 * m.delta_bits & ((1 << m.delta_bits) - 1));
+                add(at, static_cast<double>(float_of_f16(s.scale)) * s.values[k] / (m.value_type == GGML_MACKO_TYPE_Q4_0 ? 16 : 1));
+                at += 32;
+            }
+        }
+        for (int32_t e = head.first_spilled; e < head.first_spilled + head.n_spilled; e++) {
             add(m.spill[e].word, static_cast<double>(m.spill[e].value));
         }
         same = same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
     }
     CHECK(inside, "%s: a word outside of x", name.c_str());
     CHECK(same, "%s: the layout holds another matrix", name.c_str());
+    const int64_t tiles = (group + 31) / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2), end = m.codes - m.values;
+    CHECK(tiles + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end, "%s: groups and segments overlap", name.c_str());
+    return segments;
 }
 
 constexpr int64_t SHARED_NBYTES = 232448;
 
 static void test_layout_holds_the_matrix(int n_cases) {
-    int used[9] = {}, spilled = 0;
+    int used[9] = {}, spilled = 0, rests = 0;
     for (int i = 0; i < n_cases; i++) {
         rng random(static_cast<uint64_t>(i));
         auto t = random_matrix(random);
@@ -206,11 +226,11 @@ static void test_layout_holds_the_matrix(int n_cases) {
         used[shape.bits]++;
         spilled += image.n_spill > 0;
         t->device = image.matrix;
-        check_image(*t, image, t->name(static_cast<uint64_t>(i), 0));
+        rests += check_image(*t, image, t->name(static_cast<uint64_t>(i), 0)) > 0;
         t->device = {};
     }
-    CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 && spilled > n_cases / 20), "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill", used[3],
-          used[4], used[8], spilled);
+    CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 && spilled > n_cases / 20 && rests > n_cases / 20),
+          "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill, %d with segments", used[3], used[4], used[8], spilled, rests);
 }
 
 // bytes that the device reserves against those of the file, for values that stay as they are, and enough of them: uniform masks never outgrow them

@@ -281,12 +281,15 @@ private:
 
 // bytes that a product reads: of the groups that are there, not of those reserved
 static double read_nbytes(const cuda_sparse_matrix & w) {
-    int32_t end = 0, spilled = 0;
-    CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-        CHECKED(cudaMemcpy(&spilled, w.spill_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
-        return static_cast<double>(w.n_groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + w.rows * (w.lanes * 2 + 12)) + 8.0 * spilled;
+        cuda_blocks_row last;
+        CHECKED(cudaMemcpy(&last, blocks_row(w, w.rows - 1), sizeof(last), cudaMemcpyDeviceToHost));
+        const int64_t groups = last.first_group + last.n_groups, segments = (last.rest >> 8) + (last.rest & 255), spilled = last.first_spilled + last.n_spilled;
+        return static_cast<double>(groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) + w.rows * blocks_row_nbytes(w.lanes) +
+                                   spilled * static_cast<int64_t>(sizeof(cuda_sparse_spilled)));
     }
+    int32_t end = 0;
+    CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
     double of_rows = static_cast<double>(w.rows) * (w.lanes * 2 + 4);
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
         return end * 16.0 + of_rows + static_cast<double>(w.rows) * 2;
@@ -298,7 +301,7 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
 // the same matrix, copied as it is to another place
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
     const auto move = [&](auto & pointer) { pointer = pointer ? reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; };
-    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.spill_ptr), move(w.spill);
+    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.spill);
     return w;
 }
 

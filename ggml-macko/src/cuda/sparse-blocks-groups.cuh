@@ -11,7 +11,7 @@ namespace macko {
 template <int N> struct group_words {
     uint32_t w[N];
 
-    template <int FIRST = 0> __device__ __forceinline__ void load(const uint8_t * base, int slot) {
+    template <int FIRST = 0> __device__ __forceinline__ void load(const uint8_t * base, unsigned slot) {
         if constexpr (FIRST < N) {
             constexpr int WIDTH = N - FIRST >= 4 ? 4 : N - FIRST >= 2 ? 2 : 1;
             const uint8_t * plane = base + CUDA_BLOCKS_TILE * FIRST * 4;
@@ -63,12 +63,23 @@ template <typename V, int BITS> struct loaded_group {
 
     __device__ __forceinline__ void load(const uint8_t * tiles, unsigned group) {
         const uint8_t * tile = tiles + static_cast<int64_t>(group / CUDA_BLOCKS_TILE) * blocks_tile_nbytes(V::WORDS, BITS);
-        const int       slot = static_cast<int>(group % CUDA_BLOCKS_TILE);
+        unsigned slot = group % CUDA_BLOCKS_TILE;
+        asm("" : "+r"(slot)); // once, and then one instruction per address: the compiler would mask each plane's by itself
         values.load(tile, slot);
         codes.load(tile + CUDA_BLOCKS_TILE * 4 * V::WORDS, slot);
         scale_bits = load_streaming(reinterpret_cast<const uint16_t *>(tile + CUDA_BLOCKS_TILE * 4 * (V::WORDS + BITS)) + slot);
     }
     __device__ __forceinline__ float scale() const { return __half2float(__ushort_as_half(static_cast<unsigned short>(scale_bits))); }
+};
+
+// a cuda_blocks_segment; quad 0 or 1 of it
+struct block_segment {
+    uint4 w;
+    __device__ __forceinline__ void load(const uint8_t * end, int i) { w = load_streaming(reinterpret_cast<const uint4 *>(end) - 1 - i); }
+    __device__ __forceinline__ uint32_t values(int quad) const { return quad ? w.y : w.x; }
+    template <int BITS> __device__ __forceinline__ uint32_t codes(int quad) const { return w.z & (((1u << BITS) - 1) << quad * BITS) * 0x01010101u; }
+    __device__ __forceinline__ float    scale() const { return __half2float(__ushort_as_half(static_cast<unsigned short>(w.w))); }
+    __device__ __forceinline__ uint32_t word() const { return w.w >> 16; }
 };
 
 } // namespace macko

@@ -32,7 +32,8 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
 
     for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end; row0 += static_cast<int64_t>(gridDim.x) * rows) {
         const int64_t row = row0 + sub;
-        const cuda_blocks_row head = row < p.row_end ? reinterpret_cast<const cuda_blocks_row *>(m.row_ptr)[row] : cuda_blocks_row {};
+        const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
+        const cuda_blocks_row head = row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row {};
         const int begin = head.first_group, groups = head.n_groups;
         const int skip = lane * groups / lanes, own = (lane + 1) * groups / lanes - skip, full = groups / lanes;
         const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
@@ -44,33 +45,40 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
             shared_rows[i] = make_uint4(0, 0, 0, 0);
         }
         __syncwarp();
-        int column = groups ? column_of(m.bases[row * lanes + lane]) : 0;
+        int column = groups ? column_of(reinterpret_cast<const uint16_t *>(record + sizeof(head))[lane]) : 0;
+        const auto scatter = [&](float d, uint32_t q, uint32_t c) {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                column += static_cast<int>(c >> 8 * k & 0xff);
+                const int value = static_cast<int8_t>(q >> 8 * k);
+                if (value != 0) {
+                    to_dense(mine + column, d * static_cast<float>(value));
+                }
+                column++;
+            }
+        };
         for (int s = 0; s < own; s++) {
             const int slot = begin + (s < full ? s * lanes + lane : full * lanes + skip - lane * full);
             loaded_group<V, BITS> g;
             g.load(m.values, slot);
             const float d = g.scale() * V::UNIT;
-            const auto scatter = [&](uint32_t q, uint32_t c) {
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    column += static_cast<int>(c >> 8 * k & 0xff);
-                    const int value = static_cast<int8_t>(q >> 8 * k);
-                    if (value != 0) {
-                        to_dense(mine + column, d * static_cast<float>(value));
-                    }
-                    column++;
-                }
-            };
             const auto quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
-                scatter(V::template quad<I>(g.values.w), quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
+                scatter(d, V::template quad<I>(g.values.w), quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
             };
             quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()), quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
             quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()), quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
         }
+        if (BITS < 8 && lane < static_cast<int>(head.rest & 255)) {
+            block_segment s;
+            s.load(m.codes, static_cast<int>(head.rest >> 8) + lane);
+            column = column_of(static_cast<int>(s.word()));
+            scatter(s.scale() * V::UNIT, s.values(0), s.codes<BITS>(0));
+            scatter(s.scale() * V::UNIT, s.values(1), s.codes<BITS>(1) >> BITS);
+        }
         __syncwarp();
         if (row < p.row_end) {
-            for (int e = m.spill_ptr[row] + lane; e < m.spill_ptr[row] + head.n_spilled; e += lanes) {
+            for (int e = head.first_spilled + lane; e < head.first_spilled + head.n_spilled; e += lanes) {
                 to_dense(mine + column_of(static_cast<int>(m.spill[e].word)), m.spill[e].value);
             }
         }

@@ -61,10 +61,10 @@ cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape
     m.overshoot  = static_cast<int32_t>(blocks_overshoot(shape.bits));
     m.n_groups   = (d.nnz / QUANT_BLOCK + d.rows + CUDA_BLOCKS_TILE) / CUDA_BLOCKS_TILE * CUDA_BLOCKS_TILE;
     cuda_sparse_parts parts(memory);
-    parts.take(&m.values, m.n_groups / CUDA_BLOCKS_TILE * blocks_tile_nbytes(blocks_value_words(m.value_type), shape.bits));
-    parts.take(&m.bases, d.rows * shape.lanes);
-    parts.take(&m.row_ptr, (d.rows + 1) * static_cast<int64_t>(sizeof(cuda_blocks_row) / sizeof(int32_t)));
-    parts.take(&m.spill_ptr, d.rows + 1);
+    const int64_t more = shape.bits < 8 ? d.rows * static_cast<int64_t>(sizeof(cuda_blocks_segment)) : 0; // what segments take more than their groups, at most
+    parts.take(&m.values, m.n_groups / CUDA_BLOCKS_TILE * blocks_tile_nbytes(blocks_value_words(m.value_type), shape.bits) + more);
+    parts.take(&m.codes, 0);
+    parts.take(&m.row_ptr, d.rows * blocks_row_nbytes(shape.lanes) / static_cast<int64_t>(sizeof(int32_t)));
     parts.take(&m.spill, n_spill);
     m.nbytes = parts.nbytes();
     return m;
@@ -116,6 +116,56 @@ static void put_words(const uint8_t * words, int n, uint8_t * base, int64_t slot
     }
 }
 
+// ---- where rows are ----
+
+// of the file: a row's entries, counted from the first of its blocks
+struct file_row {
+    int64_t block, begin, end;
+    file_row(const packed_view & view, int64_t row) : block(view.arrays().row_ptr[row] / QUANT_BLOCK), begin(view.arrays().row_ptr[row] - block * QUANT_BLOCK), end(view.arrays().row_ptr[row + 1] - block * QUANT_BLOCK) {}
+    int64_t groups() const { return begin < end ? (end + QUANT_BLOCK - 1) / QUANT_BLOCK : 0; }
+    // segments, if only n of its groups are tiled
+    int64_t first_segment(int64_t n) const { return std::max(n * CUDA_BLOCKS_SEGMENTS, begin / CUDA_BLOCKS_SEGMENT); }
+    int64_t segments(int64_t n) const { return groups() > n ? (end + CUDA_BLOCKS_SEGMENT - 1) / CUDA_BLOCKS_SEGMENT - first_segment(n) : 0; }
+};
+
+// All of a row's head but its spilled entries. Rows of a unit, which a warp has at a time, have the same number of full steps; what is left becomes segments
+// where there is at most one per lane, until there is no room for more.
+static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
+    const int64_t unit = 32 / m.lanes, tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
+    int64_t left = 0, group = 0, segment = 0; // groups of the rows that are not placed yet
+    for (int64_t r = 0; r < m.rows; r++) {
+        left += file_row(view, r).groups();
+    }
+    const auto room_for = [&](int64_t groups, int64_t segments) {
+        return (groups + CUDA_BLOCKS_TILE - 1) / CUDA_BLOCKS_TILE * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= m.codes - m.values && segments <= CUDA_BLOCKS_MAX_SEGMENT;
+    };
+    for (int64_t r0 = 0; r0 < m.rows; r0 += unit) {
+        const int64_t r1 = std::min(r0 + unit, m.rows);
+        int64_t most = 0, tiled = 0, segments = 0;
+        for (int64_t r = r0; r < r1; r++) {
+            most = std::max(most, file_row(view, r).groups());
+        }
+        int64_t limit = most / m.lanes * m.lanes;
+        for (int64_t r = r0; r < r1; r++) {
+            const file_row row(view, r);
+            tiled    += std::min(row.groups(), limit);
+            segments += row.segments(limit);
+            left     -= row.groups();
+        }
+        if (m.delta_bits == 8 || (most - limit) * CUDA_BLOCKS_SEGMENTS > m.lanes || !room_for(group + tiled + left, segment + segments)) {
+            limit = most;
+        }
+        for (int64_t r = r0; r < r1; r++) {
+            const file_row row(view, r);
+            const int64_t n = std::min(row.groups(), limit), rest = row.segments(n);
+            const cuda_blocks_row head = { static_cast<int32_t>(group), static_cast<uint16_t>(n), 0, 0, static_cast<uint32_t>(segment << 8 | rest) };
+            memcpy(blocks_row(m, r), &head, sizeof(head));
+            group += n;
+            segment += rest;
+        }
+    }
+}
+
 // ---- a row ----
 
 struct row_maker {
@@ -124,31 +174,28 @@ struct row_maker {
     std::vector<int32_t>       columns; // of the row
     std::vector<cuda_sparse_spilled> spill; // of all rows so far
 
-    // groups of a row, and the first of its file's blocks
-    int64_t first_block(int64_t row) const { return view.arrays().row_ptr[row] / QUANT_BLOCK; }
-    int64_t groups(int64_t row) const { return (view.arrays().row_ptr[row + 1] + QUANT_BLOCK - 1) / QUANT_BLOCK - first_block(row); }
-
     void read_columns(int64_t row) {
         columns.resize(static_cast<size_t>(view.arrays().row_ptr[row + 1] - view.arrays().row_ptr[row]));
         int32_t * to = columns.data();
         view.for_each_column(row, [&](int64_t c) { *to++ = static_cast<int32_t>(c); });
     }
 
-    template <typename F> void for_each_run(int64_t row, F && f) const {
-        const int64_t n = groups(row), full = n / m.lanes;
+    template <typename F> void for_each_run(int64_t n, F && f) const {
+        const int64_t full = n / m.lanes;
         for (int lane = 0; lane < m.lanes; lane++) {
             const int64_t skip = lane * n / m.lanes, end = (lane + 1) * n / m.lanes;
             f(lane, skip, end, [=, this_lanes = m.lanes](int64_t g) { return g - skip < full ? (g - skip) * this_lanes + lane : full * this_lanes + skip - lane * full; });
         }
     }
 
-    // The group of a block: entries begin ... end-1 of it are the row's, in columns[0] and so on. at: where the next entry is without a gap; returns where
-    // it is behind the group. copy: place of column 0.
-    int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
-        const int32_t   type  = view.arrays().desc.value_type;
-        const uint8_t * data  = static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(type);
-        const int64_t   reach = blocks_reach(m.delta_bits, m.stripe);
-        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK] = {}, words[QUANT_BLOCK]; // q: signed bytes
+    const uint8_t * block_data(int64_t block) const { return static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(view.arrays().desc.value_type); }
+
+    // Signed bytes and codes of a block's entries begin ... end-1, which are in columns[0] and so on; 0 for the others. at: where entry `begin` is without a
+    // gap; returns where entry `end` is. copy: place of column 0.
+    int64_t encode(const uint8_t * data, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy, uint8_t (&q)[QUANT_BLOCK], uint8_t (&code)[QUANT_BLOCK]) {
+        const int32_t type  = view.arrays().desc.value_type;
+        const int64_t reach = blocks_reach(m.delta_bits, m.stripe);
+        memset(code, 0, sizeof(code));
         const auto read = [&](int32_t as) {
             for (int64_t k = 0; k < QUANT_BLOCK; k++) {
                 q[k] = k >= begin && k < end ? static_cast<uint8_t>(quant_at(data, as, k)) : 0;
@@ -159,7 +206,6 @@ struct row_maker {
             case GGML_MACKO_TYPE_Q4_0: read(GGML_MACKO_TYPE_Q4_0); break;
             default:                   read(type);
         }
-        at += begin;
         for (int64_t k = begin; k < end; k++) {
             const int64_t gap = column[k - begin] - at;
             if (gap < reach) {
@@ -174,6 +220,14 @@ struct row_maker {
                 q[k] = 0;
             }
         }
+        return at;
+    }
+
+    // The group of a block, of which entries begin ... end-1 are the row's; at: where its first entry is without a gap; returns where it is behind the group
+    int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
+        const uint8_t * data = block_data(block);
+        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK], words[QUANT_BLOCK];
+        at = encode(data, begin, end, column, at + begin, copy, q, code);
         pack_values(q, m.value_type, words);
         const int     value_words = blocks_value_words(m.value_type);
         uint8_t     * tile = m.values + slot / CUDA_BLOCKS_TILE * blocks_tile_nbytes(value_words, m.delta_bits);
@@ -186,26 +240,56 @@ struct row_maker {
         return at + QUANT_BLOCK - end;
     }
 
+    // entries s * 8 ... s * 8 + 7 of the row's blocks
+    cuda_blocks_segment make_segment(const file_row & in, int64_t s, int64_t copy) {
+        const int64_t   block = s / CUDA_BLOCKS_SEGMENTS, first = block * QUANT_BLOCK, skip = s * CUDA_BLOCKS_SEGMENT - first; // entries of the block before it
+        const int64_t   begin = std::max(s * CUDA_BLOCKS_SEGMENT, in.begin) - first, end = std::min(skip + CUDA_BLOCKS_SEGMENT, in.end - first);
+        const int32_t * column = columns.data() + (first + begin - in.begin);
+        const uint8_t * data = block_data(in.block + block);
+        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK];
+        encode(data, begin, end, column, *column, copy, q, code);
+        cuda_blocks_segment to = {};
+        for (int64_t k = 0; k < CUDA_BLOCKS_SEGMENT; k++) {
+            to.values[k] = static_cast<int8_t>(m.value_type == GGML_MACKO_TYPE_Q8_0 ? q[skip + k] : q[skip + k] << 4);
+            to.codes[k % 4] = static_cast<uint8_t>(to.codes[k % 4] | code[skip + k] << k / 4 * m.delta_bits);
+        }
+        to.scale = quant_scale_bits(data);
+        to.word  = word_of(copy + *column - (begin - skip));
+        return to;
+    }
+
+    // of a place, which may be one of the copy before
+    uint16_t word_of(int64_t place) const {
+        const int64_t places = 32 * m.stripe - 1;
+        return static_cast<uint16_t>(blocks_word((place + places) % places, m.stripe));
+    }
+
     void make(int64_t row) {
-        const int64_t block0 = first_block(row), places = 32 * m.stripe - 1;
-        const int64_t copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
+        const int64_t  copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
+        const file_row in(view, row);
+        cuda_blocks_row head;
+        memcpy(&head, blocks_row(m, row), sizeof(head));
         read_columns(row);
         const size_t spilled = spill.size();
-        // the row's entries among those of its blocks
-        const int64_t k0 = view.arrays().row_ptr[row] - block0 * QUANT_BLOCK, k1 = k0 + static_cast<int64_t>(columns.size());
-        for_each_run(row, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
-            const int64_t ahead = std::max<int64_t>(0, k0 - begin * QUANT_BLOCK); // entries of the row before
+        for_each_run(head.n_groups, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
+            const int64_t ahead = std::max<int64_t>(0, in.begin - begin * QUANT_BLOCK); // entries of the row before
             const int64_t first = begin * QUANT_BLOCK + ahead;
-            const int64_t start = (first < k1 ? columns[static_cast<size_t>(first - k0)] : 0) - ahead;
+            const int64_t start = (first < in.end ? columns[static_cast<size_t>(first - in.begin)] : 0) - ahead;
             int64_t at = start;
             for (int64_t g = begin; g < end; g++) {
-                const int64_t s = g * QUANT_BLOCK, from = std::max(s, k0), to = std::min(s + QUANT_BLOCK, k1);
-                at = make_group(block0 + g, block0 + row + slot_of(g), from - s, to - s, columns.data() + (from - k0), at, copy);
+                const int64_t s = g * QUANT_BLOCK, from = std::max(s, in.begin), to = std::min(s + QUANT_BLOCK, in.end);
+                at = make_group(in.block + g, head.first_group + slot_of(g), from - s, to - s, columns.data() + (from - in.begin), at, copy);
             }
-            m.bases[row * m.lanes + lane] = static_cast<uint16_t>(blocks_word((copy + start + places) % places, m.stripe));
+            const uint16_t base = word_of(copy + start);
+            memcpy(blocks_row(m, row) + sizeof(head) + 2 * lane, &base, sizeof(base));
         });
-        const cuda_blocks_row head = { static_cast<int32_t>(block0 + row), static_cast<uint16_t>(groups(row)), static_cast<uint16_t>(spill.size() - spilled) };
-        memcpy(m.row_ptr + 2 * row, &head, sizeof(head));
+        for (int64_t s = 0; s < (head.rest & 255); s++) {
+            const cuda_blocks_segment segment = make_segment(in, in.first_segment(head.n_groups) + s, copy);
+            memcpy(m.codes - (static_cast<int64_t>(head.rest >> 8) + s + 1) * static_cast<int64_t>(sizeof(segment)), &segment, sizeof(segment));
+        }
+        head.n_spilled     = static_cast<uint16_t>(spill.size() - spilled);
+        head.first_spilled = static_cast<int32_t>(spilled);
+        memcpy(blocks_row(m, row), &head, sizeof(head));
     }
 };
 
@@ -218,13 +302,12 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     m = cuda_blocks_bind(desc, shape, max_spill, out->memory.data());
     std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {} });
     const auto first_row = [&](int64_t i) { return rows * i / n_threads; };
-    m.spill_ptr[0] = 0;
+    place_rows(view, m);
 #pragma omp parallel for schedule(static, 1) num_threads(n_threads)
     for (int i = 0; i < n_threads; i++) {
         row_maker & maker = makers[static_cast<size_t>(i)];
         for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
             maker.make(r);
-            m.spill_ptr[r + 1] = static_cast<int32_t>(maker.spill.size());
         }
     }
     out->n_spill = 0;
@@ -232,7 +315,10 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
         const std::vector<cuda_sparse_spilled> & spill = makers[static_cast<size_t>(i)].spill;
         const int64_t before = out->n_spill;
         for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
-            m.spill_ptr[r + 1] += static_cast<int32_t>(before);
+            cuda_blocks_row head;
+            memcpy(&head, blocks_row(m, r), sizeof(head));
+            head.first_spilled += static_cast<int32_t>(before);
+            memcpy(blocks_row(m, r), &head, sizeof(head));
         }
         out->n_spill += static_cast<int64_t>(spill.size());
         if (out->n_spill <= max_spill) {

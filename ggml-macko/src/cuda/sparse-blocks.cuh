@@ -54,37 +54,41 @@ template <int NX, int OFFSET> __device__ __forceinline__ x_columns<NX> load_colu
 __device__ __forceinline__ int dot_low(uint32_t x, uint32_t q, int sum)  { return __dp2a_lo(static_cast<int>(x), static_cast<int>(q), sum); }
 __device__ __forceinline__ int dot_high(uint32_t x, uint32_t q, int sum) { return __dp2a_hi(static_cast<int>(x), static_cast<int>(q), sum); }
 
+// four entries with codes c and values q, the first ones of a segment or the last
+template <int BITS, int NX, bool LAST> __device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_address, const uint32_t * weight, uint32_t c, uint32_t q, int (&sum)[NX]) {
+    constexpr int K = BITS == 8 || !LAST ? 0 : 4; // entries since p.at
+    const uint32_t * weights = weight + (LAST ? 4 : 0);
+    x_columns<NX> x[4];
+    if constexpr (BITS == 8) {
+        const auto next = [&](int k) {
+            p.at = __dp4a(c, weights[k], p.at);
+            p.wrap();
+            x[k] = load_columns<NX, 0>(x_address, p.at);
+            p.at += BLOCK_STEP; // wraps with the next code
+        };
+        next(0), next(1), next(2), next(3);
+    } else {
+        x[0] = load_columns<NX, (K + 0) * BLOCK_STEP>(x_address, __dp4a(c, weights[0], p.at));
+        x[1] = load_columns<NX, (K + 1) * BLOCK_STEP>(x_address, __dp4a(c, weights[1], p.at));
+        x[2] = load_columns<NX, (K + 2) * BLOCK_STEP>(x_address, __dp4a(c, weights[2], p.at));
+        p.at = __dp4a(c, weights[3], p.at);
+        x[3] = load_columns<NX, (K + 3) * BLOCK_STEP>(x_address, p.at);
+        if (LAST) {
+            p.at += CUDA_BLOCKS_SEGMENT * BLOCK_STEP;
+            p.wrap();
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < NX; i++) {
+        const int halves = i % 2 ? 0x7632 : 0x5410;
+        sum[i] = dot_low(__byte_perm(x[0].w[i / 2], x[1].w[i / 2], halves), q, sum[i]);
+        sum[i] = dot_high(__byte_perm(x[2].w[i / 2], x[3].w[i / 2], halves), q, sum[i]);
+    }
+}
+
 template <typename V, int BITS, int NX> struct block_group : loaded_group<V, BITS> {
     template <int I> __device__ __forceinline__ void quad(block_place & p, uint32_t x_address, const uint32_t * weight, int (&sum)[NX]) const {
-        constexpr int K = BITS == 8 ? 0 : I % 2 * 4; // entries since p.at
-        const uint32_t c = quad_codes<BITS, I>(this->codes.w), q = V::template quad<I>(this->values.w);
-        const uint32_t * weights = weight + I % 2 * 4;
-        x_columns<NX> x[4];
-        if constexpr (BITS == 8) {
-            const auto next = [&](int k) {
-                p.at = __dp4a(c, weights[k], p.at);
-                p.wrap();
-                x[k] = load_columns<NX, 0>(x_address, p.at);
-                p.at += BLOCK_STEP; // wraps with the next code
-            };
-            next(0), next(1), next(2), next(3);
-        } else {
-            x[0] = load_columns<NX, (K + 0) * BLOCK_STEP>(x_address, __dp4a(c, weights[0], p.at));
-            x[1] = load_columns<NX, (K + 1) * BLOCK_STEP>(x_address, __dp4a(c, weights[1], p.at));
-            x[2] = load_columns<NX, (K + 2) * BLOCK_STEP>(x_address, __dp4a(c, weights[2], p.at));
-            p.at = __dp4a(c, weights[3], p.at);
-            x[3] = load_columns<NX, (K + 3) * BLOCK_STEP>(x_address, p.at);
-            if (I % 2) {
-                p.at += CUDA_BLOCKS_SEGMENT * BLOCK_STEP;
-                p.wrap();
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < NX; i++) {
-            const int halves = i % 2 ? 0x7632 : 0x5410;
-            sum[i] = dot_low(__byte_perm(x[0].w[i / 2], x[1].w[i / 2], halves), q, sum[i]);
-            sum[i] = dot_high(__byte_perm(x[2].w[i / 2], x[3].w[i / 2], halves), q, sum[i]);
-        }
+        multiply_quad<BITS, NX, I % 2 == 1>(p, x_address, weight, quad_codes<BITS, I>(this->codes.w), V::template quad<I>(this->values.w), sum);
     }
 
     __device__ __forceinline__ void multiply(block_place & p, uint32_t x_address, const uint32_t * weight, float (&total)[NX]) const {
@@ -288,7 +292,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     }
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
-    struct row_start { int matrix, row, first_group, counts, spill; uint32_t base; }; // row: from the matrix' row_begin
+    struct row_start { int matrix, row; int4 head; uint32_t base; }; // row: from the matrix' row_begin; head: a cuda_blocks_row
     const auto fetch = [&](int j) {
         row_start r = {};
         if (first + (p.silu_mul ? j / 2 : j) * stride >= p.n_units) { // of the whole warp
@@ -299,34 +303,37 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
         r.row    = t.row;
         if (t.valid && row_offset >= 0) {
             const sparse_operand & m = p.m[t.matrix];
-            const int  row  = m.row_begin + row_offset + t.row;
-            const int2 head = __ldg(reinterpret_cast<const int2 *>(m.row_ptr) + row);
-            r.first_group = head.x;
-            r.counts      = head.y;
-            r.base        = __ldg(m.bases + (static_cast<int64_t>(row) << lane_bits) + lane);
-            r.spill       = __ldg(m.spill_ptr + row);
+            const unsigned row = m.row_begin + row_offset + t.row, nbytes = blocks_row_nbytes(lanes);
+            const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + static_cast<uint64_t>(row) * nbytes;
+            r.head = __ldg(reinterpret_cast<const int4 *>(record));
+            r.base = __ldg(reinterpret_cast<const uint16_t *>(record + sizeof(cuda_blocks_row)) + lane);
         }
         return r;
     };
 
-    // this thread's run of a row, and the first two of its spilled non-zeros
-    struct cursor { int matrix, row, first, full, own, last, steps; uint32_t at; int spill, spill_end; uint2 spilled[2]; };
+    // this thread's run of a row, its segment (none: all bits are 0), and the first two of its spilled non-zeros
+    struct cursor { int matrix, row, first, full, own, last, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
     const auto begin_row = [&](const row_start & r) {
         cursor c = {};
-        const int groups = r.counts & 0xffff, skip = lane * groups >> lane_bits;
+        const int groups = r.head.y & 0xffff, skip = lane * groups >> lane_bits;
         c.matrix = r.matrix;
         c.row    = r.row;
         c.full   = groups >> lane_bits;
         c.own    = ((lane + 1) * groups >> lane_bits) - skip;
-        c.first  = r.first_group + lane;
-        c.last   = r.first_group + c.full * lanes + skip - lane * c.full;
+        c.first  = r.head.x + lane;
+        c.last   = r.head.x + c.full * lanes + skip - lane * c.full;
         c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>((groups + lanes - 1) >> lane_bits)));
         c.at     = origin + r.base * 4;
-        c.spill     = r.spill + lane;
-        c.spill_end = r.spill + static_cast<int>(static_cast<uint32_t>(r.counts) >> 16);
+        c.rest      = static_cast<uint32_t>(r.head.w);
+        c.spill     = r.head.z + lane;
+        c.spill_end = r.head.z + static_cast<int>(static_cast<uint32_t>(r.head.y) >> 16);
         return c;
     };
-    const auto fetch_spilled = [&](cursor & c) {
+    const auto fetch_rest = [&](cursor & c) {
+        c.segment.w = make_uint4(0, 0, 0, 0);
+        if (BITS < 8 && lane < static_cast<int>(c.rest & 255)) {
+            c.segment.load(p.m[c.matrix].codes, static_cast<int>(c.rest >> 8) + lane);
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             if (c.spill + i * lanes < c.spill_end) {
@@ -382,7 +389,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     for (int d = 0; d < DEPTH; d++) {
         load(groups[d], c, d);
     }
-    fetch_spilled(c);
+    fetch_rest(c);
     row_start ahead = fetch(1);
     cuda_allow_next();
     if (!p.expert_ids) {
@@ -422,6 +429,19 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             add_spilled(load_streaming(p.m[c.matrix].spill + e));
         }
 
+        if constexpr (BITS < 8) {
+            if (c.segment.w.w) {
+                block_place place = { origin + c.segment.word() * 4, origin + lap, lap };
+                int dot[NX] = {};
+                multiply_quad<BITS, NX, false>(place, x_address, p.weight, c.segment.codes<BITS>(0), c.segment.values(0), dot);
+                multiply_quad<BITS, NX, true>(place, x_address, p.weight, c.segment.codes<BITS>(1), c.segment.values(1), dot);
+#pragma unroll
+                for (int i = 0; i < NX; i++) {
+                    sum[i] = c.segment.scale() * static_cast<float>(dot[i]);
+                }
+            }
+        }
+
         const int own = c.own, steps = c.steps, matrix = c.matrix, row = c.row;
         block_place place = { c.at, origin + lap, lap };
         int step = 0;
@@ -449,7 +469,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             }
             step += DEPTH;
         } while (more);
-        fetch_spilled(c);
+        fetch_rest(c);
 
         const sparse_task t = { matrix, row, true };
 #pragma unroll

@@ -10,8 +10,10 @@
 //            32 p mod (32 W - 1), W = blocks_width(), and holds column p mod (lanes * W); with fewer than 32 lanes there are copies of x,
 //            one for each row that a warp has at a time
 //   base     where a run starts: the word of the place of its first entry
+//   rest     what a row would have for a few of its lanes only is cut into segments of 8 entries, one for each lane: a step of a quarter of the
+//            length. They stand in front of the end of the values, the first one last. Not with codes of 8 bits
 //
-// In memory a tile is 32 groups: their values, then codes, then scales (F16); so one address leads to all of a group, and lanes read next to each
+// In memory a row is a cuda_blocks_row and the bases of its runs. A tile is 32 groups: their values, then codes, then scales (F16); so one address leads to all of a group, and lanes read next to each
 // other. Values are words of 32 bits, those of a group in planes of 4, 2 and 1 words; codes likewise. Word order within a group: sparse-blocks.cpp
 // (pack_*) writes what sparse-blocks.cuh reads.
 #pragma once
@@ -21,10 +23,13 @@
 
 namespace macko {
 
-struct cuda_blocks_row { int32_t first_group; uint16_t n_groups, n_spilled; }; // all of a row that a warp needs before it can ask for its groups
+struct cuda_blocks_row { int32_t first_group; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; }; // rest: first segment << 8 | segments
+struct cuda_blocks_segment { int8_t values[8]; uint8_t codes[4]; uint16_t scale, word; }; // values: q / UNIT, codes: two quads as in a group, word: of the first entry
 struct cuda_sparse_spilled { uint32_t word; float value; }; // word: of its column in the row's copy of x
 
 constexpr int CUDA_BLOCKS_SEGMENT = 8; // entries between two looks at whether x wrapped, with codes of 3 and 4 bits
+constexpr int CUDA_BLOCKS_SEGMENTS = QUANT_BLOCK / CUDA_BLOCKS_SEGMENT; // of a group
+constexpr int64_t CUDA_BLOCKS_MAX_SEGMENT = int64_t(1) << 24; // cuda_blocks_row::rest
 
 // places per lane; odd, so that reading x with this stride has no bank conflicts
 constexpr int64_t blocks_width(int64_t cols, int lanes) { return (cols / lanes + 1 < 33 ? 33 : cols / lanes + 1) | 1; }
@@ -38,6 +43,8 @@ constexpr int blocks_value_words(int32_t value_type) { return blocks_value_type(
 // groups of a tile, and its bytes
 constexpr int CUDA_BLOCKS_TILE = 32;
 constexpr int blocks_tile_nbytes(int value_words, int bits) { return CUDA_BLOCKS_TILE * (4 * (value_words + bits) + 2); }
+// bytes of a row with its bases
+constexpr int blocks_row_nbytes(int lanes) { return static_cast<int>(sizeof(cuda_blocks_row)) + 2 * lanes; }
 // words behind x that the entries of a segment may touch
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 
@@ -48,6 +55,8 @@ constexpr int64_t blocks_column_words(int64_t width, int64_t lanes) { return (wi
 constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t overshoot, int nx) {
     return ((32 * width + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
 }
+
+inline uint8_t * blocks_row(const cuda_sparse_matrix & m, int64_t row) { return reinterpret_cast<uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(m.lanes); }
 
 struct blocks_shape { int bits, lanes; };
 // of a matrix, from its header alone; lanes 0: x does not fit shared memory, or values are not quantized

@@ -64,11 +64,10 @@ struct cuda_sparse_matrix {
     int32_t    exponent;   // COMPACT: values are 2^exponent times those that are stored
     int32_t    overshoot;  // STRIPED, COMPACT, BLOCKS: words behind the last one of x that a group may touch before it wraps
     uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles
-    uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null
+    uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null; BLOCKS: end of the values, in front of which the segments are
     uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
     uint16_t * tails;      // COMPACT: rows. Groups of spilled values
-    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: struct cuda_blocks_row of each row
-    int32_t  * spill_ptr;  // BLOCKS: rows + 1, first of a row's spilled non-zeros
+    int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: each row's cuda_blocks_row and bases
     struct cuda_sparse_spilled * spill; // BLOCKS
     int64_t    n_groups;   // BLOCKS
     int64_t    nbytes;     // from the first part to the end of the last

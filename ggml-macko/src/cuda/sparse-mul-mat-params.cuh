@@ -15,8 +15,7 @@ struct sparse_operand {
     const uint16_t * bases;
     const int32_t  * row_ptr;
     const uint16_t * tails;      // COMPACT
-    const int32_t  * spill_ptr;  // BLOCKS, as spill
-    const uint2    * spill;
+    const uint2    * spill;      // BLOCKS
     float          * y;
     const float    * residual;
     const float    * bias;

@@ -139,7 +139,6 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.tails      = a.w[i]->tails;
         m.power      = std::ldexp(1.0f, a.w[i]->exponent);
         m.inverse    = std::ldexp(1.0f, -a.w[i]->exponent);
-        m.spill_ptr  = a.w[i]->spill_ptr;
         m.spill      = reinterpret_cast<const uint2 *>(a.w[i]->spill);
         m.y          = a.y[i];
         m.residual   = a.residual[i];

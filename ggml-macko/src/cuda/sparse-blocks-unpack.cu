@@ -35,7 +35,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
         const cuda_blocks_row head = row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row {};
         const int begin = head.first_group, groups = head.n_groups;
-        const int skip = lane * groups / lanes, own = (lane + 1) * groups / lanes - skip, full = groups / lanes;
+        const int own = groups / lanes + (lane < groups % lanes);
         const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
         const auto column_of = [&](int word) { // negative: entries of another row in front of this one's
             const int column = word % 32 * width + word / 32 - copy;
@@ -58,9 +58,8 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
             }
         };
         for (int s = 0; s < own; s++) {
-            const int slot = begin + (s < full ? s * lanes + lane : full * lanes + skip - lane * full);
             loaded_group<V, BITS> g;
-            g.load(m.values, slot);
+            g.load(m.values, begin + s * lanes + lane);
             const float d = g.scale() * V::UNIT;
             const auto quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;

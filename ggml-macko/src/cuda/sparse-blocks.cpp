@@ -181,10 +181,9 @@ struct row_maker {
     }
 
     template <typename F> void for_each_run(int64_t n, F && f) const {
-        const int64_t full = n / m.lanes;
+        const auto start = [&](int64_t lane) { return lane * (n / m.lanes) + std::min(lane, n % m.lanes); };
         for (int lane = 0; lane < m.lanes; lane++) {
-            const int64_t skip = lane * n / m.lanes, end = (lane + 1) * n / m.lanes;
-            f(lane, skip, end, [=, this_lanes = m.lanes](int64_t g) { return g - skip < full ? (g - skip) * this_lanes + lane : full * this_lanes + skip - lane * full; });
+            f(lane, start(lane), start(lane + 1));
         }
     }
 
@@ -271,14 +270,14 @@ struct row_maker {
         memcpy(&head, blocks_row(m, row), sizeof(head));
         read_columns(row);
         const size_t spilled = spill.size();
-        for_each_run(head.n_groups, [&](int lane, int64_t begin, int64_t end, auto && slot_of) {
+        for_each_run(head.n_groups, [&](int lane, int64_t begin, int64_t end) {
             const int64_t ahead = std::max<int64_t>(0, in.begin - begin * QUANT_BLOCK); // entries of the row before
             const int64_t first = begin * QUANT_BLOCK + ahead;
             const int64_t start = (first < in.end ? columns[static_cast<size_t>(first - in.begin)] : 0) - ahead;
             int64_t at = start;
             for (int64_t g = begin; g < end; g++) {
                 const int64_t s = g * QUANT_BLOCK, from = std::max(s, in.begin), to = std::min(s + QUANT_BLOCK, in.end);
-                at = make_group(in.block + g, head.first_group + slot_of(g), from - s, to - s, columns.data() + (from - in.begin), at, copy);
+                at = make_group(in.block + g, head.first_group + (g - begin) * m.lanes + lane, from - s, to - s, columns.data() + (from - in.begin), at, copy);
             }
             const uint16_t base = word_of(copy + start);
             memcpy(blocks_row(m, row) + sizeof(head) + 2 * lane, &base, sizeof(base));

@@ -130,6 +130,7 @@ struct block_memory {
     float    * column;  // of x, then times its norm's weights; lanes * width. Of several columns there may be two: p.column_step words further
     float    * squares; // of 32 warps
     uint32_t * largest; // of 32 warps: bits of |x|, of which larger ones are of larger numbers, and NaN above all
+    float    * scales;  // of 4 columns: what an integer stands for, with the norm's factor
     bulk_copies copies;
     uint32_t * x;       // modulus + overshoot words of NX 16-bit integers, or of one in their lower half. Before them the norm's weights, of one column
 };
@@ -145,26 +146,51 @@ __device__ __forceinline__ void copy_floats(float * to, const float * from, int 
     }
 }
 
-// n rows of words: from[0], from[1] ... times `inverse` to to[0], to[32] ..., each in COPIES places. The pointers and n differ between lanes, `most` is the
-// largest n of any: no branches, constant offsets.
-template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const float * from, uint16_t * (&to)[COPIES], int n, int most, float inverse) {
-    constexpr int ROW = 32 * 2 * x_words(NX), BATCH = 4; // rows read before the first of them is stored: to the compiler they could be the same memory
+// Some rows of words, as a thread writes them: from floats of a column, counted as words are
+struct word_rows {
+    int from, to, n; // n differs between lanes
+    // keeps the compiler from moving the arithmetic behind the wait for x, where all warps would be at it
+    __device__ __forceinline__ void now() { asm volatile("" : "+r"(from), "+r"(to), "+r"(n)); }
+};
+
+// Place = lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart` from one copy to the next, so that it reads from
+// 32 banks, and writes each row to all copies, in an order in which it writes to 32 banks.
+__device__ __forceinline__ word_rows rows_of_x(const sparse_launch & p, int lane_bits, int lane, int warp) {
+    const int skip = warp * p.rows_of_warp, top = (lane >> lane_bits) * p.rows_apart + skip;
+    return { (lane & (p.lanes - 1)) * p.width + top, top * 32 + lane, min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top) };
+}
+// the first rows again, behind x; their first word is there already: as that of the place behind the last one
+__device__ __forceinline__ word_rows rows_behind_x(const sparse_launch & p, int lane, int warp) {
+    const int again = warp * p.again_of_warp, begin = again + (again + lane == 0);
+    return { (lane & (p.lanes - 1)) * p.width + begin, p.modulus + begin * 32 + lane, min(again + p.again_of_warp, p.overshoot / 32) - begin };
+}
+
+// Words of rows, which are `inverse` times their floats, to COPIES places each. most: the largest n of any lane. No branches, constant offsets.
+template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const float * column, uint16_t * x, const word_rows & rows, int most, float inverse) {
+    constexpr int WORD = 2 * x_words(NX), BATCH = 4; // rows read before the first of them is stored: to the compiler they could be the same memory
+    const float * from = column + rows.from;
+    uint16_t * to[COPIES];
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) {
+        to[c] = x + (rows.to ^ c * (32 / COPIES)) * WORD;
+    }
+    int n = rows.n;
 #pragma unroll 1
-    for (int r = 0; r < most; r += BATCH) {
+    for (; most > 0; most -= BATCH, n -= BATCH) {
         uint32_t v[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
-            v[k] = __float_as_uint(fmaf(r + k < n ? from[k] : 0.0f, inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer
+            v[k] = __float_as_uint(fmaf(from[k], inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer. Rows from n on: of other memory
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
-            if (r + k < n) {
+            if (k < n) {
 #pragma unroll
                 for (int c = 0; c < COPIES; c++) {
                     if constexpr (NX == 1) {
-                        *reinterpret_cast<uint32_t *>(to[c] + k * ROW) = v[k];
+                        *reinterpret_cast<uint32_t *>(to[c] + k * 32 * WORD) = v[k];
                     } else {
-                        to[c][k * ROW] = static_cast<uint16_t>(v[k]);
+                        to[c][k * 32 * WORD] = static_cast<uint16_t>(v[k]);
                     }
                 }
             }
@@ -172,35 +198,14 @@ template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const f
         from += BATCH;
 #pragma unroll
         for (int c = 0; c < COPIES; c++) {
-            to[c] += BATCH * ROW;
+            to[c] += BATCH * 32 * WORD;
         }
     }
 }
 
-// A column times `inverse` to 16-bit words. Place = lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart`
-// from one copy to the next, so that it reads from 32 banks, and writes each row to all copies, in an order in which it writes to 32 banks.
-template <int NX, int COPIES> __device__ __forceinline__ void store_words(const block_memory & s, const sparse_launch & p, const float * column, int i, float inverse) {
-    constexpr int LANES = 32 / COPIES, WORD = 2 * x_words(NX);
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    const int copy = lane / LANES, from_lane = lane % LANES;
-    uint16_t    * x    = reinterpret_cast<uint16_t *>(s.x) + i;
-    const float * from = column + from_lane * p.width;
-    const int skip = warp * p.rows_of_warp, top = copy * p.rows_apart + skip;
-    uint16_t * to[COPIES];
-#pragma unroll
-    for (int c = 0; c < COPIES; c++) {
-        to[c] = x + (top * 32 + from_lane + (c + copy) % COPIES * LANES) * WORD;
-    }
-    store_rows<NX, COPIES>(from + top, to, min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top), p.rows_of_warp, inverse);
-    // the first rows again, behind x; their first word is there already: as that of the place behind the last one
-    const int again = warp * p.again_of_warp, end = min(again + p.again_of_warp, p.overshoot / 32), begin = again + (again + lane == 0);
-    uint16_t * behind[1] = { x + (p.modulus + begin * 32 + lane) * WORD };
-    store_rows<NX, 1>(from + begin, behind, end - begin, p.again_of_warp, inverse);
-}
-
-// A column that is in shared memory to words. scale: what an integer stands for, with the norm's factor. Ends with a barrier.
-template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, float * column, int i, float * scale) {
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32, warps = threads / 32;
+// A column that is in shared memory to words and s.scales. Ends with a barrier.
+template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const word_rows & rows, const word_rows & behind, float * column, int i) {
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     float    squares = 0.0f;
     uint32_t largest = 0;
     const auto prepare = [&](float v, float weight) {
@@ -240,20 +245,30 @@ template <int NX> __device__ __forceinline__ void fill_column(const block_memory
     const float most = __uint_as_float(warp_max_bits(lane < warps ? s.largest[lane] : 0u));
     const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // of NaN both false
     const float inverse = !zero && finite ? 32767.0f * __frcp_rn(most) : 0.0f;
+    uint16_t * x = reinterpret_cast<uint16_t *>(s.x) + i;
     switch (p.lanes) {
-        case 8:  store_words<NX, 4>(s, p, column, i, inverse); break;
-        case 16: store_words<NX, 2>(s, p, column, i, inverse); break;
-        default: store_words<NX, 1>(s, p, column, i, inverse); break;
+        case 8:  store_rows<NX, 4>(column, x, rows, p.rows_of_warp, inverse); break;
+        case 16: store_rows<NX, 2>(column, x, rows, p.rows_of_warp, inverse); break;
+        default: store_rows<NX, 1>(column, x, rows, p.rows_of_warp, inverse); break;
     }
-    const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
-    *scale = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
+    store_rows<NX, 1>(column, x, behind, p.again_of_warp, inverse);
+    if (warp == 0) {
+        const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
+        if (lane == 0) {
+            s.scales[i] = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
+        }
+    }
     __syncthreads();
 }
 
 // sum over groups of `lanes` neighbouring lanes
 __device__ __forceinline__ float lanes_sum(float v, int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) {
-        v += __shfl_xor_sync(FULL_WARP, v, offset);
+    v = warp_sum<8>(v);
+    if (lanes > 8) {
+        v += __shfl_xor_sync(FULL_WARP, v, 8);
+    }
+    if (lanes > 16) {
+        v += __shfl_xor_sync(FULL_WARP, v, 16);
     }
     return v;
 }
@@ -265,10 +280,11 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     constexpr int WORDS = (NX + 1) / 2;
     block_memory s;
     s.column  = reinterpret_cast<float *>(shared_words);
-    s.squares = s.column + blocks_column_words(p.width, p.lanes) + p.column_step;
+    s.squares = s.column + p.sums_at;
     s.largest = reinterpret_cast<uint32_t *>(s.squares + 32);
-    s.copies  = { shared_address(s.largest + 32) };
-    s.x       = s.largest + 36;
+    s.scales  = s.squares + 64;
+    s.copies  = { shared_address(s.squares + 68) };
+    s.x       = s.largest + 40;
 
     const int lanes  = p.lanes, lane_bits = __ffs(lanes) - 1, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
     const int lane   = threadIdx.x & (lanes - 1);
@@ -312,17 +328,14 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     };
 
     // this thread's run of a row, its segment (none: all bits are 0), and the first two of its spilled non-zeros
-    struct cursor { int matrix, row, first, full, own, last, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
+    struct cursor { int matrix, row, first, own, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
     const auto begin_row = [&](const row_start & r) {
         cursor c = {};
-        const int groups = r.head.y & 0xffff, skip = lane * groups >> lane_bits;
         c.matrix = r.matrix;
         c.row    = r.row;
-        c.full   = groups >> lane_bits;
-        c.own    = ((lane + 1) * groups >> lane_bits) - skip;
+        c.own    = ((r.head.y & 0xffff) + lanes - 1 - lane) >> lane_bits;
         c.first  = r.head.x + lane;
-        c.last   = r.head.x + c.full * lanes + skip - lane * c.full;
-        c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>((groups + lanes - 1) >> lane_bits)));
+        c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>(c.own)));
         c.at     = origin + r.base * 4;
         c.rest      = static_cast<uint32_t>(r.head.w);
         c.spill     = r.head.z + lane;
@@ -345,7 +358,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     block_group<V, BITS, NX> groups[DEPTH];
     const auto load = [&](block_group<V, BITS, NX> & g, const cursor & c, int step) {
         if (step < c.own) {
-            g.load(p.m[c.matrix].values, step < c.full ? c.first + step * lanes : c.last);
+            g.load(p.m[c.matrix].values, c.first + step * lanes);
         }
     };
 
@@ -395,7 +408,8 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    float scale[NX];
+    word_rows x_rows = rows_of_x(p, lane_bits, threadIdx.x & 31, threadIdx.x / 32), x_behind = rows_behind_x(p, threadIdx.x & 31, threadIdx.x / 32);
+    x_rows.now(), x_behind.now();
 #pragma unroll
     for (int i = 0; i < NX; i++) {
         float * buffer = s.column + i % 2 * p.column_step;
@@ -403,7 +417,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
         if (p.column_step) {
             ask_for_column(i + 1);
         }
-        fill_column<NX>(s, p, buffer, i, scale + i);
+        fill_column<NX>(s, p, x_rows, x_behind, buffer, i);
         if (!p.column_step) {
             ask_for_column(i + 1);
         }
@@ -411,12 +425,12 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
 
     float gate[NX] = {};
     for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
-        float sum[NX] = {}, spill_sum[NX] = {}, residual[NX] = {};
+        float sum[NX] = {}, residual[NX] = {}; // sum: in units of the values
         const auto add_spilled = [&](const uint2 & e) {
 #pragma unroll
             for (int i = 0; i < NX; i++) {
                 const int16_t x = reinterpret_cast<const int16_t *>(s.x)[NX == 1 ? e.x * 2 : e.x * NX + i];
-                spill_sum[i] = fmaf(__uint_as_float(e.y), static_cast<float>(x), spill_sum[i]);
+                sum[i] = fmaf(__uint_as_float(e.y) * (1 / V::UNIT), static_cast<float>(x), sum[i]);
             }
         };
 #pragma unroll
@@ -437,7 +451,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
                 multiply_quad<BITS, NX, true>(place, x_address, p.weight, c.segment.codes<BITS>(1), c.segment.values(1), dot);
 #pragma unroll
                 for (int i = 0; i < NX; i++) {
-                    sum[i] = c.segment.scale() * static_cast<float>(dot[i]);
+                    sum[i] = fmaf(c.segment.scale(), static_cast<float>(dot[i]), sum[i]);
                 }
             }
         }
@@ -457,7 +471,6 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
                     }
                 }
                 c = begin_row(ahead);
-                ahead = fetch(j + 2);
                 to = 0;
             }
 #pragma unroll
@@ -470,11 +483,12 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             step += DEPTH;
         } while (more);
         fetch_rest(c);
+        ahead = fetch(j + 2);
 
         const sparse_task t = { matrix, row, true };
 #pragma unroll
         for (int i = 0; i < NX; i++) {
-            const float y = lanes_sum(fmaf(sum[i], V::UNIT, spill_sum[i]), lanes) * scale[i];
+            const float y = lanes_sum(sum[i], lanes) * (V::UNIT * s.scales[i]);
             if (p.silu_mul && matrix == 0) {
                 gate[i] = y;
             } else if (lane == 0 && row < p.m[matrix].n_rows && column + i < p.n_columns) {
@@ -502,6 +516,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> cudaError_t laun
     int64_t nbytes = blocks_shared_nbytes(p, NX);
     const int32_t step = static_cast<int32_t>(blocks_column_words(p.width, p.lanes));
     p.column_step = NX > 1 && nbytes + step * 4 <= device.shared_nbytes ? step : 0;
+    p.sums_at     = step + p.column_step;
     nbytes += p.column_step * 4;
     return launch_sparse(blocks_kernel<V, BITS, NX, THREADS, DEPTH>, p, warps * 32, nbytes, blocks, grid_y, stream);
 }

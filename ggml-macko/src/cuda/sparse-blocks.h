@@ -2,7 +2,8 @@
 //
 //   group    a block of the file: 32 non-zeros with one scale, in the file's order. A row has the groups that hold a part of it; one that two
 //            rows share is there twice, with zeros for the other row's part. So row r begins at group (its first entry of the file) / 32 + r
-//   run      a row's groups are cut into `lanes` runs of nearly equal length, one per thread, interleaved as in RUNS (sparse-layout.h)
+//   run      a row's groups are cut into `lanes` runs, one per thread, of which the first ones may have one group more; group i of run l is the row's
+//            group i * lanes + l
 //   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
 //            larger than a code can say becomes 0 there (its place is a step of the largest gap) and is kept as
 //   spill    column and value in float32, row after row. A filler would have moved the entries behind it out of their block
@@ -51,9 +52,9 @@ constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SE
 // words of shared memory for a column of x in float32
 constexpr int64_t blocks_column_words(int64_t width, int64_t lanes) { return (width * lanes + 3) & ~int64_t(3); }
 // bytes of shared memory of the kernel with nx columns of x: x, with a word more for the place behind the last one, which is the first one again; float32 of
-// one column; sums of the warps; an mbarrier
+// one column; sums of the warps; an mbarrier; what an integer of a column stands for
 constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t overshoot, int nx) {
-    return ((32 * width + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 4) * 4;
+    return ((32 * width + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 8) * 4;
 }
 
 inline uint8_t * blocks_row(const cuda_sparse_matrix & m, int64_t row) { return reinterpret_cast<uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(m.lanes); }

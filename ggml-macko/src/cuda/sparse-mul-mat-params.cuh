@@ -48,6 +48,7 @@ struct sparse_launch {
     int32_t         width;     // places of x per lane
     int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
+    int32_t         sums_at;     // floats in front of the sums of the warps
     bool            aligned;   // x and the norm's weights: vectors of 16 bytes
     float           norm_eps;
     uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register

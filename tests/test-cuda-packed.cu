@@ -473,10 +473,31 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int6
     }
 }
 
+// each kernel once or twice, for sanitizers that take seconds per product
+static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+    for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
+        for (const double density : { 0.5, 0.3, 0.1 }) { // codes of 3, 4, 8 bits
+            rng random(static_cast<uint64_t>(value_type + 100 * density));
+            test_matrix w(random, 40, 1300, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+            w.upload(uploader, shared_nbytes);
+            for (const int64_t n : { 1, 2, 4 }) {
+                options o;
+                o.norm = n != 2;
+                o.residual = n != 1;
+                check_product(random, { &w }, n, o, w.name(0, n));
+            }
+        }
+    }
+}
+
+// test-cuda-packed [CASES | small]: fewer cases under memcheck, small under racecheck
 int main(int argc, char ** argv) {
-    const int n_cases = argc > 1 ? atoi(argv[1]) : 300; // fewer under a sanitizer
+    const bool small   = argc > 1 && !strcmp(argv[1], "small");
+    const int  n_cases = small ? 1 : argc > 1 ? atoi(argv[1]) : 300;
     test_layout_holds_the_matrix(n_cases);
-    test_memory();
+    if (!small) {
+        test_memory();
+    }
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         printf("test-cuda-packed: kernels skipped: no CUDA device; layout: %d passed, %d failed\n", n_passed, n_failed);
@@ -486,6 +507,10 @@ int main(int argc, char ** argv) {
     CUDA_CHECK(cuda_current_device(&device));
     std::unique_ptr<cuda_sparse_uploader> uploader;
     STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
+    if (small) {
+        test_small_products(*uploader, device.shared_nbytes);
+        return test_summary("test-cuda-packed");
+    }
     test_random_products(*uploader, device.shared_nbytes, n_cases);
     test_matrices_that_share_x(*uploader, device.shared_nbytes, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader, device.shared_nbytes);

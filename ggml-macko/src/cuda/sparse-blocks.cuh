@@ -33,9 +33,7 @@ inline void set_block_weights(uint32_t weight[8], int bits) {
 struct block_place {
     uint32_t at, limit, lap;
     __device__ __forceinline__ void wrap() {
-        if (at >= limit) {
-            at -= lap;
-        }
+        asm("{\n.reg .pred p;\nsetp.ge.u32 p, %0, %1;\n@p sub.u32 %0, %0, %2;\n}" : "+r"(at) : "r"(limit), "r"(lap)); // the compiler takes an instruction more
     }
 };
 
@@ -286,11 +284,9 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     s.copies  = { shared_address(s.squares + 68) };
     s.x       = s.largest + 40;
 
-    const int lanes  = p.lanes, lane_bits = __ffs(lanes) - 1, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
+    const int lanes  = p.lanes, lane_bits = p.lane_bits, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
     const int lane   = threadIdx.x & (lanes - 1);
     const int sub    = (threadIdx.x & 31) >> lane_bits;
-    const int first  = blockIdx.x + gridDim.x * (threadIdx.x / 32);
-    const int stride = gridDim.x * (blockDim.x / 32);
     const int column = blockIdx.y * NX;
 
     const uint32_t x_address = shared_address(s.x);
@@ -308,15 +304,20 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     }
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
+    constexpr int NO_ROW = -1, NO_UNIT = -2; // of this thread, of the whole warp
     struct row_start { int matrix, row; int4 head; uint32_t base; }; // row: from the matrix' row_begin; head: a cuda_blocks_row
-    const auto fetch = [&](int j) {
+    int unit = blockIdx.x + gridDim.x * (threadIdx.x / 32), turn = 0; // of the next row to fetch; silu_mul: matrix 0 or 1
+    const auto fetch = [&] {
         row_start r = {};
-        if (first + (p.silu_mul ? j / 2 : j) * stride >= p.n_units) { // of the whole warp
+        r.row = NO_UNIT;
+        if (unit >= p.n_units) {
             return r;
         }
-        const sparse_task t = p.n_matrices > 1 ? task_at<true>(p, rows, first, stride, sub, j) : task_at<false>(p, rows, first, stride, sub, j);
+        const sparse_task t = p.n_matrices > 1 ? task_at<true>(p, rows, unit, 0, sub, turn) : task_at<false>(p, rows, unit, 0, sub, turn);
+        turn ^= p.silu_mul;
+        unit += turn ? 0 : gridDim.x * (blockDim.x / 32);
         r.matrix = t.matrix;
-        r.row    = t.row;
+        r.row    = t.valid ? t.row : NO_ROW;
         if (t.valid && row_offset >= 0) {
             const sparse_operand & m = p.m[t.matrix];
             const unsigned row = m.row_begin + row_offset + t.row, nbytes = blocks_row_nbytes(lanes);
@@ -391,7 +392,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
         }
     };
 
-    const row_start start = fetch(0);
+    const row_start start = fetch();
     if (asks) {
         cuda_wait_for_previous();
         s.copies.copy(s.column, x, p.cols * 4);
@@ -403,7 +404,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
         load(groups[d], c, d);
     }
     fetch_rest(c);
-    row_start ahead = fetch(1);
+    row_start ahead = fetch();
     cuda_allow_next();
     if (!p.expert_ids) {
         cuda_wait_for_previous();
@@ -424,7 +425,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     }
 
     float gate[NX] = {};
-    for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
+    while (c.row != NO_UNIT) {
         float sum[NX] = {}, residual[NX] = {}; // sum: in units of the values
         const auto add_spilled = [&](const uint2 & e) {
 #pragma unroll
@@ -467,7 +468,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
                 if (lane == 0) {
 #pragma unroll
                     for (int i = 0; i < NX; i++) {
-                        residual[i] = row < p.m[matrix].n_rows && column + i < p.n_columns ? residual_at<true>(p, { matrix, row, true }, column + i) : 0.0f;
+                        residual[i] = row >= 0 && (NX == 1 || column + i < p.n_columns) ? residual_at<true>(p, { matrix, row, true }, column + i) : 0.0f;
                     }
                 }
                 c = begin_row(ahead);
@@ -483,7 +484,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             step += DEPTH;
         } while (more);
         fetch_rest(c);
-        ahead = fetch(j + 2);
+        ahead = fetch();
 
         const sparse_task t = { matrix, row, true };
 #pragma unroll
@@ -491,7 +492,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             const float y = lanes_sum(sum[i], lanes) * (V::UNIT * s.scales[i]);
             if (p.silu_mul && matrix == 0) {
                 gate[i] = y;
-            } else if (lane == 0 && row < p.m[matrix].n_rows && column + i < p.n_columns) {
+            } else if (lane == 0 && row >= 0 && (NX == 1 || column + i < p.n_columns)) {
                 store_result<true>(p, t, column + i, y, gate[i], residual[i]);
             }
         }
@@ -510,6 +511,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> cudaError_t laun
     const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
     p.aligned       = p.cols % 4 == 0 && places % 16 == 0;
     p.width         = (p.modulus + 1) / 32;
+    p.lane_bits     = p.lanes == 8 ? 3 : p.lanes == 16 ? 4 : 5;
     p.rows_apart    = ((p.width * p.lanes + 31) / 32 + 31 - p.lanes % 32) / 32 * 32 + p.lanes % 32; // reads at rows that are this far apart are from banks of their own
     p.rows_of_warp  = (p.rows_apart + warps - 1) / warps;
     p.again_of_warp = (p.overshoot / 32 + warps - 1) / warps;

@@ -45,6 +45,7 @@ struct sparse_launch {
     int32_t         modulus;   // words of x before it repeats (STRIPED), else all words
     int32_t         overshoot; // words that repeat
     int32_t         lanes;     // BLOCKS: runs per row, as what follows
+    int32_t         lane_bits; // their logarithm
     int32_t         width;     // places of x per lane
     int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one

@@ -478,7 +478,7 @@ static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const double density : { 0.5, 0.3, 0.1 }) { // codes of 3, 4, 8 bits
             rng random(static_cast<uint64_t>(value_type + 100 * density));
-            test_matrix w(random, 40, 1300, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+            test_matrix w(random, 12, 300, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
             w.upload(uploader, shared_nbytes);
             for (const int64_t n : { 1, 2, 4 }) {
                 options o;

@@ -178,7 +178,9 @@ template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const f
         uint32_t v[BATCH];
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
-            v[k] = __float_as_uint(fmaf(from[k], inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer. Rows from n on: of other memory
+            if (k < n) {
+                v[k] = __float_as_uint(fmaf(from[k], inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer
+            }
         }
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {

@@ -485,6 +485,7 @@ static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_
                 o.norm = n != 2;
                 o.residual = n != 1;
                 check_product(random, { &w }, n, o, w.name(0, n));
+                fprintf(stderr, "%s: done\n", w.name(0, n).c_str()); // how far a sanitizer came
             }
         }
     }

@@ -122,7 +122,12 @@ static void put_words(const uint8_t * words, int n, uint8_t * base, int64_t slot
 // of the file: a row's entries, counted from the first of its blocks
 struct file_row {
     int64_t block, begin, end;
-    file_row(const packed_view & view, int64_t row) : block(view.arrays().row_ptr[row] / QUANT_BLOCK), begin(view.arrays().row_ptr[row] - block * QUANT_BLOCK), end(view.arrays().row_ptr[row + 1] - block * QUANT_BLOCK) {}
+    file_row(const packed_view & view, int64_t row) {
+        const int32_t * row_ptr = view.arrays().row_ptr;
+        block = row_ptr[row] / QUANT_BLOCK;
+        begin = row_ptr[row] - block * QUANT_BLOCK;
+        end   = row_ptr[row + 1] - block * QUANT_BLOCK;
+    }
     int64_t groups() const { return begin < end ? (end + QUANT_BLOCK - 1) / QUANT_BLOCK : 0; }
     // segments, if only n of its groups are tiled
     int64_t first_segment(int64_t n) const { return std::max(n * CUDA_BLOCKS_SEGMENTS, begin / CUDA_BLOCKS_SEGMENT); }
@@ -138,7 +143,8 @@ static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
         left += file_row(view, r).groups();
     }
     const auto room_for = [&](int64_t groups, int64_t segments) {
-        return (groups + CUDA_BLOCKS_TILE - 1) / CUDA_BLOCKS_TILE * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= m.codes - m.values && segments <= CUDA_BLOCKS_MAX_SEGMENT;
+        const int64_t nbytes = (groups + CUDA_BLOCKS_TILE - 1) / CUDA_BLOCKS_TILE * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment));
+        return nbytes <= m.codes - m.values && segments <= CUDA_BLOCKS_MAX_SEGMENT;
     };
     for (int64_t r0 = 0; r0 < m.rows; r0 += unit) {
         const int64_t r1 = std::min(r0 + unit, m.rows);

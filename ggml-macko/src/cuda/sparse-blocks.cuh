@@ -53,7 +53,8 @@ __device__ __forceinline__ int dot_low(uint32_t x, uint32_t q, int sum)  { retur
 __device__ __forceinline__ int dot_high(uint32_t x, uint32_t q, int sum) { return __dp2a_hi(static_cast<int>(x), static_cast<int>(q), sum); }
 
 // four entries with codes c and values q, the first ones of a segment or the last
-template <int BITS, int NX, bool LAST> __device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_address, const uint32_t * weight, uint32_t c, uint32_t q, int (&sum)[NX]) {
+template <int BITS, int NX, bool LAST>
+__device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_address, const uint32_t * weight, uint32_t c, uint32_t q, int (&sum)[NX]) {
     constexpr int K = BITS == 8 || !LAST ? 0 : 4; // entries since p.at
     const uint32_t * weights = weight + (LAST ? 4 : 0);
     x_columns<NX> x[4];
@@ -204,8 +205,10 @@ template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const f
 }
 
 // A column that is in shared memory to words and s.scales. Ends with a barrier.
-template <int NX> __device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const word_rows & rows, const word_rows & behind, float * column, int i) {
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31, warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+template <int NX>
+__device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const word_rows & rows, const word_rows & behind, float * column, int i) {
+    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+    const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     float    squares = 0.0f;
     uint32_t largest = 0;
     const auto prepare = [&](float v, float weight) {
@@ -386,12 +389,10 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             }
             wait_for_copies();
         }
-        if (i == 0 || !bulk || column + i >= p.n_columns) {
-            __syncthreads();
+        if (asks && column + i < p.n_columns) {
+            s.copies.wait(i); // the others at the barrier: hundreds of threads that look at an mbarrier keep racecheck busy for minutes
         }
-        if (bulk && column + i < p.n_columns) {
-            s.copies.wait(i);
-        }
+        __syncthreads();
     };
 
     const row_start start = fetch();

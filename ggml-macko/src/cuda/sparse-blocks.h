@@ -1,7 +1,7 @@
 // BLOCKS: how the GPU keeps a packed matrix with quantized values (FORMAT.md section 7). Made by the host at load time. Plain C++, no CUDA.
 //
 //   group    a block of the file: 32 non-zeros with one scale, in the file's order. A row has the groups that hold a part of it; one that two
-//            rows share is there twice, with zeros for the other row's part. So row r begins at group (its first entry of the file) / 32 + r
+//            rows share is there twice, with zeros for the other row's part
 //   run      a row's groups are cut into `lanes` runs, one per thread, of which the first ones may have one group more; group i of run l is the row's
 //            group i * lanes + l
 //   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
@@ -14,9 +14,9 @@
 //   rest     what a row would have for a few of its lanes only is cut into segments of 8 entries, one for each lane: a step of a quarter of the
 //            length. They stand in front of the end of the values, the first one last. Not with codes of 8 bits
 //
-// In memory a row is a cuda_blocks_row and the bases of its runs. A tile is 32 groups: their values, then codes, then scales (F16); so one address leads to all of a group, and lanes read next to each
-// other. Values are words of 32 bits, those of a group in planes of 4, 2 and 1 words; codes likewise. Word order within a group: sparse-blocks.cpp
-// (pack_*) writes what sparse-blocks.cuh reads.
+// In memory a row is a cuda_blocks_row and the bases of its runs. A tile is 32 groups: their values, then codes, then scales (F16); so one address leads
+// to all of a group, and lanes read next to each other. Values are words of 32 bits, those of a group in planes of 4, 2 and 1 words; codes likewise. Word
+// order within a group: sparse-blocks.cpp (pack_*) writes what sparse-blocks.cuh reads.
 #pragma once
 
 #include "cuda/sparse-layout.h"
@@ -25,7 +25,8 @@
 namespace macko {
 
 struct cuda_blocks_row { int32_t first_group; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; }; // rest: first segment << 8 | segments
-struct cuda_blocks_segment { int8_t values[8]; uint8_t codes[4]; uint16_t scale, word; }; // values: q / UNIT, codes: two quads as in a group, word: of the first entry
+// values: signed bytes, Q4_0's times 16, as the kernel has them; codes: of two quads, as in a group; word: of the first entry
+struct cuda_blocks_segment { int8_t values[8]; uint8_t codes[4]; uint16_t scale, word; };
 struct cuda_sparse_spilled { uint32_t word; float value; }; // word: of its column in the row's copy of x
 
 constexpr int CUDA_BLOCKS_SEGMENT = 8; // entries between two looks at whether x wrapped, with codes of 3 and 4 bits
@@ -57,6 +58,7 @@ constexpr int64_t blocks_shared_nbytes(int64_t width, int64_t lanes, int64_t ove
     return ((32 * width + overshoot) * ((nx + 1) / 2) + blocks_column_words(width, lanes) + 64 + 8) * 4;
 }
 
+// a cuda_blocks_row
 inline uint8_t * blocks_row(const cuda_sparse_matrix & m, int64_t row) { return reinterpret_cast<uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(m.lanes); }
 
 struct blocks_shape { int bits, lanes; };

@@ -168,12 +168,12 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
         group    += groups;
         segments += rest;
         for (int64_t l = 0; l < m.lanes; l++) {
-            const int64_t own = groups / m.lanes + (l < groups % m.lanes);
+            const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes, longer = skip - l * full;
             uint16_t base;
             memcpy(&base, blocks_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
             int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
-                const int64_t slot = begin + s * m.lanes + l;
+                const int64_t slot = begin + s * m.lanes + (own > full ? longer : groups % m.lanes + l - longer);
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;

@@ -35,7 +35,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
         const cuda_blocks_row head = row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row {};
         const int begin = head.first_group, groups = head.n_groups;
-        const int own = groups / lanes + (lane < groups % lanes);
+        const blocks_run run = blocks_run_of(groups, lane, blocks_lane_bits(lanes));
         const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
         const auto column_of = [&](int word) { // negative: entries of another row in front of this one's
             const int column = word % 32 * width + word / 32 - copy;
@@ -57,9 +57,9 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
                 column++;
             }
         };
-        for (int s = 0; s < own; s++) {
+        for (int s = 0; s < run.groups; s++) {
             loaded_group<V, BITS> g;
-            g.load(m.values, begin + s * lanes + lane);
+            g.load(m.values, begin + s * lanes + run.slot);
             const float d = g.scale() * V::UNIT;
             const auto quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;

@@ -187,10 +187,9 @@ struct row_maker {
         view.for_each_column(row, [&](int64_t c) { *to++ = static_cast<int32_t>(c); });
     }
 
-    template <typename F> void for_each_run(int64_t n, F && f) const {
-        const auto start = [&](int64_t lane) { return lane * (n / m.lanes) + std::min(lane, n % m.lanes); };
+    template <typename F> void for_each_run(int n, F && f) const {
         for (int lane = 0; lane < m.lanes; lane++) {
-            f(lane, start(lane), start(lane + 1));
+            f(lane, blocks_run_of(n, lane, blocks_lane_bits(m.lanes)));
         }
     }
 
@@ -277,14 +276,15 @@ struct row_maker {
         memcpy(&head, blocks_row(m, row), sizeof(head));
         read_columns(row);
         const size_t spilled = spill.size();
-        for_each_run(head.n_groups, [&](int lane, int64_t begin, int64_t end) {
+        for_each_run(head.n_groups, [&](int lane, const blocks_run & run) {
+            const int64_t begin = run.begin, end = begin + run.groups;
             const int64_t ahead = std::max<int64_t>(0, in.begin - begin * QUANT_BLOCK); // entries of the row before
             const int64_t first = begin * QUANT_BLOCK + ahead;
             const int64_t start = (first < in.end ? columns[static_cast<size_t>(first - in.begin)] : 0) - ahead;
             int64_t at = start;
             for (int64_t g = begin; g < end; g++) {
                 const int64_t s = g * QUANT_BLOCK, from = std::max(s, in.begin), to = std::min(s + QUANT_BLOCK, in.end);
-                at = make_group(in.block + g, head.first_group + (g - begin) * m.lanes + lane, from - s, to - s, columns.data() + (from - in.begin), at, copy);
+                at = make_group(in.block + g, head.first_group + (g - begin) * m.lanes + run.slot, from - s, to - s, columns.data() + (from - in.begin), at, copy);
             }
             const uint16_t base = word_of(copy + start);
             memcpy(blocks_row(m, row) + sizeof(head) + 2 * lane, &base, sizeof(base));

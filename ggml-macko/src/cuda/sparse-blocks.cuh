@@ -300,8 +300,11 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     const bool bulk = bulk_copies::KNOWN && p.aligned, asks = bulk && threadIdx.x == blockDim.x - 32; // a thread of the warp with the least rows
     const float * x = p.x + column * p.ldx;
     if (asks) {
-        const bool norm = NX == 1 && p.norm_weight;
         s.copies.init();
+    }
+    __syncwarp(); // for racecheck: the warp's uniform unit may have done it
+    if (asks) {
+        const bool norm = NX == 1 && p.norm_weight;
         s.copies.expect(p.cols * (norm ? 8 : 4));
         if (norm) { // weights: the kernel before may still run
             s.copies.copy(s.x, p.norm_weight, p.cols * 4);
@@ -339,8 +342,9 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
         cursor c = {};
         c.matrix = r.matrix;
         c.row    = r.row;
-        c.own    = ((r.head.y & 0xffff) + lanes - 1 - lane) >> lane_bits;
-        c.first  = r.head.x + lane;
+        const blocks_run run = blocks_run_of(r.head.y & 0xffff, lane, lane_bits);
+        c.own    = run.groups;
+        c.first  = r.head.x + run.slot;
         c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>(c.own)));
         c.at     = origin + r.base * 4;
         c.rest      = static_cast<uint32_t>(r.head.w);
@@ -514,7 +518,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> cudaError_t laun
     const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
     p.aligned       = p.cols % 4 == 0 && places % 16 == 0;
     p.width         = (p.modulus + 1) / 32;
-    p.lane_bits     = p.lanes == 8 ? 3 : p.lanes == 16 ? 4 : 5;
+    p.lane_bits     = blocks_lane_bits(p.lanes);
     p.rows_apart    = ((p.width * p.lanes + 31) / 32 + 31 - p.lanes % 32) / 32 * 32 + p.lanes % 32; // reads at rows that are this far apart are from banks of their own
     p.rows_of_warp  = (p.rows_apart + warps - 1) / warps;
     p.again_of_warp = (p.overshoot / 32 + warps - 1) / warps;

@@ -2,8 +2,8 @@
 //
 //   group    a block of the file: 32 non-zeros with one scale, in the file's order. A row has the groups that hold a part of it; one that two
 //            rows share is there twice, with zeros for the other row's part
-//   run      a row's groups are cut into `lanes` runs, one per thread, of which the first ones may have one group more; group i of run l is the row's
-//            group i * lanes + l
+//   run      a row's groups are cut into `lanes` runs of nearly equal length, one per thread, so that their columns are in banks of their own. Interleaved:
+//            group i of run l is the row's group i * lanes + blocks_run::slot, where the longer runs come first
 //   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
 //            larger than a code can say becomes 0 there (its place is a step of the largest gap) and is kept as
 //   spill    column and value in float32, row after row. A filler would have moved the entries behind it out of their block
@@ -45,6 +45,13 @@ constexpr int blocks_value_words(int32_t value_type) { return blocks_value_type(
 // groups of a tile, and its bytes
 constexpr int CUDA_BLOCKS_TILE = 32;
 constexpr int blocks_tile_nbytes(int value_words, int bits) { return CUDA_BLOCKS_TILE * (4 * (value_words + bits) + 2); }
+// of n groups of a row: the run's first one in the file's order, how many, and its slot
+struct blocks_run { int begin, groups, slot; };
+constexpr blocks_run blocks_run_of(int n, int lane, int lane_bits) {
+    const int full = n >> lane_bits, left = n & ((1 << lane_bits) - 1), before = lane * left >> lane_bits, more = ((lane + 1) * left >> lane_bits) - before;
+    return { lane * full + before, full + more, more ? before : left + lane - before };
+}
+constexpr int blocks_lane_bits(int lanes) { return lanes == 8 ? 3 : lanes == 16 ? 4 : 5; }
 // bytes of a row with its bases
 constexpr int blocks_row_nbytes(int lanes) { return static_cast<int>(sizeof(cuda_blocks_row)) + 2 * lanes; }
 // words behind x that the entries of a segment may touch

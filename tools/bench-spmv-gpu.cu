@@ -292,6 +292,11 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
     CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
     double of_rows = static_cast<double>(w.rows) * (w.lanes * 2 + 4);
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+        std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
+        CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
+        for (const uint16_t tail : tails) {
+            end -= tail_unused(tail);
+        }
         return end * 16.0 + of_rows + static_cast<double>(w.rows) * 2;
     }
     const double entries = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);

@@ -141,11 +141,12 @@ __device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int d
 __device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
 
 // Where a row's groups are: `offset` of them behind the start of a line, each in the run of lane (offset + its number) % lanes. A thread reads its run in steps
-// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled values go on in the same way.
+// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled values go on in the same way. tail: of COMPACT, else 0.
 struct row_places {
     int begin = 0, groups = 0, spilled = 0, offset = 0;
     row_places() = default;
-    __device__ row_places(int begin, int end, int spilled) : begin(begin), groups(end - begin - spilled), spilled(spilled), offset(begin % CUDA_SPARSE_LINE) {}
+    __device__ row_places(int begin, int end, int tail)
+        : begin(begin), groups(end - begin - tail_spilled(tail) - tail_unused(tail)), spilled(tail_spilled(tail)), offset(begin % CUDA_SPARSE_LINE) {}
 
     __device__ int slot(int lane, int lanes, int step) const { return begin - offset + step * lanes + lane; }
     __device__ int first_step(int lane) const { return lane < offset; }

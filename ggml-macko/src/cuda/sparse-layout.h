@@ -12,8 +12,8 @@
 //   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
 //   the sign, hold the code: whichever takes fewer groups, whatever codes the file has. What these bits cannot say exactly (of normal random values 1.7
 //   or 25 %; where pruning has taken the small ones none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs
-//   (column, value) of 16 bits each. Lossless. A row's tail is how many
-//   groups of spilled values lie behind its others.
+//   (column, value) of 16 bits each. Lossless. Rows of wide
+//   matrices begin at lines, so there may be unused groups behind those.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).
@@ -66,7 +66,7 @@ struct cuda_sparse_matrix {
     uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null; BLOCKS: end of the values, in front of which the segments are
     uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
-    uint16_t * tails;      // COMPACT: rows. Groups of spilled values
+    uint16_t * tails;      // COMPACT: rows. tail_of() what lies behind a row's groups
     int32_t  * row_ptr;    // rows + 1. RUNS, STRIPED, COMPACT: first group of a row; ROWS: first entry; BLOCKS: each row's cuda_blocks_row and bases
     struct cuda_sparse_spilled * spill; // BLOCKS
     int64_t    n_groups;   // BLOCKS
@@ -76,6 +76,12 @@ struct cuda_sparse_matrix {
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols
 constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
+
+// groups of spilled values, and unused ones, behind those of a row
+constexpr int TAIL_MAX_SPILLED = 8191;
+constexpr int tail_of(int spilled, int unused) { return spilled << 3 | unused; }
+constexpr int tail_spilled(int tail) { return tail >> 3; }
+constexpr int tail_unused(int tail) { return tail & 7; }
 
 // bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);

@@ -52,7 +52,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
 
     // this thread's share of a row: groups from ... to-1 of its run
     row_places places;
-    int spilled, from, to, last_group;
+    int from, to, last_group;
     uint32_t base;
     group_bits<T, BITS> bits[DEPTH];
     const auto load = [&](int first) {
@@ -66,8 +66,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
     const auto begin_rows = [&](int64_t row0) {
         const int64_t row = row0 + sub;
         const bool here   = row < p.row_end && sub < rows;
-        spilled = COMPACT && here ? m.tails[row] : 0;
-        places  = here ? row_places(m.row_ptr[row], m.row_ptr[row + 1], spilled) : row_places();
+        places  = here ? row_places(m.row_ptr[row], m.row_ptr[row + 1], COMPACT ? m.tails[row] : 0) : row_places();
         base    = here ? m.bases[row * lanes + lane] : 0;
         const int first = places.first_step(lane), own = places.end_step(lane, lanes) - first;
         from       = first + own * warp / warps;
@@ -143,7 +142,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
             load(s + DEPTH);
         }
         if (COMPACT && warp == 0) {
-            for (int i = lane; i < spilled; i += lanes) {
+            for (int i = lane; i < places.spilled; i += lanes) {
                 const uint4 v = load_streaming(reinterpret_cast<const uint4 *>(m.values) + places.begin + places.groups + i);
                 for (const uint32_t pair : { v.x, v.y, v.z, v.w }) {
                     if (pair) {

@@ -115,7 +115,7 @@ template <typename F> static __device__ int walk_spilled(const cuda_sparse_matri
 
 constexpr int N_EXPONENTS = 30;
 constexpr int SPILLED = 4;  // values to a group
-constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes
+constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
 
 // COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its begin, -1 behind its end.
 static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
@@ -144,6 +144,7 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_a
 struct repack_counts {
     int64_t groups;
     int64_t spill_groups;
+    int64_t unused_groups;
     int32_t most_spill_groups; // of a row
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
@@ -163,8 +164,11 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
             if (m.tails) {
                 const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
                 groups += spill_groups;
-                m.tails[row] = static_cast<uint16_t>(min(spill_groups, 0xffff)); // of more the matrix is not kept like this
+                const int unused = m.cols >= WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
+                groups += unused;
+                m.tails[row] = static_cast<uint16_t>(tail_of(min(spill_groups, TAIL_MAX_SPILLED), unused)); // of more the matrix is not kept like this
                 atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups), static_cast<unsigned long long>(unused));
                 atomicMax(&counts->most_spill_groups, spill_groups);
             }
             m.row_ptr[row + 1] = groups;
@@ -432,8 +436,8 @@ struct cuda_sparse_uploader::impl {
             return status;
         }
         const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits), group = 2 * CUDA_SPARSE_GROUP;
-        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups);
-        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > 0xffff || (compact && wanted && !saves)) {
+        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
+        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
         CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));

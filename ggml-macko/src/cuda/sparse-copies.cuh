@@ -27,6 +27,18 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
+// the same in two parts: all copies so far, and later the wait for them
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_committed_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all others, and counted in bytes by an

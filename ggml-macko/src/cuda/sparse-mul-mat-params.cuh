@@ -50,7 +50,9 @@ struct sparse_launch {
     int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
     int32_t         sums_at;     // floats in front of the sums of the warps
-    bool            aligned;   // x and the norm's weights: vectors of 16 bytes
+    bool            adds;      // any matrix has a residual or a bias
+    uint32_t        lap;       // RUNS: bytes of one column of x before it repeats
+    bool            aligned;   // x and the norm's weights can be read in vectors of 16 bytes
     float           norm_eps;
     uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
 };
@@ -65,19 +67,20 @@ struct sparse_task {
 // first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's rows is the thread's
 template <bool GROUPED> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int rows, int first, int stride, int sub, int j) {
     sparse_task t = { 0, 0, false };
-    int unit = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
-    t.valid = unit < p.n_units;
+    const int unit = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
+    int before = 0; // units of the matrices in front
     if (GROUPED && p.silu_mul) {
         t.matrix = j % 2;
     } else if (GROUPED) {
 #pragma unroll
         for (int i = 1; i < CUDA_SPARSE_MAX_GROUPED; i++) {
-            t.matrix += unit >= p.m[i].first_unit;
+            const bool behind = unit >= p.m[i].first_unit;
+            t.matrix = behind ? i : t.matrix;
+            before   = behind ? p.m[i].first_unit : before;
         }
-        unit -= p.m[t.matrix].first_unit;
     }
-    t.row   = unit * rows + sub;
-    t.valid = t.valid && t.row < p.m[t.matrix].n_rows;
+    t.row   = (unit - before) * rows + sub;
+    t.valid = unit < p.n_units && (rows == 1 || t.row < p.m[t.matrix].n_rows);
     return t;
 }
 template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
@@ -91,18 +94,24 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
     return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
 }
 
-// what will be added to an element of W x
+__device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
+
+// Where an element of W x goes, and what is added to it there. m: of gate and up the first one
+__device__ __forceinline__ float * result_at(const sparse_operand & m, int column, int row) { return m.y + (column * m.ldy + row); }
+__device__ __forceinline__ float residual_at(const sparse_operand & m, int column, int row) { return m.residual ? m.residual[column * m.ldy + row] : 0.0f; }
+__device__ __forceinline__ float added_to_result(const sparse_launch & p, const sparse_operand & m, int column, int row) {
+    return p.adds ? residual_at(m, column, row) + (m.bias ? m.bias[row] : 0.0f) : 0.0f;
+}
+
 template <bool GROUPED> __device__ __forceinline__ float residual_at(const sparse_launch & p, const sparse_task & t, int column) {
-    const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
-    return m.residual ? m.residual[column * m.ldy + t.row] : 0.0f;
+    return residual_at(p.m[GROUPED && p.silu_mul ? 0 : t.matrix], column, t.row);
 }
 
 // one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row; residual: residual_at(), if it was fetched ahead
 template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate, float residual) {
     const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
-    const int64_t at = column * m.ldy + t.row;
     if (GROUPED && p.silu_mul) {
-        y *= gate / (1.0f + expf(-gate));
+        y *= silu(gate);
     }
     if (m.bias) {
         y += m.bias[t.row];
@@ -110,7 +119,7 @@ template <bool GROUPED> __device__ __forceinline__ void store_result(const spars
     if (m.residual) {
         y += residual;
     }
-    m.y[at] = y;
+    *result_at(m, column, t.row) = y;
 }
 template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
     store_result<GROUPED>(p, t, column, y, gate, residual_at<GROUPED>(p, t, column));
@@ -144,8 +153,19 @@ inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_lau
 // 4-byte words of shared memory that nx columns of x take in the RUNS kernel: one is float32, more are 16-bit
 constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// bytes of shared memory of the RUNS kernel with nx columns of x
-inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) { return (static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx) + nx * 32) * 4; }
+// Bytes of shared memory of the RUNS kernel with nx columns of x: sums of squares, x, and if these come in vectors the weights of its norm
+inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) {
+    const int64_t words = static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx);
+    return (nx * 32 + (p.aligned && p.norm_weight ? ((words + 3) & ~int64_t(3)) + p.cols : words)) * 4;
+}
+// whether one column of x, and the weights of its norm, can be copied in vectors of 16 bytes, and there is room for them
+inline bool takes_vectors(const sparse_launch & p) {
+    cuda_device_info device;
+    const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.expert_ids ? p.ldx * 4 : 0);
+    sparse_launch vectors = p;
+    vectors.aligned = true;
+    return p.cols % 4 == 0 && places % 16 == 0 && p.overshoot <= p.cols && cuda_current_device(&device) == cudaSuccess && runs_shared_nbytes(vectors, 1) <= device.shared_nbytes;
+}
 
 // and of the BLOCKS kernel
 inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx); }

@@ -143,6 +143,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         m.y          = a.y[i];
         m.residual   = a.residual[i];
         m.bias       = a.bias[i];
+        p.adds       = p.adds || m.residual || m.bias;
         m.ldy        = a.ldy[i];
         m.row_begin  = static_cast<int32_t>(a.row_begin[i]);
         m.n_rows     = static_cast<int32_t>(a.row_end[i] - a.row_begin[i]);
@@ -165,6 +166,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     p.n_columns         = static_cast<int32_t>(a.n);
     p.cols              = static_cast<int32_t>(w.cols);
     p.modulus           = static_cast<int32_t>(w.stripe ? 32 * w.stripe - 1 : w.cols + CUDA_SPARSE_GROUP);
+    p.lap               = static_cast<uint32_t>(p.modulus) * 4;
     p.lanes             = w.lanes;
     p.silu_mul          = a.silu_mul;
     p.programmatic      = a.programmatic;

@@ -116,63 +116,10 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     }
 }
 
-// One column of x and the weights of its norm on their way through registers. Loads of an SM seem to come back in order, so x is requested before the
-// sparse weights are: behind them it would wait for memory (notes, section 21).
-template <int THREADS> struct x_in_registers {
-    static constexpr int N = 3072 / THREADS; // up to 12288 columns
-    float4 weight[N], x[N];
-
-    __device__ __forceinline__ static bool fits(const sparse_launch & p) {
-        const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
-        return p.cols <= static_cast<int>(blockDim.x) * 4 * N && p.cols % 4 == 0 && places % 16 == 0;
-    }
-    __device__ __forceinline__ static int place(int k) { return static_cast<int>(threadIdx.x + k * blockDim.x) * 4; }
-    __device__ __forceinline__ void request_weights(const sparse_launch & p) {
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (place(k) < p.cols) {
-                weight[k] = __ldg(reinterpret_cast<const float4 *>(p.norm_weight + place(k)));
-            }
-        }
-    }
-    __device__ __forceinline__ void request_x(const sparse_launch & p) {
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            if (place(k) < p.cols) {
-                x[k] = __ldcg(reinterpret_cast<const float4 *>(p.x + place(k)));
-            }
-        }
-    }
-    // x times weights to shared memory; the warps' sums of squares of x to partial
-    __device__ __forceinline__ void store(float * xs, float * partial, const sparse_launch & p) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const int i = place(k);
-            if (i < p.cols) {
-                const float4 v = x[k], w = weight[k], vw = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
-                squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
-                *reinterpret_cast<float4 *>(xs + i) = vw;
-                const float again[4] = { vw.x, vw.y, vw.z, vw.w }; // the modulus is no multiple of 4
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (i + e < p.overshoot) {
-                        xs[p.modulus + i + e] = again[e];
-                    }
-                }
-            }
-        }
-        squares = warp_sum(squares);
-        if (threadIdx.x % 32 == 0) {
-            partial[threadIdx.x / 32] = squares;
-        }
-    }
-};
-
 // what x is multiplied with after its norm's weights, from the warps' sums of squares
 __device__ __forceinline__ float norm_scale(const sparse_launch & p, const float * partial) {
     const unsigned l = threadIdx.x % 32;
-    return rsqrtf(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps);
+    return rsqrtf(__fdividef(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f), static_cast<float>(p.cols)) + p.norm_eps);
 }
 
 // x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes). In 16 bits the
@@ -265,11 +212,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
     const float * x = p.x + column * p.ldx;
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if (NX == 1 && !p.norm_weight) {
-        const int aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? p.cols & ~3 : 0;
-        for (int i = thread * 4; i < aligned; i += threads * 4) {
-            copy_float4(xs + i, x + i);
-        }
-        for (int i = aligned + thread; i < p.cols; i += threads) {
+        for (int i = thread; i < p.cols; i += threads) {
             copy_float(xs + i, x + i);
         }
         for (int i = thread; i < min(p.overshoot, p.cols); i += threads) {
@@ -285,7 +228,58 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
     __syncthreads();
 }
 
+// n floats to shared memory, in vectors; a thread gets those that it has in finish_x. By cp.async: in registers they would share a scoreboard with the
+// sparse weights, and what waits for them would wait for these, too (notes, section 24).
+__device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) * 4; i < n; i += static_cast<int>(blockDim.x) * 4) {
+        copy_float4(to + i, from + i);
+    }
+    commit_copies();
+}
+
+// What is left to do when one column of x, and the weights of its norm, have been requested in vectors: x times weights, the warps' sums of squares of x
+// to partial, and the words that repeat. Ends with a barrier.
+__device__ __forceinline__ void finish_x(float * xs, const float * weights, float * partial, const sparse_launch & p) {
+    const int thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
+    const bool norm = p.norm_weight;
+    float squares = 0.0f;
+    wait_for_committed_copies();
+#pragma unroll 1
+    for (int i = thread * 4; i < (norm ? p.cols : p.overshoot); i += step) {
+        float4 v = *reinterpret_cast<const float4 *>(xs + i);
+        if (norm) {
+            const float4 w = *reinterpret_cast<const float4 *>(weights + i);
+            squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+            v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+            *reinterpret_cast<float4 *>(xs + i) = v;
+        }
+        if (i < p.overshoot) { // the modulus is no multiple of 4
+            const float again[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                if (i + e < p.overshoot) {
+                    xs[p.modulus + i + e] = again[e];
+                }
+            }
+        }
+    }
+    if (norm) {
+        squares = warp_sum(squares);
+        if (thread % 32 == 0) {
+            partial[thread / 32] = squares;
+        }
+    }
+    __syncthreads();
+}
+
 // ---- the kernel ----
+
+// a number that the compiler cannot compute again wherever it is used
+__device__ __forceinline__ uint32_t in_register(uint32_t v) {
+    asm volatile("mov.u32 %0, %0;" : "+r"(v));
+    return v;
+}
 
 // Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a lane, so that there are fewer
 // shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
@@ -316,50 +310,59 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     constexpr int  ROWS    = 32 / LANES; // of a unit
     constexpr bool COMPACT = std::is_same<T, compact_f16>::value;
     constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
-    extern __shared__ __align__(16) float xs[];
-    float * partial = xs + static_cast<size_t>(p.modulus + p.overshoot) * x_words(NX); // NX * 32
+    constexpr bool POINTERS = GROUPED && NX == 1 && COMPACT; // to each row's groups, as there are registers for them
+    constexpr bool AHEAD    = !GROUPED && NX == 1;           // so is what is added to the results, and where they belong: known before they are
+    constexpr int  KEPT     = LANES / NX;                    // units whose results the lanes keep, to be stored side by side
+    extern __shared__ __align__(16) float shared_words[];
+    float * partial = shared_words;
+    float * xs      = partial + NX * 32;
 
     const int lane   = threadIdx.x % LANES;
     const int sub    = threadIdx.x % 32 / LANES;
     const int first  = blockIdx.x + gridDim.x * (threadIdx.x / 32);
-    const int warps  = blockDim.x / 32;
-    const int stride = gridDim.x * warps;
+    const int stride = gridDim.x * (blockDim.x / 32);
     const int column = blockIdx.y * NX;
 
-    const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
+    const uint32_t x_address = shared_address(xs);
     const uint32_t origin    = x_words(NX) == 1 && shift == 0 ? x_address : 0;
-    const uint32_t lap       = static_cast<uint32_t>(p.modulus) * 4;
+    const uint32_t limit     = in_register(origin + p.lap); // where x starts again
 
+    const bool aligned = NX == 1 && p.aligned;
+    float * norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
-    struct row_start { int begin, end; uint32_t base; int tail; }; // tail: COMPACT, as what is named spill further down
+    struct row_start { int matrix, begin, end; uint32_t base; int tail; }; // tail: COMPACT, as what is named spill further down
     const auto fetch = [&](int j) {
         const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
-        row_start s = { 0, 0, 0, 0 };
+        row_start s = { t.matrix, 0, 0, 0, 0 };
         if (t.valid && row_offset >= 0) {
             const sparse_operand & m = p.m[t.matrix];
             const int row = m.row_begin + row_offset + t.row;
             s.begin = __ldg(m.row_ptr + row);
             s.end   = __ldg(m.row_ptr + row + 1);
-            s.base  = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
             if (COMPACT) {
                 s.tail = __ldg(m.tails + row);
             }
+            s.base = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
 
     // this thread's run of a row
-    struct cursor { int matrix, slot, begin, end, end_of_spilled, steps; uint32_t at; }; // it has groups in steps begin ... end-1, then spilled ones
-    const auto begin_row = [&](int j, const row_start & s) {
+    struct cursor { int matrix, slot, begin, end, end_of_spilled, steps; uint32_t at; const uint8_t * values; }; // groups in steps begin ... end-1, then spilled ones
+    const auto begin_row = [&](const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
         cursor c;
-        c.matrix = GROUPED ? task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix : 0;
+        c.matrix = s.matrix;
         c.slot   = row.slot(lane, LANES, 0);
         c.begin  = row.first_step(lane);
         c.end    = row.end_step(lane, LANES);
         c.end_of_spilled = row.end_of_spilled(lane, LANES);
         c.steps  = row.end_of_spilled(0, LANES);
+        if (POINTERS) {
+            c.values = p.m[s.matrix].values + static_cast<int64_t>(c.slot) * (2 * CUDA_SPARSE_GROUP);
+            c.slot   = 0;
+        }
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
@@ -371,43 +374,63 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     group<T, BITS, NX> now[DEPTH];
     const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
         if (step >= c.begin && step < c.end_of_spilled) {
-            g.bits.load(p.m[c.matrix].values, p.m[c.matrix].codes, c.slot + step * LANES);
+            g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].codes, c.slot + step * LANES);
         }
     };
 
-    const bool x_first = NX == 1 && p.norm_weight && !p.expert_ids && x_in_registers<THREADS>::fits(p);
+    // The results of up to KEPT units, from `number` on (counted by warp): where the one that this thread keeps belongs, and what is added to it.
+    // lane % KEPT says which unit, lane / KEPT which column.
+    struct kept_result { float * y; float added; };
+    const auto expect_results = [&](int number) {
+        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, (number + lane % KEPT) * (GROUPED && p.silu_mul ? 2 : 1));
+        const int k = column + lane / KEPT;
+        return t.valid && k < p.n_columns ? kept_result{ result_at(p.m[t.matrix], k, t.row), added_to_result(p, p.m[t.matrix], k, t.row) } : kept_result{ nullptr, 0.0f };
+    };
+
+    // An SM's loads come back in order: where x takes a pass of its own for its norm, it is requested before the sparse weights are (notes, sections 21, 24).
+    const bool x_first = aligned && p.norm_weight;
     const row_start start = fetch(0);
-    x_in_registers<THREADS> x_part;
     if (x_first) {
-        x_part.request_weights(p);
+        request_vectors(norm_weights, p.norm_weight, p.cols);
+    }
+    const auto request_x = [&] {
         cuda_allow_next();
         cuda_wait_for_previous();
-        x_part.request_x(p);
+        request_vectors(xs, p.x + column * p.ldx, p.cols);
+    };
+    if (x_first) {
+        request_x();
     }
-    cursor c = begin_row(0, start);
+    cursor c = begin_row(start);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         load(now[d], c, d);
     }
     row_start ahead = fetch(1);
-    if (x_first) {
-        fill_zeros<NX>(xs, p);
-        x_part.store(xs, partial, p);
-        __syncthreads();
+    if (aligned) {
+        if (static_cast<int>(threadIdx.x) < p.modulus - p.cols) {
+            xs[p.cols + threadIdx.x] = 0.0f;
+        }
+        if (!x_first) {
+            request_x();
+        }
     } else {
         fill_constants<NX>(xs, p);
         cuda_allow_next();
-        if (!p.expert_ids) {
-            cuda_wait_for_previous();
-        }
+        cuda_wait_for_previous();
+    }
+    kept_result kept = AHEAD ? expect_results(0) : kept_result{};
+    if (aligned) {
+        finish_x(xs, norm_weights, partial, p);
+    } else {
         fill_x<T, NX>(xs, partial, p, column);
     }
     const float scale = NX == 1 && p.norm_weight ? norm_scale(p, partial) : 1.0f;
 
-    float gate = 0.0f; // of this thread's column
+    float result = 0.0f, gate = 0.0f; // of the unit and column that this thread keeps
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
         float sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, steps = c.steps;
+        const int matrix = c.matrix, begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, steps = c.steps;
         uint32_t at = c.at;
         int step = 0;
         bool more;
@@ -416,7 +439,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             int to = step + DEPTH;
             more = to < steps;
             if (!more) {
-                c = begin_row(j + 1, ahead);
+                c = begin_row(ahead);
                 ahead = fetch(j + 2);
                 to = 0;
             }
@@ -428,14 +451,14 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             for (int d = 0; d < DEPTH; d++) {
                 if (step + d >= begin && step + d < end) {
                     at = now[d].template multiply<STRIPED>(at, x_address, p.weight, sum);
-                    if (STRIPED && at >= origin + lap) {
-                        at -= lap;
+                    if (STRIPED && at >= limit) {
+                        at -= p.lap;
                     }
                 }
             }
             if constexpr (COMPACT) {
                 if (step + DEPTH > end && step < end_of_spilled) {
-                    const float inverse = p.m[task_at<GROUPED, ROWS>(p, first, stride, sub, j).matrix].inverse;
+                    const float inverse = p.m[matrix].inverse;
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
                         if (step + d >= end && step + d < end_of_spilled) {
@@ -451,18 +474,33 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             step += DEPTH;
         } while (more);
 
-        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
         float total[NX];
 #pragma unroll
         for (int k = 0; k < NX; k++) {
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
-        const float y = sum_columns<LANES, NX>(total, lane) * scale * (COMPACT ? p.m[t.matrix].power : 1.0f);
-        const int   k = lane / (LANES / NX);
-        if (GROUPED && p.silu_mul && t.matrix == 0) {
-            gate = y;
-        } else if (lane % (LANES / NX) == 0 && t.row < p.m[t.matrix].n_rows && column + k < p.n_columns) {
-            store_result<GROUPED>(p, t, column + k, y, gate);
+        const float y = sum_columns<LANES, NX>(total, lane) * (COMPACT ? p.m[matrix].power : 1.0f);
+        const int number = GROUPED && p.silu_mul ? j / 2 : j;
+        const bool mine = number % KEPT == lane % KEPT;
+        if (GROUPED && p.silu_mul && j % 2 == 0) {
+            gate = mine ? y : gate;
+            continue;
+        }
+        result = mine ? y : result;
+        const bool last = first + (number + 1) * stride >= p.n_units;
+        if (last || number % KEPT == KEPT - 1) {
+            if (lane % KEPT <= number % KEPT) { // others may be of matrices whose parameters were never read: that takes long
+                if (!AHEAD) {
+                    kept = expect_results(number / KEPT * KEPT);
+                }
+                if (kept.y) {
+                    const float v = result * scale, g = gate * scale;
+                    *kept.y = (GROUPED && p.silu_mul ? v * silu(g) : v) + kept.added;
+                }
+            }
+            if (AHEAD && !last) {
+                kept = expect_results(number + 1);
+            }
         }
     }
 }
@@ -476,6 +514,7 @@ cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int gri
     } else {
         set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
     }
+    p.aligned = NX == 1 && takes_vectors(p);
     return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 

@@ -277,27 +277,37 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
-// Values of 13 and 14 bits: every number of lanes, batches, matrices whose values are small (F16 subnormals among them) and large, rows that spill much
-static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
+// a random matrix as COMPACT, if it fits; returns the bits of its codes, or 0
+static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, bool mixed) {
     const int64_t widths[] = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
     const int64_t batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
-    int used[4] = {}; // by bits of a code
+    rng random(seed);
+    const int64_t cols = widths[random.range(0, 8)], rows = random.range(1, 150);
+    const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+    const double lowest  = static_cast<double>(random.range(-20, 2));
+    const double binades = mixed && random.unit() < 0.5 ? 3.1 : 7.1;
+    const double density = 0.2 + random.unit() * 0.6;
+    test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, mixed ? BITS[random.range(0, 2)] : 2, density, s, binades, lowest);
+    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
+        w.upload(random, uploader);
+    }
+    const int64_t n = batches[random.range(0, 7)];
+    const std::string name = name_of(seed, w, n);
+    check_unpack(w, name);
+    check_product(random, { &w }, n, random_options(random), name);
+    return w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT ? w.device.delta_bits : 0;
+}
+
+// Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices whose values are small (F16 subnormals
+// among them) and large, rows that spill much
+static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
+    int compact = 0, used[4] = {}; // used: by bits of a code
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
-        rng random(seed);
-        const int64_t cols = widths[random.range(0, 8)], rows = random.range(1, 150);
-        const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-        const double lowest = static_cast<double>(random.range(-20, 2));
-        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(0, 2)], 0.2 + random.unit() * 0.6, s, random.unit() < 0.5 ? 3.1 : 7.1, lowest);
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
-            w.upload(random, uploader);
-        }
-        used[w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT ? w.device.delta_bits : 0]++;
-        const int64_t n = batches[random.range(0, 7)];
-        const std::string name = name_of(seed, w, n);
-        check_unpack(w, name);
-        check_product(random, { &w }, n, random_options(random), name);
+        compact += check_compact(uploader, seed, false) != 0;
+        used[check_compact(uploader, seed, true)]++;
     }
+    CHECK(compact > n_cases / 2 || n_cases < 50, "values were compact in %d of %d cases only", compact, n_cases);
     CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d", n_cases, used[2], used[3]);
 }
 

@@ -90,13 +90,12 @@ struct bench_matrix {
             if (i) {
                 CHECKED(cudaMemcpy(memory + distance, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
             }
-            const auto move = [&](auto *& p) { p = p ? reinterpret_cast<std::remove_reference_t<decltype(p)>>(reinterpret_cast<uint8_t *>(p) + distance) : p; };
             cuda_sparse_matrix & m = copies[i] = moved(first, distance);
             if (blocks) {
                 cuda_ec_csr_blocks & b = copies_of_blocks[i] = *blocks;
-                move(b.slot_ptr), move(b.partial);
+                move(b.slot_ptr, distance), move(b.partial, distance);
                 for (cuda_ec_csr_set & s : b.sets) {
-                    move(s.chunk_ptr), move(s.bases), move(s.rows), move(s.slots), move(s.codes), move(s.values);
+                    move(s.chunk_ptr, distance), move(s.bases, distance), move(s.rows, distance), move(s.slots, distance), move(s.codes, distance), move(s.values, distance);
                 }
                 m.ec_csr = &b;
             }

@@ -304,9 +304,9 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
 }
 
 // the same matrix, copied as it is to another place
+template <typename T> static void move(T *& pointer, int64_t nbytes) { pointer = pointer ? reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; }
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
-    const auto move = [&](auto & pointer) { pointer = pointer ? reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; };
-    move(w.values), move(w.codes), move(w.bases), move(w.tails), move(w.row_ptr), move(w.spill);
+    move(w.values, nbytes), move(w.codes, nbytes), move(w.bases, nbytes), move(w.tails, nbytes), move(w.row_ptr, nbytes), move(w.spill, nbytes);
     return w;
 }
 

@@ -2,8 +2,8 @@
 """Writes a Llama-architecture GGUF with random weights, of any size, to measure speed and memory with.
 
 Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of
-the block matrices, or where the smallest magnitudes were. One block of rows is in memory at a time. The vocabulary is a valid SentencePiece one with byte
-fallback.
+the block matrices, or where the smallest magnitudes were. One block of rows is in memory at a time. The vocabulary is a
+valid SentencePiece one with byte fallback.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
     Llama 2 7B:  --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT

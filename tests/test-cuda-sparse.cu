@@ -287,7 +287,7 @@ static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, bool mi
     const double lowest  = static_cast<double>(random.range(-20, 2));
     const double binades = mixed && random.unit() < 0.5 ? 3.1 : 7.1;
     const double density = 0.2 + random.unit() * 0.6;
-    test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, mixed ? BITS[random.range(0, 2)] : 2, density, s, binades, lowest);
+    test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, mixed ? BITS[random.range(0, 3)] : 2, density, s, binades, lowest);
     if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
         w.upload(random, uploader);
     }
@@ -301,14 +301,14 @@ static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, bool mi
 // Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices whose values are small (F16 subnormals
 // among them) and large, rows that spill much
 static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
-    int compact = 0, used[4] = {}; // used: by bits of a code
+    int compact = 0, used[5] = {}; // used: by bits of a code
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
         compact += check_compact(uploader, seed, false) != 0;
         used[check_compact(uploader, seed, true)]++;
     }
     CHECK(compact > n_cases / 2 || n_cases < 50, "values were compact in %d of %d cases only", compact, n_cases);
-    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d", n_cases, used[2], used[3]);
+    CHECK(std::min({ used[2], used[3], used[4] }) > n_cases / 8 || n_cases < 50, "of %d cases codes had 2 bits in %d, 3 in %d, 4 in %d", n_cases, used[2], used[3], used[4]);
 }
 
 // which matrices get them: not those that spill much
@@ -338,7 +338,9 @@ static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
     CHECK(layout_of(7.1, 2000) == compact(2), "a row of which nearly all values are spilled");
     CHECK(layout_of(3, 0) == compact(3), "values of three powers of two");
     CHECK(layout_of(3, 0, 4, 0.3) == compact(3), "the same, with codes of 4 bits in the file");
-    CHECK(layout_of(7.1, 0, 4, 0.3) == striped(4), "seven powers of two, with codes of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 4, 0.3) == compact(4), "seven powers of two, with codes of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 8, 0.1) == compact(4), "the same, with codes of 8 bits");
+    CHECK(layout_of(12, 0, 4, 0.3) == striped(4), "wide values, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 1, 0.7) == compact(2), "seven powers of two, with codes of 1 bit in the file");
 }
 
@@ -348,8 +350,8 @@ static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
-            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2 ? 7.1 : delta_bits == 4 ? 3.1 : 12, -8);
-            if (delta_bits % 8 == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
+            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2 || delta_bits == 8 ? 7.1 : delta_bits == 4 ? 3.1 : 12, -8);
+            if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
                 w.upload(random, uploader);
             }
             check_unpack(w, "many rows, " + std::to_string(delta_bits) + " bits");

@@ -54,39 +54,84 @@ template <> struct group_codes<1> {
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
 };
 
+// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, sum) for its entries in order, K as an integral constant, sum: `at` and what
+// weight[] makes of the codes up to that one, without a step for each entry; it returns the last sum.
+template <int K, typename F> __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+    const uint32_t to = __dp4a(packed, weight[K], at);
+    entry(std::integral_constant<int, K>(), to);
+    return to;
+}
+// packed: the codes of four entries, one per byte
+template <int K, typename F> __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+    walk_one<K>(packed, at, weight, entry);
+    walk_one<K + 1>(packed, at, weight, entry);
+    walk_one<K + 2>(packed, at, weight, entry);
+    return walk_one<K + 3>(packed, at, weight, entry);
+}
+template <typename F> __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight, F && entry) {
+    return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
+}
+
 // values of layout COMPACT, and the type that is left of them without codes
 struct compact_f16 {};
 template <typename T> using value16 = std::conditional_t<std::is_same<T, compact_f16>::value, __half, T>;
 
 // values and codes of a group
 template <typename T, int BITS> struct group_bits {
+    static constexpr int ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
     group_values<T>   values;
     group_codes<BITS> codes;
     __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
         values.load(v, g);
         codes.load(c, g);
     }
-    __device__ __forceinline__ uint4    words() const { return values.v; } // two values each
-    __device__ __forceinline__ uint32_t lo() const { return codes.lo(); }
-    __device__ __forceinline__ uint32_t hi() const { return codes.hi(); }
+    __device__ __forceinline__ uint4 words() const { return values.v; } // two values each
     template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
+    template <typename F> __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const { return walk_codes(codes.lo(), codes.hi(), at, weight, entry); }
 };
 template <int BITS> struct group_bits<compact_f16, BITS> {
+    static constexpr int ENTRIES = static_cast<int>(compact_entries(BITS));
+    static constexpr uint32_t FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u; // below the sign of two values
     uint4 v;
-    static constexpr uint32_t CODES = (0x8000u - (0x8000u >> BITS)) * 0x10001u; // below the sign
-    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~CODES, v.y & ~CODES, v.z & ~CODES, v.w & ~CODES); }
+    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS == 4 ? v.w : v.w & ~FREE); }
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
-    // codes of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
-    __device__ __forceinline__ uint32_t lo() const { return (v.x & CODES) | (v.y & CODES) >> 8; }
-    __device__ __forceinline__ uint32_t hi() const { return (v.z & CODES) | (v.w & CODES) >> 8; }
     template <int K> __device__ __forceinline__ float get() const {
-        return half_word<K % 2 == 1>(__half(), (K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w) & ~CODES);
+        const uint4 w = words();
+        return half_word<K % 2 == 1>(__half(), K / 2 == 0 ? w.x : K / 2 == 1 ? w.y : K / 2 == 2 ? w.z : w.w);
+    }
+    template <typename F> __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
+        if constexpr (BITS == 4) { // codes of entries 0-3 in nibbles of the last half word, those of 4-6 in what two values leave free
+            const uint32_t packed = (v.w & 0x0f0f0000u) | (v.w >> 16 & 0xf0f0u);
+            at = walk_quad<0>(packed, at, weight, entry);
+            at = walk_one<4>(v.x & FREE, at, weight, entry);
+            at = walk_one<5>(v.y & FREE, at, weight, entry);
+            return walk_one<6>(v.z & FREE, at, weight, entry);
+        } else { // of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
+            return walk_codes((v.x & FREE) | (v.y & FREE) >> 8, (v.z & FREE) | (v.w & FREE) >> 8, at, weight, entry);
+        }
     }
 };
 
+// calls set(word of the group, bits to set there) for entry k of a COMPACT group
+template <typename F> __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits, F && set) {
+    if (code_bits < 4) {
+        set(k / 2, (value | code << (15 - code_bits)) << 16 * (k % 2));
+        return;
+    }
+    set(k / 2, value << 16 * (k % 2));
+    set(k < 4 ? 3 : k - 4, k < 4 ? code << (16 + 4 * k) : (code & 3) << 13 | code >> 2 << 29);
+}
+// the code of entry k of the COMPACT group that begins at `words`
+__device__ __forceinline__ int compact_code(const uint32_t * words, int k, int code_bits) {
+    if (code_bits < 4) {
+        return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - code_bits));
+    }
+    return static_cast<int>(k < 4 ? words[3] >> (16 + 4 * k) & 15 : (words[k - 4] >> 13 & 3) | (words[k - 4] >> 29 & 3) << 2);
+}
+
 // powers of two that a value beside a code of code_bits has
-constexpr int compact_exponents(int code_bits) { return (32 >> code_bits) - 1; }
-// F16 bits without the code_bits bits below the sign that are `bits` times 2^-exponent; -1: there are none
+constexpr int compact_exponents(int code_bits) { return code_bits == 3 ? 3 : 7; }
+// F16 bits with nothing in the bits between sign and exponent that codes take, that are `bits` times 2^-exponent; -1: there are none
 __device__ __forceinline__ int to_compact(uint16_t bits, int exponent, int code_bits) {
     const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
     if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= compact_exponents(code_bits))) {
@@ -124,10 +169,13 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
 }
 
 inline void set_compact_weights(uint32_t weight[8], int bits, uint32_t step) {
-    constexpr int BYTE[4] = { 1, 3, 0, 2 };
+    constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 }; // those of odd entries are 16 times as large
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
-        weight[k] |= step >> (7 - bits) << 8 * BYTE[k % 4];
+        weight[k] |= bits == 4 ? step >> k % 2 * 4 << 8 * NIBBLE_BYTE[k % 4] : step >> (7 - bits) << 8 * BYTE[k % 4];
+        if (bits == 4 && k >= 4) { // two bits each above bit 5 of bytes 1 and 3
+            weight[k] = step >> 5 << 8 | step >> 3 << 24;
+        }
     }
 }
 

@@ -10,10 +10,11 @@
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
 // COMPACT: STRIPED with F16 values that share 16 bits with their codes: a group is 16 bytes. The weights of a matrix lie within few powers of two: a
 //   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
-//   the sign, hold the code: whichever takes fewer groups, whatever codes the file has. What these bits cannot say exactly (of normal random values 1.7
-//   or 25 %; where pruning has taken the small ones none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs
-//   (column, value) of 16 bits each. Lossless. Rows of wide
-//   matrices begin at lines, so there may be unused groups behind those.
+//   the sign, hold the code. A group of seven entries has codes of 4 bits, beside 3 bits of exponent: those of entries 0-3 are the last half word, those of 4-6
+//   the bits that both values of words 0-2 leave free. At load the width of codes is chosen that takes fewest groups, whatever codes the file has. What
+//   the bits of a value cannot say exactly (with 3 bits of exponent 1.7 % of normal random values, with 2 bits 25 %; where pruning has taken the small ones
+//   none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs (column, value) of 16 bits each. Lossless. Rows of
+//   wide matrices begin at lines, so there may be unused groups behind those.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).
@@ -33,8 +34,9 @@ enum cuda_sparse_layout : int32_t {
 const char * cuda_sparse_layout_name(int32_t layout);
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
-constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries
+constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries (of COMPACT: compact_entries)
 constexpr int     CUDA_SPARSE_LINE      = 8;   // groups: 128 bytes of 16-bit values
+constexpr int64_t compact_entries(int code_bits) { return code_bits == 4 ? 7 : CUDA_SPARSE_GROUP; } // of a COMPACT group
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) { return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
 
 // Cuts an allocation (null: addresses are offsets) into aligned parts
@@ -76,6 +78,9 @@ struct cuda_sparse_matrix {
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols
 constexpr int64_t stripe_width(int64_t cols) { return cols / 32 + 1; }
+
+// words of x before it repeats, or all that a group may touch of it
+inline int64_t cuda_sparse_words(const cuda_sparse_matrix & m) { return m.stripe ? 32 * m.stripe - 1 : m.cols + CUDA_SPARSE_GROUP; }
 
 // groups of spilled values, and unused ones, behind those of a row
 constexpr int TAIL_MAX_SPILLED = 8191;

@@ -165,7 +165,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     p.n_matrices        = a.n_matrices;
     p.n_columns         = static_cast<int32_t>(a.n);
     p.cols              = static_cast<int32_t>(w.cols);
-    p.modulus           = static_cast<int32_t>(w.stripe ? 32 * w.stripe - 1 : w.cols + CUDA_SPARSE_GROUP);
+    p.modulus           = static_cast<int32_t>(cuda_sparse_words(w));
     p.lap               = static_cast<uint32_t>(p.modulus) * 4;
     p.lanes             = w.lanes;
     p.silu_mul          = a.silu_mul;
@@ -242,7 +242,7 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     sparse_launch p = {};
-    p.modulus = static_cast<int32_t>(w.stripe ? 32 * w.stripe - 1 : w.cols + CUDA_SPARSE_GROUP);
+    p.modulus = static_cast<int32_t>(cuda_sparse_words(w));
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }

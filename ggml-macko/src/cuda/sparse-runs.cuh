@@ -4,7 +4,7 @@
 //           SM, then deals rows to its warps
 //   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
 //           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
-//   thread  per group: 8 values, 8 codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
+//   thread  per group: 8 (7) values and codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
 //
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once
@@ -48,12 +48,10 @@ template <typename T, int BITS, int NX> struct group {
 
     static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
 
-    // at: where the group's first step starts. With words of 4 bytes and steps of whole bytes, x_address is in it already.
-    template <bool STRIPED, int K>
-    __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
+    // to: where entry K is without the steps up to it. With words of 4 bytes and steps of whole bytes, x_address is in it already.
+    template <bool STRIPED, int K> __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
         constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
         constexpr int      words = x_words(NX);
-        const uint32_t to = __dp4a(packed, weight[K], at);
         const uint32_t address = words == 1 && shift == 0 ? to : x_address + (to >> shift) * words;
         float x[NX];
         load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
@@ -61,20 +59,12 @@ template <typename T, int BITS, int NX> struct group {
         for (int c = 0; c < NX; c++) {
             sum[K % CHAINS][c] = fmaf(bits.template get<K>(), x[c], sum[K % CHAINS][c]);
         }
-        return to;
     }
-    // returns where the next group starts
+    // at: where the group's first step starts; returns where the next group starts
     template <bool STRIPED>
     __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
-        const uint32_t lo = bits.lo(), hi = bits.hi();
-        add<STRIPED, 0>(lo, at, x_address, weight, sum);
-        add<STRIPED, 1>(lo, at, x_address, weight, sum);
-        add<STRIPED, 2>(lo, at, x_address, weight, sum);
-        const uint32_t middle = add<STRIPED, 3>(lo, at, x_address, weight, sum);
-        add<STRIPED, 4>(hi, middle, x_address, weight, sum);
-        add<STRIPED, 5>(hi, middle, x_address, weight, sum);
-        add<STRIPED, 6>(hi, middle, x_address, weight, sum);
-        return add<STRIPED, 7>(hi, middle, x_address, weight, sum) + 8 * STEP<BITS, STRIPED>;
+        const uint32_t last = bits.walk(at, weight, [&](auto k, uint32_t to) { add<STRIPED, decltype(k)::value>(to, x_address, sum); });
+        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, STRIPED>;
     }
     // COMPACT: the group has four spilled values
     __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse, float (&sum)[CHAINS][NX]) const {

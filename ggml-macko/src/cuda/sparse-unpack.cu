@@ -35,6 +35,7 @@ template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_STEP  = (STRIPED ? 6
 template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void __launch_bounds__(MAX_UNPACK_WARPS * 32) unpack_runs_kernel(const __grid_constant__ unpack_params p) {
     constexpr int DEPTH = 4; // groups requested at a time
     constexpr bool COMPACT = std::is_same<T, compact_f16>::value;
+    constexpr int  ENTRIES = group_bits<T, BITS>::ENTRIES;
     constexpr uint32_t UNIT = UNPACK_STEP<BITS, STRIPED>, shift = UNPACK_SHIFT<BITS, STRIPED>;
     extern __shared__ __align__(16) uint16_t dense[];
     __shared__ uint32_t advance[MAX_UNPACK_WARPS][32];
@@ -85,7 +86,7 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
         }
         if (warps > 1) {
             uint32_t sum = 0;
-            const auto add = [&](const group_bits<T, BITS> & c) { sum = __dp4a(c.hi(), p.weight[7], __dp4a(c.lo(), p.weight[3], sum)) + 8 * UNIT; };
+            const auto add = [&](const group_bits<T, BITS> & c) { sum = c.walk(sum, p.weight, [](auto, uint32_t) {}) + ENTRIES * UNIT; };
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
                 group_bits<T, BITS> c;
@@ -111,14 +112,12 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
-                    const uint32_t lo = bits[d].lo(), hi = bits[d].hi();
-                    const uint32_t half = __dp4a(lo, p.weight[3], at);
                     const uint4 v = bits[d].words();
                     const uint32_t words[4] = { v.x, v.y, v.z, v.w };
                     const auto scatter = [&](auto && wanted) {
-#pragma unroll
-                        for (int k = 0; k < 8; k++) {
-                            uint32_t to = ((k < 4 ? __dp4a(lo, p.weight[k], at) : __dp4a(hi, p.weight[k], half)) >> shift) + k * (UNIT >> shift);
+                        return bits[d].walk(at, p.weight, [&](auto entry, uint32_t sum) {
+                            constexpr int k = decltype(entry)::value;
+                            uint32_t to = (sum >> shift) + k * (UNIT >> shift);
                             if (STRIPED) {
                                 to = wrap(to, negative);
                             }
@@ -126,14 +125,14 @@ template <typename T, int BITS, bool STRIPED, typename CONVERT> __global__ void 
                             if (wanted(value)) {
                                 *reinterpret_cast<uint16_t *>(mine + to) = COMPACT ? from_compact(value, power) : convert(value);
                             }
-                        }
+                        });
                     };
                     if (COMPACT || (STRIPED && s + d == last_group)) { // COMPACT: what is zero here may be spilled; fillers behind the row's entries would hit the first ones
-                        scatter([](uint16_t value) { return value != 0; });
+                        at = scatter([](uint16_t value) { return value != 0; });
                     } else {
-                        scatter([](uint16_t) { return true; });
+                        at = scatter([](uint16_t) { return true; });
                     }
-                    at = __dp4a(hi, p.weight[7], half) + 8 * UNIT;
+                    at += ENTRIES * UNIT;
                     if (STRIPED) {
                         at = wrap(at, negative << shift);
                     }
@@ -272,7 +271,11 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     const bool aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
     unpack_params p = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
-        return w.delta_bits == 2 ? launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream) : launch_unpack_runs<compact_f16, 3, true, same_bits>(p, stream);
+        switch (w.delta_bits) {
+            case 2:  return launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream);
+            case 3:  return launch_unpack_runs<compact_f16, 3, true, same_bits>(p, stream);
+            default: return launch_unpack_runs<compact_f16, 4, true, same_bits>(p, stream);
+        }
     }
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
 }

@@ -113,6 +113,9 @@ template <typename F> static __device__ int walk_spilled(const cuda_sparse_matri
     return n;
 }
 
+// of a group
+static __device__ int entries_of(const cuda_sparse_matrix & m) { return static_cast<int>(m.tails ? compact_entries(m.delta_bits) : CUDA_SPARSE_GROUP); }
+
 constexpr int N_EXPONENTS = 30;
 constexpr int SPILLED = 4;  // values to a group
 constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
@@ -160,7 +163,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
         const int n = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
         const int spilled = m.tails ? walk_spilled(m, order, dense, [](int, int, uint16_t) {}) : 0;
         if (threadIdx.x == 0) {
-            int groups = static_cast<int>((n + CUDA_SPARSE_GROUP - 1) / CUDA_SPARSE_GROUP);
+            int groups = (n + entries_of(m) - 1) / entries_of(m);
             if (m.tails) {
                 const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
                 groups += spill_groups;
@@ -210,6 +213,7 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
 // values, codes (both zero before) and bases
 static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) uint16_t dense[];
+    const int entries = entries_of(m);
     const row_order shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
@@ -221,15 +225,14 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
             });
         }
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
-            constexpr int GROUP = static_cast<int>(CUDA_SPARSE_GROUP);
-            const int k = index % GROUP;
-            const int group = index / GROUP, run = places.run_of(group, m.lanes), in_run = group - places.n_before(run, m.lanes);
+            const int k = index % entries;
+            const int group = index / entries, run = places.run_of(group, m.lanes), in_run = group - places.n_before(run, m.lanes);
             const int64_t slot = places.slot(run, m.lanes, places.first_step(run) + in_run);
-            uint16_t * const to = reinterpret_cast<uint16_t *>(m.values) + slot * GROUP + k;
             if (m.tails) {
-                *to = static_cast<uint16_t>(max(to_compact(value, m.exponent, m.delta_bits), 0) | static_cast<int>(code) << (15 - m.delta_bits));
+                set_compact_entry(k, static_cast<uint32_t>(max(to_compact(value, m.exponent, m.delta_bits), 0)), code, m.delta_bits,
+                                  [&](int word, uint32_t bits) { atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits); });
             } else if (value != 0) {
-                *to = value;
+                reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
             }
             if (code != 0 && !m.tails) {
                 const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
@@ -255,10 +258,10 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
         int at = m.bases[run];
         for (int step = places.first_step(lane); step < places.end_step(lane, m.lanes); step++) {
             const int64_t slot = places.slot(lane, m.lanes, step);
-            int steps = 7;
-            for (int k = 0; k < 8; k++) {
+            int steps = entries_of(m) - 1;
+            for (int k = 0; k < entries_of(m); k++) {
                 if (m.tails) {
-                    steps += (reinterpret_cast<const uint16_t *>(m.values)[slot * 8 + k] & 0x7fff) >> (15 - m.delta_bits);
+                    steps += compact_code(reinterpret_cast<const uint32_t *>(m.values) + slot * 4, k, m.delta_bits);
                 } else {
                     const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
                     steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
@@ -380,8 +383,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    int shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(words_of(m) * 2); } // a dense row
-    int64_t words_of(const cuda_sparse_matrix & m) const { return m.stripe ? 32 * m.stripe - 1 : m.cols + CUDA_SPARSE_GROUP; }
+    int shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(cuda_sparse_words(m) * 2); } // a dense row
     unsigned blocks_of(const cuda_sparse_matrix & m) const { return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32)); }
 
     // The groups of each row, in m->row_ptr and m->tails, with codes of m->delta_bits. m->exponent is set
@@ -403,19 +405,21 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for COMPACT, with the width of codes that takes fewer groups: 2 bits leave values more exponents, 3 need fewer fillers
+    // The same for COMPACT, with the width of codes that takes fewer groups: 3 bits beside values of few exponents, or about what the file has. The wider its
+    // codes, the fewer fillers; codes of 2 bits suit dense matrices, those of 4 thin ones.
     int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
-        repack_counts of_2;
-        m->delta_bits = 2;
-        if (const int status = count(m, &of_2)) {
+        const int32_t other = m->delta_bits <= 2 ? 2 : 4;
+        repack_counts of_3;
+        m->delta_bits = 3;
+        if (const int status = count(m, &of_3)) {
+            return status;
+        }
+        m->delta_bits = other;
+        const int status = count(m, found);
+        if (status || found->groups <= of_3.groups) {
             return status;
         }
         m->delta_bits = 3;
-        const int status = count(m, found);
-        if (status || found->groups < of_2.groups) {
-            return status;
-        }
-        m->delta_bits = 2;
         return count(m, found);
     }
 
@@ -424,10 +428,10 @@ struct cuda_sparse_uploader::impl {
     int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
         *fits = false;
         const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT, striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED || compact;
-        const int64_t words  = words_of(*m);
+        const int64_t words  = cuda_sparse_words(*m);
         const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
         // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
-        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
+        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && !compact && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;

@@ -242,16 +242,21 @@ void test_soft_max_masked_rows() {
         const bool has_sinks = k % 3 == 0;
         device_tensor in(TYPE_F32, { n, tokens, heads });
         in.host = x->host;
+        int64_t row = -1; // that max and sum are of
+        double  max = 0, sum = 0;
         check("soft_max in place", op_soft_max(ctx, 0.25f, 0, x->t, &mask->t, has_sinks ? &sinks->t : nullptr, x->t), *x, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
             const auto value = [&](int64_t i) { return 0.25 * in.get(i, i1, i2) + mask->get(i, i1); };
-            double max = has_sinks ? sinks->get(i2) : -INFINITY, sum = 0;
-            for (int64_t i = 0; i < n; i++) {
-                max = std::max(max, value(i));
+            if (row != i2 * tokens + i1) {
+                row = i2 * tokens + i1;
+                max = has_sinks ? sinks->get(i2) : -INFINITY;
+                for (int64_t i = 0; i < n; i++) {
+                    max = std::max(max, value(i));
+                }
+                sum = has_sinks ? std::exp(sinks->get(i2) - max) : 0;
+                for (int64_t i = 0; i < n; i++) {
+                    sum += std::exp(value(i) - max);
+                }
             }
-            for (int64_t i = 0; i < n; i++) {
-                sum += std::exp(value(i) - max);
-            }
-            sum += has_sinks ? std::exp(sinks->get(i2) - max) : 0;
             const double z = std::exp(value(i0) - max) / sum;
             return std::make_pair(z, z * U32 * (40 + 4 * std::fabs(std::max(value(i0), -1000.0) - max) + std::sqrt(static_cast<double>(n))));
         });

@@ -301,14 +301,14 @@ static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, bool mi
 // Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices whose values are small (F16 subnormals
 // among them) and large, rows that spill much
 static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
-    int compact = 0, used[5] = {}; // used: by bits of a code
+    int compact = 0, used[7] = {}; // used: by bits of a code
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
         compact += check_compact(uploader, seed, false) != 0;
         used[check_compact(uploader, seed, true)]++;
     }
     CHECK(compact > n_cases / 2 || n_cases < 50, "values were compact in %d of %d cases only", compact, n_cases);
-    CHECK(std::min({ used[2], used[3], used[4] }) > n_cases / 8 || n_cases < 50, "of %d cases codes had 2 bits in %d, 3 in %d, 4 in %d", n_cases, used[2], used[3], used[4]);
+    CHECK(std::min({ used[2], used[3], used[4], used[6] }) > n_cases / 10 || n_cases < 50, "of %d cases codes had 2 bits in %d, 3 in %d, 4 in %d, 6 in %d", n_cases, used[2], used[3], used[4], used[6]);
 }
 
 // which matrices get them: not those that spill much
@@ -339,7 +339,7 @@ static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
     CHECK(layout_of(3, 0) == compact(3), "values of three powers of two");
     CHECK(layout_of(3, 0, 4, 0.3) == compact(3), "the same, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 4, 0.3) == compact(4), "seven powers of two, with codes of 4 bits in the file");
-    CHECK(layout_of(7.1, 0, 8, 0.1) == compact(4), "the same, with codes of 8 bits");
+    CHECK(layout_of(7.1, 0, 8, 0.1) == compact(6), "the same, with codes of 8 bits");
     CHECK(layout_of(12, 0, 4, 0.3) == striped(4), "wide values, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 1, 0.7) == compact(2), "seven powers of two, with codes of 1 bit in the file");
 }

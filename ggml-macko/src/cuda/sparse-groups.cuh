@@ -4,6 +4,7 @@
 #include "cuda/common.cuh"
 #include "cuda/sparse-layout.h"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace macko {
@@ -93,7 +94,7 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
     static constexpr int ENTRIES = static_cast<int>(compact_entries(BITS));
     static constexpr uint32_t FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u; // below the sign of two values
     uint4 v;
-    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS == 4 ? v.w : v.w & ~FREE); }
+    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE); }
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
     template <int K> __device__ __forceinline__ float get() const {
         const uint4 w = words();
@@ -106,6 +107,11 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
             at = walk_one<4>(v.x & FREE, at, weight, entry);
             at = walk_one<5>(v.y & FREE, at, weight, entry);
             return walk_one<6>(v.z & FREE, at, weight, entry);
+        } else if constexpr (BITS == 6) { // of entries 0-3 in the last word, a byte each, of 4 and 5 in three pieces each: what values leave free
+            at = walk_quad<0>(v.w, at, weight, entry);
+            const uint32_t x = v.x >> 13 & 0x30003u, y = v.y >> 13 & 0x30003u, z = v.z >> 13 & 0x30003u;
+            at = walk_one<4>(x, __dp4a(y, weight[6], at), weight, entry);
+            return walk_one<5>(z, __dp4a(y, weight[7], at), weight, entry);
         } else { // of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
             return walk_codes((v.x & FREE) | (v.y & FREE) >> 8, (v.z & FREE) | (v.w & FREE) >> 8, at, weight, entry);
         }
@@ -119,14 +125,28 @@ template <typename F> __device__ __forceinline__ void set_compact_entry(int k, u
         return;
     }
     set(k / 2, value << 16 * (k % 2));
-    set(k < 4 ? 3 : k - 4, k < 4 ? code << (16 + 4 * k) : (code & 3) << 13 | code >> 2 << 29);
+    if (k < 4) {
+        set(3, code_bits == 4 ? code << (16 + 4 * k) : code << 8 * k);
+    } else if (code_bits == 4) {
+        set(k - 4, (code & 3) << 13 | code >> 2 << 29);
+    } else { // 4: both pieces of word 0, lower one of word 1; 5: upper one of word 1, both of word 2
+        set(k == 4 ? 0 : 2, k == 4 ? (code & 3) << 13 | (code >> 2 & 3) << 29 : (code >> 2 & 3) << 13 | code >> 4 << 29);
+        set(1, k == 4 ? code >> 4 << 13 : (code & 3) << 29);
+    }
 }
 // the code of entry k of the COMPACT group that begins at `words`
 __device__ __forceinline__ int compact_code(const uint32_t * words, int k, int code_bits) {
+    const auto piece = [&](int i) { return static_cast<int>(words[i / 2] >> (13 + 16 * (i % 2)) & 3); };
     if (code_bits < 4) {
         return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - code_bits));
     }
-    return static_cast<int>(k < 4 ? words[3] >> (16 + 4 * k) & 15 : (words[k - 4] >> 13 & 3) | (words[k - 4] >> 29 & 3) << 2);
+    if (k < 4) {
+        return static_cast<int>(code_bits == 4 ? words[3] >> (16 + 4 * k) & 15 : words[3] >> 8 * k & 63);
+    }
+    if (code_bits == 4) {
+        return piece(2 * (k - 4)) | piece(2 * (k - 4) + 1) << 2;
+    }
+    return piece(3 * (k - 4)) | piece(3 * (k - 4) + 1) << 2 | piece(3 * (k - 4) + 2) << 4;
 }
 
 // powers of two that a value beside a code of code_bits has
@@ -145,9 +165,9 @@ __device__ __forceinline__ uint16_t from_compact(uint16_t bits, float power) {
 }
 
 // Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
-// than 8 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
-template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 8 ? 5 : 0;
-template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 8 ? 128 : 4;
+// than 6 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
+template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 6 ? 5 : 0;
+template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 6 ? 128 : 4;
 
 // sum modulo a modulus that it reaches at most once: `negative` is -modulus, and what is taken below zero is huge
 __device__ __forceinline__ uint32_t wrap(uint32_t sum, uint32_t negative) {
@@ -169,7 +189,12 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
 }
 
 inline void set_compact_weights(uint32_t weight[8], int bits, uint32_t step) {
-    constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 }; // those of odd entries are 16 times as large
+    if (bits == 6) {
+        const uint32_t of[8] = { step, step * 0x101, step * 0x10101, step * 0x1010101, step * 0x40001, step * 0x100004, step << 4, step << 16 };
+        std::copy_n(of, 8, weight);
+        return;
+    }
+    constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 }; // nibbles of odd entries are 16 times as large
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
         weight[k] |= bits == 4 ? step >> k % 2 * 4 << 8 * NIBBLE_BYTE[k % 4] : step >> (7 - bits) << 8 * BYTE[k % 4];

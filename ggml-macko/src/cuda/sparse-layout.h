@@ -11,7 +11,8 @@
 // COMPACT: STRIPED with F16 values that share 16 bits with their codes: a group is 16 bytes. The weights of a matrix lie within few powers of two: a
 //   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
 //   the sign, hold the code. A group of seven entries has codes of 4 bits, beside 3 bits of exponent: those of entries 0-3 are the last half word, those of 4-6
-//   the bits that both values of words 0-2 leave free. At load the width of codes is chosen that takes fewest groups, whatever codes the file has. What
+//   the bits that both values of words 0-2 leave free. A group of six has codes of 6 bits, those of entries 0-3 in the last word, those of 4 and 5 in free
+//   bits, and its columns ascend as those of RUNS: long steps would walk around all stripes. At load the width of codes is chosen that takes fewest groups, whatever codes the file has. What
 //   the bits of a value cannot say exactly (with 3 bits of exponent 1.7 % of normal random values, with 2 bits 25 %; where pruning has taken the small ones
 //   none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs (column, value) of 16 bits each. Lossless. Rows of
 //   wide matrices begin at lines, so there may be unused groups behind those.
@@ -36,7 +37,7 @@ const char * cuda_sparse_layout_name(int32_t layout);
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries (of COMPACT: compact_entries)
 constexpr int     CUDA_SPARSE_LINE      = 8;   // groups: 128 bytes of 16-bit values
-constexpr int64_t compact_entries(int code_bits) { return code_bits == 4 ? 7 : CUDA_SPARSE_GROUP; } // of a COMPACT group
+constexpr int64_t compact_entries(int code_bits) { return code_bits == 6 ? 6 : code_bits == 4 ? 7 : CUDA_SPARSE_GROUP; } // of a COMPACT group
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) { return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1); }
 
 // Cuts an allocation (null: addresses are offsets) into aligned parts
@@ -62,7 +63,7 @@ struct cuda_sparse_matrix {
     int32_t    delta_bits; // 1, 2, 4, 8; of COMPACT 2 or 3, of BLOCKS 3, 4 or 8
     int32_t    layout;     // enum cuda_sparse_layout
     int32_t    lanes;      // RUNS, STRIPED, COMPACT: 8, 16 or 32 runs per row
-    int32_t    stripe;     // STRIPED, COMPACT: stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
+    int32_t    stripe;     // STRIPED, COMPACT (but codes of 6 bits): stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
     int32_t    exponent;   // COMPACT: values are 2^exponent times those that are stored
     int32_t    overshoot;  // STRIPED, COMPACT, BLOCKS: words behind the last one of x that a group may touch before it wraps
     uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles

@@ -7,7 +7,7 @@ cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y
     switch (p.m[0].delta_bits) {
         case 2:  return launch_runs_lanes<compact_f16, 2, true>(p, lanes, nx, grid_y, stream);
         case 3:  return launch_runs_lanes<compact_f16, 3, true>(p, lanes, nx, grid_y, stream);
-        default: return launch_runs_compact_sevens(p, lanes, nx, grid_y, stream);
+        default: return launch_runs_compact_wide(p, lanes, nx, grid_y, stream);
     }
 }
 

@@ -173,7 +173,7 @@ inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return bl
 // one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_runs_compact_sevens(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_runs_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 // one launch of the BLOCKS kernel: nx is 1, 2 or 4
 cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);

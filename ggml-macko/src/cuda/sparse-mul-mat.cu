@@ -202,12 +202,12 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
 }
 
 // Measured on an H200 at densities .1 ... .5 (notes, section 20): two passes of eight columns take less than unpacking and a dense product, with codes of
-// 8 bits (few entries: unpacking is mostly writing zeros) three. In wide matrices fewer columns fit shared memory at a time.
+// 6 or 8 bits (few entries: unpacking is mostly writing zeros) three. In wide matrices fewer columns fit shared memory at a time.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
     if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
         return 8;
     }
-    return w.cols > 12288 ? (w.delta_bits == 8 ? 16 : 12) : w.delta_bits == 8 ? 24 : 16;
+    return w.cols > 12288 ? (w.delta_bits >= 6 ? 16 : 12) : w.delta_bits >= 6 ? 24 : 16;
 }
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {

@@ -537,7 +537,7 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
     }
-    const int warps = BITS < 8 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    const int warps = BITS < 6 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
     if (warps <= 24) {
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
@@ -547,7 +547,7 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
 }
 
 template <typename T, int BITS, bool STRIPED> cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
-    if constexpr (!STRIPED && BITS < 8) {
+    if constexpr (!STRIPED && BITS < 6) {
         return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
     } else {
         switch (lanes) {

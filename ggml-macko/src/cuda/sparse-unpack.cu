@@ -26,7 +26,7 @@ constexpr int MAX_UNPACK_WARPS = 4;
 
 // Where entries go is counted in units of 2^-SHIFT bytes of 16-bit columns, STEP of them from one code step to the next: set_weights divides
 // it by up to 16 for codes of 4 bits, 64 for those of 2, 128 for those of 1.
-template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_SHIFT = STRIPED ? (BITS == 1 ? 1 : 0) : BITS < 8 ? 6 : 0;
+template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_SHIFT = STRIPED ? (BITS == 1 ? 1 : 0) : BITS < 6 ? 6 : 0;
 template <int BITS, bool STRIPED> constexpr uint32_t UNPACK_STEP  = (STRIPED ? 64u : 2u) << UNPACK_SHIFT<BITS, STRIPED>;
 
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their columns there, then one
@@ -274,7 +274,8 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
         switch (w.delta_bits) {
             case 2:  return launch_unpack_runs<compact_f16, 2, true, same_bits>(p, stream);
             case 3:  return launch_unpack_runs<compact_f16, 3, true, same_bits>(p, stream);
-            default: return launch_unpack_runs<compact_f16, 4, true, same_bits>(p, stream);
+            case 4:  return launch_unpack_runs<compact_f16, 4, true, same_bits>(p, stream);
+            default: return launch_unpack_runs<compact_f16, 6, false, same_bits>(p, stream);
         }
     }
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);

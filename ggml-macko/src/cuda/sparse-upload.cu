@@ -405,10 +405,14 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for COMPACT, with the width of codes that takes fewer groups: 3 bits beside values of few exponents, or about what the file has. The wider its
-    // codes, the fewer fillers; codes of 2 bits suit dense matrices, those of 4 thin ones.
+    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or about what the file has. m->stripe is set, too
     int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
-        const int32_t other = m->delta_bits <= 2 ? 2 : 4;
+        if (m->delta_bits == 8) {
+            m->delta_bits = 6;
+            m->stripe = 0;
+            return count(m, found);
+        }
+        const int32_t other = std::max(m->delta_bits, 2);
         repack_counts of_3;
         m->delta_bits = 3;
         if (const int status = count(m, &of_3)) {
@@ -427,11 +431,10 @@ struct cuda_sparse_uploader::impl {
     // m.exponent, and m.delta_bits of COMPACT are set.
     int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
         *fits = false;
-        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT, striped = m->layout == CUDA_SPARSE_LAYOUT_STRIPED || compact;
-        const int64_t words  = cuda_sparse_words(*m);
+        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT;
         const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
         // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
-        if (words > room || m->type == GGML_MACKO_TYPE_F32 || (striped && !compact && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
+        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 || (m->layout == CUDA_SPARSE_LAYOUT_STRIPED && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
@@ -452,12 +455,13 @@ struct cuda_sparse_uploader::impl {
         CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         repack_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
-        if (striped) {
+        if (m->stripe) {
             overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, &counts->overshoot);
             CUDA_OK(cudaGetLastError());
         }
         CUDA_OK(cudaMemcpyAsync(&m->overshoot, &counts->overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
+        const int64_t words = cuda_sparse_words(*m);
         *fits = m->overshoot <= std::min(words, room - words);
         return GGML_MACKO_STATUS_OK;
     }

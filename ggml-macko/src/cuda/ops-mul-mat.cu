@@ -39,12 +39,16 @@ struct mul_mat_args {
     const int  * expert_entries;      // token * n_used + u
 };
 
+// Rows of w that a warp has side by side where rows are enough for all warps: half the loads of x, and twice the weights on their way
+template <int ROW_WARPS, bool VECTOR> constexpr int ROWS_OF_WARP = VECTOR && ROW_WARPS == 1 ? 2 : 1;
+
 // ROW_WARPS warps share a row of w. VECTOR: rows of w and x allow loads of 8 elements, and k is a multiple of 8.
 template <typename T, int COLS, int ROW_WARPS, bool VECTOR, bool EXPERTS>
 __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
-    constexpr int ROWS = VEC_WARPS / ROW_WARPS; // per block
+    constexpr int OWN  = ROWS_OF_WARP<ROW_WARPS, VECTOR>;
+    constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
     const int lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
-    const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP);
+    const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
     wait_for_previous();
     const int col0 = static_cast<int>(blockIdx.y) * COLS;
     const int z    = static_cast<int>(blockIdx.z);
@@ -63,23 +67,32 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
         x += i2 * p.x_nb2 + i3 * p.x_nb3;
         y += i2 * p.y_nb2 + i3 * p.y_nb3;
     }
-    const bool   inside = row < p.m;
-    const char * w_row  = w + min(row, p.m - 1) * p.w_nb1;
-    float sum[COLS] = {};
+    const char * w_row[OWN];
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+        w_row[r] = w + min(row + r, p.m - 1) * p.w_nb1;
+    }
+    float sum[OWN][COLS] = {};
     if constexpr (VECTOR) {
         const int step = ROW_WARPS * WARP * 8;
-#pragma unroll 4
+#pragma unroll(4 / OWN)
         for (int k = lane * 8; k < p.k; k += step) {
-            float a[8];
-            T::load8(w_row, k, a);
+            float a[OWN][8];
+#pragma unroll
+            for (int r = 0; r < OWN; r++) {
+                T::load8(w_row[r], k, a[r]);
+            }
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
                 if (COLS == 1 || col0 + c < p.n) {
                     float b[8];
                     value_type<TYPE_F32>::load8(x + (col0 + c) * p.x_nb1, k, b);
 #pragma unroll
-                    for (int i = 0; i < 8; i++) {
-                        sum[c] += a[i] * b[i];
+                    for (int r = 0; r < OWN; r++) {
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            sum[r][c] += a[r][i] * b[i];
+                        }
                     }
                 }
             }
@@ -87,16 +100,19 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
     } else {
         for (int k = lane; k < p.k; k += ROW_WARPS * WARP) {
             if constexpr (T::IS_PLAIN) {
-                const float a = T::to_float(reinterpret_cast<const typename T::block *>(w_row)[k]);
+                const float a = T::to_float(reinterpret_cast<const typename T::block *>(w_row[0])[k]);
                 for (int c = 0; c < COLS && col0 + c < p.n; c++) {
-                    sum[c] += a * reinterpret_cast<const float *>(x + (col0 + c) * p.x_nb1)[k];
+                    sum[0][c] += a * reinterpret_cast<const float *>(x + (col0 + c) * p.x_nb1)[k];
                 }
             }
         }
     }
 #pragma unroll
-    for (int c = 0; c < COLS; c++) {
-        sum[c] = warp_sum(sum[c]);
+    for (int r = 0; r < OWN; r++) {
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            sum[r][c] = warp_sum(sum[r][c]);
+        }
     }
     if constexpr (ROW_WARPS > 1) {
         __shared__ float partial[VEC_WARPS][COLS];
@@ -104,23 +120,24 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
         if (lane % WARP == 0) {
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
-                partial[warp][c] = sum[c];
+                partial[warp][c] = sum[0][c];
             }
         }
         __syncthreads();
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            sum[c] = 0;
+            sum[0][c] = 0;
             for (int i = 0; i < ROW_WARPS; i++) {
-                sum[c] += partial[warp / ROW_WARPS * ROW_WARPS + i][c];
+                sum[0][c] += partial[warp / ROW_WARPS * ROW_WARPS + i][c];
             }
         }
     }
-    if (lane == 0 && inside) {
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
-            if (col0 + c < p.n) {
-                reinterpret_cast<float *>(y + (col0 + c) * p.y_nb1)[row] = sum[c];
+            if (lane == 0 && row + r < p.m && col0 + c < p.n) {
+                reinterpret_cast<float *>(y + (col0 + c) * p.y_nb1)[row + r] = sum[r][c];
             }
         }
     }
@@ -360,7 +377,7 @@ bool is_vector(const op_tensor & w, const op_tensor & x) {
 template <typename T, int COLS, bool EXPERTS>
 cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
     const int  row_warps = static_cast<int64_t>(p.m) * n_batches < 8 * ctx.n_sm && p.k >= 1024 ? VEC_WARPS : 1;
-    const int  rows      = VEC_WARPS / row_warps;
+    const int  rows      = VEC_WARPS / row_warps * (row_warps == 1 && vector ? ROWS_OF_WARP<1, true> : 1);
     const dim3 grid(static_cast<unsigned>((p.m + rows - 1) / rows), static_cast<unsigned>((p.n + COLS - 1) / COLS), static_cast<unsigned>(n_batches));
     if (vector) {
         return row_warps == 1 ? launch(ctx, mul_mat_vec_kernel<T, COLS, 1, true, EXPERTS>, grid, VEC_WARPS * WARP, 0, p)

@@ -548,22 +548,24 @@ void test_expert_products_with_strided_ids() {
 // ---- attention ----
 
 void test_attention_masks_groups_and_splits() {
-    for (int k = 0; k < 60; k++) {
+    for (int k = 0; k < 80; k++) {
         const tensor_type type = k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16;
         const int64_t head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
-        const int64_t kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7 }), heads = kv_heads * group, tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
-        const int64_t n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000 });
+        const int64_t kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group, tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
+        const int64_t n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
         auto q = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
         auto keys = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0), values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
         auto mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads }), dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
         q->random(), sinks->random();
         const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2); // whole tiles hidden, as in a causal mask
-        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY : 0, i0, i1, i2, i3); });
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY : k % 9 == 5 ? -static_cast<double>(i0 % 32) : 0, i0, i1, i2, i3); });
         mask->upload();
         attention_params p = {};
         p.q = q->t, p.k = keys.first->t, p.v = values.first->t, p.dst = dst->t;
         p.mask = k % 6 ? &mask->t : nullptr, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
-        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
+        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f, p.max_bias = k % 9 == 5 ? 8.0f : 0.0f;
+        const double n_log2 = std::exp2(std::floor(std::log2(static_cast<double>(heads)))); // ALiBi's slopes
+        const auto   slope  = [&](double h) { return p.max_bias == 0 ? 1 : h < n_log2 ? std::exp2(-8 / n_log2 * (h + 1)) : std::exp2(-4 / n_log2 * (2 * (h - n_log2) + 1)); };
         if (!op_attention_supported(p)) {
             CHECK(false, "attention refused: head %d", static_cast<int>(head_dim));
             continue;
@@ -592,7 +594,7 @@ void test_attention_masks_groups_and_splits() {
                         if (p.softcap != 0) {
                             dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
                         }
-                        score[static_cast<size_t>(i)] = dot + (p.mask ? mask->get(i, t, 0, s) : 0);
+                        score[static_cast<size_t>(i)] = dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
                         max = std::max(max, score[static_cast<size_t>(i)]);
                     }
                     for (auto & x : score) {
@@ -625,11 +627,51 @@ void test_attention_masks_groups_and_splits() {
     }
 }
 
+// Rows that the mask hides from a token may hold anything, NaN too: a weight of 0 must not meet them. A mask may also differ from head to head.
+void test_attention_does_not_read_hidden_rows() {
+    for (int k = 0; ctx.cc >= 80 && k < 24; k++) {
+        const int64_t head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }), heads = kv_heads * group, tokens = pick({ 1, 3 }), n_kv = k < 6 ? 256 : random_source.range(2, 1400);
+        auto q = make(TYPE_F32, { head_dim, tokens, heads }, 0, true), keys = make(TYPE_F16, { head_dim, n_kv, kv_heads }), values = make(TYPE_F16, { head_dim, n_kv, kv_heads });
+        auto mask = make(TYPE_F16, { n_kv, tokens, k % 3 ? 1 : heads }), dst = make(TYPE_F32, { head_dim, heads, tokens });
+        q->random(), keys->random(), values->random();
+        const int64_t    from = random_source.range(1, n_kv - 1);
+        std::vector<bool> hidden(static_cast<size_t>(n_kv)); // from everybody
+        for (int64_t i = 1; i < n_kv; i++) {
+            hidden[static_cast<size_t>(i)] = i >= from || random_source.range(0, 3) == 0;
+        }
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(hidden[static_cast<size_t>(i0)] || (i0 && random_source.range(0, 3) == 0) ? -INFINITY : 0, i0, i1, i2, i3); });
+        mask->upload();
+        attention_params p = {};
+        p.q = q->t, p.k = keys->t, p.v = values->t, p.dst = dst->t, p.mask = &mask->t, p.scale = 1 / std::sqrt(static_cast<float>(head_dim));
+        char * scratch = nullptr;
+        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(p) + 256), "scratch");
+        std::vector<uint8_t> first;
+        for (const double garbage : { 0.0, static_cast<double>(NAN), static_cast<double>(INFINITY) }) {
+            for (auto * t : { keys.get(), values.get() }) {
+                t->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                    if (hidden[static_cast<size_t>(i1)]) {
+                        t->set(garbage, i0, i1, i2, i3);
+                    }
+                });
+                t->upload();
+            }
+            CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");
+            dst->download("attention over hidden rows");
+            first = first.empty() ? dst->host : first;
+            CHECK(dst->host == first, "attention reads hidden rows: head %d kv %d group %d", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group));
+        }
+        dst->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t) { CHECK(std::isfinite(dst->get(i0, i1, i2)), "attention over hidden rows is not finite"); });
+        cudaFree(scratch);
+    }
+}
+
 // one token: against op_rope_cache and op_attention one after the other, which the tests above judge
 void test_rope_and_attention_in_one_launch() {
-    for (int k = 0; k < 40; k++) {
-        const int64_t head_dim = pick({ 64, 80, 96, 128, 256 }), kv_heads = pick({ 1, 2, 8 }), group = pick({ 1, 2, 3, 4, 7 }), heads = kv_heads * group;
-        const int64_t rows = 1100, n_kv = pick({ 32, 70, 256, 1100 }), row = random_source.range(0, n_kv - 1), width = head_dim * kv_heads;
+    for (int k = 0; k < 80; k++) {
+        const bool    each_warp = k < 32; // the new row is another warp's in turn
+        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }), kv_heads = pick({ 1, 2, 8 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
+        const int64_t rows = 1100, n_kv = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) }), width = head_dim * kv_heads;
+        const int64_t row = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
         rope_params r = {};
         r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000, r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
         auto q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 }), value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
@@ -757,6 +799,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "nan", test_products_keep_nan_and_survive_infinities },
         { "experts", test_expert_products_with_strided_ids },
         { "attention", test_attention_masks_groups_and_splits },
+        { "hidden-rows", test_attention_does_not_read_hidden_rows },
         { "fused-attention", test_rope_and_attention_in_one_launch },
     };
     for (const bool overlap : { false, true }) {

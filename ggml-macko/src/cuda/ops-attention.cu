@@ -6,8 +6,7 @@
 //                           new key of one token, and writes the new key and value to the cache: no kernel of its own for that.
 //   attention_tile_kernel   many tokens (prefill): tensor cores, tiles of 64 tokens x 64 positions; K, V and the probabilities in f16, sums
 //                           in float32. Tiles that the mask hides completely are skipped: causal prefill costs half.
-#include "cuda/ops-mma.cuh"
-#include "cuda/ops-rope.cuh"
+#include "cuda/ops-attention.cuh"
 
 #include <algorithm>
 #include <cmath>
@@ -16,60 +15,12 @@ namespace macko {
 
 namespace {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
-struct attention_args {
-    op_tensor     q, k, v, dst, mask;
-    const float * sinks;
-    bool          has_mask;
-    float         scale;   // of K q, into the exponent of 2 (into softcap's argument if there is one)
-    float         softcap; // times log2(e); 0: none
-    float         max_bias, m0, m1;
-    uint32_t      n_head_log2;
-    int           group;   // query heads per KV head
-    int           k_streams, v_streams; // consecutive streams of q that share one of K, V
-    int64_t       mask_nb2, mask_nb3;   // 0 where the mask is shared
-    int           n_splits, split_size;
-    float       * partial; // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
-    unsigned    * counters;
-};
-
-__device__ __forceinline__ float slope_of(const attention_args & p, int head) {
-    if (p.max_bias <= 0) {
-        return LOG2_E;
-    }
-    const uint32_t h = static_cast<uint32_t>(head);
-    return LOG2_E * (h < p.n_head_log2 ? powf(p.m0, static_cast<float>(h + 1)) : powf(p.m1, static_cast<float>(2 * (h - p.n_head_log2) + 1)));
-}
-
-__device__ __forceinline__ float capped(const attention_args & p, float s) {
-    s *= p.scale;
-    return p.softcap != 0 ? p.softcap * (1 - 2 / (exp2f(2 * LOG2_E * s) + 1)) : s; // tanh, to 1e-7 absolute
-}
-
-// factor for sums that were made against an older maximum; 0 for "nothing yet"
-__device__ __forceinline__ float rescale(float old_max, float new_max) { return old_max == -INFINITY ? 0.0f : exp2f(old_max - new_max); }
-
 // ---------------------------------------------------------------------------------------------- few tokens
 
 template <int LANES> constexpr int vec_warps() { return LANES == 32 ? 8 : 16; }
 constexpr int VEC_ROWS = 4; // positions that a lane group has in flight
 // The code of this kernel runs once per launch, cold: on an H200 its time at short contexts is that of fetching instructions (8 rows
 // unrolled instead of 4: 16 us instead of 9). So: short loops, no 64-bit divisions, no library tanh.
-
-__device__ __forceinline__ void prefetch_row(const char * row, int nbytes) {
-    for (int i = 0; i < nbytes; i += 128) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(row + i));
-    }
-}
-
-// what the kernel needs to rotate: raw q, k and v of one token, and the rows of the cache that k and v go to
-struct new_row_args {
-    rope_args       rope;
-    const char    * q, * k, * v;           // f32
-    int64_t         q_nb1, k_nb1;          // from head to head
-    const int64_t * k_id, * v_id;          // on the GPU
-};
 
 // elements e0 ... e0+7 of a head, which the lanes of a group hold in turn, rotated by `angle` of each pair
 template <int LANES> __device__ __forceinline__ void rotate_row(const rope_params & p, const rotation * angle, int e0, float x[8]) {
@@ -101,15 +52,13 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
     constexpr int GROUPS = THREADS / LANES; // lane groups of the block: each takes every GROUPS-th position
     __shared__ float shared_sums[WARPS * G * LANES * 8];
     __shared__ float shared_max[WARPS][G], shared_weight[WARPS][G];
-    __shared__ bool  is_last;
     __shared__ rotation angle[ROPE ? LANES * 4 : 1];
 
     const int n_tokens  = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]), n_kv = static_cast<int>(p.k.ne[1]);
     const int head_dim  = static_cast<int>(p.q.ne[0]), head_dim_v = static_cast<int>(p.v.ne[0]);
     const int split     = static_cast<int>(blockIdx.x);
-    const int chunks    = (p.group + G - 1) / G;
-    const int kv_head   = static_cast<int>(blockIdx.y) / chunks;
-    const int head0     = kv_head * p.group + static_cast<int>(blockIdx.y) % chunks * G; // first query head
+    const int kv_head   = static_cast<int>(blockIdx.y) / p.chunks;
+    const int head0     = kv_head * p.group + static_cast<int>(blockIdx.y) % p.chunks * G; // first query head
     const int n_mine    = min(G, (kv_head + 1) * p.group - head0);
     const int token     = static_cast<int>(blockIdx.z) % n_tokens, stream = static_cast<int>(blockIdx.z) / n_tokens;
     const int group     = static_cast<int>(threadIdx.x) / LANES, lane = static_cast<int>(threadIdx.x) % LANES;
@@ -227,7 +176,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
         }
         rotate_row<LANES>(n.rope.p, angle, e0, new_k);
         const uint4 k16 = pack8<__half>(new_k), v16 = pack8<__half>(new_v);
-        if (has_k && group == 0 && split == 0 && static_cast<int>(blockIdx.y) % chunks == 0) {
+        if (has_k && group == 0 && split == 0 && static_cast<int>(blockIdx.y) % p.chunks == 0) {
             *reinterpret_cast<uint4 *>(const_cast<char *>(k_base) + k_row * p.k.nb[1] + e0 * 2) = k16;
             *reinterpret_cast<uint4 *>(const_cast<char *>(v_base) + v_row * p.v.nb[1] + e0 * 2) = v16;
         }
@@ -314,7 +263,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
 #pragma unroll
             for (int r = 0; r < VEC_ROWS; r++) {
                 const float s = warp_sum<LANES>(score[r][g]); // by all lanes, wanted or not
-                score[r][g] = bias[r][g] == -INFINITY ? -INFINITY : capped(p, s) + bias[r][g];
+                score[r][g] = bias[r][g] == -INFINITY ? -INFINITY : score_of(p, s) + bias[r][g];
                 new_max = fmaxf(new_max, score[r][g]);
             }
             const float old = rescale(max[g], new_max);
@@ -368,7 +317,6 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
     }
     __syncthreads();
     const int64_t row0 = (static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head0; // of dst, and of partial
-    const int     partial_ld = head_dim_v + 2;
     for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += THREADS) {
         const int g = i / head_dim_v, e = i % head_dim_v;
         float m = -INFINITY;
@@ -381,55 +329,9 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             sum += f * shared_sums[(j * G + g) * LANES * 8 + e];
             w   += f * shared_weight[j][g];
         }
-        if (p.n_splits > 1) {
-            float * out = p.partial + ((row0 + g) * p.n_splits + split) * partial_ld;
-            out[e] = sum;
-            if (e == 0) {
-                out[head_dim_v]     = m;
-                out[head_dim_v + 1] = w;
-            }
-        } else {
-            if (p.sinks) {
-                const float sink = p.sinks[head0 + g] * LOG2_E, with_sink = fmaxf(m, sink), f = rescale(m, with_sink);
-                sum *= f;
-                w = w * f + exp2f(sink - with_sink);
-            }
-            reinterpret_cast<float *>(p.dst.data)[(row0 + g) * head_dim_v + e] = w > 0 ? sum / w : 0;
-        }
+        put_sum(p, row0 + g, head0 + g, split, e, sum, m, w);
     }
-    if (p.n_splits == 1) {
-        return;
-    }
-    __threadfence();
-    __syncthreads();
-    unsigned * counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(counter, 1) == static_cast<unsigned>(p.n_splits - 1);
-    }
-    __syncthreads();
-    if (!is_last) {
-        return;
-    }
-    __threadfence();
-    if (threadIdx.x == 0) {
-        *counter = 0;
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < n_mine * head_dim_v; i += THREADS) {
-        const int g = i / head_dim_v, e = i % head_dim_v;
-        const float * part = p.partial + (row0 + g) * p.n_splits * partial_ld;
-        const float   sink = p.sinks ? p.sinks[head0 + g] * LOG2_E : -INFINITY;
-        float m = sink;
-        for (int j = 0; j < p.n_splits; j++) {
-            m = fmaxf(m, __ldcg(part + j * partial_ld + head_dim_v));
-        }
-        float sum = 0, w = p.sinks ? exp2f(sink - m) : 0.0f;
-        for (int j = 0; j < p.n_splits; j++) {
-            const float f = rescale(__ldcg(part + j * partial_ld + head_dim_v), m);
-            sum += f * __ldcg(part + j * partial_ld + e);
-            w   += f * __ldcg(part + j * partial_ld + head_dim_v + 1);
-        }
-        reinterpret_cast<float *>(p.dst.data)[(row0 + g) * head_dim_v + e] = w > 0 ? sum / w : 0;
-    }
+    combine_splits(p, row0, head0, n_mine);
 }
 
 // ---------------------------------------------------------------------------------------------- many tokens
@@ -591,7 +493,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         for (int j = 0; j < TILE / 8; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                s[j][i] = s[j][i] == -INFINITY ? -INFINITY : capped(p, dot[j][i]) + s[j][i];
+                s[j][i] = s[j][i] == -INFINITY ? -INFINITY : score_of(p, dot[j][i]) + s[j][i];
                 new_max[i / 2] = fmaxf(new_max[i / 2], s[j][i]);
             }
         }
@@ -663,22 +565,33 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
 
 constexpr int MAX_HEAD_DIM   = 256;
 constexpr int TILE_MIN_TOKENS = 9;
-constexpr int MIN_SPLIT      = 256; // positions: below, the combination costs more than the split saves
-constexpr int MAX_SPLITS     = 64;
-constexpr int TARGET_BLOCKS  = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
+constexpr int ROUND          = 256; // positions: of a split. Fewer, and the combination costs more than the split saves
+constexpr int VEC_BLOCKS     = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
+constexpr int DECODE_BLOCKS  = 128; // of attention_decode_kernel: an SM has room for one
 
 // Query heads that share what is read of K and V. Short contexts and few rows of q (heads of all tokens) are a matter of latency: then more blocks.
-int heads_per_block(int64_t group, int64_t n_kv, int64_t n_rows) { return n_kv <= 1024 && n_rows <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1; }
-
-int64_t vec_blocks(const attention_params & p) { // for one split
-    const int64_t kv_heads = p.k.ne[2], group = p.q.ne[2] / kv_heads, g = heads_per_block(group, p.k.ne[1], p.q.n_rows());
-    return kv_heads * ((group + g - 1) / g) * p.q.ne[1] * p.q.ne[3];
+int heads_per_block(const attention_params & p) {
+    const int64_t group = p.q.ne[2] / p.k.ne[2];
+    return p.k.ne[1] <= 1024 && p.q.n_rows() <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1;
 }
 
-int split_count(const attention_params & p) {
-    const int64_t wanted = std::min<int64_t>({ (TARGET_BLOCKS + vec_blocks(p) - 1) / vec_blocks(p), MAX_SPLITS, (p.k.ne[1] + MIN_SPLIT - 1) / MIN_SPLIT });
-    return vec_blocks(p) > N_COUNTERS ? 1 : static_cast<int>(std::max<int64_t>(wanted, 1));
+int chunk_count(const attention_params & p) { // blocks per KV head, for one split
+    const int64_t group = p.q.ne[2] / p.k.ne[2], g = heads_per_block(p);
+    return static_cast<int>((group + g - 1) / g);
 }
+
+// positions of a split
+int split_size(const attention_params & p) {
+    const int64_t n_kv = p.k.ne[1], blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
+    const bool    decode = attention_decode_supported(p);
+    if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) { // two rounds of short rows cost less than a combination
+        return static_cast<int>(n_kv);
+    }
+    const int64_t wanted = std::clamp<int64_t>(decode ? DECODE_BLOCKS / blocks : (VEC_BLOCKS + blocks - 1) / blocks, 1, MAX_SPLITS), rounds = (n_kv + ROUND - 1) / ROUND;
+    return static_cast<int>((rounds + wanted - 1) / wanted * ROUND);
+}
+
+int split_count(const attention_params & p) { return static_cast<int>((p.k.ne[1] + split_size(p) - 1) / split_size(p)); }
 
 bool can_read(tensor_type type) {
     return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16 || type == TYPE_Q8_0 || type == TYPE_Q4_0 || type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;
@@ -725,9 +638,8 @@ template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ct
 template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) { return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a); }
 
 template <typename TK, typename TV, int LANES, bool ROPE> cudaError_t launch_vec(const op_context & ctx, const attention_args & a, const new_row_args & n) {
-    const int  g = heads_per_block(a.group, a.k.ne[1], a.q.n_rows());
-    const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * ((a.group + g - 1) / g)), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
-    switch (g) {
+    const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * a.chunks), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
+    switch (a.heads_per_block) {
         case 1:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 1, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
         case 2:  return launch(ctx, attention_vec_kernel<TK, TV, LANES, 2, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
         default: return launch(ctx, attention_vec_kernel<TK, TV, LANES, 4, ROPE>, grid, vec_warps<LANES>() * WARP, 0, a, n);
@@ -783,17 +695,17 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
     a.sinks       = p.sinks ? reinterpret_cast<const float *>(p.sinks->data) : nullptr;
     a.scale       = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2_E;
     a.softcap     = p.softcap * LOG2_E;
-    a.max_bias    = p.max_bias;
     a.n_head_log2 = 1u << static_cast<uint32_t>(std::floor(std::log2(static_cast<double>(p.q.ne[2]))));
-    a.m0          = std::pow(2.0f, -p.max_bias / static_cast<float>(a.n_head_log2));
-    a.m1          = std::pow(2.0f, -p.max_bias / 2 / static_cast<float>(a.n_head_log2));
+    a.alibi       = -p.max_bias / static_cast<float>(a.n_head_log2);
     a.group       = static_cast<int>(p.q.ne[2] / p.k.ne[2]);
+    a.heads_per_block = heads_per_block(p);
+    a.chunks      = chunk_count(p);
     a.k_streams   = static_cast<int>(p.q.ne[3] / p.k.ne[3]);
     a.v_streams   = static_cast<int>(p.q.ne[3] / p.v.ne[3]);
     a.mask_nb2    = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3    = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
     a.n_splits   = split_count(p);
-    a.split_size = static_cast<int>((p.k.ne[1] + a.n_splits - 1) / a.n_splits);
+    a.split_size = split_size(p);
     a.partial    = reinterpret_cast<float *>(scratch);
     a.counters   = ctx.counters;
     return a;
@@ -803,6 +715,9 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
     const attention_args a = make_attention_args(ctx, p, scratch);
     if (const int stages = tile_stages(ctx, p)) {
         return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
+    }
+    if (ctx.cc >= 80 && attention_decode_supported(p)) {
+        return launch_attention_decode(ctx, a, nullptr);
     }
     switch (p.k.type) {
         case TYPE_F32:    return launch_vec_same<TYPE_F32>(ctx, a);
@@ -834,7 +749,8 @@ cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, con
     n.q     = c.q.data, n.k = c.k.data, n.v = c.v.data;
     n.q_nb1 = c.q.nb[1], n.k_nb1 = c.k.nb[1];
     n.k_id  = c.k_ids, n.v_id = c.v_ids;
-    return launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, make_attention_args(ctx, p, scratch), n);
+    const attention_args a = make_attention_args(ctx, p, scratch);
+    return ctx.cc >= 80 && attention_decode_supported(p) ? launch_attention_decode(ctx, a, &n) : launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, a, n);
 }
 
 } // namespace macko

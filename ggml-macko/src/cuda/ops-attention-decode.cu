@@ -1,0 +1,364 @@
+// Attention of few tokens over an F16 cache with tensor cores: a block takes a split of the positions of one KV head, for up to 4 query heads
+// that share it and one token; a warp takes 16 positions at a time, and the whole block as many as a short context has, so that
+// it needs one round.
+//   scores   K (16 positions x head_dim) times q, whose f16 parts (q = high + low, 22 bits) are two of 8 columns for each head
+//   sums     V transposed (head_dim x 16 positions) times the weights, again high and low parts in two columns
+// Order of the dimensions inside a product is free: both operands are read in pieces of 16 bytes as they lie in memory.
+// The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that follow one another. An SM's
+// loads come back in order. So what the scores need is requested first, K before the wait for the kernel before (with ROPE, where that kernel
+// wrote nothing to the cache).
+#include "cuda/ops-attention.cuh"
+
+namespace macko {
+
+namespace {
+
+constexpr float WEIGHT_BITS = 15; // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
+
+constexpr int WARPS = 16, THREADS = WARPS * WARP;
+constexpr int ROUND = WARPS * 16; // positions
+
+// what the kernel reads first, side by side
+struct decode_args {
+    const char    * k, * v;
+    const char    * mask;          // or null
+    int64_t         k_nb2, v_nb2;  // from head to head
+    uint32_t        k_nb1, v_nb1;
+    int             n_kv, split_size;
+    int             group, heads, chunks, n_tokens; // heads: heads_per_block
+    int64_t         mask_nb1, mask_nb2;
+    attention_args  rest;
+};
+
+// word of a vector, by a constant
+__device__ __forceinline__ uint32_t word(const uint4 & v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// high and low parts of x as a pair; |x| < 65520
+__device__ __forceinline__ __half2 split_f16(float x) {
+    const __half high = __float2half_rn(x);
+    return __halves2half2(high, __float2half_rn(x - __half2float(high)));
+}
+
+// 0 below 2^-126, too, and for -INFINITY
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 8 x 8 matrix of 16-bit values, lane i holds columns 2 (i % 4) and the next of row i / 4
+__device__ __forceinline__ uint32_t transposed(__half2 rows) {
+    uint32_t r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*reinterpret_cast<const uint32_t *>(&rows)));
+    return r;
+}
+
+// not through a register: a wait for it is then none for K and V, which were requested before
+template <int NBYTES> __device__ __forceinline__ void copy_async(void * shared, const void * global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(shared)), "l"(global), "n"(NBYTES));
+}
+
+template <int HEAD_DIM, bool ROPE>
+__global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+#if __CUDA_ARCH__ >= 800
+    constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
+    constexpr int Q_LD = HEAD_DIM + 32; // columns 64 bytes apart in the banks
+    __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD]; // high and low part of each head
+    __shared__ __align__(16) __half shared_new[2][HEAD_DIM];              // the new rows of K and V
+    __shared__ __align__(16) float2 raw[(MAX_HEADS + 2) * HALF];          // each thread's own pairs
+    __shared__ int64_t shared_id[2];
+    __shared__ float shared_max[MAX_HEADS][WARPS], shared_weight[MAX_HEADS][WARPS];
+    extern __shared__ __align__(16) float shared_sums[]; // [WARPS][heads][HEAD_DIM]
+
+    const int tid = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP), g = lane >> 2, t = lane & 3;
+    const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
+    const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
+    const int stream  = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
+    const int heads   = p.heads, n_mine = min(heads, p.group - chunk * heads); // a power of two; of them there are
+    const int head0   = kv_head * p.group + chunk * heads;
+    const int end     = min(p.n_kv, (split + 1) * p.split_size);
+    int       first   = split * p.split_size + warp * 16; // of this warp
+    const int log_heads = heads >> 1, my_head = t << log_heads >> 2; // of the block's: whose scores and sums this lane has
+
+    __half bias[2]; // of rows g and g + 8
+    const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 + (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
+    const auto fetch_bias = [&] {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int pos = first + g + 8 * i;
+            bias[i] = pos >= end ? __ushort_as_half(0xfc00) : p.mask ? mask[pos] : __ushort_as_half(0);
+        }
+    };
+    const char * k_base = p.k + kv_head * p.k_nb2 + (ROPE ? 0 : stream / p.rest.k_streams * p.rest.k.nb[3]);
+    const char * v_base = p.v + kv_head * p.v_nb2 + (ROPE ? 0 : stream / p.rest.v_streams * p.rest.v.nb[3]);
+    const auto k_row_of = [&](int pos) { return k_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.k_nb1; };
+    const auto v_row_of = [&](int pos) { return v_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.v_nb1; };
+    uint4 k[J][2], v[C][4]; // rows g, g + 8; rows 2t, 2t + 1, 2t + 8, 2t + 9
+    const auto fetch_k = [&] {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const auto row = reinterpret_cast<const uint4 *>(k_row_of(min(first + g + 8 * i, end - 1))) + t;
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+                k[j][i] = load_once(row + 4 * j);
+            }
+        }
+    };
+    const auto v_pos = [&](int i) { return first + i / 2 * 8 + 2 * t + i % 2; };
+    const auto fetch_v = [&] {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const auto row = reinterpret_cast<const uint4 *>(v_row_of(min(v_pos(i), end - 1))) + g;
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                v[c][i] = load_once(row + 8 * c);
+            }
+        }
+    };
+
+    // Thread -> two elements of a row that are rotated together: of query heads, then of the new rows of K and V. By the last warps first: their
+    // positions are those that a short context hides, if any
+    const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads; // at most THREADS / HALF
+    rotation  angle = { 1, 0 };
+    if constexpr (ROPE) {
+        fetch_bias();
+        if (role <= heads) {
+            angle = rotation_of(n.rope, pair, 0);
+        }
+    }
+    const auto sees = [&] { // anybody in the warp
+        bool any = false;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            any |= __half_as_ushort(bias[i]) != 0xfc00;
+        }
+        return __any_sync(FULL_WARP, any) != 0;
+    };
+    bool wanted = true;
+    if constexpr (ROPE) {
+        wanted = warp < WARPS / 2 || sees(); // the second half comes behind the first one anyway
+        if (wanted) {
+            fetch_k();
+        }
+    }
+#pragma unroll 1
+    for (int pos = split * p.split_size + ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
+        prefetch_row(k_row_of(pos), HEAD_DIM * 2);
+        prefetch_row(v_row_of(pos), HEAD_DIM * 2);
+    }
+    wait_for_previous();
+    const bool neighbours = ROPE && n.rope.p.mode == 0;
+    const int  i0 = neighbours ? 2 * pair : pair, i1 = neighbours ? i0 + 1 : pair + HALF;
+    if (role < n_roles) {
+        const int    head = head0 + min(role, n_mine - 1);
+        const char * row;
+        if constexpr (ROPE) {
+            row = role < heads ? n.q + head * n.q_nb1 : role == heads ? n.k + kv_head * n.k_nb1 : n.v + kv_head * static_cast<int64_t>(HEAD_DIM * sizeof(float));
+        } else {
+            row = p.rest.q.data + token * p.rest.q.nb[1] + head * p.rest.q.nb[2] + stream * p.rest.q.nb[3];
+        }
+        copy_async<4>(&raw[role * HALF + pair].x, row + i0 * 4);
+        copy_async<4>(&raw[role * HALF + pair].y, row + i1 * 4);
+        if (ROPE && role == 0 && pair < 2) {
+            copy_async<8>(shared_id + pair, pair ? n.v_id : n.k_id);
+        }
+    }
+    if constexpr (!ROPE) {
+        fetch_bias();
+        fetch_k();
+    }
+    if (wanted) {
+        fetch_v();
+    }
+    const float   slope = slope_of(p.rest, head0 + min(my_head, n_mine - 1));
+    const int64_t row0  = (static_cast<int64_t>(stream) * p.n_tokens + token) * static_cast<int>(p.rest.dst.ne[1]) + head0;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (role < n_roles) {
+        const float2 x  = raw[role * HALF + pair];
+        const bool   rotates = ROPE && role <= heads;
+        const float  x0 = saturate_f16(rotates ? x.x * angle.cosine - x.y * angle.sine : x.x), x1 = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
+        const __half2 a = split_f16(x0), b = split_f16(x1);
+        if (role < heads) {
+            shared_q[2 * role][i0] = __low2half(a), shared_q[2 * role + 1][i0] = __high2half(a);
+            shared_q[2 * role][i1] = __low2half(b), shared_q[2 * role + 1][i1] = __high2half(b);
+        } else {
+            shared_new[role - heads][i0] = __low2half(a);
+            shared_new[role - heads][i1] = __low2half(b);
+        }
+    }
+    __syncthreads();
+    const int k_row = ROPE ? static_cast<int>(shared_id[0]) : 0, v_row = ROPE ? static_cast<int>(shared_id[1]) : 0;
+    if (ROPE && warp == WARPS - 1 && split == 0 && chunk == 0) {
+        for (int i = lane; i < HEAD_DIM / 4; i += WARP) { // 16 bytes each
+            const int is_v = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
+            *reinterpret_cast<uint4 *>(const_cast<char *>(is_v ? v_row_of(v_row) : k_row_of(k_row)) + e * 2) = *reinterpret_cast<const uint4 *>(&shared_new[is_v][e]);
+        }
+    }
+
+    float max = -INFINITY, weight = 0;
+    // The warp's sums so far are in shared memory. A head's come out of the products in 4 / heads lanes (t), all the same
+    const bool puts  = (t & (4 >> log_heads) - 1) == 0;
+    bool       fresh = true;
+    float4   * places = reinterpret_cast<float4 *>(shared_sums + (warp * heads + my_head) * HEAD_DIM + 8 * g);
+    const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
+    while (true) { // the same trip count in all warps
+        if (sees()) {
+            if (ROPE && static_cast<unsigned>(k_row - first) < 16u) { // another block may be about to write it
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+#pragma unroll
+                    for (int j = 0; j < J; j++) {
+                        if (first + g + 8 * i == k_row) {
+                            k[j][i] = *reinterpret_cast<const uint4 *>(&shared_new[0][32 * j + 8 * t]);
+                        }
+                    }
+                }
+            }
+            if (ROPE && static_cast<unsigned>(v_row - first) < 16u) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+#pragma unroll
+                    for (int c = 0; c < C; c++) {
+                        if (v_pos(i) == v_row) {
+                            v[c][i] = *reinterpret_cast<const uint4 *>(&shared_new[1][8 * (g + 8 * c)]);
+                        }
+                    }
+                }
+            }
+            float score[2], new_max = max;
+            float dot[2][4] = {};
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+                const uint4 b = *reinterpret_cast<const uint4 *>(my_q + 32 * j);
+                const uint32_t a0[4] = { k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y }, a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
+                multiply_add<__half>(dot[0], a0, b.x, b.y);
+                multiply_add<__half>(dot[1], a1, b.z, b.w);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                score[i] = p.rest.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
+            }
+            if (p.rest.softcap != 0) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    score[i] = capped(p.rest, score[i]);
+                }
+            }
+            unsigned seen[2], all = FULL_WARP;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float m = __half2float(bias[i]);
+                score[i] = m == -INFINITY ? m : score[i] + slope * m; // whatever the product is
+                seen[i]  = __ballot_sync(FULL_WARP, m != -INFINITY);
+                all &= seen[i];
+                new_max = fmaxf(new_max, score[i] - WEIGHT_BITS);
+            }
+#pragma unroll
+            for (int offset = 4; offset < WARP; offset *= 2) {
+                new_max = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, offset));
+            }
+            if (all != FULL_WARP) { // a weight of 0 times what lies there may be NaN
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const bool hidden = (seen[i / 2] >> (8 * t + 4 * (i % 2)) & 15) == 0;
+#pragma unroll
+                    for (int c = 0; c < C; c++) {
+                        v[c][i] = hidden ? make_uint4(0, 0, 0, 0) : v[c][i];
+                    }
+                }
+            }
+            const float old = rescale(max, new_max), base = new_max == -INFINITY ? 0 : new_max;
+            float out[C * 4][4] = {}, weights[4] = {};
+            max = new_max;
+            const uint32_t b0 = transposed(split_f16(fast_exp2(score[0] - base))), b1 = transposed(split_f16(fast_exp2(score[1] - base)));
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and + 4 + i
+                    const int  which   = i % 2 ? 0x7632 : 0x5410;
+                    const auto pair_of = [&](int r, int w) { return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which); };
+                    const uint32_t a[4] = { pair_of(0, i / 2), pair_of(0, 2 + i / 2), pair_of(2, i / 2), pair_of(2, 2 + i / 2) };
+                    multiply_add<__half>(out[c * 4 + i], a, b0, b1);
+                }
+            }
+            const uint32_t ones[4] = { 0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00 };
+            multiply_add<__half>(weights, ones, b0, b1);
+            weight = weight * old + (weights[0] + weights[1]);
+            if (puts) {
+#pragma unroll
+                for (int i = 0; i < 2 * C; i++) {
+                    const int c = i / 2 * 4, j = i % 2 * 2;
+                    float4 x = make_float4(out[c][j] + out[c][j + 1], out[c + 1][j] + out[c + 1][j + 1], out[c + 2][j] + out[c + 2][j + 1], out[c + 3][j] + out[c + 3][j + 1]);
+                    if (!fresh) {
+                        const float4 before = places[i / 2 * 16 + i % 2];
+                        x = make_float4(x.x + old * before.x, x.y + old * before.y, x.z + old * before.z, x.w + old * before.w);
+                    }
+                    places[i / 2 * 16 + i % 2] = x;
+                }
+            }
+            fresh = false;
+        }
+        first += ROUND;
+        if (first - warp * 16 >= end) {
+            break;
+        }
+        fetch_bias();
+        fetch_k();
+        fetch_v();
+    }
+    if (fresh && puts) { // nothing was seen
+#pragma unroll
+        for (int i = 0; i < 2 * C; i++) {
+            places[i / 2 * 16 + i % 2] = make_float4(0, 0, 0, 0);
+        }
+    }
+    if (g == 0 && puts) {
+        shared_max[my_head][warp]    = max;
+        shared_weight[my_head][warp] = weight;
+    }
+    __syncthreads();
+    for (int i = tid; i < n_mine * HEAD_DIM; i += THREADS) { // whole warps
+        const int   r = i / HEAD_DIM, e = i % HEAD_DIM, w = lane % WARPS;
+        const float own = shared_max[r][w];
+        float block_max = own;
+#pragma unroll
+        for (int offset = WARPS / 2; offset > 0; offset /= 2) {
+            block_max = fmaxf(block_max, __shfl_xor_sync(FULL_WARP, block_max, offset));
+        }
+        const float factor = rescale(own, block_max), sum_of_weights = warp_sum<WARPS>(factor * shared_weight[r][w]);
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < WARPS; j++) {
+            sum += __shfl_sync(FULL_WARP, factor, j) * shared_sums[(j * heads + r) * HEAD_DIM + e];
+        }
+        put_sum(p.rest, row0 + r, head0 + r, split, e, sum, block_max, sum_of_weights);
+    }
+    combine_splits(p.rest, row0, head0, n_mine);
+#endif // the host never launches it there
+}
+
+template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
+    const attention_args & a = d.rest;
+    const dim3   grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * a.chunks), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
+    const size_t shared_nbytes = sizeof(float) * WARPS * HEAD_DIM * static_cast<size_t>(a.heads_per_block);
+    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true>, grid, THREADS, shared_nbytes, d, *n) : launch(ctx, attention_decode_kernel<HEAD_DIM, false>, grid, THREADS, shared_nbytes, d, new_row_args{});
+}
+
+} // namespace
+
+bool attention_decode_supported(const attention_params & p) {
+    return p.k.type == TYPE_F16 && p.v.type == TYPE_F16 && p.k.ne[0] == p.v.ne[0] && (p.k.ne[0] == 64 || p.k.ne[0] == 128) && p.k.nb[1] <= UINT32_MAX && p.v.nb[1] <= UINT32_MAX;
+}
+
+cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n) {
+    decode_args d = {};
+    d.k = a.k.data, d.v = a.v.data, d.mask = a.has_mask ? a.mask.data : nullptr;
+    d.k_nb1 = static_cast<uint32_t>(a.k.nb[1]), d.v_nb1 = static_cast<uint32_t>(a.v.nb[1]), d.k_nb2 = a.k.nb[2], d.v_nb2 = a.v.nb[2];
+    d.n_kv  = static_cast<int>(a.k.ne[1]), d.split_size = a.split_size, d.n_tokens = static_cast<int>(a.q.ne[1]);
+    d.group = a.group, d.heads = a.heads_per_block, d.chunks = a.chunks;
+    d.mask_nb1 = a.mask.nb[1], d.mask_nb2 = a.mask_nb2;
+    d.rest  = a;
+    return a.k.ne[0] == 64 ? launch_rows<64>(ctx, d, n) : launch_rows<128>(ctx, d, n);
+}
+
+} // namespace macko

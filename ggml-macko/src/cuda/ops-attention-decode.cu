@@ -1,22 +1,20 @@
 // Attention of few tokens over an F16 cache with tensor cores: a block takes a split of the positions of one KV head, for up to 4 query heads
-// that share it and one token; a warp takes 16 positions at a time, and the whole block as many as a short context has, so that
-// it needs one round.
+// that share it, and one token; a warp takes 16 positions at a time, the block's 16 warps as many as a short context has: one round.
 //   scores   K (16 positions x head_dim) times q, whose f16 parts (q = high + low, 22 bits) are two of 8 columns for each head
 //   sums     V transposed (head_dim x 16 positions) times the weights, again high and low parts in two columns
 // Order of the dimensions inside a product is free: both operands are read in pieces of 16 bytes as they lie in memory.
 // The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that follow one another. An SM's
-// loads come back in order. So what the scores need is requested first, K before the wait for the kernel before (with ROPE, where that kernel
-// wrote nothing to the cache).
+// loads come back in order. So what the scores need is requested first: the mask and K before the wait for the kernel before (with ROPE, where
+// that kernel wrote nothing to the cache), then q, then V.
 #include "cuda/ops-attention.cuh"
 
 namespace macko {
 
 namespace {
 
-constexpr float WEIGHT_BITS = 15; // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
-
-constexpr int WARPS = 16, THREADS = WARPS * WARP;
-constexpr int ROUND = WARPS * 16; // positions
+constexpr int   WARPS = 16, THREADS = WARPS * WARP;
+constexpr int   ROUND = WARPS * 16;  // positions
+constexpr float WEIGHT_BITS = 15;    // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
 
 // what the kernel reads first, side by side
 struct decode_args {
@@ -53,19 +51,13 @@ __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     return r;
 }
 
-// not through a register: a wait for it is then none for K and V, which were requested before
-template <int NBYTES> __device__ __forceinline__ void copy_async(void * shared, const void * global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(shared)), "l"(global), "n"(NBYTES));
-}
-
 template <int HEAD_DIM, bool ROPE>
 __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
-#if __CUDA_ARCH__ >= 800
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
     constexpr int Q_LD = HEAD_DIM + 32; // columns 64 bytes apart in the banks
     __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD]; // high and low part of each head
-    __shared__ __align__(16) __half shared_new[2][HEAD_DIM];              // the new rows of K and V
-    __shared__ __align__(16) float2 raw[(MAX_HEADS + 2) * HALF];          // each thread's own pairs
+    __shared__ __align__(16) __half shared_new[2][HEAD_DIM];       // the new rows of K and V
+    __shared__ __align__(16) float2 raw[(MAX_HEADS + 2) * HALF];   // each thread's own pair
     __shared__ int64_t shared_id[2];
     __shared__ float shared_max[MAX_HEADS][WARPS], shared_weight[MAX_HEADS][WARPS];
     extern __shared__ __align__(16) float shared_sums[]; // [WARPS][heads][HEAD_DIM]
@@ -136,7 +128,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
     };
     bool wanted = true;
     if constexpr (ROPE) {
-        wanted = warp < WARPS / 2 || sees(); // the second half comes behind the first one anyway
+        wanted = warp < WARPS / 2 || sees(); // the mask is there before the first half's rows are
         if (wanted) {
             fetch_k();
         }
@@ -172,7 +164,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
     }
     const float   slope = slope_of(p.rest, head0 + min(my_head, n_mine - 1));
     const int64_t row0  = (static_cast<int64_t>(stream) * p.n_tokens + token) * static_cast<int>(p.rest.dst.ne[1]) + head0;
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_for_copies(); // of these alone, not for K and V
     if (role < n_roles) {
         const float2 x  = raw[role * HALF + pair];
         const bool   rotates = ROPE && role <= heads;
@@ -334,7 +326,6 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
         put_sum(p.rest, row0 + r, head0 + r, split, e, sum, block_max, sum_of_weights);
     }
     combine_splits(p.rest, row0, head0, n_mine);
-#endif // the host never launches it there
 }
 
 template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {

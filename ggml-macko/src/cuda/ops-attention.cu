@@ -1,9 +1,10 @@
 // Attention over the KV cache: softmax(scale * K q + mask) V per head, one pass, online softmax (FlashAttention's), nothing but the result
 // is written.
-//   attention_vec_kernel    few tokens (decode): float32 arithmetic, any K/V type. A block takes a piece ("split") of the positions of one
-//                           KV head, for up to G query heads that share it; the last block of a head to finish combines the splits in
-//                           their order, so the result does not depend on which one that is. With ROPE it also rotates the query and the
-//                           new key of one token, and writes the new key and value to the cache: no kernel of its own for that.
+//   attention_decode_kernel few tokens (decode), F16 cache, rows of 64 or 128 elements: tensor cores. In ops-attention-decode.cu.
+//   attention_vec_kernel    few tokens (decode), any other: float32 arithmetic. A block of either takes a piece ("split") of the positions of
+//                           one KV head, for some query heads that share it; the last block of a head to finish combines the splits in
+//                           their order, so the result does not depend on which one that is. With ROPE they also rotate the query and the
+//                           new key of one token, and write the new key and value to the cache: no kernel of its own for that.
 //   attention_tile_kernel   many tokens (prefill): tensor cores, tiles of 64 tokens x 64 positions; K, V and the probabilities in f16, sums
 //                           in float32. Tiles that the mask hides completely are skipped: causal prefill costs half.
 #include "cuda/ops-attention.cuh"
@@ -342,19 +343,6 @@ constexpr int TILE_THREADS = 128; // 4 warps, 16 tokens each
 template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; } // row stride in shared memory: ldmatrix without bank conflicts
 template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) { return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2; }
 
-static __device__ __forceinline__ void copy16_async(void * shared, const void * global) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global));
-#else
-    *static_cast<uint4 *>(shared) = *static_cast<const uint4 *>(global);
-#endif
-}
-static __device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
-}
-
 // rows of K or V into shared memory as f16, complete after wait_for_copies() and a barrier; zeros behind the last position
 template <typename T, int HEAD_DIM> __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
@@ -364,7 +352,7 @@ template <typename T, int HEAD_DIM> __device__ __forceinline__ void load_tile(__
         if (first + row >= n) {
             *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
         } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
-            copy16_async(place, source + e * 2);
+            copy_async<16>(place, source + e * 2);
         } else {
             float f[8];
             T::load8(source, e, f);
@@ -716,7 +704,7 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
     if (const int stages = tile_stages(ctx, p)) {
         return p.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages) : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
     }
-    if (ctx.cc >= 80 && attention_decode_supported(p)) {
+    if (attention_decode_supported(p)) {
         return launch_attention_decode(ctx, a, nullptr);
     }
     switch (p.k.type) {
@@ -750,7 +738,7 @@ cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, con
     n.q_nb1 = c.q.nb[1], n.k_nb1 = c.k.nb[1];
     n.k_id  = c.k_ids, n.v_id = c.v_ids;
     const attention_args a = make_attention_args(ctx, p, scratch);
-    return ctx.cc >= 80 && attention_decode_supported(p) ? launch_attention_decode(ctx, a, &n) : launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, a, n);
+    return attention_decode_supported(p) ? launch_attention_decode(ctx, a, &n) : launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, a, n);
 }
 
 } // namespace macko

@@ -4,6 +4,8 @@
 #include "cuda/ops-mma.cuh"
 #include "cuda/ops-rope.cuh"
 
+#include <type_traits>
+
 namespace macko {
 
 constexpr float LOG2_E     = 1.4426950408889634f;
@@ -54,6 +56,25 @@ static __device__ __forceinline__ void prefetch_row(const char * row, int nbytes
     for (int i = 0; i < nbytes; i += 128) {
         asm volatile("prefetch.global.L2 [%0];" :: "l"(row + i));
     }
+}
+
+// 4, 8 or 16 bytes to shared memory, past the registers where a GPU can; complete after wait_for_copies() for this thread, behind a barrier for all
+template <int NBYTES> static __device__ __forceinline__ void copy_async(void * shared, const void * global) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (NBYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global));
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(shared)), "l"(global), "n"(NBYTES));
+    }
+#else
+    using piece = std::conditional_t<NBYTES == 16, uint4, std::conditional_t<NBYTES == 8, uint2, uint32_t>>;
+    *static_cast<piece *>(shared) = *static_cast<const piece *>(global);
+#endif
+}
+static __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 // Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of dst, and of partial
@@ -124,7 +145,7 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     }
 }
 
-// ---- few tokens, F16 rows of K and V of 64 or 128 elements, cc >= 8.0 (ops-attention-decode.cu) ----
+// ---- few tokens, F16 rows of K and V of 64 or 128 elements (ops-attention-decode.cu) ----
 bool        attention_decode_supported(const attention_params & p);
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);

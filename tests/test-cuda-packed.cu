@@ -149,7 +149,8 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
         column_of[static_cast<size_t>(blocks_word(place, m.stripe))] = place % (m.lanes * m.stripe);
     }
     bool inside = true, same = true;
-    int64_t spilled = 0, group = 0, segments = 0; // of the rows so far
+    int64_t spilled = 0, segments = 0; // of the rows so far
+    std::vector<int> uses(static_cast<size_t>(m.n_groups), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
         const auto add = [&](int64_t word, double value) {
@@ -161,11 +162,10 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
         };
         cuda_blocks_row head;
         memcpy(&head, blocks_row(m, r), sizeof(head));
-        const int64_t begin = head.first_group, groups = head.n_groups, rest = head.rest & 255, segment = head.rest >> 8;
-        CHECK(head.first_spilled == spilled && begin == group && segment == segments, "%s: row %lld begins elsewhere", name.c_str(), static_cast<long long>(r));
+        const int64_t groups = head.n_groups, rest = blocks_segments(head, m.lanes), segment = head.rest >> 8;
+        CHECK(head.first_spilled == spilled && (rest == 0 || segment == segments), "%s: row %lld begins elsewhere", name.c_str(), static_cast<long long>(r));
         CHECK(rest <= m.lanes, "%s: row %lld has %lld segments", name.c_str(), static_cast<long long>(r), static_cast<long long>(rest));
         spilled  += head.n_spilled;
-        group    += groups;
         segments += rest;
         for (int64_t l = 0; l < m.lanes; l++) {
             const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes, longer = skip - l * full;
@@ -173,7 +173,12 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
             memcpy(&base, blocks_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
             int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
-                const int64_t slot = begin + s * m.lanes + (own > full ? longer : groups % m.lanes + l - longer);
+                const int64_t slot = blocks_group(head, m.lanes, static_cast<int>(s), static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
+                inside = inside && slot >= 0 && slot < m.n_groups && uses[static_cast<size_t>(slot)]++ == 0;
+                if (!inside) {
+                    continue;
+                }
+                CHECK(s >= blocks_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes), "%s: row %lld is at another place of its unit's tile", name.c_str(), static_cast<long long>(r));
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;
@@ -198,8 +203,12 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
         }
         same = same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
     }
-    CHECK(inside, "%s: a word outside of x", name.c_str());
+    CHECK(inside, "%s: a word outside of x, or a group of nobody or of two rows", name.c_str());
     CHECK(same, "%s: the layout holds another matrix", name.c_str());
+    int64_t group = m.n_groups; // behind the last one
+    while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
+        group--;
+    }
     const int64_t tiles = (group + 31) / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2), end = m.codes - m.values;
     CHECK(tiles + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end, "%s: groups and segments overlap", name.c_str());
     return segments;

@@ -282,9 +282,16 @@ private:
 // bytes that a product reads: of the groups that are there, not of those reserved
 static double read_nbytes(const cuda_sparse_matrix & w) {
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-        cuda_blocks_row last;
-        CHECKED(cudaMemcpy(&last, blocks_row(w, w.rows - 1), sizeof(last), cudaMemcpyDeviceToHost));
-        const int64_t groups = last.first_group + last.n_groups, segments = (last.rest >> 8) + (last.rest & 255), spilled = last.first_spilled + last.n_spilled;
+        std::vector<uint8_t> records(static_cast<size_t>(w.rows * blocks_row_nbytes(w.lanes)));
+        CHECKED(cudaMemcpy(records.data(), w.row_ptr, records.size(), cudaMemcpyDeviceToHost));
+        int64_t groups = 0, segments = 0, spilled = 0;
+        for (int64_t r = 0; r < w.rows; r++) {
+            cuda_blocks_row head;
+            memcpy(&head, records.data() + r * blocks_row_nbytes(w.lanes), sizeof(head));
+            groups   += head.n_groups;
+            segments += blocks_segments(head, w.lanes);
+            spilled  += head.n_spilled;
+        }
         return static_cast<double>(groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) + w.rows * blocks_row_nbytes(w.lanes) +
                                    spilled * static_cast<int64_t>(sizeof(cuda_sparse_spilled)));
     }

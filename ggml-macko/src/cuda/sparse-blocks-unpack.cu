@@ -34,7 +34,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         const int64_t row = row0 + sub;
         const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
         const cuda_blocks_row head = row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row {};
-        const int begin = head.first_group, groups = head.n_groups;
+        const int groups = head.n_groups;
         const blocks_run run = blocks_run_of(groups, lane, blocks_lane_bits(lanes));
         const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
         const auto column_of = [&](int word) { // negative: entries of another row in front of this one's
@@ -59,7 +59,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         };
         for (int s = 0; s < run.groups; s++) {
             loaded_group<V, BITS> g;
-            g.load(m.values, begin + s * lanes + run.slot);
+            g.load(m.values, static_cast<unsigned>(blocks_group(head, lanes, s, run.slot)));
             const float d = g.scale() * V::UNIT;
             const auto quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
@@ -68,7 +68,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
             quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()), quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
             quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()), quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
         }
-        if (BITS < 8 && lane < static_cast<int>(head.rest & 255)) {
+        if (BITS < 8 && lane < blocks_segments(head, lanes)) {
             block_segment s;
             s.load(m.codes, static_cast<int>(head.rest >> 8) + lane);
             column = column_of(static_cast<int>(s.word()));

@@ -134,11 +134,11 @@ struct file_row {
     int64_t segments(int64_t n) const { return groups() > n ? (end + CUDA_BLOCKS_SEGMENT - 1) / CUDA_BLOCKS_SEGMENT - first_segment(n) : 0; }
 };
 
-// All of a row's head but its spilled entries. Rows of a unit, which a warp has at a time, have the same number of full steps; what is left becomes segments
-// where there is at most one per lane, until there is no room for more.
+// All of a row's head but its spilled entries. Rows of a unit have the same number of full steps; what is left becomes segments where there is at most one
+// per lane, until there is no room for more (a row may be shorter than its steps then), else groups behind all tiles.
 static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
     const int64_t unit = 32 / m.lanes, tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
-    int64_t left = 0, group = 0, segment = 0; // groups of the rows that are not placed yet
+    int64_t left = 0, tiled = 0, rest = 0, segment = 0; // groups of the rows that are not placed yet, in tiles, behind them
     for (int64_t r = 0; r < m.rows; r++) {
         left += file_row(view, r).groups();
     }
@@ -148,28 +148,37 @@ static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
     };
     for (int64_t r0 = 0; r0 < m.rows; r0 += unit) {
         const int64_t r1 = std::min(r0 + unit, m.rows);
-        int64_t most = 0, tiled = 0, segments = 0;
+        int64_t least = CUDA_BLOCKS_MAX_STEPS * m.lanes, most = 0, segments = 0;
         for (int64_t r = r0; r < r1; r++) {
-            most = std::max(most, file_row(view, r).groups());
+            least = std::min(least, file_row(view, r).groups());
+            most  = std::max(most, file_row(view, r).groups());
         }
-        int64_t limit = most / m.lanes * m.lanes;
+        int64_t steps = std::min(most / m.lanes, CUDA_BLOCKS_MAX_STEPS);
+        for (int64_t r = r0; r < r1; r++) {
+            segments += file_row(view, r).segments(steps * m.lanes);
+            left     -= file_row(view, r).groups();
+        }
+        const bool cut = m.delta_bits < 8 && (most - steps * m.lanes) * CUDA_BLOCKS_SEGMENTS <= m.lanes && tiled + steps * CUDA_BLOCKS_TILE <= CUDA_BLOCKS_MAX_TILED &&
+                         room_for(tiled + steps * CUDA_BLOCKS_TILE + rest + left, segment + segments);
+        if (!cut) {
+            steps = r1 - r0 < unit || tiled + least / m.lanes * CUDA_BLOCKS_TILE > CUDA_BLOCKS_MAX_TILED ? 0 : least / m.lanes;
+        }
         for (int64_t r = r0; r < r1; r++) {
             const file_row row(view, r);
-            tiled    += std::min(row.groups(), limit);
-            segments += row.segments(limit);
-            left     -= row.groups();
-        }
-        if (m.delta_bits == 8 || (most - limit) * CUDA_BLOCKS_SEGMENTS > m.lanes || !room_for(group + tiled + left, segment + segments)) {
-            limit = most;
-        }
-        for (int64_t r = r0; r < r1; r++) {
-            const file_row row(view, r);
-            const int64_t n = std::min(row.groups(), limit), rest = row.segments(n);
-            const cuda_blocks_row head = { static_cast<int32_t>(group), static_cast<uint16_t>(n), 0, 0, static_cast<uint32_t>(segment << 8 | rest) };
+            const int64_t n = cut ? std::min(row.groups(), steps * m.lanes) : row.groups(), behind = std::max<int64_t>(0, n - steps * m.lanes), cuts = cut ? row.segments(n) : 0;
+            const uint32_t first = static_cast<uint32_t>((tiled + (r - r0) * m.lanes) / 8 << 8 | steps);
+            const cuda_blocks_row head = { first, static_cast<uint16_t>(n), 0, 0, static_cast<uint32_t>(behind ? rest : cuts ? segment << 8 | cuts : 0) };
             memcpy(blocks_row(m, r), &head, sizeof(head));
-            group += n;
-            segment += rest;
+            rest += behind;
+            segment += cuts;
         }
+        tiled += steps * CUDA_BLOCKS_TILE;
+    }
+    for (int64_t r = 0; r < m.rows; r++) {
+        cuda_blocks_row head;
+        memcpy(&head, blocks_row(m, r), sizeof(head));
+        head.rest += head.n_groups > blocks_steps(head) * m.lanes ? static_cast<uint32_t>(tiled) : 0;
+        memcpy(blocks_row(m, r), &head, sizeof(head));
     }
 }
 
@@ -284,12 +293,12 @@ struct row_maker {
             int64_t at = start;
             for (int64_t g = begin; g < end; g++) {
                 const int64_t s = g * QUANT_BLOCK, from = std::max(s, in.begin), to = std::min(s + QUANT_BLOCK, in.end);
-                at = make_group(in.block + g, head.first_group + (g - begin) * m.lanes + run.slot, from - s, to - s, columns.data() + (from - in.begin), at, copy);
+                at = make_group(in.block + g, blocks_group(head, m.lanes, static_cast<int>(g - begin), run.slot), from - s, to - s, columns.data() + (from - in.begin), at, copy);
             }
             const uint16_t base = word_of(copy + start);
             memcpy(blocks_row(m, row) + sizeof(head) + 2 * lane, &base, sizeof(base));
         });
-        for (int64_t s = 0; s < (head.rest & 255); s++) {
+        for (int64_t s = 0; s < blocks_segments(head, m.lanes); s++) {
             const cuda_blocks_segment segment = make_segment(in, in.first_segment(head.n_groups) + s, copy);
             memcpy(m.codes - (static_cast<int64_t>(head.rest >> 8) + s + 1) * static_cast<int64_t>(sizeof(segment)), &segment, sizeof(segment));
         }

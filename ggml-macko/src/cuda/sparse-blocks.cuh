@@ -337,17 +337,19 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     };
 
     // this thread's run of a row, its segment (none: all bits are 0), and the first two of its spilled non-zeros
-    struct cursor { int matrix, row, first, own, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
+    struct cursor { int matrix, row, first, full, behind, own, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
     const auto begin_row = [&](const row_start & r) {
         cursor c = {};
         c.matrix = r.matrix;
         c.row    = r.row;
         const blocks_run run = blocks_run_of(r.head.y & 0xffff, lane, lane_bits);
         c.own    = run.groups;
-        c.first  = r.head.x + run.slot;
+        c.first  = static_cast<int>(static_cast<uint32_t>(r.head.x) >> 8) * 8 + run.slot;
+        c.full   = r.head.x & 255;
+        c.behind = r.head.w + run.slot - (c.full << lane_bits);
         c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>(c.own)));
         c.at     = origin + r.base * 4;
-        c.rest      = static_cast<uint32_t>(r.head.w);
+        c.rest      = (r.head.y & 0xffff) > c.full << lane_bits ? 0 : static_cast<uint32_t>(r.head.w);
         c.spill     = r.head.z + lane;
         c.spill_end = r.head.z + static_cast<int>(static_cast<uint32_t>(r.head.y) >> 16);
         return c;
@@ -368,7 +370,7 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     block_group<V, BITS, NX> groups[DEPTH];
     const auto load = [&](block_group<V, BITS, NX> & g, const cursor & c, int step) {
         if (step < c.own) {
-            g.load(p.m[c.matrix].values, c.first + step * lanes);
+            g.load(p.m[c.matrix].values, step < c.full ? c.first + step * CUDA_BLOCKS_TILE : c.behind + (step << lane_bits));
         }
     };
 

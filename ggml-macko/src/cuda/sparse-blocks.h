@@ -4,6 +4,8 @@
 //            rows share is there twice, with zeros for the other row's part
 //   run      a row's groups are cut into `lanes` runs of nearly equal length, one per thread, so that their columns are in banks of their own. Interleaved:
 //            group i of run l is the row's group i * lanes + blocks_run::slot, where the longer runs come first
+//   unit     the 32 / lanes rows that a warp has at a time. As many steps as all of them have groups for all their lanes are a tile each, from which
+//            the warp reads whole lines; what is left of rows lies row after row behind the tiles of all units
 //   codes    per entry the gap to the one before, minus 1, in delta_bits bits: 3 where that is smallest, 4, or 8. An entry whose gap is
 //            larger than a code can say becomes 0 there (its place is a step of the largest gap) and is kept as
 //   spill    column and value in float32, row after row. A filler would have moved the entries behind it out of their block
@@ -24,7 +26,9 @@
 
 namespace macko {
 
-struct cuda_blocks_row { int32_t first_group; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; }; // rest: first segment << 8 | segments
+// first: (first group of its steps in tiles) / 8 << 8 | how many steps; rest: first group behind these, or if all of its groups are in them
+// first segment << 8 | segments
+struct cuda_blocks_row { uint32_t first; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; };
 // values: signed bytes, Q4_0's times 16, as the kernel has them; codes: of two quads, as in a group; word: of the first entry
 struct cuda_blocks_segment { int8_t values[8]; uint8_t codes[4]; uint16_t scale, word; };
 struct cuda_sparse_spilled { uint32_t word; float value; }; // word: of its column in the row's copy of x
@@ -44,6 +48,13 @@ constexpr int32_t blocks_value_type(int32_t value_type) { return value_type == G
 constexpr int blocks_value_words(int32_t value_type) { return blocks_value_type(value_type) == GGML_MACKO_TYPE_Q8_0 ? 8 : 4; }
 // groups of a tile, and its bytes
 constexpr int CUDA_BLOCKS_TILE = 32;
+constexpr int64_t CUDA_BLOCKS_MAX_STEPS = 255, CUDA_BLOCKS_MAX_TILED = int64_t(1) << 27; // cuda_blocks_row::first
+constexpr int blocks_steps(const cuda_blocks_row & r) { return static_cast<int>(r.first & 255); }
+// of a run: group `step` in memory
+constexpr int64_t blocks_group(const cuda_blocks_row & r, int lanes, int step, int slot) {
+    return step < blocks_steps(r) ? static_cast<int64_t>(r.first >> 8) * 8 + step * 32 + slot : static_cast<int64_t>(r.rest) + (step - blocks_steps(r)) * lanes + slot;
+}
+constexpr int blocks_segments(const cuda_blocks_row & r, int lanes) { return r.n_groups > blocks_steps(r) * lanes ? 0 : static_cast<int>(r.rest & 255); }
 constexpr int blocks_tile_nbytes(int value_words, int bits) { return CUDA_BLOCKS_TILE * (4 * (value_words + bits) + 2); }
 // of n groups of a row: the run's first one in the file's order, how many, and its slot
 struct blocks_run { int begin, groups, slot; };

@@ -150,7 +150,8 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
     }
     bool inside = true, same = true;
     int64_t spilled = 0, segments = 0; // of the rows so far
-    std::vector<int> uses(static_cast<size_t>(m.n_groups), 0); // of groups of the image
+    const int64_t end = m.codes - m.values, tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
+    std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_BLOCKS_TILE), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
         const auto add = [&](int64_t word, double value) {
@@ -174,7 +175,7 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
             int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
                 const int64_t slot = blocks_group(head, m.lanes, static_cast<int>(s), static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
-                inside = inside && slot >= 0 && slot < m.n_groups && uses[static_cast<size_t>(slot)]++ == 0;
+                inside = inside && slot >= 0 && slot < static_cast<int64_t>(uses.size()) && uses[static_cast<size_t>(slot)]++ == 0;
                 if (!inside) {
                     continue;
                 }
@@ -205,12 +206,11 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
     }
     CHECK(inside, "%s: a word outside of x, or a group of nobody or of two rows", name.c_str());
     CHECK(same, "%s: the layout holds another matrix", name.c_str());
-    int64_t group = m.n_groups; // behind the last one
+    int64_t group = static_cast<int64_t>(uses.size()); // behind the last one
     while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
         group--;
     }
-    const int64_t tiles = (group + 31) / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2), end = m.codes - m.values;
-    CHECK(tiles + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end, "%s: groups and segments overlap", name.c_str());
+    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end, "%s: groups and segments overlap", name.c_str());
     return segments;
 }
 

@@ -39,13 +39,10 @@ struct mul_mat_args {
     const int  * expert_entries;      // token * n_used + u
 };
 
-// Rows of w that a warp has side by side where rows are enough for all warps: half the loads of x, and twice the weights on their way
-template <int ROW_WARPS, bool VECTOR> constexpr int ROWS_OF_WARP = VECTOR && ROW_WARPS == 1 ? 2 : 1;
-
-// ROW_WARPS warps share a row of w. VECTOR: rows of w and x allow loads of 8 elements, and k is a multiple of 8.
-template <typename T, int COLS, int ROW_WARPS, bool VECTOR, bool EXPERTS>
+// ROW_WARPS warps share a row of w, or a warp has OWN rows side by side: half the loads of x, and more weights on their way. VECTOR: rows of w and x allow
+// loads of 8 elements, and k is a multiple of 8.
+template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
 __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
-    constexpr int OWN  = ROWS_OF_WARP<ROW_WARPS, VECTOR>;
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
     const int lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
     const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
@@ -374,17 +371,28 @@ bool is_vector(const op_tensor & w, const op_tensor & x) {
     return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
 }
 
+template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS> cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int n_batches) {
+    constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN;
+    const dim3 grid(static_cast<unsigned>((p.m + ROWS - 1) / ROWS), static_cast<unsigned>((p.n + COLS - 1) / COLS), static_cast<unsigned>(n_batches));
+    return launch(ctx, mul_mat_vec_kernel<T, COLS, ROW_WARPS, OWN, VECTOR, EXPERTS>, grid, VEC_WARPS * WARP, 0, p);
+}
+
 template <typename T, int COLS, bool EXPERTS>
 cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
-    const int  row_warps = static_cast<int64_t>(p.m) * n_batches < 8 * ctx.n_sm && p.k >= 1024 ? VEC_WARPS : 1;
-    const int  rows      = VEC_WARPS / row_warps * (row_warps == 1 && vector ? ROWS_OF_WARP<1, true> : 1);
-    const dim3 grid(static_cast<unsigned>((p.m + rows - 1) / rows), static_cast<unsigned>((p.n + COLS - 1) / COLS), static_cast<unsigned>(n_batches));
     if (vector) {
-        return row_warps == 1 ? launch(ctx, mul_mat_vec_kernel<T, COLS, 1, true, EXPERTS>, grid, VEC_WARPS * WARP, 0, p)
-                              : launch(ctx, mul_mat_vec_kernel<T, COLS, VEC_WARPS, true, EXPERTS>, grid, VEC_WARPS * WARP, 0, p);
+        const int64_t rows = static_cast<int64_t>(p.m) * n_batches;
+        if (rows < 8 * ctx.n_sm && p.k >= 1024) {
+            return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
+        }
+        if constexpr (COLS == 1 && !EXPERTS) { // the head of a model (notes-gpu-device.md)
+            if (rows >= 128 * ctx.n_sm) {
+                return launch_vec_rows<T, COLS, 1, 2, true, EXPERTS>(ctx, p, n_batches);
+            }
+        }
+        return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
     }
     if constexpr (T::IS_PLAIN) {
-        return launch(ctx, mul_mat_vec_kernel<T, COLS, 1, false, EXPERTS>, dim3(static_cast<unsigned>((p.m + VEC_WARPS - 1) / VEC_WARPS), grid.y, grid.z), VEC_WARPS * WARP, 0, p);
+        return launch_vec_rows<T, COLS, 1, 1, false, EXPERTS>(ctx, p, n_batches);
     } else {
         return cudaErrorInvalidValue;
     }

@@ -24,7 +24,8 @@ blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) 
     // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x, which for wide matrices of
     // few rows are most of the work (measured, notes)
     const bool copies_pay = cols <= 8192 || desc.dense.rows >= 8192;
-    for (int lanes = groups < 96 && copies_pay ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
+    const int64_t few = desc.dense.rows < 8192 || blocks_value_words(desc.value_type) == 8 ? 72 : 96;
+    for (int lanes = groups < few && copies_pay ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
         const int64_t width = blocks_width(cols, lanes);
         int    bits  = 8;
         double least = 1e300;

@@ -26,8 +26,7 @@
 
 namespace macko {
 
-// first: (first group of its steps in tiles) / 8 << 8 | how many steps; rest: first group behind these, or if all of its groups are in them
-// first segment << 8 | segments
+// first: first group in tiles / 8 << 8 | steps in tiles; rest: first group behind them, or if there is none first segment << 8 | segments
 struct cuda_blocks_row { uint32_t first; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; };
 // values: signed bytes, Q4_0's times 16, as the kernel has them; codes: of two quads, as in a group; word: of the first entry
 struct cuda_blocks_segment { int8_t values[8]; uint8_t codes[4]; uint16_t scale, word; };

@@ -795,6 +795,7 @@ int main(int argc, char ** argv) {
                 if (json) {
                     fprintf(json, "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", \"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, \"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, \"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
                             device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout), first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, read / best * 1e6, bandwidth * 1e6);
+                    fflush(json); // a run that is cut off keeps what it has measured
                 }
                 CHECKED(cudaFree(device_x));
                 CHECKED(cudaFree(y));

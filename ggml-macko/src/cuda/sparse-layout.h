@@ -8,14 +8,15 @@
 //   base     where a run's columns start, 16 bits per run
 //   order    entries are ordered by column c, or (STRIPED) by position p = (c % 32) * W + c / 32, W = stripe_width(cols). Stepping by
 //            one position is stepping by 32 columns, so lane l stays in shared-memory bank ~l for long: gathers of x hardly collide.
-// COMPACT: STRIPED with F16 values that share 16 bits with their codes: a group is 16 bytes. The weights of a matrix lie within few powers of two: a
-//   value is its sign, 10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and the 2 (3) bits that are free in it, below
-//   the sign, hold the code. A group of seven entries has codes of 4 bits, beside 3 bits of exponent: those of entries 0-3 are the last half word, those of 4-6
-//   the bits that both values of words 0-2 leave free. A group of six has codes of 6 bits, those of entries 0-3 in the last word, those of 4 and 5 in free
-//   bits, and its columns ascend as those of RUNS: long steps would walk around all stripes. At load the width of codes is chosen that takes fewest groups, whatever codes the file has. What
-//   the bits of a value cannot say exactly (with 3 bits of exponent 1.7 % of normal random values, with 2 bits 25 %; where pruning has taken the small ones
-//   none to 5 %) is zero there, and "spilled": the row's groups are followed by groups of four pairs (column, value) of 16 bits each. Lossless. Rows of
-//   wide matrices begin at lines, so there may be unused groups behind those.
+// COMPACT: STRIPED with F16 values that share 16 bytes with their codes: a group. The weights of a matrix lie within few powers of two: a value is its sign,
+//   10 bits of mantissa and 3 (2) of exponent, an F16 that is 2^exponent times too small, and has 2 (3) bits free below the sign.
+//     2, 3 bits   eight entries, each one's code in the free bits of its value
+//     4 bits      seven entries beside 3 bits of exponent: the codes of 0-3 are the last half word, those of 4-6 what both values of words 0-2 leave free
+//     6 bits      six: the codes of 0-3 in the last word, those of 4 and 5 in free bits. Columns ascend as in RUNS: long steps would walk around all stripes
+//   At load: 2 or 3 bits for files with codes of 1 or 2, 3 or 4 for those of 4, whichever takes fewer groups; 6 for those of 8. What a value's bits cannot say
+//   exactly (with 3 bits of exponent 1.7 % of normal random values, with 2 25 %; where pruning has taken the small ones none to 5 %) is zero there, and
+//   "spilled": the row's groups are followed by groups of four pairs (column, value) of 16 bits each. Lossless. Rows of wide matrices begin at lines, so
+//   there may be unused groups behind those.
 // ROWS: the arrays of the file as they are (FORMAT.md section 3). Slower; it takes any matrix, and exactly the file's bytes. It is used
 //   when x does not fit shared memory, and when a matrix of unusual structure would outgrow its memory as RUNS.
 // BLOCKS: packed matrices with quantized values (sparse-blocks.h).

@@ -4,7 +4,7 @@
 //           SM, then deals rows to its warps
 //   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
 //           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
-//   thread  per group: 8 (7) values and codes; one dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
+//   thread  per group: 8 (7, 6) values and codes; a dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
 //
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once

@@ -405,7 +405,7 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or about what the file has. m->stripe is set, too
+    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or about what the file has; m->stripe suits it
     int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
         if (m->delta_bits == 8) {
             m->delta_bits = 6;

@@ -1,6 +1,7 @@
 // The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts and batches.
 // Exit code 77 (skipped) without a GPU.
 #include "cuda/common.cuh"
+#include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat.cuh"
 #include "format/encode.h"
 #include "test-cuda.h"
@@ -277,6 +278,38 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
+// What the repack writes into a COMPACT group, and what the kernels and the count of places make of it
+template <int BITS> static void check_compact_group(rng & random) {
+    group_bits<compact_f16, BITS> group = {};
+    uint32_t * const words = &group.v.x;
+    constexpr int ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
+    uint32_t values[ENTRIES], codes[ENTRIES];
+    for (int k = 0; k < ENTRIES; k++) {
+        values[k] = static_cast<uint32_t>(random.range(0, compact_exponents(BITS))) << 10 | static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
+        codes[k]  = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
+        set_compact_entry(k, values[k], codes[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
+    }
+    constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
+    uint32_t weight[8], sum = begin;
+    set_compact_weights(weight, BITS, step);
+    const uint4 kept = group.words();
+    const uint32_t halves[4] = { kept.x, kept.y, kept.z, kept.w };
+    const uint32_t last = group.walk(begin, weight, [&](auto entry, uint32_t to) {
+        const int k = decltype(entry)::value;
+        sum += codes[k] * step;
+        CHECK(to == sum, "codes of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
+        CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "codes of %d bits: value %d is %x, not %x", BITS, k, halves[k / 2], values[k]);
+        CHECK(compact_code(words, k, BITS) == static_cast<int>(codes[k]), "codes of %d bits: code %d", BITS, k);
+    });
+    CHECK(last == sum, "codes of %d bits: the next group begins at %u, not %u", BITS, last, sum);
+}
+static void test_values_and_codes_of_a_group_overlap() {
+    rng random(99);
+    for (int i = 0; i < 500; i++) {
+        check_compact_group<2>(random), check_compact_group<3>(random), check_compact_group<4>(random), check_compact_group<6>(random);
+    }
+}
+
 // a random matrix as COMPACT, if it fits; returns the bits of its codes, or 0
 static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, bool mixed) {
     const int64_t widths[] = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
@@ -492,9 +525,10 @@ static void test_memory_stays_near_the_file() {
 
 int main(int argc, char ** argv) {
     test_memory_stays_near_the_file();
+    test_values_and_codes_of_a_group_overlap();
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
-        printf("test-cuda-sparse: skipped: no CUDA device\n");
+        printf("test-cuda-sparse: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
         return n_failed ? 1 : 77;
     }
     std::unique_ptr<cuda_sparse_uploader> uploader;

@@ -55,21 +55,33 @@ template <> struct group_codes<1> {
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
 };
 
+// c and the products of four bytes of a with four of b
+__host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
+#ifdef __CUDA_ARCH__
+    return __dp4a(a, b, c);
+#else
+    for (int i = 0; i < 32; i += 8) {
+        c += (a >> i & 255) * (b >> i & 255);
+    }
+    return c;
+#endif
+}
+
 // Where the entries of a group belong. walk(at, weight, entry) calls entry(K, sum) for its entries in order, K as an integral constant, sum: `at` and what
 // weight[] makes of the codes up to that one, without a step for each entry; it returns the last sum.
-template <int K, typename F> __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
-    const uint32_t to = __dp4a(packed, weight[K], at);
+template <int K, typename F> __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+    const uint32_t to = dot4(packed, weight[K], at);
     entry(std::integral_constant<int, K>(), to);
     return to;
 }
 // packed: the codes of four entries, one per byte
-template <int K, typename F> __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+template <int K, typename F> __host__ __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
     walk_one<K>(packed, at, weight, entry);
     walk_one<K + 1>(packed, at, weight, entry);
     walk_one<K + 2>(packed, at, weight, entry);
     return walk_one<K + 3>(packed, at, weight, entry);
 }
-template <typename F> __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight, F && entry) {
+template <typename F> __host__ __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight, F && entry) {
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
@@ -94,13 +106,13 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
     static constexpr int ENTRIES = static_cast<int>(compact_entries(BITS));
     static constexpr uint32_t FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u; // below the sign of two values
     uint4 v;
-    __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE); }
+    __host__ __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE); }
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
     template <int K> __device__ __forceinline__ float get() const {
         const uint4 w = words();
         return half_word<K % 2 == 1>(__half(), K / 2 == 0 ? w.x : K / 2 == 1 ? w.y : K / 2 == 2 ? w.z : w.w);
     }
-    template <typename F> __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
+    template <typename F> __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
         if constexpr (BITS == 4) { // codes of entries 0-3 in nibbles of the last half word, those of 4-6 in what two values leave free
             const uint32_t packed = (v.w & 0x0f0f0000u) | (v.w >> 16 & 0xf0f0u);
             at = walk_quad<0>(packed, at, weight, entry);
@@ -110,8 +122,8 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
         } else if constexpr (BITS == 6) { // of entries 0-3 in the last word, a byte each, of 4 and 5 in three pieces each: what values leave free
             at = walk_quad<0>(v.w, at, weight, entry);
             const uint32_t x = v.x >> 13 & 0x30003u, y = v.y >> 13 & 0x30003u, z = v.z >> 13 & 0x30003u;
-            at = walk_one<4>(x, __dp4a(y, weight[6], at), weight, entry);
-            return walk_one<5>(z, __dp4a(y, weight[7], at), weight, entry);
+            at = walk_one<4>(x, dot4(y, weight[6], at), weight, entry);
+            return walk_one<5>(z, dot4(y, weight[7], at), weight, entry);
         } else { // of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
             return walk_codes((v.x & FREE) | (v.y & FREE) >> 8, (v.z & FREE) | (v.w & FREE) >> 8, at, weight, entry);
         }
@@ -119,7 +131,7 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
 };
 
 // calls set(word of the group, bits to set there) for entry k of a COMPACT group
-template <typename F> __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits, F && set) {
+template <typename F> __host__ __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits, F && set) {
     if (code_bits < 4) {
         set(k / 2, (value | code << (15 - code_bits)) << 16 * (k % 2));
         return;
@@ -135,7 +147,7 @@ template <typename F> __device__ __forceinline__ void set_compact_entry(int k, u
     }
 }
 // the code of entry k of the COMPACT group that begins at `words`
-__device__ __forceinline__ int compact_code(const uint32_t * words, int k, int code_bits) {
+__host__ __device__ __forceinline__ int compact_code(const uint32_t * words, int k, int code_bits) {
     const auto piece = [&](int i) { return static_cast<int>(words[i / 2] >> (13 + 16 * (i % 2)) & 3); };
     if (code_bits < 4) {
         return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - code_bits));

@@ -12,8 +12,7 @@ namespace macko {
 
 namespace {
 
-constexpr int   WARPS = 16, THREADS = WARPS * WARP;
-constexpr int   ROUND = WARPS * 16;  // positions
+constexpr int   WARPS = DECODE_ROUND / 16, THREADS = WARPS * WARP;
 constexpr float WEIGHT_BITS = 15;    // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
 
 // what the kernel reads first, side by side
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
         }
     }
 #pragma unroll 1
-    for (int pos = split * p.split_size + ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
+    for (int pos = split * p.split_size + DECODE_ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
         prefetch_row(k_row_of(pos), HEAD_DIM * 2);
         prefetch_row(v_row_of(pos), HEAD_DIM * 2);
     }
@@ -290,7 +289,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
             }
             fresh = false;
         }
-        first += ROUND;
+        first += DECODE_ROUND;
         if (first - warp * 16 >= end) {
             break;
         }

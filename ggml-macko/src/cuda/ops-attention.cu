@@ -553,7 +553,6 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
 
 constexpr int MAX_HEAD_DIM   = 256;
 constexpr int TILE_MIN_TOKENS = 9;
-constexpr int ROUND          = 256; // positions: of a split. Fewer, and the combination costs more than the split saves
 constexpr int VEC_BLOCKS     = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
 constexpr int DECODE_BLOCKS  = 128; // of attention_decode_kernel: an SM has room for one
 
@@ -575,11 +574,14 @@ int split_size(const attention_params & p) {
     if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) { // two rounds of short rows cost less than a combination
         return static_cast<int>(n_kv);
     }
-    const int64_t wanted = std::clamp<int64_t>(decode ? DECODE_BLOCKS / blocks : (VEC_BLOCKS + blocks - 1) / blocks, 1, MAX_SPLITS), rounds = (n_kv + ROUND - 1) / ROUND;
-    return static_cast<int>((rounds + wanted - 1) / wanted * ROUND);
+    const int64_t wanted = std::clamp<int64_t>(decode ? DECODE_BLOCKS / blocks : (VEC_BLOCKS + blocks - 1) / blocks, 1, MAX_SPLITS), rounds = (n_kv + DECODE_ROUND - 1) / DECODE_ROUND;
+    return static_cast<int>((rounds + wanted - 1) / wanted * DECODE_ROUND);
 }
 
-int split_count(const attention_params & p) { return static_cast<int>((p.k.ne[1] + split_size(p) - 1) / split_size(p)); }
+int split_count(const attention_params & p) {
+    const int size = split_size(p);
+    return static_cast<int>((p.k.ne[1] + size - 1) / size);
+}
 
 bool can_read(tensor_type type) {
     return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16 || type == TYPE_Q8_0 || type == TYPE_Q4_0 || type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;

@@ -11,6 +11,8 @@ namespace macko {
 constexpr float LOG2_E     = 1.4426950408889634f;
 constexpr int   MAX_HEADS  = 4;  // query heads that share what a block reads of K and V
 constexpr int   MAX_SPLITS = 64;
+// positions: of a round of attention_decode_kernel; splits are whole rounds. Fewer, and the combination costs more than the split saves
+constexpr int   DECODE_ROUND = 256;
 
 struct attention_args {
     const float * sinks;

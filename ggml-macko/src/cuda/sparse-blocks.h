@@ -51,7 +51,7 @@ constexpr int64_t CUDA_BLOCKS_MAX_STEPS = 255, CUDA_BLOCKS_MAX_TILED = int64_t(1
 constexpr int blocks_steps(const cuda_blocks_row & r) { return static_cast<int>(r.first & 255); }
 // of a run: group `step` in memory
 constexpr int64_t blocks_group(const cuda_blocks_row & r, int lanes, int step, int slot) {
-    return step < blocks_steps(r) ? static_cast<int64_t>(r.first >> 8) * 8 + step * 32 + slot : static_cast<int64_t>(r.rest) + (step - blocks_steps(r)) * lanes + slot;
+    return step < blocks_steps(r) ? static_cast<int64_t>(r.first >> 8) * 8 + step * CUDA_BLOCKS_TILE + slot : static_cast<int64_t>(r.rest) + (step - blocks_steps(r)) * lanes + slot;
 }
 constexpr int blocks_segments(const cuda_blocks_row & r, int lanes) { return r.n_groups > blocks_steps(r) * lanes ? 0 : static_cast<int>(r.rest & 255); }
 constexpr int blocks_tile_nbytes(int value_words, int bits) { return CUDA_BLOCKS_TILE * (4 * (value_words + bits) + 2); }

@@ -67,7 +67,7 @@ struct cuda_sparse_matrix {
     int32_t    stripe;     // STRIPED, COMPACT (but codes of 6 bits): stripe_width(cols), BLOCKS: blocks_width(); x repeats after 32 * stripe - 1 words. Else 0
     int32_t    exponent;   // COMPACT: values are 2^exponent times those that are stored
     int32_t    overshoot;  // STRIPED, COMPACT, BLOCKS: words behind the last one of x that a group may touch before it wraps
-    uint8_t  * values;     // RUNS, STRIPED, COMPACT: 8 per group; ROWS: n_padded; BLOCKS: the groups, in tiles
+    uint8_t  * values;     // RUNS, STRIPED: 8 per group; COMPACT: 16 bytes per group; ROWS: n_padded; BLOCKS: the groups, in tiles
     uint8_t  * codes;      // RUNS, STRIPED: delta_bits bytes per group; ROWS: the file's deltas; COMPACT: null; BLOCKS: end of the values, in front of which the segments are
     uint16_t * bases;      // RUNS, STRIPED, COMPACT: rows * lanes
     uint16_t * tails;      // COMPACT: rows. tail_of() what lies behind a row's groups

@@ -462,11 +462,11 @@ double product_roundoff(tensor_type type, int64_t n) {
 
 void test_products_of_every_type() {
     for (const tensor_type type : WEIGHT_TYPES) {
-        for (int k = 0; k < 15; k++) {
-            const bool    tall  = k == 14; // two rows to a warp
+        for (int k = 0; k < 18; k++) {
+            const bool    tall  = k >= 14; // two rows to a warp
             const int64_t block = type_block_size(type);
             const int64_t cols  = block > 1 ? block * pick({ 1, 2, 5 }) : tall ? 264 : pick({ 1, 7, 8, 33, 64, 256, 1000, 2048 });
-            const int64_t rows  = tall ? 128 * ctx.n_sm + 5 : pick({ 1, 3, 64, 130, 257, 512 }), n = tall ? 1 : pick({ 1, 2, 3, 5, 8, 9, 33, 64, 130 });
+            const int64_t rows  = tall ? 128 * ctx.n_sm + 5 : pick({ 1, 3, 64, 130, 257, 512 }), n = tall ? std::max<int64_t>(1, (1 << (k - 14)) - pick({ 0, 1 })) : pick({ 1, 2, 3, 5, 8, 9, 33, 64, 130 });
             const int64_t n2 = n < 64 && !tall ? pick({ 1, 1, 2 }) : 1, ratio = tall ? 1 : pick({ 1, 3 });
             auto pair = make_weight(type, { cols, rows, n2 }, block > 1 ? 0 : pick({ 0, 0, 1, 8 }));
             auto x = make(TYPE_F32, { cols, n, n2 * ratio }, cols % 4 == 0 ? pick({ 0, 4 }) : block > 1 ? 0 : 1, random_source.range(0, 1) != 0), y = make(TYPE_F32, { rows, n, n2 * ratio });
@@ -495,7 +495,7 @@ void test_products_of_every_type() {
 
 void test_products_keep_nan_and_survive_infinities() {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
-        for (const int64_t n : { 3, 9, 70 }) { // float32 throughout, our own tensor-core kernel, cuBLAS where it is there
+        for (const int64_t n : { 3, 9, 70 }) { // float32 throughout, then tensor cores: cuBLAS, or our own kernel where it is not there
             const int64_t cols = 512, rows = 300, with_nan = n / 2, with_infinity = n - 1;
             auto pair = make_weight(type, { cols, rows }, 0);
             auto x = make(TYPE_F32, { cols, n }), y = make(TYPE_F32, { rows, n });

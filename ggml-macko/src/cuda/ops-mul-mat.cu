@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
     float sum[OWN][COLS] = {};
     if constexpr (VECTOR) {
         const int step = ROW_WARPS * WARP * 8;
-#pragma unroll(4 / OWN)
+#pragma unroll(COLS == 1 ? 4 / OWN : 4)
         for (int k = lane * 8; k < p.k; k += step) {
             float a[OWN][8];
 #pragma unroll
@@ -384,12 +384,13 @@ cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vect
         if (rows < 8 * ctx.n_sm && p.k >= 1024) {
             return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
         }
-        if constexpr (COLS == 1 && !EXPERTS) { // the head of a model (notes-gpu-device.md)
-            if (rows >= 128 * ctx.n_sm) {
-                return launch_vec_rows<T, COLS, 1, 2, true, EXPERTS>(ctx, p, n_batches);
+        // two rows: the head of a model, and where x is read more than w is (notes-gpu-device.md)
+        if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
+            if (rows < 128 * ctx.n_sm) {
+                return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
             }
         }
-        return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
+        return launch_vec_rows<T, COLS, 1, EXPERTS ? 1 : 2, true, EXPERTS>(ctx, p, n_batches);
     }
     if constexpr (T::IS_PLAIN) {
         return launch_vec_rows<T, COLS, 1, 1, false, EXPERTS>(ctx, p, n_batches);
@@ -497,7 +498,7 @@ cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const
 
 // cuBLAS pays off where the product is one large matrix
 bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
-    return ctx.cublas && x.ne[1] >= 32 && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
+    return ctx.cublas && x.ne[1] >= GEMM_MIN_N && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
 }
 
 bool is_shape(const op_tensor & w, const op_tensor & x) {
@@ -544,7 +545,7 @@ cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void *
 
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) { return panel_rows(rows, align_up(cols, 8), panel_nbytes); }
 
-bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && x.ne[1] >= GEMM_MIN_N && use_cublas(ctx, w, x); }
+bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && use_cublas(ctx, w, x); }
 
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16) {
     const mul_mat_args p = make_args(w, x, dst);

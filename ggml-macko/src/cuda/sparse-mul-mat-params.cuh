@@ -51,7 +51,7 @@ struct sparse_launch {
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
     int32_t         sums_at;     // floats in front of the sums of the warps
     bool            adds;      // any matrix has a residual or a bias
-    uint32_t        lap;       // RUNS: bytes of one column of x before it repeats
+    uint32_t        lap;       // STRIPED, COMPACT: what a place in x is reduced by where x starts again; set with weight
     bool            aligned;   // x and the norm's weights can be read in vectors of 16 bytes
     float           norm_eps;
     uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register

@@ -166,7 +166,6 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     p.n_columns         = static_cast<int32_t>(a.n);
     p.cols              = static_cast<int32_t>(w.cols);
     p.modulus           = static_cast<int32_t>(cuda_sparse_words(w));
-    p.lap               = static_cast<uint32_t>(p.modulus) * 4;
     p.lanes             = w.lanes;
     p.silu_mul          = a.silu_mul;
     p.programmatic      = a.programmatic;

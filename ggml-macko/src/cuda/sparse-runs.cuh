@@ -43,16 +43,22 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
     }
 }
 
+// Does walking over the codes give addresses? The codes' weights, bytes, then take in the columns beside each other.
+template <typename T, int BITS, bool STRIPED, int NX>
+constexpr bool DIRECT = SHIFT<BITS, STRIPED> == 0 && (x_words(NX) == 1 || (std::is_same_v<T, compact_f16> && BITS < 4));
+// what places are counted with beside units of 2^-SHIFT bytes of one column
+template <typename T, int BITS, bool STRIPED, int NX> constexpr uint32_t SCALE = DIRECT<T, BITS, STRIPED, NX> ? x_words(NX) : 1;
+
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
 
     static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
 
-    // to: where entry K is without the steps up to it. With words of 4 bytes and steps of whole bytes, x_address is in it already.
+    // to: where entry K is without the steps up to it; x_address is in it already if it is DIRECT
     template <bool STRIPED, int K> __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
         constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
         constexpr int      words = x_words(NX);
-        const uint32_t address = words == 1 && shift == 0 ? to : x_address + (to >> shift) * words;
+        const uint32_t address = DIRECT<T, BITS, STRIPED, NX> ? to : x_address + (to >> shift) * words;
         float x[NX];
         load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
 #pragma unroll
@@ -64,7 +70,7 @@ template <typename T, int BITS, int NX> struct group {
     template <bool STRIPED>
     __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
         const uint32_t last = bits.walk(at, weight, [&](auto k, uint32_t to) { add<STRIPED, decltype(k)::value>(to, x_address, sum); });
-        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, STRIPED>;
+        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, STRIPED> * SCALE<T, BITS, STRIPED, NX>;
     }
     // COMPACT: the group has four spilled values
     __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse, float (&sum)[CHAINS][NX]) const {
@@ -314,7 +320,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     const int column = blockIdx.y * NX;
 
     const uint32_t x_address = shared_address(xs);
-    const uint32_t origin    = x_words(NX) == 1 && shift == 0 ? x_address : 0;
+    const uint32_t origin    = DIRECT<T, BITS, STRIPED, NX> ? x_address : 0;
     const uint32_t limit     = in_register(origin + p.lap); // where x starts again
 
     const bool aligned = NX == 1 && p.aligned;
@@ -357,7 +363,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
-        c.at = origin + (s.base * 4 << shift);
+        c.at = origin + (s.base * 4 << shift) * SCALE<T, BITS, STRIPED, NX>;
         return c;
     };
 
@@ -499,11 +505,13 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
 template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
 cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
+    constexpr uint32_t scale = SCALE<T, BITS, STRIPED, NX>;
     if (std::is_same<T, compact_f16>::value) {
-        set_compact_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+        set_compact_weights(p.weight, BITS, STEP<BITS, STRIPED> * scale);
     } else {
         set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
     }
+    p.lap     = static_cast<uint32_t>(p.modulus) * 4 * scale;
     p.aligned = NX == 1 && takes_vectors(p);
     return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
 }

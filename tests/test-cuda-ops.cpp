@@ -669,8 +669,8 @@ void test_attention_does_not_read_hidden_rows() {
 // one token: against op_rope_cache and op_attention one after the other, which the tests above judge
 void test_rope_and_attention_in_one_launch() {
     for (int k = 0; k < 80; k++) {
-        const bool    each_warp = k < 32; // the new row is another warp's in turn
-        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }), kv_heads = pick({ 1, 2, 8 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
+        const bool    each_warp = k < 32, many = k % 20 > 17; // the new row is another warp's in turn; more heads than there is room for clusters
+        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }), kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
         const int64_t rows = 1100, n_kv = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) }), width = head_dim * kv_heads;
         const int64_t row = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
         rope_params r = {};

@@ -702,8 +702,8 @@ bool is_attention_of(const ggml_cgraph * graph, int rope_q, const fused_group & 
             return false;
         }
     }
-    if (node->src[3] && node->src[3]->op != GGML_OP_NONE) {
-        return false; // the kernel reads the mask before earlier ones end
+    if ((node->src[3] && node->src[3]->op != GGML_OP_NONE) || f.set_k->src[1]->op != GGML_OP_NONE || f.set_v->src[1]->op != GGML_OP_NONE) {
+        return false; // the kernel reads the mask and the rows' numbers before earlier ones end
     }
     const optional_view mask(node->src[3]), sinks(node->src[4]);
     return op_rope_attention_supported(get_rope(f.rope_k), view(f.rope_k->src[1]), optional_view(f.rope_k->src[2]).get(), cache_params(f), get_attention(node, mask, sinks));

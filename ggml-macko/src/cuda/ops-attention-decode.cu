@@ -21,9 +21,12 @@ struct decode_args {
     const char    * mask;          // or null
     int64_t         k_nb2, v_nb2;  // from head to head
     uint32_t        k_nb1, v_nb1;
-    int             n_kv, split_size;
+    int             n_kv, block_size; // positions, and those of a block
     int             group, heads, chunks, n_tokens; // heads: heads_per_block
     int64_t         mask_nb1, mask_nb2;
+    float         * dst;
+    const float   * sinks;
+    float           scale, softcap, alibi;
     attention_args  rest;
 };
 
@@ -43,6 +46,10 @@ __device__ __forceinline__ float fast_exp2(float x) {
     return y;
 }
 
+// x is computed here, not where it is used first
+__device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
+template <typename T> __device__ __forceinline__ void compute_now(T *& x) { asm volatile("" : "+l"(x)); }
+
 // 8 x 8 matrix of 16-bit values, lane i holds columns 2 (i % 4) and the next of row i / 4
 __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     uint32_t r;
@@ -50,27 +57,81 @@ __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     return r;
 }
 
-template <int HEAD_DIM, bool ROPE>
-__global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+// Clusters of two blocks (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are: no fence, no second barrier.
+// the same place in the shared memory of a block of the cluster; volatile: where the code stands, in front of a barrier
+__device__ __forceinline__ uint32_t seen_from_cluster(uint32_t address, int rank) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+#endif
+    return address;
+}
+// to a block of the cluster; both addresses: seen_from_cluster()
+__device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float4 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];"
+        ::"r"(to), "r"(arrived), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+#endif
+}
+__device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float2 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to), "r"(arrived), "f"(x.x), "f"(x.y) : "memory");
+#endif
+}
+__device__ __forceinline__ void start_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+// all blocks of the cluster have started; what their threads did before start_cluster() holds
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS_OF(n) __cluster_dims__(n, 1, 1)
+#else
+#define IN_CLUSTERS_OF(n)
+#endif
+
+template <int HEAD_DIM, bool ROPE, int RANKS>
+__global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+    constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS; // a block's part of the sums of all warps of the cluster
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
     constexpr int Q_LD = HEAD_DIM + 32; // columns 64 bytes apart in the banks
     __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD]; // high and low part of each head
     __shared__ __align__(16) __half shared_new[2][HEAD_DIM];       // the new rows of K and V
-    __shared__ __align__(16) float2 raw[(MAX_HEADS + 2) * HALF];   // each thread's own pair
-    __shared__ int64_t shared_id[2];
-    __shared__ float shared_max[MAX_HEADS][WARPS], shared_weight[MAX_HEADS][WARPS];
-    extern __shared__ __align__(16) float shared_sums[]; // [WARPS][heads][HEAD_DIM]
+    constexpr bool BULK = ROPE && bulk_copies::KNOWN; // q does not wait for K then, as an SM's loads come back in order
+    __shared__ __align__(16) float raw[MAX_HEADS + 2][HEAD_DIM];
+    __shared__ float2 shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
+    __shared__ uint64_t barriers[2];
+    extern __shared__ __align__(16) float shared_sums[]; // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts
 
+    const bulk_copies rows_in = { shared_address(&barriers[0]) }, sums_in = { shared_address(&barriers[1]) };
+    if ((BULK || RANKS > 1) && threadIdx.x == 0) {
+        rows_in.init(), sums_in.init();
+    }
+    if (BULK || RANKS > 1) {
+        start_cluster();
+    }
     const int tid = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP), g = lane >> 2, t = lane & 3;
-    const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
+    const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x / RANKS);
     const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
     const int stream  = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
     const int heads   = p.heads, n_mine = min(heads, p.group - chunk * heads); // a power of two; of them there are
     const int head0   = kv_head * p.group + chunk * heads;
-    const int end     = min(p.n_kv, (split + 1) * p.split_size);
-    int       first   = split * p.split_size + warp * 16; // of this warp
+    const int begin   = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
+    int       first   = begin + warp * 16; // of this warp
     const int log_heads = heads >> 1, my_head = t << log_heads >> 2; // of the block's: whose scores and sums this lane has
 
+    if (BULK || RANKS > 1) {
+        wait_for_cluster(); // in front of the loads: it would wait for all of them
+    }
+    int position = 0, k_row = 0, v_row = 0;
+    if constexpr (ROPE) {
+        position = *n.rope.pos, k_row = *reinterpret_cast<const int *>(n.k_id), v_row = *reinterpret_cast<const int *>(n.v_id);
+    }
     __half bias[2]; // of rows g and g + 8
     const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 + (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
     const auto fetch_bias = [&] {
@@ -114,7 +175,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
     if constexpr (ROPE) {
         fetch_bias();
         if (role <= heads) {
-            angle = rotation_of(n.rope, pair, 0);
+            angle = rotation_at(n.rope, static_cast<float>(position), pair, pair);
         }
     }
     const auto sees = [&] { // anybody in the warp
@@ -125,47 +186,94 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
         }
         return __any_sync(FULL_WARP, any) != 0;
     };
-    bool wanted = true;
+    bool wanted = first < end;
     if constexpr (ROPE) {
-        wanted = warp < WARPS / 2 || sees(); // the mask is there before the first half's rows are
+        wanted = wanted && (warp < WARPS / 2 || sees()); // the mask is there before the first half's rows are
         if (wanted) {
             fetch_k();
         }
     }
 #pragma unroll 1
-    for (int pos = split * p.split_size + DECODE_ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
+    for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
         prefetch_row(k_row_of(pos), HEAD_DIM * 2);
         prefetch_row(v_row_of(pos), HEAD_DIM * 2);
+    }
+    const auto raw_row = [&](int i) { // of a role
+        const int    head = head0 + min(i, n_mine - 1);
+        const char * row  = nullptr;
+        if constexpr (ROPE) {
+            row = i < heads ? n.q + head * n.q_nb1 : i == heads ? n.k + kv_head * n.k_nb1 : n.v + kv_head * static_cast<int64_t>(HEAD_DIM * sizeof(float));
+        } else {
+            row = p.rest.q.data + token * p.rest.q.nb[1] + head * p.rest.q.nb[2] + stream * p.rest.q.nb[3];
+        }
+        return reinterpret_cast<const float *>(row);
+    };
+    const bool   copies = BULK && warp == WARPS / 2 && lane < n_roles; // a warp that has nothing else to do, where the context is short
+    const float * copied = nullptr;
+    if (copies) {
+        copied = raw_row(lane);
+        compute_now(copied);
+        if (lane == 0) {
+            rows_in.expect(n_roles * HEAD_DIM * 4);
+        }
     }
     wait_for_previous();
     const bool neighbours = ROPE && n.rope.p.mode == 0;
     const int  i0 = neighbours ? 2 * pair : pair, i1 = neighbours ? i0 + 1 : pair + HALF;
-    if (role < n_roles) {
-        const int    head = head0 + min(role, n_mine - 1);
-        const char * row;
-        if constexpr (ROPE) {
-            row = role < heads ? n.q + head * n.q_nb1 : role == heads ? n.k + kv_head * n.k_nb1 : n.v + kv_head * static_cast<int64_t>(HEAD_DIM * sizeof(float));
-        } else {
-            row = p.rest.q.data + token * p.rest.q.nb[1] + head * p.rest.q.nb[2] + stream * p.rest.q.nb[3];
+    if constexpr (BULK) {
+        if (copies) {
+            rows_in.copy(raw[lane], copied, HEAD_DIM * 4);
         }
-        copy_async<4>(&raw[role * HALF + pair].x, row + i0 * 4);
-        copy_async<4>(&raw[role * HALF + pair].y, row + i1 * 4);
-        if (ROPE && role == 0 && pair < 2) {
-            copy_async<8>(shared_id + pair, pair ? n.v_id : n.k_id);
-        }
+    } else if (role < n_roles) {
+        const float * row = raw_row(role);
+        copy_float(&raw[role][i0], row + i0);
+        copy_float(&raw[role][i1], row + i1);
+    }
+    if constexpr (!BULK) {
+        commit_copies(); // here: it comes back in order, too
     }
     if constexpr (!ROPE) {
         fetch_bias();
-        fetch_k();
+        __syncwarp(); // keeps the order
+        if (wanted) {
+            fetch_k();
+        }
     }
     if (wanted) {
         fetch_v();
     }
-    const float   slope = slope_of(p.rest, head0 + min(my_head, n_mine - 1));
+    const float   slope = p.alibi != 0 ? slope_of(p.rest, head0 + min(my_head, n_mine - 1)) : LOG2_E;
     const int64_t row0  = (static_cast<int64_t>(stream) * p.n_tokens + token) * static_cast<int>(p.rest.dst.ne[1]) + head0;
-    wait_for_copies(); // of these alone, not for K and V
+    if constexpr (!BULK) {
+        wait_for_committed_copies();
+    }
+    if (RANKS > 1 && tid == THREADS / 2) { // each warp that has positions sends its part, seen or not
+        int n_warps = 0;
+        for (int i = 0; i < RANKS; i++) {
+            const int other = static_cast<int>(blockIdx.x / RANKS * RANKS + i) * p.block_size;
+            n_warps += min(WARPS, (max(0, min(p.n_kv - other, p.block_size)) + 15) / 16);
+        }
+        sums_in.expect(n_warps * heads * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
+    }
+    // A head's sums come out of the products in 4 / heads lanes (t), all the same
+    const bool puts  = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
+    const int  ld = heads * DIMS + 4;
+    const int  source = static_cast<int>(blockIdx.x % RANKS) * WARPS + warp;
+    const auto place  = [&](int c) { return shared_sums + source * ld + my_head * DIMS + 8 * (g + 8 * c) % DIMS; };
+    uint32_t   to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
+    if constexpr (RANKS > 1) {
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            const int rank = 8 * (g + 8 * c) / DIMS;
+            to[c] = seen_from_cluster(shared_address(place(c)), rank), to_arrived[c] = seen_from_cluster(sums_in.arrived, rank);
+        }
+        max_to = seen_from_cluster(shared_address(&shared_max[my_head][source]), g % RANKS), max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
+    }
     if (role < n_roles) {
-        const float2 x  = raw[role * HALF + pair];
+        if constexpr (BULK) {
+            rows_in.wait(0);
+        }
+        const float2 x = make_float2(raw[role][i0], raw[role][i1]);
         const bool   rotates = ROPE && role <= heads;
         const float  x0 = saturate_f16(rotates ? x.x * angle.cosine - x.y * angle.sine : x.x), x1 = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
         const __half2 a = split_f16(x0), b = split_f16(x1);
@@ -178,8 +286,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
         }
     }
     __syncthreads();
-    const int k_row = ROPE ? static_cast<int>(shared_id[0]) : 0, v_row = ROPE ? static_cast<int>(shared_id[1]) : 0;
-    if (ROPE && warp == WARPS - 1 && split == 0 && chunk == 0) {
+    if (ROPE && warp == WARPS - 1 && blockIdx.x == 0 && chunk == 0) {
         for (int i = lane; i < HEAD_DIM / 4; i += WARP) { // 16 bytes each
             const int is_v = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
             *reinterpret_cast<uint4 *>(const_cast<char *>(is_v ? v_row_of(v_row) : k_row_of(k_row)) + e * 2) = *reinterpret_cast<const uint4 *>(&shared_new[is_v][e]);
@@ -187,10 +294,7 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
     }
 
     float max = -INFINITY, weight = 0;
-    // The warp's sums so far are in shared memory. A head's come out of the products in 4 / heads lanes (t), all the same
-    const bool puts  = (t & (4 >> log_heads) - 1) == 0;
-    bool       fresh = true;
-    float4   * places = reinterpret_cast<float4 *>(shared_sums + (warp * heads + my_head) * HEAD_DIM + 8 * g);
+    float      sum[C][8] = {}; // of dimensions 8 (g + 8c) on
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
     while (true) { // the same trip count in all warps
         if (sees()) {
@@ -227,9 +331,9 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                score[i] = p.rest.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
+                score[i] = p.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
             }
-            if (p.rest.softcap != 0) {
+            if (p.softcap != 0) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     score[i] = capped(p.rest, score[i]);
@@ -275,19 +379,14 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
             const uint32_t ones[4] = { 0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00 };
             multiply_add<__half>(weights, ones, b0, b1);
             weight = weight * old + (weights[0] + weights[1]);
-            if (puts) {
 #pragma unroll
-                for (int i = 0; i < 2 * C; i++) {
-                    const int c = i / 2 * 4, j = i % 2 * 2;
-                    float4 x = make_float4(out[c][j] + out[c][j + 1], out[c + 1][j] + out[c + 1][j + 1], out[c + 2][j] + out[c + 2][j + 1], out[c + 3][j] + out[c + 3][j + 1]);
-                    if (!fresh) {
-                        const float4 before = places[i / 2 * 16 + i % 2];
-                        x = make_float4(x.x + old * before.x, x.y + old * before.y, x.z + old * before.z, x.w + old * before.w);
-                    }
-                    places[i / 2 * 16 + i % 2] = x;
+            for (int c = 0; c < C; c++) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float * o = &out[4 * c + i % 4][i / 4 * 2];
+                    sum[c][i] = sum[c][i] * old + (o[0] + o[1]);
                 }
             }
-            fresh = false;
         }
         first += DECODE_ROUND;
         if (first - warp * 16 >= end) {
@@ -297,41 +396,77 @@ __global__ void __launch_bounds__(THREADS) attention_decode_kernel(const __grid_
         fetch_k();
         fetch_v();
     }
-    if (fresh && puts) { // nothing was seen
+    if (puts && (RANKS == 1 || sends)) {
 #pragma unroll
-        for (int i = 0; i < 2 * C; i++) {
-            places[i / 2 * 16 + i % 2] = make_float4(0, 0, 0, 0);
+        for (int c = 0; c < C; c++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float4 x = make_float4(sum[c][4 * i], sum[c][4 * i + 1], sum[c][4 * i + 2], sum[c][4 * i + 3]);
+                if constexpr (RANKS > 1) {
+                    send(to[c] + 16 * i, to_arrived[c], x);
+                } else {
+                    reinterpret_cast<float4 *>(place(c))[i] = x;
+                }
+            }
+        }
+        if (g < RANKS) { // to each block
+            if constexpr (RANKS > 1) {
+                send(max_to, max_arrived, make_float2(max, weight));
+            } else {
+                shared_max[my_head][source] = make_float2(max, weight);
+            }
         }
     }
-    if (g == 0 && puts) {
-        shared_max[my_head][warp]    = max;
-        shared_weight[my_head][warp] = weight;
+    // each lane a source's sums of 4 dimensions, which the first 4 lanes then have one each; whole warps
+    constexpr int PIECES = DIMS / 4, HEADS_AT_ONCE = THREADS / SOURCES / PIECES;
+    const int    from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4;
+    const int    cluster_begin = static_cast<int>(blockIdx.x / RANKS) * RANKS * p.block_size, from_pos = from % WARPS * 16;
+    int            sent = RANKS == 1 || (from_pos < p.block_size && cluster_begin + from / WARPS * p.block_size + from_pos < p.n_kv);
+    int            top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e;
+    float        * out  = p.dst + (row0 + piece / PIECES) * HEAD_DIM + static_cast<int>(blockIdx.x % RANKS) * DIMS + e + from;
+    compute_now(sent), compute_now(top_at), compute_now(sum_at), compute_now(out);
+    if constexpr (RANKS > 1) {
+        sums_in.wait(0);
+    } else {
+        __syncthreads();
     }
-    __syncthreads();
-    for (int i = tid; i < n_mine * HEAD_DIM; i += THREADS) { // whole warps
-        const int   r = i / HEAD_DIM, e = i % HEAD_DIM, w = lane % WARPS;
-        const float own = shared_max[r][w];
-        float block_max = own;
+#pragma unroll 1
+    for (int r = piece / PIECES; r < n_mine; r += HEADS_AT_ONCE, top_at += HEADS_AT_ONCE * SOURCES, sum_at += HEADS_AT_ONCE * DIMS, out += HEADS_AT_ONCE * HEAD_DIM) {
+        const float2 top = sent ? shared_max[0][top_at] : make_float2(-INFINITY, 0);
+        const float4 x   = sent ? *reinterpret_cast<const float4 *>(shared_sums + sum_at) : make_float4(0, 0, 0, 0);
+        float all_max = top.x;
 #pragma unroll
-        for (int offset = WARPS / 2; offset > 0; offset /= 2) {
-            block_max = fmaxf(block_max, __shfl_xor_sync(FULL_WARP, block_max, offset));
+        for (int offset = SOURCES / 2; offset > 0; offset /= 2) {
+            all_max = fmaxf(all_max, __shfl_xor_sync(FULL_WARP, all_max, offset));
         }
-        const float factor = rescale(own, block_max), sum_of_weights = warp_sum<WARPS>(factor * shared_weight[r][w]);
-        float sum = 0;
+        const float factor = all_max == -INFINITY ? 0 : fast_exp2(top.x - all_max), sum_of_weights = warp_sum<SOURCES>(factor * top.y);
+        const bool  upper = from & 2, odd = from & 1;
+        const float a = (upper ? x.z : x.x) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.x : x.z) * factor, 2);
+        const float b = (upper ? x.w : x.y) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.y : x.w) * factor, 2);
+        float sum = (odd ? b : a) + __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);
 #pragma unroll
-        for (int j = 0; j < WARPS; j++) {
-            sum += __shfl_sync(FULL_WARP, factor, j) * shared_sums[(j * heads + r) * HEAD_DIM + e];
+        for (int offset = 4; offset < SOURCES; offset *= 2) {
+            sum += __shfl_xor_sync(FULL_WARP, sum, offset);
         }
-        put_sum(p.rest, row0 + r, head0 + r, split, e, sum, block_max, sum_of_weights);
+        if (from < 4) {
+            if constexpr (RANKS > 1) {
+                *out = divided(sum, all_max, sum_of_weights, p.sinks ? p.sinks + head0 + r : nullptr);
+            } else {
+                put_sum(p.rest, row0 + r, head0 + r, split, e + from, sum, all_max, sum_of_weights);
+            }
+        }
     }
-    combine_splits(p.rest, row0, head0, n_mine);
+    if constexpr (RANKS == 1) {
+        combine_splits(p.rest, row0, head0, n_mine);
+    }
 }
 
-template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
+template <int HEAD_DIM, int RANKS> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
     const attention_args & a = d.rest;
-    const dim3   grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.k.ne[2] * a.chunks), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
-    const size_t shared_nbytes = sizeof(float) * WARPS * HEAD_DIM * static_cast<size_t>(a.heads_per_block);
-    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true>, grid, THREADS, shared_nbytes, d, *n) : launch(ctx, attention_decode_kernel<HEAD_DIM, false>, grid, THREADS, shared_nbytes, d, new_row_args{});
+    const dim3   grid(static_cast<unsigned>(a.n_splits * RANKS), static_cast<unsigned>(a.k.ne[2] * a.chunks), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
+    const size_t shared_nbytes = sizeof(float) * RANKS * WARPS * static_cast<size_t>(a.heads_per_block * (HEAD_DIM / RANKS) + 4);
+    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true, RANKS>, grid, THREADS, shared_nbytes, d, *n)
+             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS>, grid, THREADS, shared_nbytes, d, new_row_args{});
 }
 
 } // namespace
@@ -344,11 +479,16 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     decode_args d = {};
     d.k = a.k.data, d.v = a.v.data, d.mask = a.has_mask ? a.mask.data : nullptr;
     d.k_nb1 = static_cast<uint32_t>(a.k.nb[1]), d.v_nb1 = static_cast<uint32_t>(a.v.nb[1]), d.k_nb2 = a.k.nb[2], d.v_nb2 = a.v.nb[2];
-    d.n_kv  = static_cast<int>(a.k.ne[1]), d.split_size = a.split_size, d.n_tokens = static_cast<int>(a.q.ne[1]);
+    d.n_kv  = static_cast<int>(a.k.ne[1]), d.block_size = (a.split_size + 16 * a.ranks - 1) / (16 * a.ranks) * 16, d.n_tokens = static_cast<int>(a.q.ne[1]);
     d.group = a.group, d.heads = a.heads_per_block, d.chunks = a.chunks;
     d.mask_nb1 = a.mask.nb[1], d.mask_nb2 = a.mask_nb2;
+    d.dst   = reinterpret_cast<float *>(a.dst.data), d.sinks = a.sinks;
+    d.scale = a.scale, d.softcap = a.softcap, d.alibi = a.alibi;
     d.rest  = a;
-    return a.k.ne[0] == 64 ? launch_rows<64>(ctx, d, n) : launch_rows<128>(ctx, d, n);
+    if (a.ranks == 2) {
+        return a.k.ne[0] == 64 ? launch_rows<64, 2>(ctx, d, n) : launch_rows<128, 2>(ctx, d, n);
+    }
+    return a.k.ne[0] == 64 ? launch_rows<64, 1>(ctx, d, n) : launch_rows<128, 1>(ctx, d, n);
 }
 
 } // namespace macko

@@ -352,7 +352,7 @@ template <typename T, int HEAD_DIM> __device__ __forceinline__ void load_tile(__
         if (first + row >= n) {
             *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
         } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
-            copy_async<16>(place, source + e * 2);
+            copy_float4(reinterpret_cast<float *>(place), reinterpret_cast<const float *>(source + e * 2));
         } else {
             float f[8];
             T::load8(source, e, f);
@@ -567,6 +567,13 @@ int chunk_count(const attention_params & p) { // blocks per KV head, for one spl
     return static_cast<int>((group + g - 1) / g);
 }
 
+// Blocks of a cluster, which share the positions of a short context. A block fills an SM, so that all of a head's K and V come to one SM otherwise, and
+// their way there is most of the time; a GPU of 132 SMs has room for 66 clusters of two. Longer contexts keep all SMs busy without.
+int cluster_size(const op_context & ctx, const attention_params & p) {
+    const int64_t blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
+    return ctx.cc >= 90 && attention_decode_supported(p) && blocks <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128 ? 2 : 1;
+}
+
 // positions of a split
 int split_size(const attention_params & p) {
     const int64_t n_kv = p.k.ne[1], blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
@@ -694,8 +701,9 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
     a.v_streams   = static_cast<int>(p.q.ne[3] / p.v.ne[3]);
     a.mask_nb2    = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3    = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
-    a.n_splits   = split_count(p);
-    a.split_size = split_size(p);
+    a.ranks      = cluster_size(ctx, p);
+    a.n_splits   = a.ranks > 1 ? 1 : split_count(p);
+    a.split_size = a.ranks > 1 ? static_cast<int>(p.k.ne[1]) : split_size(p);
     a.partial    = reinterpret_cast<float *>(scratch);
     a.counters   = ctx.counters;
     return a;

@@ -25,7 +25,8 @@ struct attention_args {
     int           heads_per_block, chunks; // query heads that share what a block reads; blocks per KV head for all of them
     int           k_streams, v_streams; // consecutive streams of q that share one of K, V
     int64_t       mask_nb2, mask_nb3;   // 0 where the mask is shared
-    int           n_splits, split_size;
+    int           ranks;      // blocks of a cluster, which share the positions of the only split (attention_decode_kernel); or 1
+    int           n_splits, split_size; // positions
     float       * partial; // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
     unsigned    * counters;
     op_tensor     dst, q, k, v, mask;
@@ -60,23 +61,14 @@ static __device__ __forceinline__ void prefetch_row(const char * row, int nbytes
     }
 }
 
-// 4, 8 or 16 bytes to shared memory, past the registers where a GPU can; complete after wait_for_copies() for this thread, behind a barrier for all
-template <int NBYTES> static __device__ __forceinline__ void copy_async(void * shared, const void * global) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (NBYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(shared)), "l"(global));
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(shared)), "l"(global), "n"(NBYTES));
+// A head's sums over all positions, made against the maximum `max`, divided by the sum of the weights. sink: the head's, or null
+static __device__ __forceinline__ float divided(float sum, float max, float weight, const float * sink) {
+    if (sink) {
+        const float s = *sink * LOG2_E, with_sink = fmaxf(max, s), f = rescale(max, with_sink);
+        sum   *= f;
+        weight = weight * f + exp2f(s - with_sink);
     }
-#else
-    using piece = std::conditional_t<NBYTES == 16, uint4, std::conditional_t<NBYTES == 8, uint2, uint32_t>>;
-    *static_cast<piece *>(shared) = *static_cast<const piece *>(global);
-#endif
-}
-static __device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+    return weight > 0 ? __fdividef(sum, weight) : 0;
 }
 
 // Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of dst, and of partial
@@ -91,12 +83,7 @@ static __device__ __forceinline__ void put_sum(const attention_args & p, int64_t
         }
         return;
     }
-    if (p.sinks) {
-        const float sink = p.sinks[head] * LOG2_E, with_sink = fmaxf(max, sink), f = rescale(max, with_sink);
-        sum   *= f;
-        weight = weight * f + exp2f(sink - with_sink);
-    }
-    reinterpret_cast<float *>(p.dst.data)[row * head_dim + e] = weight > 0 ? __fdividef(sum, weight) : 0;
+    reinterpret_cast<float *>(p.dst.data)[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
 }
 
 // By all threads of a block, behind put_sum: the last block of these rows to come combines their splits, in order, so that the result does not

@@ -4,10 +4,9 @@
 #pragma once
 
 #include "cuda/ops-common.cuh"
+#include "cuda/sparse-copies.cuh"
 
 namespace macko {
-
-static __device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8
 static __device__ __forceinline__ void load_matrices(uint32_t r[4], const void * row) {

@@ -14,10 +14,30 @@ struct rope_args {
     const int32_t * pos;
     int64_t         n_pos;   // tokens: stride between the position streams of MROPE
     const float   * factors;
-    float           theta_scale, corr_low, corr_high;
+    float           log2_step, log2_step_low, corr_low, corr_high; // log2_step: of the frequencies' logarithms, in two parts
 };
 
 struct rotation { float cosine, sine; };
+
+// at a position: of pair `pair`, whose frequency is freq_base^(-2 power / n_dims)
+static __device__ __forceinline__ rotation rotation_at(const rope_args & a, float position, int pair, int power) {
+    const float n = static_cast<float>(power), exponent = n * a.log2_step, rest = fmaf(n, a.log2_step, -exponent) + n * a.log2_step_low;
+    const float frequency = exp2f(exponent), base = position * fmaf(frequency, rest * 0.69314718f, frequency);
+    const float extrapolated = a.factors ? base / a.factors[pair] : base;
+    float theta     = a.p.freq_scale * extrapolated;
+    float magnitude = a.p.attn_factor;
+    if (a.p.ext_factor != 0) { // YaRN
+        const float ramp = 1 - fminf(1, fmaxf(0, (static_cast<float>(pair) - a.corr_low) / fmaxf(0.001f, a.corr_high - a.corr_low)));
+        const float mix  = ramp * a.p.ext_factor;
+        theta      = theta * (1 - mix) + extrapolated * mix;
+        magnitude *= 1 + 0.1f * logf(1 / a.p.freq_scale);
+    }
+    rotation r;
+    sincosf(theta, &r.sine, &r.cosine);
+    r.cosine *= magnitude;
+    r.sine   *= magnitude;
+    return r;
+}
 
 // angle of pair `pair` (0 ... n_dims/2-1, beyond for VISION) of token t
 static __device__ __forceinline__ rotation rotation_of(const rope_args & a, int pair, int64_t t) {
@@ -37,21 +57,7 @@ static __device__ __forceinline__ rotation rotation_of(const rope_args & a, int 
             power = at - (stream == 0 ? 0 : stream == 1 ? s[0] : stream == 2 ? second : third);
         }
     }
-    const float base  = static_cast<float>(a.pos[t + stream * a.n_pos]) * powf(a.theta_scale, static_cast<float>(power));
-    const float extrapolated = a.factors ? base / a.factors[pair] : base;
-    float theta     = a.p.freq_scale * extrapolated;
-    float magnitude = a.p.attn_factor;
-    if (a.p.ext_factor != 0) { // YaRN
-        const float ramp = 1 - fminf(1, fmaxf(0, (static_cast<float>(pair) - a.corr_low) / fmaxf(0.001f, a.corr_high - a.corr_low)));
-        const float mix  = ramp * a.p.ext_factor;
-        theta      = theta * (1 - mix) + extrapolated * mix;
-        magnitude *= 1 + 0.1f * logf(1 / a.p.freq_scale);
-    }
-    rotation r;
-    sincosf(theta, &r.sine, &r.cosine);
-    r.cosine *= magnitude;
-    r.sine   *= magnitude;
-    return r;
+    return rotation_at(a, static_cast<float>(a.pos[t + stream * a.n_pos]), pair, power);
 }
 
 inline float correction_dim(const rope_params & p, float n_rotations) {
@@ -64,7 +70,9 @@ inline rope_args make_rope_args(const rope_params & p, const op_tensor & pos, co
     a.pos         = reinterpret_cast<const int32_t *>(pos.data);
     a.n_pos       = n_tokens;
     a.factors     = factors ? reinterpret_cast<const float *>(factors->data) : nullptr;
-    a.theta_scale = std::pow(p.freq_base, -2.0f / static_cast<float>(p.n_dims));
+    const double step = -2 * std::log2(static_cast<double>(p.freq_base)) / p.n_dims;
+    a.log2_step     = static_cast<float>(step);
+    a.log2_step_low = static_cast<float>(step - static_cast<double>(a.log2_step));
     a.corr_low    = std::fmax(0.0f, std::floor(correction_dim(p, p.beta_fast)));
     a.corr_high   = std::fmin(static_cast<float>(p.n_dims - 1), std::ceil(correction_dim(p, p.beta_slow)));
     return a;

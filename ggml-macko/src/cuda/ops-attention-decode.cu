@@ -5,7 +5,9 @@
 // Order of the dimensions inside a product is free: both operands are read in pieces of 16 bytes as they lie in memory.
 // The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that follow one another. An SM's
 // loads come back in order. So what the scores need is requested first: the mask and K before the wait for the kernel before (with ROPE, where
-// that kernel wrote nothing to the cache), then q, then V.
+// that kernel wrote nothing to the cache), then q, then V. With ROPE, q comes by bulk copies where there are some: they do not queue up behind K.
+// Short contexts (RANKS = 2): the positions of a head are those of a cluster of two blocks, on two SMs; each warp sends the first half of its sums
+// to one block, the second to the other.
 #include "cuda/ops-attention.cuh"
 
 namespace macko {
@@ -24,8 +26,7 @@ struct decode_args {
     int             n_kv, block_size; // positions, and those of a block
     int             group, heads, chunks, n_tokens; // heads: heads_per_block
     int64_t         mask_nb1, mask_nb2;
-    float         * dst;
-    const float   * sinks;
+    sum_places      sums;
     float           scale, softcap, alibi;
     attention_args  rest;
 };
@@ -46,9 +47,9 @@ __device__ __forceinline__ float fast_exp2(float x) {
     return y;
 }
 
-// x is computed here, not where it is used first
+// x is computed here, in front of a wait, not where it is used first
 __device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
-template <typename T> __device__ __forceinline__ void compute_now(T *& x) { asm volatile("" : "+l"(x)); }
+__device__ __forceinline__ void compute_now(const float *& x) { asm volatile("" : "+l"(x)); }
 
 // 8 x 8 matrix of 16-bit values, lane i holds columns 2 (i % 4) and the next of row i / 4
 __device__ __forceinline__ uint32_t transposed(__half2 rows) {
@@ -57,8 +58,10 @@ __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     return r;
 }
 
-// Clusters of two blocks (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are: no fence, no second barrier.
-// the same place in the shared memory of a block of the cluster; volatile: where the code stands, in front of a barrier
+// Clusters (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are: so neither a barrier of all
+// threads of the cluster is needed, whose release is a fence of the whole GPU, nor any other fence.
+
+// the same place in the shared memory of a block of the cluster; volatile: computed where it stands
 __device__ __forceinline__ uint32_t seen_from_cluster(uint32_t address, int rank) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
@@ -109,23 +112,24 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     extern __shared__ __align__(16) float shared_sums[]; // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts
 
     const bulk_copies rows_in = { shared_address(&barriers[0]) }, sums_in = { shared_address(&barriers[1]) };
-    if ((BULK || RANKS > 1) && threadIdx.x == 0) {
-        rows_in.init(), sums_in.init();
-    }
-    if (BULK || RANKS > 1) {
+    if constexpr (BULK || RANKS > 1) {
+        if (threadIdx.x == 0) {
+            rows_in.init(), sums_in.init();
+        }
         start_cluster();
     }
     const int tid = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP), g = lane >> 2, t = lane & 3;
-    const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x / RANKS);
+    const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z);
+    const int rank = RANKS > 1 ? static_cast<int>(blockIdx.x) : 0, split = RANKS > 1 ? 0 : static_cast<int>(blockIdx.x);
     const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
     const int stream  = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
-    const int heads   = p.heads, n_mine = min(heads, p.group - chunk * heads); // a power of two; of them there are
+    const int heads   = RANKS > 1 ? 1 : p.heads, n_mine = RANKS > 1 ? 1 : min(heads, p.group - chunk * heads); // a power of two; of them there are
     const int head0   = kv_head * p.group + chunk * heads;
     const int begin   = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
     int       first   = begin + warp * 16; // of this warp
     const int log_heads = heads >> 1, my_head = t << log_heads >> 2; // of the block's: whose scores and sums this lane has
 
-    if (BULK || RANKS > 1) {
+    if constexpr (BULK || RANKS > 1) {
         wait_for_cluster(); // in front of the loads: it would wait for all of them
     }
     int position = 0, k_row = 0, v_row = 0;
@@ -208,7 +212,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         }
         return reinterpret_cast<const float *>(row);
     };
-    const bool   copies = BULK && warp == WARPS / 2 && lane < n_roles; // a warp that has nothing else to do, where the context is short
+    const bool    copies = BULK && warp == WARPS / 2 && lane < n_roles; // a warp that has nothing else to do, where the context is short
     const float * copied = nullptr;
     if (copies) {
         copied = raw_row(lane);
@@ -250,22 +254,21 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     if (RANKS > 1 && tid == THREADS / 2) { // each warp that has positions sends its part, seen or not
         int n_warps = 0;
         for (int i = 0; i < RANKS; i++) {
-            const int other = static_cast<int>(blockIdx.x / RANKS * RANKS + i) * p.block_size;
-            n_warps += min(WARPS, (max(0, min(p.n_kv - other, p.block_size)) + 15) / 16);
+            n_warps += min(WARPS, (max(0, min(p.n_kv - i * p.block_size, p.block_size)) + 15) / 16);
         }
-        sums_in.expect(n_warps * heads * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
+        sums_in.expect(n_warps * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
     }
     // A head's sums come out of the products in 4 / heads lanes (t), all the same
     const bool puts  = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
     const int  ld = heads * DIMS + 4;
-    const int  source = static_cast<int>(blockIdx.x % RANKS) * WARPS + warp;
+    const int  source = rank * WARPS + warp;
     const auto place  = [&](int c) { return shared_sums + source * ld + my_head * DIMS + 8 * (g + 8 * c) % DIMS; };
     uint32_t   to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
     if constexpr (RANKS > 1) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const int rank = 8 * (g + 8 * c) / DIMS;
-            to[c] = seen_from_cluster(shared_address(place(c)), rank), to_arrived[c] = seen_from_cluster(sums_in.arrived, rank);
+            const int of = 8 * (g + 8 * c) / DIMS;
+            to[c] = seen_from_cluster(shared_address(place(c)), of), to_arrived[c] = seen_from_cluster(sums_in.arrived, of);
         }
         max_to = seen_from_cluster(shared_address(&shared_max[my_head][source]), g % RANKS), max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
     }
@@ -293,8 +296,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         }
     }
 
-    float max = -INFINITY, weight = 0;
-    float      sum[C][8] = {}; // of dimensions 8 (g + 8c) on
+    float max = -INFINITY, weight = 0, sum[C][8] = {}; // of dimensions 8 (g + 8c) on
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
     while (true) { // the same trip count in all warps
         if (sees()) {
@@ -419,19 +421,17 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     }
     // each lane a source's sums of 4 dimensions, which the first 4 lanes then have one each; whole warps
     constexpr int PIECES = DIMS / 4, HEADS_AT_ONCE = THREADS / SOURCES / PIECES;
-    const int    from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4;
-    const int    cluster_begin = static_cast<int>(blockIdx.x / RANKS) * RANKS * p.block_size, from_pos = from % WARPS * 16;
-    int            sent = RANKS == 1 || (from_pos < p.block_size && cluster_begin + from / WARPS * p.block_size + from_pos < p.n_kv);
-    int            top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e;
-    float        * out  = p.dst + (row0 + piece / PIECES) * HEAD_DIM + static_cast<int>(blockIdx.x % RANKS) * DIMS + e + from;
-    compute_now(sent), compute_now(top_at), compute_now(sum_at), compute_now(out);
+    const int from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4, from_pos = from % WARPS * 16;
+    int       sent = RANKS == 1 || (from_pos < p.block_size && from / WARPS * p.block_size + from_pos < p.n_kv);
+    int       top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e, at = rank * DIMS + e + from; // at: in the head's row
+    compute_now(sent), compute_now(top_at), compute_now(sum_at), compute_now(at);
     if constexpr (RANKS > 1) {
         sums_in.wait(0);
     } else {
         __syncthreads();
     }
 #pragma unroll 1
-    for (int r = piece / PIECES; r < n_mine; r += HEADS_AT_ONCE, top_at += HEADS_AT_ONCE * SOURCES, sum_at += HEADS_AT_ONCE * DIMS, out += HEADS_AT_ONCE * HEAD_DIM) {
+    for (int r = piece / PIECES; r < n_mine; r += HEADS_AT_ONCE, top_at += HEADS_AT_ONCE * SOURCES, sum_at += HEADS_AT_ONCE * DIMS) {
         const float2 top = sent ? shared_max[0][top_at] : make_float2(-INFINITY, 0);
         const float4 x   = sent ? *reinterpret_cast<const float4 *>(shared_sums + sum_at) : make_float4(0, 0, 0, 0);
         float all_max = top.x;
@@ -449,11 +449,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
             sum += __shfl_xor_sync(FULL_WARP, sum, offset);
         }
         if (from < 4) {
-            if constexpr (RANKS > 1) {
-                *out = divided(sum, all_max, sum_of_weights, p.sinks ? p.sinks + head0 + r : nullptr);
-            } else {
-                put_sum(p.rest, row0 + r, head0 + r, split, e + from, sum, all_max, sum_of_weights);
-            }
+            put_sum(p.sums, HEAD_DIM, row0 + r, head0 + r, split, at, sum, all_max, sum_of_weights);
         }
     }
     if constexpr (RANKS == 1) {
@@ -482,7 +478,7 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     d.n_kv  = static_cast<int>(a.k.ne[1]), d.block_size = (a.split_size + 16 * a.ranks - 1) / (16 * a.ranks) * 16, d.n_tokens = static_cast<int>(a.q.ne[1]);
     d.group = a.group, d.heads = a.heads_per_block, d.chunks = a.chunks;
     d.mask_nb1 = a.mask.nb[1], d.mask_nb2 = a.mask_nb2;
-    d.dst   = reinterpret_cast<float *>(a.dst.data), d.sinks = a.sinks;
+    d.sums  = places_of(a);
     d.scale = a.scale, d.softcap = a.softcap, d.alibi = a.alibi;
     d.rest  = a;
     if (a.ranks == 2) {

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP) attention_vec_kerne
             sum += f * shared_sums[(j * G + g) * LANES * 8 + e];
             w   += f * shared_weight[j][g];
         }
-        put_sum(p, row0 + g, head0 + g, split, e, sum, m, w);
+        put_sum(places_of(p), static_cast<int>(p.dst.ne[0]), row0 + g, head0 + g, split, e, sum, m, w);
     }
     combine_splits(p, row0, head0, n_mine);
 }
@@ -571,7 +571,7 @@ int chunk_count(const attention_params & p) { // blocks per KV head, for one spl
 // their way there is most of the time; a GPU of 132 SMs has room for 66 clusters of two. Longer contexts keep all SMs busy without.
 int cluster_size(const op_context & ctx, const attention_params & p) {
     const int64_t blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
-    return ctx.cc >= 90 && attention_decode_supported(p) && blocks <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128 ? 2 : 1;
+    return ctx.cc >= 90 && attention_decode_supported(p) && heads_per_block(p) == 1 && blocks <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128 ? 2 : 1;
 }
 
 // positions of a split

@@ -71,9 +71,16 @@ static __device__ __forceinline__ float divided(float sum, float max, float weig
     return weight > 0 ? __fdividef(sum, weight) : 0;
 }
 
+// where sums go, and what put_sum needs to know
+struct sum_places {
+    float       * dst, * partial; // see attention_args
+    const float * sinks;
+    int           n_splits;
+};
+static __host__ __device__ __forceinline__ sum_places places_of(const attention_args & p) { return { reinterpret_cast<float *>(p.dst.data), p.partial, p.sinks, p.n_splits }; }
+
 // Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of dst, and of partial
-static __device__ __forceinline__ void put_sum(const attention_args & p, int64_t row, int head, int split, int e, float sum, float max, float weight) {
-    const int head_dim = static_cast<int>(p.dst.ne[0]);
+static __device__ __forceinline__ void put_sum(const sum_places & p, int head_dim, int64_t row, int head, int split, int e, float sum, float max, float weight) {
     if (p.n_splits > 1) {
         float * out = p.partial + (row * p.n_splits + split) * (head_dim + 2);
         out[e] = sum;
@@ -83,7 +90,7 @@ static __device__ __forceinline__ void put_sum(const attention_args & p, int64_t
         }
         return;
     }
-    reinterpret_cast<float *>(p.dst.data)[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
+    p.dst[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
 }
 
 // By all threads of a block, behind put_sum: the last block of these rows to come combines their splits, in order, so that the result does not

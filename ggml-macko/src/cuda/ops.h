@@ -183,7 +183,7 @@ struct attention_params {
 bool        op_attention_supported(const attention_params & p);
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
 size_t      op_attention_scratch_nbytes(const attention_params & p);
-// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos, factors and mask: of no
+// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos, factors, mask, row numbers: of no
 // kernel of this graph. dst overlaps none of c.q, c.k, c.v.
 bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p);
 cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p, char * scratch);

@@ -189,6 +189,7 @@ struct row_maker {
     const cuda_sparse_matrix & m;
     std::vector<int32_t>       columns; // of the row
     std::vector<cuda_sparse_spilled> spill; // of all rows so far
+    int64_t                    overshoot = 0; // that they need, in words
 
     void read_columns(int64_t row) {
         columns.resize(static_cast<size_t>(view.arrays().row_ptr[row + 1] - view.arrays().row_ptr[row]));
@@ -237,11 +238,24 @@ struct row_maker {
         return at;
     }
 
+    // what a kernel that starts at a place reads of x behind its end, before it looks whether x wrapped; n: entries at `code`, whole segments
+    void count_overshoot(int64_t place, const uint8_t * code, int64_t n) {
+        for (int64_t s = 0; s < n && m.delta_bits < 8; s += CUDA_BLOCKS_SEGMENT) {
+            uint64_t codes;
+            memcpy(&codes, code + s, sizeof(codes));
+            const int64_t gaps = static_cast<int64_t>(codes * 0x0101010101010101u >> 56); // their sum: at most 8 * 15
+            overshoot = std::max(overshoot, word_of(place) + (gaps + CUDA_BLOCKS_SEGMENT) * 32 - (32 * m.stripe - 1));
+            place += gaps + CUDA_BLOCKS_SEGMENT;
+        }
+    }
+
     // The group of a block, of which entries begin ... end-1 are the row's; at: where its first entry is without a gap; returns where it is behind the group
     int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
         const uint8_t * data = block_data(block);
         uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK], words[QUANT_BLOCK];
+        const int64_t from = at;
         at = encode(data, begin, end, column, at + begin, copy, q, code);
+        count_overshoot(copy + from, code, QUANT_BLOCK);
         pack_values(q, m.value_type, words);
         const int     value_words = blocks_value_words(m.value_type);
         uint8_t     * tile = m.values + slot / CUDA_BLOCKS_TILE * blocks_tile_nbytes(value_words, m.delta_bits);
@@ -269,6 +283,7 @@ struct row_maker {
         }
         to.scale = quant_scale_bits(data);
         to.word  = word_of(copy + *column - (begin - skip));
+        count_overshoot(copy + *column - (begin - skip), code + skip, CUDA_BLOCKS_SEGMENT);
         return to;
     }
 
@@ -315,7 +330,7 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     m = cuda_blocks_bind(desc, shape, max_spill, nullptr);
     out->memory.resize(static_cast<size_t>(m.nbytes));
     m = cuda_blocks_bind(desc, shape, max_spill, out->memory.data());
-    std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {} });
+    std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {}, 0 });
     const auto first_row = [&](int64_t i) { return rows * i / n_threads; };
     place_rows(view, m);
 #pragma omp parallel for schedule(static, 1) num_threads(n_threads)
@@ -326,7 +341,9 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
         }
     }
     out->n_spill = 0;
+    m.overshoot  = 0;
     for (int i = 0; i < n_threads; i++) {
+        m.overshoot = std::max(m.overshoot, static_cast<int32_t>((makers[static_cast<size_t>(i)].overshoot + 31) / 32 * 32));
         const std::vector<cuda_sparse_spilled> & spill = makers[static_cast<size_t>(i)].spill;
         const int64_t before = out->n_spill;
         for (int64_t r = first_row(i); r < first_row(i + 1); r++) {

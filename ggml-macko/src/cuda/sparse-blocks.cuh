@@ -248,6 +248,12 @@ __device__ __forceinline__ void fill_column(const block_memory & s, const sparse
     const float most = __uint_as_float(warp_max_bits(lane < warps ? s.largest[lane] : 0u));
     const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // of NaN both false
     const float inverse = !zero && finite ? 32767.0f * __frcp_rn(most) : 0.0f;
+    if (warp == warps - 1) { // the one with the least rows: nobody waits for it at the barrier
+        const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
+        if (lane == 0) {
+            s.scales[i] = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
+        }
+    }
     uint16_t * x = reinterpret_cast<uint16_t *>(s.x) + i;
     switch (p.lanes) {
         case 8:  store_rows<NX, 4>(column, x, rows, p.rows_of_warp, inverse); break;
@@ -255,12 +261,6 @@ __device__ __forceinline__ void fill_column(const block_memory & s, const sparse
         default: store_rows<NX, 1>(column, x, rows, p.rows_of_warp, inverse); break;
     }
     store_rows<NX, 1>(column, x, behind, p.again_of_warp, inverse);
-    if (warp == 0) {
-        const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
-        if (lane == 0) {
-            s.scales[i] = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
-        }
-    }
     __syncthreads();
 }
 
@@ -537,8 +537,11 @@ template <typename V, int BITS> cudaError_t launch_blocks_bits(sparse_launch & p
     CUDA_TRY(cuda_current_device(&device));
     switch (nx) {
         case 1:
-            // rows for 16 warps only: each has more of its runs in flight
-            return p.n_units <= 16 * device.multiprocessors ? launch_blocks_config<V, BITS, 1, 512, 4>(p, grid_y, stream) : launch_blocks_config<V, BITS, 1, 768, 2>(p, grid_y, stream);
+            if (p.n_units <= 16 * device.multiprocessors) { // rows for 16 warps only: each has more of its runs in flight
+                return launch_blocks_config<V, BITS, 1, 512, 4>(p, grid_y, stream);
+            }
+            // a third group where registers have room for it, and runs are long (codes of 3 bits)
+            return launch_blocks_config<V, BITS, 1, 768, V::WORDS == 4 && BITS == 3 ? 3 : 2>(p, grid_y, stream);
         case 2:  return launch_blocks_config<V, BITS, 2, 768, 2>(p, grid_y, stream);
         default: return launch_blocks_config<V, BITS, 4, 512, 2>(p, grid_y, stream);
     }

@@ -64,7 +64,7 @@ constexpr blocks_run blocks_run_of(int n, int lane, int lane_bits) {
 constexpr int blocks_lane_bits(int lanes) { return lanes == 8 ? 3 : lanes == 16 ? 4 : 5; }
 // bytes of a row with its bases
 constexpr int blocks_row_nbytes(int lanes) { return static_cast<int>(sizeof(cuda_blocks_row)) + 2 * lanes; }
-// words behind x that the entries of a segment may touch
+// words behind x that the entries of a segment may touch; those of a matrix touch fewer: cuda_blocks_make() counts them
 constexpr int64_t blocks_overshoot(int bits) { return bits < 8 ? (CUDA_BLOCKS_SEGMENT << bits) * 32 : 0; }
 
 // words of shared memory for a column of x in float32

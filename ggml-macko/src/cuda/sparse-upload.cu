@@ -546,6 +546,7 @@ int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & 
         outgrown->reset(dst);
     }
     *out = cuda_blocks_bind(desc, used, max_spill, dst);
+    out->overshoot = image.matrix.overshoot;
     return s.copy(dst, image.memory.data(), out->nbytes);
 }
 

@@ -1,7 +1,8 @@
 // ggml's vtables for an NVIDIA GPU. All work of a device, of every context and buffer, goes to one stream: copies, clears and kernels are
 // ordered by construction. Copies from and to host memory block, but for small writes, which wait for the next use of the stream (the smallest,
 // which then go in one launch) or pass through a pinned ring.
-// A CUDA error makes the device dead: every later graph fails, every read returns NaN bytes. CUDA offers no recovery within a process.
+// A CUDA error makes the device dead: every later graph fails, every read returns NaN bytes. CUDA offers no recovery within a process. Memory that is
+// wanting for a buffer, a context or a graph makes that fail alone.
 #include "cuda/device.h"
 
 #include "backend/load.h"
@@ -116,14 +117,23 @@ struct gpu {
             log_error("%s: the CUDA context belongs to the parent process: load the model after fork()\n", name.c_str());
             return false;
         }
-        if (!check(cudaSetDevice(id), "cudaSetDevice")) {
+        if (!check_memory(cudaSetDevice(id), "cudaSetDevice")) {
             return false;
         }
         int least = 0, most = 0; // products before the panels that are made beside them
-        return stream || (check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
-            check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate") && check(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost"));
+        return stream || (check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") && (ring || check_memory(cudaMallocHost(&ring, RING_NBYTES), "cudaMallocHost")) &&
+            check_memory(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate"));
     }
 
+    // for what leaves everything as it was if there is no memory, of the GPU or for its driver: kernels are loaded on first use, too. Others may have taken it for a moment only
+    bool check_memory(cudaError_t error, const char * what) {
+        if (error != cudaErrorMemoryAllocation) {
+            return check(error, what);
+        }
+        cudaGetLastError(); // not sticky
+        log_error("%s: %s: out of memory; free some and try again\n", name.c_str(), what);
+        return false;
+    }
     bool check(cudaError_t error, const char * what) {
         if (error == cudaSuccess) {
             return true;
@@ -580,7 +590,7 @@ bool queue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
     const ggml_tensor * failed = nullptr;
     ctx.ops.stream = ctx.device.stream;
     const cudaError_t error = graph_queue(ctx.ops, graph, ctx.use_fusion, &failed);
-    return error == cudaSuccess || ctx.device.check(error, failed->name);
+    return error == cudaSuccess || ctx.device.check_memory(error, failed->name);
 }
 
 // false: it cannot be captured (and nothing was queued)
@@ -670,7 +680,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     capture & c = ctx.captures[at];
     c.last_used = ++ctx.clock;
     if (known && (c.exec || (!c.failed && make_capture(ctx, graph, c)))) {
-        return device.check(cudaGraphLaunch(c.exec, device.stream), "cudaGraphLaunch") ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+        return device.check_memory(cudaGraphLaunch(c.exec, device.stream), "cudaGraphLaunch") ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
     }
     return queue_eagerly(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED; // the first time, and what cannot be captured
 }
@@ -791,8 +801,10 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     context->ops.n_sm          = device.n_sm;
     context->ops.shared_nbytes = device.shared_nbytes;
     context->ops.overlap       = device.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
-    if (!device.check(cudaStreamCreateWithFlags(&context->capture_stream, cudaStreamNonBlocking), "cudaStreamCreate") ||
-        !device.check(cudaMalloc(&context->counters, N_COUNTERS * sizeof(unsigned)), "cudaMalloc") || !device.fill(context->counters, 0, N_COUNTERS * sizeof(unsigned))) {
+    constexpr size_t counters_nbytes = N_COUNTERS * sizeof(unsigned);
+    if (!device.check_memory(cudaStreamCreateWithFlags(&context->capture_stream, cudaStreamNonBlocking), "cudaStreamCreate") ||
+        !device.check_memory(cudaMalloc(&context->counters, counters_nbytes), "cudaMalloc") ||
+        !device.check_memory(cudaMemsetAsync(context->counters, 0, counters_nbytes, device.stream), "cudaMemset") || !device.synchronize()) {
         return nullptr;
     }
     context->ops.counters = context->counters;

@@ -328,7 +328,7 @@ def test_two_models_mix(demo, experts):
     np.testing.assert_array_equal(logits(second, tokens), want[1])
 
 
-OUT_OF_MEMORY = """
+FULL_GPU = """
 import ctypes, sys
 sys.path.insert(0, {tests!r})
 from test_gpu import *
@@ -342,18 +342,44 @@ base.ggml_backend_buft_alloc_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t
 base.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
 buft = base.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
 held = []
-for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest fits
-    while buffer := base.ggml_backend_buft_alloc_buffer(buft, size):
-        held.append(buffer)
+def fill():
+    for size in (1 << 30, 1 << 26, 1 << 21, 1 << 16): # until not even the smallest fits
+        while buffer := base.ggml_backend_buft_alloc_buffer(buft, size):
+            held.append(buffer)
+def empty():
+    while held:
+        base.ggml_backend_buffer_free(held.pop())
+"""
+OUT_OF_MEMORY = (
+    FULL_GPU
+    + """
+fill()
 try:
     open_model({path!r}, verbose=True)
     print("loaded")
 except (ValueError, MemoryError) as e:
     print("refused:", e)
-for buffer in held:
-    base.ggml_backend_buffer_free(buffer)
+empty()
 print(greedy(open_model({path!r}), 16))
 """
+)
+BUSY_OUT_OF_MEMORY = (
+    FULL_GPU
+    + """
+llama = open_model({path!r})
+before = greedy(llama, 16)
+fill()
+for attempt in (lambda: open_model({path!r}), lambda: greedy(llama, 4, PROMPT * 8)): # whose kernels are not loaded yet
+    try:
+        attempt()
+        print("done")
+    except (ValueError, MemoryError, RuntimeError) as e:
+        print("refused:", e)
+empty()
+llama.reset()
+print([greedy(llama, 16) == before, greedy(open_model({path!r}), 16) == before])
+"""
+)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
@@ -370,6 +396,15 @@ def test_full_gpu_crashes_or_stays_silent(demo, kind):
     lines = [line for line in load.splitlines() if "MACKO0: out of memory" in line]
     assert lines and "MiB are needed" in lines[0] and "free" in lines[0], done.stderr[-2000:]
     assert text.strip() == greedy(open_model(demo[kind]), 16).strip()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_full_gpu_ends_what_runs(demo, kind):
+    """what memory is wanting for fails, nothing else: not the model that runs, and not what is loaded later"""
+    code = BUSY_OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("refused:") and done.stdout.splitlines()[-1] == "[True, True]", done.stdout
 
 
 CYCLES = """

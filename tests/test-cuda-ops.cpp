@@ -782,7 +782,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
     cuda_ok(cudaStreamCreateWithFlags(&ctx.stream, cudaStreamNonBlocking), "stream");
     cuda_ok(cudaMalloc(&ctx.counters, N_COUNTERS * sizeof(unsigned)), "counters");
     cuda_ok(cudaMemset(ctx.counters, 0, N_COUNTERS * sizeof(unsigned)), "counters");
-    ctx.cc            = prop.major * 10 + prop.minor;
+    cuda_ok(op_compute_capability(&ctx.cc), "compute capability");
     ctx.n_sm          = prop.multiProcessorCount;
     ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
     const auto cublas = cublas_open();

@@ -78,7 +78,7 @@ struct workspace {
 struct gpu {
     int         id = 0;
     std::string name, description, pci_id;
-    int         cc = 0, n_sm = 0, shared_nbytes = 0;
+    int         n_sm = 0, shared_nbytes = 0;
     size_t      max_panel_nbytes = 0;
     pid_t       pid = getpid();
 
@@ -797,16 +797,16 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto context = std::make_unique<backend_context>(device);
     context->use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
     context->use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
-    context->ops.cc            = device.cc;
     context->ops.n_sm          = device.n_sm;
     context->ops.shared_nbytes = device.shared_nbytes;
-    context->ops.overlap       = device.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     constexpr size_t counters_nbytes = N_COUNTERS * sizeof(unsigned);
-    if (!device.check_memory(cudaStreamCreateWithFlags(&context->capture_stream, cudaStreamNonBlocking), "cudaStreamCreate") ||
+    if (!device.check_memory(op_compute_capability(&context->ops.cc), "cudaFuncGetAttributes") ||
+        !device.check_memory(cudaStreamCreateWithFlags(&context->capture_stream, cudaStreamNonBlocking), "cudaStreamCreate") ||
         !device.check_memory(cudaMalloc(&context->counters, counters_nbytes), "cudaMalloc") ||
         !device.check_memory(cudaMemsetAsync(context->counters, 0, counters_nbytes, device.stream), "cudaMemset") || !device.synchronize()) {
         return nullptr;
     }
+    context->ops.overlap  = context->ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     context->ops.counters = context->counters;
     if (!load::current()) { // one that only uploads weights needs none
         context->attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
@@ -896,7 +896,6 @@ std::vector<ggml_backend_dev_t> make_devices(ggml_backend_reg_t reg) {
         device->name          = "MACKO" + std::to_string(devices.size());
         device->description   = prop.name;
         device->pci_id        = pci;
-        device->cc            = prop.major * 10 + prop.minor;
         device->n_sm          = prop.multiProcessorCount;
         device->shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
         device->max_panel_nbytes = std::min(MAX_PANEL_NBYTES, prop.totalGlobalMem / MAX_PANEL_SHARE);

@@ -1,6 +1,8 @@
-// Several small writes from host memory in one launch.
+// Several small writes from host memory in one launch; and of what kind the code of all kernels is.
+#include "cuda/common.cuh"
 #include "cuda/ops.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko {
@@ -39,6 +41,15 @@ cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream) {
     }
     small_writes_kernel<<<1, 256, 0, stream>>>(w);
     return cudaGetLastError();
+}
+
+cudaError_t op_compute_capability(int * cc) {
+    cuda_device_info   device;
+    cudaFuncAttributes code;
+    CUDA_TRY(cuda_current_device(&device));
+    CUDA_TRY(cudaFuncGetAttributes(&code, small_writes_kernel)); // all are compiled for the same
+    *cc = std::min(device.cc, code.ptxVersion);
+    return cudaSuccess;
 }
 
 } // namespace macko

@@ -34,7 +34,7 @@ constexpr int N_COUNTERS = 1 << 14;
 
 struct op_context {
     cudaStream_t     stream  = nullptr;
-    int              cc      = 0;       // compute capability * 10, 90 = Hopper
+    int              cc      = 0;       // op_compute_capability()
     int              n_sm    = 0;
     int              shared_nbytes = 0; // most that a block may ask for
     unsigned       * counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
@@ -43,6 +43,9 @@ struct op_context {
     void           * cublas_workspace = nullptr; // CUBLAS_WORKSPACE_NBYTES (cublas.h), of its own so that products can be captured
     const struct panel_buffers * panels = nullptr; // graph.h; null: sparse weights are not made dense, for any number of columns
 };
+
+// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where older PTX had to be compiled for it
+cudaError_t op_compute_capability(int * cc);
 
 int64_t type_block_size(tensor_type type);   // elements per block: 1, 32 or 256
 int64_t type_block_nbytes(tensor_type type);

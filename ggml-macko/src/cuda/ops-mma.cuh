@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/ops-common.cuh"
-#include "cuda/sparse-copies.cuh"
+#include "cuda/copies.cuh"
 
 namespace macko {
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cuda/sparse-blocks-groups.cuh"
-#include "cuda/sparse-copies.cuh"
+#include "cuda/copies.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>

@@ -9,7 +9,7 @@
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once
 
-#include "cuda/sparse-copies.cuh"
+#include "cuda/copies.cuh"
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 

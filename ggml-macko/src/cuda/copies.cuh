@@ -1,4 +1,4 @@
-// Copies from global to shared memory that need no registers (cp.async), for the kernels that fill it with x.
+// Copies from global to shared memory that need no registers (cp.async, bulk copies): x of the sparse kernels, tiles and rows of attention.
 #pragma once
 
 #include <cstdint>

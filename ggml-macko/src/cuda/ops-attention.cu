@@ -567,16 +567,17 @@ int chunk_count(const attention_params & p) { // blocks per KV head, for one spl
     return static_cast<int>((group + g - 1) / g);
 }
 
+int64_t block_count(const attention_params & p) { return p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3]; } // for one split
+
 // Blocks of a cluster, which share the positions of a short context. A block fills an SM, so that all of a head's K and V come to one SM otherwise, and
 // their way there is most of the time; a GPU of 132 SMs has room for 66 clusters of two. Longer contexts keep all SMs busy without.
 int cluster_size(const op_context & ctx, const attention_params & p) {
-    const int64_t blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
-    return ctx.cc >= 90 && attention_decode_supported(p) && heads_per_block(p) == 1 && blocks <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128 ? 2 : 1;
+    return ctx.cc >= 90 && attention_decode_supported(p) && heads_per_block(p) == 1 && block_count(p) <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128 ? 2 : 1;
 }
 
 // positions of a split
 int split_size(const attention_params & p) {
-    const int64_t n_kv = p.k.ne[1], blocks = p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3];
+    const int64_t n_kv = p.k.ne[1], blocks = block_count(p);
     const bool    decode = attention_decode_supported(p);
     if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) { // two rounds of short rows cost less than a combination
         return static_cast<int>(n_kv);

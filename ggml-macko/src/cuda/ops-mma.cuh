@@ -3,8 +3,8 @@
 // b1: k + 8. c0, c1: row g, columns 2t, 2t+1; c2, c3: row g + 8.
 #pragma once
 
-#include "cuda/ops-common.cuh"
 #include "cuda/copies.cuh"
+#include "cuda/ops-common.cuh"
 
 namespace macko {
 

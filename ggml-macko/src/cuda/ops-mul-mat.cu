@@ -1,5 +1,5 @@
 // Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash attention is off.
-//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, float32 throughout
+//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout
 //   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS where it is there, fed
 //                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles of w itself
 //   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is exact, too

@@ -240,7 +240,10 @@ struct row_maker {
 
     // what a kernel that starts at a place reads of x behind its end, before it looks whether x wrapped; n: entries at `code`, whole segments
     void count_overshoot(int64_t place, const uint8_t * code, int64_t n) {
-        for (int64_t s = 0; s < n && m.delta_bits < 8; s += CUDA_BLOCKS_SEGMENT) {
+        if (m.delta_bits == 8) { // looks before each entry
+            return;
+        }
+        for (int64_t s = 0; s < n; s += CUDA_BLOCKS_SEGMENT) {
             uint64_t codes;
             memcpy(&codes, code + s, sizeof(codes));
             const int64_t gaps = static_cast<int64_t>(codes * 0x0101010101010101u >> 56); // their sum: at most 8 * 15

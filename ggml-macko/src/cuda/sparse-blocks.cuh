@@ -7,8 +7,8 @@
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-quantized.md.
 #pragma once
 
-#include "cuda/sparse-blocks-groups.cuh"
 #include "cuda/copies.cuh"
+#include "cuda/sparse-blocks-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
 #include <algorithm>

@@ -505,11 +505,11 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
 template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
 cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
-    constexpr uint32_t scale = SCALE<T, BITS, STRIPED, NX>;
+    constexpr uint32_t scale = SCALE<T, BITS, STRIPED, NX>, step = STEP<BITS, STRIPED> * scale;
     if (std::is_same<T, compact_f16>::value) {
-        set_compact_weights(p.weight, BITS, STEP<BITS, STRIPED> * scale);
+        set_compact_weights(p.weight, BITS, step);
     } else {
-        set_weights(p.weight, BITS, STEP<BITS, STRIPED>);
+        set_weights(p.weight, BITS, step);
     }
     p.lap     = static_cast<uint32_t>(p.modulus) * 4 * scale;
     p.aligned = NX == 1 && takes_vectors(p);

@@ -159,9 +159,20 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
     }
 }
 
-// one product of one to three matrices that share x, checked element by element
+// memory for x in 16 bits, of NaN before its first use
+static void * x16_memory() {
+    static void * memory = nullptr;
+    if (!memory) {
+        CUDA_CHECK(cudaMalloc(&memory, CUDA_SPARSE_X16_NBYTES));
+        CUDA_CHECK(cudaMemset(memory, 0xff, CUDA_SPARSE_X16_NBYTES));
+    }
+    return memory;
+}
+
+// one product of one to three matrices that share x, checked element by element; half of them may use memory for x in 16 bits
 static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o, const std::string & name) {
-    const int64_t cols = w[0]->cols, ldx = cols + random.range(0, 3);
+    const bool x16 = random.unit() < 0.5;
+    const int64_t cols = w[0]->cols, ldx = x16 ? cols + 4 * random.range(0, 1) : cols + random.range(0, 3);
     std::vector<float> x(static_cast<size_t>(ldx * n));
     for (float & v : x) {
         v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
@@ -183,6 +194,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     p.norm_weight = o.norm ? dnorm.data() : nullptr;
     p.norm_eps    = 1e-5f;
     p.silu_mul    = o.silu;
+    p.x16         = x16 ? x16_memory() : nullptr;
     std::vector<const cuda_sparse_matrix *> devices;
     for (const test_matrix * m : w) {
         devices.push_back(&m->device);
@@ -410,6 +422,28 @@ static void test_very_wide(cuda_sparse_uploader & uploader) {
     }
 }
 
+// Products of many columns by tiles (sparse-tiles.cu): all widths of codes, rows of all lengths, any number of columns, more rows than one tile of each
+// multiprocessor, from narrow matrices to those of which 8 rows hardly fit shared memory
+static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
+    const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824 };
+    int tiles = 0;
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t seed = 8000 + static_cast<uint64_t>(i);
+        rng random(seed);
+        const bool    many = i % 16 == 0;
+        const int64_t cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
+        const int64_t n    = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
+        const structure s  = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 2)], 0.2 + random.unit() * 0.6, s, random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 16 << random.range(0, 1))) {
+            w.upload(random, uploader);
+        }
+        tiles += cuda_sparse_mul_mat_max_n(w.device, 90) == CUDA_SPARSE_X16_COLUMNS;
+        check_product(random, { &w }, n, random_options(random), name_of(seed, w, n));
+    }
+    CHECK(tiles > n_cases / 2 || n_cases < 20, "tiles were used in %d of %d cases only", tiles, n_cases);
+}
+
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
     int n_compact = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
@@ -491,13 +525,15 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, 7.1, -8);
         w.upload(random, uploader);
         CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT, "layout %d", w.device.layout);
-        for (const int64_t n : { 1, 4, 40 }) {
+        for (const int64_t n : { 1, 4, 20, 40 }) {
             guarded x(4096 * n), y(500 * n);
             for (int64_t i = 0; i < 4096 * n; i++) {
                 x.at(i) = static_cast<float>(random.unit() - 0.5);
             }
             x.put();
-            check_repeats(plain_product(w.device, x, y, n), y, n_repeats, "delta_bits " + std::to_string(bits));
+            cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
+            p.x16 = n == 20 ? x16_memory() : nullptr;
+            check_repeats(p, y, n_repeats, "delta_bits " + std::to_string(bits));
         }
     }
 }
@@ -544,6 +580,7 @@ int main(int argc, char ** argv) {
     }
     test_compact_values(*uploader, n_cases / 2);
     test_compact_only_where_it_pays(*uploader);
+    test_tiles(*uploader, n_cases / 2);
     test_unpack_of_many_rows(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
     test_experts(*uploader);

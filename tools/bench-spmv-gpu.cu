@@ -761,6 +761,8 @@ int main(int argc, char ** argv) {
                     x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
                 }
                 float * device_x, * y;
+                void * x16;
+                CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
                 CHECKED(cudaMalloc(&device_x, x.size() * 4));
                 CHECKED(cudaMalloc(&y, static_cast<size_t>(s.rows * n * 4)));
                 CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
@@ -773,6 +775,7 @@ int main(int argc, char ** argv) {
                 p.x          = device_x;
                 p.ldx        = s.cols;
                 p.n          = n;
+                p.x16        = x16;
                 const auto run = [&](int i) {
                     p.w[0] = &w[static_cast<size_t>(i)];
                     CHECKED(cuda_sparse_mul_mat(p, stream));
@@ -799,6 +802,7 @@ int main(int argc, char ** argv) {
                 }
                 CHECKED(cudaFree(device_x));
                 CHECKED(cudaFree(y));
+                CHECKED(cudaFree(x16));
             }
             CHECKED(cudaFree(memory));
         }

@@ -44,7 +44,8 @@ struct workspace {
     bool create(size_t panel_nbytes) {
         bool ok = gemm || cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) == cudaSuccess;
         if (panel_nbytes > 0 && !panels.nbytes) {
-            bool made = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess;
+            bool made = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess && cudaEventCreateWithFlags(&panels.begin, cudaEventDisableTiming) == cudaSuccess &&
+                cudaMalloc(&panels.x16, CUDA_SPARSE_X16_NBYTES) == cudaSuccess;
             for (int i = 0; i < panel_buffers::N; i++) {
                 made = made && cudaMalloc(&panels.memory[i], panel_nbytes) == cudaSuccess && cudaEventCreateWithFlags(&panels.made[i], cudaEventDisableTiming) == cudaSuccess &&
                     cudaEventCreateWithFlags(&panels.used[i], cudaEventDisableTiming) == cudaSuccess;
@@ -57,6 +58,7 @@ struct workspace {
     }
     ~workspace() {
         cudaFree(gemm);
+        cudaFree(panels.x16);
         for (int i = 0; i < panel_buffers::N; i++) {
             cudaFree(panels.memory[i]);
             if (panels.made[i]) {

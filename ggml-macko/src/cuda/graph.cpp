@@ -163,6 +163,7 @@ cuda_sparse_mul_mat_params sparse_params(const op_context & ctx, const stored_ma
     p.x            = x;
     p.ldx          = ldx;
     p.n            = n;
+    p.x16          = ctx.panels ? ctx.panels->x16 : nullptr;
     p.programmatic = ctx.overlap;
     return p;
 }

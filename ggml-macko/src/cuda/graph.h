@@ -23,6 +23,7 @@ struct panel_buffers {
     static constexpr int N = 2;
     size_t       nbytes    = 0; // of each
     char       * memory[N] = {};
+    void       * x16       = nullptr; // of sparse products of several columns (cuda_sparse_mul_mat_params)
     cudaStream_t stream    = nullptr;
     cudaEvent_t  begin = nullptr, made[N] = {}, used[N] = {};
 };

@@ -178,6 +178,9 @@ cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx,
 // one launch of the BLOCKS kernel: nx is 1, 2 or 4
 cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_blocks_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+// A launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (sparse-tiles.cu), and the matrices that it takes. x, ldx and norm_weight: aligned to 16 bytes
+bool takes_tiles(const cuda_sparse_matrix & w);
+cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream);
 // cuda_sparse_unpack() of the BLOCKS layout; type: F16, BF16 or F32
 cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
 

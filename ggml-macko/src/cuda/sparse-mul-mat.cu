@@ -121,7 +121,7 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
     return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream) : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
 }
 
-// one launch of nx columns (experts: of all of a's columns, one each)
+// one launch of nx columns (more than 8: by tiles; experts: of all of a's columns, one each)
 static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
     const int rows_per_unit = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 1 : 32 / w.lanes;
@@ -172,6 +172,9 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     if (p.n_units == 0) {
         return cudaSuccess;
     }
+    if (nx > 8) {
+        return launch_tiles(p, a.x16, stream);
+    }
     return launch_any(p, w, nx, a.expert_ids ? static_cast<int>(a.n) : 1, stream);
 }
 
@@ -200,11 +203,14 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
     return part;
 }
 
-// Measured on an H200 at densities .1 ... .5 (notes, section 20): two passes of eight columns take less than unpacking and a dense product, with codes of
-// 6 or 8 bits (few entries: unpacking is mostly writing zeros) three. In wide matrices fewer columns fit shared memory at a time.
+// Measured on an H200 at densities .1 ... .5 (notes, sections 20 and 29): tiles, or two passes of eight columns, take less than unpacking and a dense product;
+// with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer columns fit shared memory at a time.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
     if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
         return 8;
+    }
+    if (takes_tiles(w)) {
+        return CUDA_SPARSE_X16_COLUMNS;
     }
     return w.cols > 12288 ? (w.delta_bits >= 6 ? 16 : 12) : w.delta_bits >= 6 ? 24 : 16;
 }
@@ -251,9 +257,13 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     while (!rows && fits > 1 && (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
         fits /= 2;
     }
+    bool tiles = a.x16 && a.ldx % 4 == 0 && (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;
+    for (int i = 0; i < a.n_matrices; i++) {
+        tiles = tiles && takes_tiles(*a.w[i]);
+    }
     for (int64_t j = 0; j < a.n;) {
         const int64_t left = a.n - j;
-        const int nx = left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);
+        const int nx = tiles && left > 8 ? CUDA_SPARSE_X16_COLUMNS : left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);
         const int64_t n = std::min<int64_t>(nx, left);
         CUDA_TRY(launch_columns(a.columns(j, n), nx, stream));
         j += n;

@@ -12,6 +12,9 @@ namespace macko {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
+// x in 16 bits, of products of several columns at once: of matrices with at most so many columns (of which 8 rows fit no shared memory) and for so many of x
+constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32, CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
+
 // true if matrices can share a launch: one kernel, and one x in shared memory, serve both
 inline bool cuda_sparse_same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
     return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
@@ -33,6 +36,8 @@ struct cuda_sparse_mul_mat_params {
     const float              * x;                                 // cols floats per column
     int64_t                    ldx;
     int64_t                    n;                                 // columns
+
+    void                     * x16;                               // CUDA_SPARSE_X16_NBYTES of device memory, aligned to 16 bytes, that the product may use; or null: more than 8 columns are slow
 
     // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it is.
     // norm_weight is a weight: it is read before the previous kernel ends.

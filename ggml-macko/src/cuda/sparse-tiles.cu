@@ -1,0 +1,354 @@
+// y = W x for 9 to 32 columns of x on tensor cores, W in the COMPACT layout: rows become dense in shared memory, a tile of them at a time, and are multiplied there.
+//
+//   stage_kernel   x, normalized, in 16 bits and in the order of the tensor cores' operands, into memory that the caller has for it
+//   tiles_kernel   one block per SM: each warp makes one of the tile's rows (or several with fewer runs) dense; all meet; some multiply a share of the columns
+//                  of all rows, and leave zeros; all meet; the shares are added up. The next rows' first groups are on their way meanwhile.
+//
+// Measurements, and what bounds it: docs/notes-gpu-kernels.md, section 29.
+#include "cuda/ops-mma.cuh"
+#include "cuda/sparse-groups.cuh"
+#include "cuda/sparse-mul-mat-params.cuh"
+
+namespace macko {
+
+struct tiles_launch {
+    sparse_launch p;      // units: tiles
+    const uint4 * x16;    // by 32 columns of W, then 8 of x, then thread of a warp
+    int32_t       pitch;  // bytes of a row in shared memory
+    int32_t       shares; // warps that multiply: as many as there is room for the sums of
+};
+
+// ---- x ----
+
+constexpr int STAGE_THREADS = 256;
+
+// a block per column; zeros for those that are not there
+static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __grid_constant__ sparse_launch p, uint2 * x16) {
+    __shared__ float partial[STAGE_THREADS / 32];
+    const int column = blockIdx.x, thread = threadIdx.x;
+    cuda_allow_next();
+    cuda_wait_for_previous();
+    const float4 * x = reinterpret_cast<const float4 *>(p.x + min(column, p.n_columns - 1) * p.ldx), * weights = reinterpret_cast<const float4 *>(p.norm_weight);
+    float scale = column < p.n_columns ? 1.0f : 0.0f;
+    if (weights) {
+        float squares = 0.0f;
+#pragma unroll 4
+        for (int i = thread; i < p.cols / 4; i += STAGE_THREADS) {
+            const float4 v = x[i];
+            squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+        }
+        squares = warp_sum(squares);
+        if (thread % 32 == 0) {
+            partial[thread / 32] = squares;
+        }
+        __syncthreads();
+        squares = warp_sum(thread % 32 < STAGE_THREADS / 32 ? partial[thread % 32] : 0.0f);
+        scale *= rsqrtf(squares / static_cast<float>(p.cols) + p.norm_eps);
+    }
+    const int groups = gridDim.x / 8;
+#pragma unroll 4
+    for (int i = thread; i < p.cols / 4; i += STAGE_THREADS) {
+        const float4 v = x[i], w = weights ? weights[i] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+        x16[(i / 8 * groups + column / 8) * 64 + column % 8 * 8 + i % 8] =
+            make_uint2(pack_pair(__half(), v.x * scale * w.x, v.y * scale * w.y), pack_pair(__half(), v.z * scale * w.z, v.w * scale * w.w));
+    }
+}
+
+// ---- tiles ----
+
+// two 16-bit values times a power of two
+static __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, __half2 power) {
+    const __half2 h = __hmul2(*reinterpret_cast<const __half2 *>(&pair), power);
+    return *reinterpret_cast<const uint32_t *>(&h);
+}
+// place -= lap from limit on, in two instructions
+static __device__ __forceinline__ void fold(uint32_t & place, uint32_t limit, uint32_t lap) {
+    asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}" : "+r"(place) : "r"(limit), "r"(lap));
+}
+template <int OFFSET> static __device__ __forceinline__ void store_half(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value)) : "memory");
+}
+// what is there, and zeros instead
+static __device__ __forceinline__ uint4 take_words(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+    return v;
+}
+
+template <
+    int BITS,   // of a code
+    int LANES,  // runs per row
+    int BLOCKS, // of 8 rows in a tile
+    int SETS,   // of 16 columns of x
+    int WARPS,
+    int DEPTH>  // groups ahead
+__global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_constant__ tiles_launch q) {
+    constexpr int ROWS    = 32 / LANES; // of a warp
+    constexpr int TILE    = 8 * BLOCKS; // rows
+    constexpr int ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
+    constexpr uint32_t UNIT = 64;       // bytes from one code step to the next: 32 columns
+    constexpr int SUMS    = BLOCKS * SETS * 4; // per thread
+    static_assert(TILE <= WARPS * ROWS);
+    extern __shared__ __align__(128) uint8_t tile[];
+    const sparse_launch & p = q.p;
+    float * sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
+
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
+    const uint32_t mine = shared_address(tile) + row_of_tile * q.pitch, lap = static_cast<uint32_t>(p.modulus) * 2;
+    uint32_t limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
+#pragma unroll
+    for (int k = 0; k <= ENTRIES; k++) {
+        limit[k] = mine + lap - k % ENTRIES * UNIT;
+        asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
+    }
+
+    // row r of tile t; of gate and up the first and the second half
+    const auto task_of = [&](int t, int r) {
+        if (p.silu_mul) {
+            const int row = t * (TILE / 2) + r % (TILE / 2);
+            return sparse_task{ r / (TILE / 2), row, t < p.n_units && row < p.m[0].n_rows };
+        }
+        return task_at<true, TILE>(p, t, 0, r, 0);
+    };
+    struct row_start { int matrix, begin, end; uint32_t base; int tail; };
+    const auto fetch = [&](int t) {
+        const sparse_task task = task_of(t, row_of_tile);
+        row_start s = { task.matrix, 0, 0, 0, 0 };
+        if (task.valid && row_of_tile < TILE) {
+            const sparse_operand & m = p.m[task.matrix];
+            const int row = m.row_begin + task.row;
+            s.begin = __ldg(m.row_ptr + row);
+            s.end   = __ldg(m.row_ptr + row + 1);
+            s.tail  = __ldg(m.tails + row);
+            s.base  = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+        }
+        return s;
+    };
+    // this thread's run: groups in steps begin ... end-1, spilled ones up to end_of_spilled. whole: steps in front of the last of any run; one of those has the row's end
+    struct cursor { int matrix, begin, end, end_of_spilled, whole, steps; uint32_t at; const uint4 * groups; };
+    const auto begin_row = [&](const row_start & s) {
+        const row_places row(s.begin, s.end, s.tail);
+        cursor c;
+        c.matrix = s.matrix;
+        c.groups = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
+        c.begin  = row.first_step(lane);
+        c.end    = row.end_step(lane, LANES);
+        c.end_of_spilled = row.end_of_spilled(lane, LANES);
+        c.whole  = row.end_step(LANES - 1, LANES) - 1;
+        c.steps  = row.end_of_spilled(0, LANES);
+#pragma unroll
+        for (int offset = LANES; offset < 32; offset *= 2) {
+            c.whole = min(c.whole, __shfl_xor_sync(FULL_WARP, c.whole, offset));
+            c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
+        }
+        c.at = mine + s.base * 2;
+        return c;
+    };
+    group_bits<compact_f16, BITS> now[DEPTH];
+    const auto load = [&](const cursor & c, int first) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            if (first + d >= c.begin && first + d < c.end_of_spilled) {
+                now[d].v = load_streaming(c.groups + (first + d) * LANES);
+            }
+        }
+    };
+
+    const int stride = gridDim.x;
+    cursor c = begin_row(fetch(blockIdx.x));
+    load(c, 0);
+    row_start ahead = fetch(blockIdx.x + stride);
+    for (int i = threadIdx.x; i < TILE * q.pitch / 16; i += WARPS * 32) {
+        reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
+    }
+    cuda_allow_next();
+    cuda_wait_for_previous();
+    __syncthreads();
+
+    for (int t = blockIdx.x; t < p.n_units; t += stride) {
+        if (warp * ROWS < TILE) {
+            const __half2 power = __float2half2_rn(p.m[c.matrix].power);
+            const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, whole = c.whole, steps = c.steps;
+            uint32_t at = c.at;
+            const auto scatter = [&](const group_bits<compact_f16, BITS> & group, auto all) {
+                const uint4 v = group.words();
+                const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power), scale_pair(v.w, power) };
+                at = group.walk(at, p.weight, [&](auto entry, uint32_t place) {
+                    constexpr int k = decltype(entry)::value;
+                    const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
+                    fold(place, limit[k], lap);
+                    if (decltype(all)::value || (value & 0xffff)) {
+                        store_half<k * UNIT>(place, value);
+                    }
+                });
+                at += ENTRIES * UNIT;
+                fold(at, limit[ENTRIES], lap);
+            };
+            int step = 0;
+            bool more;
+            do {
+                group_bits<compact_f16, BITS> have[DEPTH];
+#pragma unroll
+                for (int d = 0; d < DEPTH; d++) {
+                    have[d] = now[d];
+                }
+                more = step + DEPTH < steps;
+                if (!more) {
+                    c = begin_row(ahead);
+                    ahead = fetch(t + 2 * stride);
+                }
+                load(c, more ? step + DEPTH : 0);
+#pragma unroll
+                for (int d = 0; d < DEPTH; d++) {
+                    if (step + d < whole) {
+                        if (step + d >= begin) {
+                            scatter(have[d], std::true_type());
+                        }
+                    } else if (step + d >= begin && step + d < end) { // fillers behind the row's entries would hit the first ones
+                        scatter(have[d], std::false_type());
+                    }
+                }
+                __syncwarp(); // what is zero in a group may be spilled in another lane
+                if (step + DEPTH > end && step < end_of_spilled) {
+#pragma unroll
+                    for (int d = 0; d < DEPTH; d++) {
+                        if (step + d >= end && step + d < end_of_spilled) {
+                            for (const uint32_t pair : { have[d].v.x, have[d].v.y, have[d].v.z, have[d].v.w }) {
+                                if (pair) {
+                                    store_half<0>(mine + (pair & 0xffff) * 2, pair >> 16);
+                                }
+                            }
+                        }
+                    }
+                }
+                step += DEPTH;
+            } while (more);
+        }
+        __syncthreads();
+        if (warp < q.shares) { // a thread has 8 columns of row g of each block, and of column g of each 8 of x: their order does not matter if it is the same
+            float sum[BLOCKS][SETS][4] = {};
+            const int l = threadIdx.x % 32;
+            const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
+#pragma unroll 2
+            for (int k = warp; k < p.cols / 32; k += q.shares) {
+                uint4 a[2 * SETS];
+#pragma unroll
+                for (int s = 0; s < 2 * SETS; s++) {
+                    a[s] = __ldg(q.x16 + (k * 2 * SETS + s) * 32 + l);
+                }
+#pragma unroll
+                for (int r = 0; r < BLOCKS; r++) {
+                    const uint4 b = take_words(rows_at + r * 8 * q.pitch + k * 64);
+#pragma unroll
+                    for (int s = 0; s < SETS; s++) {
+                        const uint32_t lower[4] = { a[2 * s].x, a[2 * s + 1].x, a[2 * s].y, a[2 * s + 1].y }, upper[4] = { a[2 * s].z, a[2 * s + 1].z, a[2 * s].w, a[2 * s + 1].w };
+                        multiply_add<__half>(sum[r][s], lower, b.x, b.y);
+                        multiply_add<__half>(sum[r][s], upper, b.z, b.w);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) {
+                sums[(warp * SUMS + i) * 32 + l] = sum[i / (4 * SETS)][i / 4 % SETS][i % 4];
+            }
+        }
+        __syncthreads();
+        const auto sum_of = [&](int row, int column) {
+            const float * s = sums + ((row / 8 * SETS + column / 16) * 4 + column % 16 / 8 * 2 + row % 2) * 32 + column % 8 * 4 + row % 8 / 2;
+            float y = 0.0f;
+#pragma unroll 4
+            for (int w = 0; w < q.shares; w++) {
+                y += s[w * SUMS * 32];
+            }
+            return y;
+        };
+        for (int i = threadIdx.x; i < TILE * p.n_columns; i += WARPS * 32) {
+            const int row = i % TILE, column = i / TILE;
+            const sparse_task task = task_of(t, row);
+            if (task.valid && !(p.silu_mul && task.matrix)) {
+                store_result<true>(p, task, column, sum_of(p.silu_mul ? row + TILE / 2 : row, column), p.silu_mul ? sum_of(row, column) : 0.0f);
+            }
+        }
+    }
+}
+
+// ---- launch ----
+
+// x as memory in rows of a tile: places of the layout, and the rows 64 bytes of 128 apart, so that those that are read together lie in other banks
+static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
+
+constexpr int MAX_TILE_BLOCKS = 3;
+static int tile_blocks(int modulus, int shared_nbytes) {
+    constexpr int64_t SUMS_NBYTES = 24 * 1024; // of 8 warps, for 32 columns, of the largest tile
+    int blocks = MAX_TILE_BLOCKS;
+    while (blocks > 0 && blocks * (8 * tile_pitch(modulus) + SUMS_NBYTES / MAX_TILE_BLOCKS) > shared_nbytes) {
+        blocks--;
+    }
+    return blocks;
+}
+
+bool takes_tiles(const cuda_sparse_matrix & w) {
+    constexpr int MAX_EXPONENT = 15; // 2^exponent is an F16
+    cuda_device_info device;
+    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.delta_bits < 6 && w.lanes > 8 && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
+        cuda_current_device(&device) == cudaSuccess && tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
+}
+
+template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    // a warp per row, or per two of them; where few rows are all that there is room for, more warps multiply
+    constexpr int WARPS = BLOCKS == 1 ? 16 : BLOCKS * LANES / 4, DEPTH = BLOCKS == 3 ? 96 / LANES : 128 / LANES, TILE = 8 * BLOCKS;
+    constexpr int64_t SHARE_NBYTES = BLOCKS * SETS * 4 * 32 * 4;
+    sparse_launch & p = q.p;
+    const int rows = p.silu_mul ? TILE / 2 : TILE;
+    p.n_units = 0;
+    for (int i = 0; i < p.n_matrices; i++) {
+        p.m[i].first_unit = p.n_units;
+        p.n_units += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
+    }
+    q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
+    q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SHARE_NBYTES));
+    const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_units)));
+    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32, TILE * q.pitch + q.shares * SHARE_NBYTES, p.programmatic, stream);
+}
+template <int BITS, int LANES, int BLOCKS> static cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream) : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
+}
+template <int BITS, int LANES> static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making so many rows dense
+    int rows = 0, blocks = 0, least = 0;
+    for (int i = 0; i < q.p.n_matrices; i++) {
+        rows += q.p.m[i].n_rows;
+    }
+    for (int b = tile_blocks(q.p.modulus, device.shared_nbytes); b > 0; b--) {
+        const int tiles = (rows + 8 * b - 1) / (8 * b), turns = (tiles + device.multiprocessors - 1) / device.multiprocessors, cost = turns * (8 * b + MULTIPLICATION);
+        if (!blocks || cost < least) {
+            blocks = b;
+            least  = cost;
+        }
+    }
+    switch (blocks) {
+        case 3:  return launch_tiles_sets<BITS, LANES, 3>(q, device, stream);
+        case 2:  return launch_tiles_sets<BITS, LANES, 2>(q, device, stream);
+        default: return launch_tiles_sets<BITS, LANES, 1>(q, device, stream);
+    }
+}
+template <int BITS> static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    set_compact_weights(q.p.weight, BITS, 64);
+    return q.p.lanes == 16 ? launch_tiles_blocks<BITS, 16>(q, device, stream) : launch_tiles_blocks<BITS, 32>(q, device, stream);
+}
+
+cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
+    const dim3 columns(p.n_columns <= 16 ? 16 : CUDA_SPARSE_X16_COLUMNS);
+    CUDA_TRY(cuda_launch(stage_kernel, columns, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p, static_cast<uint2 *>(x16)));
+    switch (p.m[0].delta_bits) {
+        case 2:  return launch_tiles_bits<2>(q, device, stream);
+        case 3:  return launch_tiles_bits<3>(q, device, stream);
+        default: return launch_tiles_bits<4>(q, device, stream);
+    }
+}
+
+} // namespace macko

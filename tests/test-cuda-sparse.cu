@@ -434,8 +434,8 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
         const int64_t cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
         const int64_t n    = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
         const structure s  = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 2)], 0.2 + random.unit() * 0.6, s, random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 16 << random.range(0, 1))) {
+        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s, random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
             w.upload(random, uploader);
         }
         tiles += cuda_sparse_mul_mat_max_n(w.device, 90) == CUDA_SPARSE_X16_COLUMNS;

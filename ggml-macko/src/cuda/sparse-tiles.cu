@@ -9,6 +9,8 @@
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"
 
+#include <algorithm>
+
 namespace macko {
 
 struct tiles_launch {
@@ -76,6 +78,9 @@ static __device__ __forceinline__ uint4 take_words(uint32_t address) {
     return v;
 }
 
+// a code step: 32 columns of 16 bits, or with codes of 6 bits one
+constexpr uint32_t tile_unit(int bits) { return bits == 6 ? 2 : 64; }
+
 template <
     int BITS,   // of a code
     int LANES,  // runs per row
@@ -87,9 +92,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     constexpr int ROWS    = 32 / LANES; // of a warp
     constexpr int TILE    = 8 * BLOCKS; // rows
     constexpr int ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
-    constexpr uint32_t UNIT = 64;       // bytes from one code step to the next: 32 columns
+    constexpr bool STRIPED = BITS != 6;
+    constexpr uint32_t UNIT = tile_unit(BITS); // bytes from one code step to the next
     constexpr int SUMS    = BLOCKS * SETS * 4; // per thread
-    static_assert(TILE <= WARPS * ROWS);
+    static_assert(TILE <= WARPS * ROWS && TILE % ROWS == 0);
     extern __shared__ __align__(128) uint8_t tile[];
     const sparse_launch & p = q.p;
     float * sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
@@ -177,13 +183,17 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 at = group.walk(at, p.weight, [&](auto entry, uint32_t place) {
                     constexpr int k = decltype(entry)::value;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
-                    fold(place, limit[k], lap);
+                    if (STRIPED) {
+                        fold(place, limit[k], lap);
+                    }
                     if (decltype(all)::value || (value & 0xffff)) {
                         store_half<k * UNIT>(place, value);
                     }
                 });
                 at += ENTRIES * UNIT;
-                fold(at, limit[ENTRIES], lap);
+                if (STRIPED) {
+                    fold(at, limit[ENTRIES], lap);
+                }
             };
             int step = 0;
             bool more;
@@ -291,13 +301,13 @@ static int tile_blocks(int modulus, int shared_nbytes) {
 bool takes_tiles(const cuda_sparse_matrix & w) {
     constexpr int MAX_EXPONENT = 15; // 2^exponent is an F16
     cuda_device_info device;
-    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.delta_bits < 6 && w.lanes > 8 && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
+    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
         cuda_current_device(&device) == cudaSuccess && tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
 
 template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // a warp per row, or per two of them; where few rows are all that there is room for, more warps multiply
-    constexpr int WARPS = BLOCKS == 1 ? 16 : BLOCKS * LANES / 4, DEPTH = BLOCKS == 3 ? 96 / LANES : 128 / LANES, TILE = 8 * BLOCKS;
+    // A warp per 32 runs. Where those are few, others only multiply, and more groups are on their way.
+    constexpr int TILE = 8 * BLOCKS, UNPACK = TILE * LANES / 32, WARPS = BLOCKS == 1 ? 16 : std::max(UNPACK, 12), DEPTH = (BLOCKS == 3 ? 96 : 128) / std::max(LANES, 16);
     constexpr int64_t SHARE_NBYTES = BLOCKS * SETS * 4 * 32 * 4;
     sparse_launch & p = q.p;
     const int rows = p.silu_mul ? TILE / 2 : TILE;
@@ -334,8 +344,12 @@ template <int BITS, int LANES> static cudaError_t launch_tiles_blocks(tiles_laun
     }
 }
 template <int BITS> static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    set_compact_weights(q.p.weight, BITS, 64);
-    return q.p.lanes == 16 ? launch_tiles_blocks<BITS, 16>(q, device, stream) : launch_tiles_blocks<BITS, 32>(q, device, stream);
+    set_compact_weights(q.p.weight, BITS, tile_unit(BITS));
+    switch (q.p.lanes) {
+        case 8:  return launch_tiles_blocks<BITS,  8>(q, device, stream);
+        case 16: return launch_tiles_blocks<BITS, 16>(q, device, stream);
+        default: return launch_tiles_blocks<BITS, 32>(q, device, stream);
+    }
 }
 
 cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream) {
@@ -347,7 +361,8 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
     switch (p.m[0].delta_bits) {
         case 2:  return launch_tiles_bits<2>(q, device, stream);
         case 3:  return launch_tiles_bits<3>(q, device, stream);
-        default: return launch_tiles_bits<4>(q, device, stream);
+        case 4:  return launch_tiles_bits<4>(q, device, stream);
+        default: return launch_tiles_bits<6>(q, device, stream);
     }
 }
 

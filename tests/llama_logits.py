@@ -16,12 +16,26 @@ def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
     return Llama(str(path), **{**usual, **kwargs})
 
 
+def clear(llama: Any) -> None:
+    llama.reset()
+    llama._ctx.kv_cache_clear()
+
+
+def logits_one_by_one(llama: Any, tokens: list) -> np.ndarray:
+    """The same, token after token: the graphs of decoding, queued as they are, captured, and replayed."""
+    clear(llama)
+    rows = []
+    for token in tokens:
+        llama.eval([token])
+        rows.append(np.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),)).copy())
+    return np.array(rows)
+
+
 def logits(llama: Any, tokens: list) -> np.ndarray:
     """(len(tokens), n_vocab) float32: one fresh evaluation of all tokens in one batch. llama: with logits_all=True."""
     import llama_cpp
 
-    llama.reset()
-    llama._ctx.kv_cache_clear()
+    clear(llama)
     llama.eval(tokens)
     n_vocab = llama.n_vocab()
     out = np.empty((len(tokens), n_vocab), dtype=np.float32)

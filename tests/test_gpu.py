@@ -19,7 +19,7 @@ import gguf_bytes
 import lora_files
 import tiny_models
 from ggml_macko import bench_gpu
-from llama_logits import logits
+from llama_logits import logits, logits_one_by_one
 
 pytestmark = pytest.mark.gpu
 
@@ -140,11 +140,10 @@ def test_architecture_differs_from_cpu(tmp_path, name):
     tokens = [(37 * i + 5) % 90 + 3 for i in range(40)]  # longer than the sliding windows
     for path in (dense, sparse):
         for flash in (False, True):
-            want, got = (
-                logits(open_model(path, layers, n_ctx=128, logits_all=True, flash_attn=flash), tokens)
-                for layers in (0, -1)
-            )
-            assert nmse(got, want) < NMSE, (path.name, flash)
+            models = [open_model(path, layers, n_ctx=128, logits_all=True, flash_attn=flash) for layers in (0, -1)]
+            for evaluate in (logits, logits_one_by_one):
+                want, got = (evaluate(llama, tokens) for llama in models)
+                assert nmse(got, want) < NMSE, (path.name, flash, evaluate.__name__)
 
 
 @pytest.mark.parametrize("value_type", ["f16", "f32"])

@@ -521,6 +521,11 @@ bool has_uses(const ggml_cgraph * graph, int i, int n) { return ggml_node_has_n_
 bool is_row_vector(const ggml_tensor * t, int64_t n) { return t->type == GGML_TYPE_F32 && t->ne[0] == n && ggml_nrows(t) == 1 && t->nb[0] == sizeof(float); }
 bool is_f32_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->nb[1] % sizeof(float) == 0; }
 
+// Rows chosen from one: it is that one. llama.cpp chooses so, in its last layer, which tokens give outputs.
+bool is_only_row(const ggml_tensor * t) {
+    return t->op == GGML_OP_GET_ROWS && t->src[0]->type == GGML_TYPE_F32 && t->src[0]->nb[0] == sizeof(float) && ggml_nrows(t->src[0]) == 1 && ggml_are_same_shape(t, t->src[0]);
+}
+
 bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tensor * x) {
     if (node->op != GGML_OP_MUL_MAT || node->src[1] != x || !stored(node->src[0]) || x->ne[2] * x->ne[3] != 1 || node->src[0]->ne[2] * node->src[0]->ne[3] != 1) {
         return false;
@@ -568,24 +573,40 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     if (shared < 0) {
         f.x = input;
     }
-    // sums that follow: bias, residual
-    for (int k = next_node(graph, last); k < graph->n_nodes && graph->nodes[k]->op == GGML_OP_ADD; k = next_node(graph, k)) {
+    // sums that follow: bias, residual; in a last layer behind choices of their terms' only row
+    const ggml_tensor * chosen[2];
+    int n_chosen = 0;
+    for (int k = next_node(graph, last); k < graph->n_nodes; k = next_node(graph, k)) {
         ggml_tensor * sum = graph->nodes[k];
+        if (n_chosen < 2 && is_only_row(sum) && has_uses(graph, k, 1)) {
+            chosen[n_chosen++] = sum;
+            continue;
+        }
+        if (sum->op != GGML_OP_ADD) {
+            break;
+        }
+        const ggml_tensor * terms[2] = { sum->src[0], sum->src[1] };
+        for (const ggml_tensor *& t : terms) {
+            if (std::find(chosen, chosen + n_chosen, t) != chosen + n_chosen) {
+                t = t->src[0];
+            }
+        }
+        const bool uses_chosen = (terms[0] != sum->src[0]) + (terms[1] != sum->src[1]) == n_chosen;
         int which = -1;
         for (int j = 0; j < f.n; j++) {
-            if (sum->src[0] == f.result[j] || sum->src[1] == f.result[j]) {
+            if (terms[0] == f.result[j] || terms[1] == f.result[j]) {
                 which = j;
             }
         }
-        if (which < 0 || sum->src[0] == sum->src[1] || !has_uses(graph, index[which], 1)) {
+        if (which < 0 || !uses_chosen || terms[0] == terms[1] || !has_uses(graph, index[which], 1)) {
             break;
         }
-        const ggml_tensor * other = sum->src[0] == f.result[which] ? sum->src[1] : sum->src[0];
+        const ggml_tensor * other = terms[0] == f.result[which] ? terms[1] : terms[0];
         bool own = false; // a sum of two members
         for (int j = 0; j < f.n; j++) {
             own |= other == f.result[j] || other == f.product[j];
         }
-        if (!own && is_row_vector(other, sum->ne[0]) && sum->src[0] == f.result[which] && ggml_is_contiguous(sum) && !f.bias[which] && !f.residual[which]) {
+        if (!own && is_row_vector(other, sum->ne[0]) && terms[0] == f.result[which] && ggml_is_contiguous(sum) && !f.bias[which] && !f.residual[which]) {
             f.bias[which] = other;
         } else if (!own && ggml_are_same_shape(other, sum) && is_f32_rows(other) && is_f32_rows(sum) && other->nb[1] == sum->nb[1] && !f.residual[which]) {
             f.residual[which] = other;
@@ -595,6 +616,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
         f.result[which] = sum;
         index[which]    = k;
         last            = k;
+        n_chosen        = 0;
     }
     const int next = next_node(graph, last);
     if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !has_blocks(f.product[0]) && !has_blocks(f.product[1]) && !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes && graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {

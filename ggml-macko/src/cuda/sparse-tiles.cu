@@ -120,9 +120,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     struct row_start { int matrix, begin, end; uint32_t base; int tail; };
     const auto fetch = [&](int t) {
         const sparse_task task = task_of(t, row_of_tile);
-        row_start s = { task.matrix, 0, 0, 0, 0 };
+        row_start s = {};
         if (task.valid && row_of_tile < TILE) {
             const sparse_operand & m = p.m[task.matrix];
+            s.matrix = task.matrix;
             const int row = m.row_begin + task.row;
             s.begin = __ldg(m.row_ptr + row);
             s.end   = __ldg(m.row_ptr + row + 1);

@@ -438,7 +438,7 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
         if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
             w.upload(random, uploader);
         }
-        tiles += cuda_sparse_mul_mat_max_n(w.device, 90) == CUDA_SPARSE_X16_COLUMNS;
+        tiles += cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
         check_product(random, { &w }, n, random_options(random), name_of(seed, w, n));
     }
     CHECK(tiles > n_cases / 2 || n_cases < 20, "tiles were used in %d of %d cases only", tiles, n_cases);

@@ -132,6 +132,21 @@ def test_prompt_length_moves_logits(demo, kind, n):
         assert nmse(got, want) < NMSE, kwargs
 
 
+@pytest.mark.parametrize("density", ["0.5", "0.1"])
+def test_tokens_at_once_move_logits_of_a_wide_model(tmp_path, density):
+    """matrices wide enough for the layouts of real models; more tokens than one kernel takes, and fewer than are made dense for"""
+    shape = ["--layers", "2", "--embd", "2048", "--ff", "2752", "--heads", "16", "--kv-heads", "4", "--vocab", "500"]
+    dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    subprocess.run(
+        [sys.executable, str(MAKE), *shape, "--density", density, str(dense)], check=True, capture_output=True
+    )
+    run_macko("convert", dense, sparse)
+    cpu, gpu = (open_model(sparse, layers, n_ctx=128, logits_all=True, flash_attn=True) for layers in (0, -1))
+    for n in (1, 4, 8, 9, 16, 17, 20, 32, 33, 45):
+        tokens = [(37 * i + n) % 400 + 50 for i in range(n)]
+        assert nmse(logits(gpu, tokens), logits(cpu, tokens)) < NMSE, n
+
+
 @pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
 def test_architecture_differs_from_cpu(tmp_path, name):
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"

@@ -177,15 +177,15 @@ int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
 int64_t panel_rows(const op_context & ctx, const stored_matrix & w) { return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, static_cast<int64_t>(ctx.panels->nbytes)); }
 
 // are n columns better served by unpacking the matrix and a dense product? float32 values always go through the exact kernel
-bool unpacks(const op_context & ctx, const stored_matrix & w, int64_t n) {
-    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, ctx.cc) && w.matrix.type != GGML_MACKO_TYPE_F32 && panel_rows(ctx, w) * panel_ld(w) * 2 <= static_cast<int64_t>(ctx.panels->nbytes);
+bool unpacks(const op_context & ctx, const stored_matrix & w, int64_t n, bool experts) {
+    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, experts) && w.matrix.type != GGML_MACKO_TYPE_F32 && panel_rows(ctx, w) * panel_ld(w) * 2 <= static_cast<int64_t>(ctx.panels->nbytes);
 }
 
 // Are experts? One of them made dense and multiplied costs as much as about six of its sparse products of one column.
 bool unpacks_experts(const op_context & ctx, const ggml_tensor * node) {
     constexpr int64_t MIN_COLUMNS = 6; // per expert, on average
     const ggml_tensor * ids = node->src[2];
-    return unpacks(ctx, *stored(node->src[0]), ids->ne[1]) && ids->ne[0] * ids->ne[1] >= MIN_COLUMNS * node->src[0]->ne[2] &&
+    return unpacks(ctx, *stored(node->src[0]), ids->ne[1], true) && ids->ne[0] * ids->ne[1] >= MIN_COLUMNS * node->src[0]->ne[2] &&
         op_mul_mat_id_supported(view(node->src[0]), view(node->src[1]), view(ids), view(node));
 }
 
@@ -193,7 +193,7 @@ bool unpacks(const op_context & ctx, const ggml_tensor * node) {
     if ((node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) || !stored(node->src[0])) {
         return false;
     }
-    return node->op == GGML_OP_MUL_MAT ? unpacks(ctx, *stored(node->src[0]), node->src[1]->ne[1]) : unpacks_experts(ctx, node);
+    return node->op == GGML_OP_MUL_MAT ? unpacks(ctx, *stored(node->src[0]), node->src[1]->ne[1], false) : unpacks_experts(ctx, node);
 }
 
 // first row of the stored matrix that batch (i2, i3) of a product multiplies
@@ -530,7 +530,7 @@ bool can_group(const op_context & ctx, const ggml_tensor * node, const ggml_tens
     if (node->op != GGML_OP_MUL_MAT || node->src[1] != x || !stored(node->src[0]) || x->ne[2] * x->ne[3] != 1 || node->src[0]->ne[2] * node->src[0]->ne[3] != 1) {
         return false;
     }
-    return !unpacks(ctx, *stored(node->src[0]), x->ne[1]);
+    return !unpacks(ctx, *stored(node->src[0]), x->ne[1], false);
 }
 
 bool same_kind(const ggml_tensor * a, const ggml_tensor * b) { return cuda_sparse_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix); }

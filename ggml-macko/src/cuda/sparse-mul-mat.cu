@@ -205,11 +205,11 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
 
 // Measured on an H200 at densities .1 ... .5 (notes, sections 20 and 29): tiles, or two passes of eight columns, take less than unpacking and a dense product;
 // with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer columns fit shared memory at a time.
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int) {
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
     if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
         return 8;
     }
-    if (takes_tiles(w)) {
+    if (takes_tiles(w) && !experts) {
         return CUDA_SPARSE_X16_COLUMNS;
     }
     return w.cols > 12288 ? (w.delta_bits >= 6 ? 16 : 12) : w.delta_bits >= 6 ? 24 : 16;

@@ -12,7 +12,7 @@ namespace macko {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
-// x in 16 bits, of products of several columns at once: of matrices with at most so many columns (of which 8 rows fit no shared memory) and for so many of x
+// Memory for x in 16 bits: so many columns of x, for matrices of at most so many columns (of more, 8 dense rows do not fit shared memory)
 constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32, CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
 
 // true if matrices can share a launch: one kernel, and one x in shared memory, serve both
@@ -37,7 +37,7 @@ struct cuda_sparse_mul_mat_params {
     int64_t                    ldx;
     int64_t                    n;                                 // columns
 
-    void                     * x16;                               // CUDA_SPARSE_X16_NBYTES of device memory, aligned to 16 bytes, that the product may use; or null: more than 8 columns are slow
+    void                     * x16;                               // CUDA_SPARSE_X16_NBYTES that the product may overwrite, aligned to 16 bytes; or null: then at most 8 columns at a time
 
     // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it is.
     // norm_weight is a weight: it is read before the previous kernel ends.
@@ -61,8 +61,8 @@ struct cuda_sparse_mul_mat_params {
     cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const;  // n columns from column j on
 };
 
-// largest n at which cuda_sparse_mul_mat is faster than cuda_sparse_unpack + a dense product (a property of the device and the matrix)
-int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, int device_cc);
+// largest n at which cuda_sparse_mul_mat, with x16 or with expert_ids, is faster than cuda_sparse_unpack + a dense product (a property of the device and the matrix)
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);
 
 // any n; n > cuda_sparse_mul_mat_max_n is correct, only slow
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);

@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             } while (more);
         }
         __syncthreads();
-        if (warp < q.shares) { // a thread has 8 columns of row g of each block, and of column g of each 8 of x: their order does not matter if it is the same
+        if (warp < q.shares) { // a thread has 8 columns of row l / 4 of each block, and the same ones for column l / 4 of each 8 of x: their order does not matter
             float sum[BLOCKS][SETS][4] = {};
             const int l = threadIdx.x % 32;
             const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 uint4 a[2 * SETS];
 #pragma unroll
                 for (int s = 0; s < 2 * SETS; s++) {
-                    a[s] = __ldg(q.x16 + (k * 2 * SETS + s) * 32 + l);
+                    a[s] = q.x16[(k * 2 * SETS + s) * 32 + l];
                 }
 #pragma unroll
                 for (int r = 0; r < BLOCKS; r++) {
@@ -307,7 +307,7 @@ bool takes_tiles(const cuda_sparse_matrix & w) {
 }
 
 template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // A warp per 32 runs. Where those are few, others only multiply, and more groups are on their way.
+    // A warp per 32 runs. Where those are few, other warps only multiply, and more groups are on their way.
     constexpr int TILE = 8 * BLOCKS, UNPACK = TILE * LANES / 32, WARPS = BLOCKS == 1 ? 16 : std::max(UNPACK, 12), DEPTH = (BLOCKS == 3 ? 96 : 128) / std::max(LANES, 16);
     constexpr int64_t SHARE_NBYTES = BLOCKS * SETS * 4 * 32 * 4;
     sparse_launch & p = q.p;

@@ -257,11 +257,11 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     while (!rows && fits > 1 && (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
         fits /= 2;
     }
-    bool tiles = a.x16 && a.ldx % 4 == 0 && (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;
+    const int64_t tiles_from = w.delta_bits == 6 ? 13 : 9; // columns; with few entries two passes of up to eight take less (notes, section 29)
+    bool tiles = a.n >= tiles_from && a.x16 && a.ldx % 4 == 0 && (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;
     for (int i = 0; i < a.n_matrices; i++) {
         tiles = tiles && takes_tiles(*a.w[i]);
     }
-    const int64_t tiles_from = w.delta_bits == 6 ? 13 : 9; // columns; with few entries two passes of up to eight take less (notes, section 29)
     for (int64_t j = 0; j < a.n;) {
         const int64_t left = a.n - j;
         const int nx = tiles && left >= tiles_from ? CUDA_SPARSE_X16_COLUMNS : left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     constexpr bool STRIPED = BITS != 6;
     constexpr uint32_t UNIT = tile_unit(BITS); // bytes from one code step to the next
     constexpr int SUMS    = BLOCKS * SETS * 4; // per thread
-    static_assert(TILE <= WARPS * ROWS && TILE % ROWS == 0);
+    static_assert(TILE <= WARPS * ROWS && TILE % ROWS == 0, "a warp for each of the tile's rows, or each few of them");
     extern __shared__ __align__(128) uint8_t tile[];
     const sparse_launch & p = q.p;
     float * sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
@@ -286,30 +286,48 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
 
 // ---- launch ----
 
-// x as memory in rows of a tile: places of the layout, and the rows 64 bytes of 128 apart, so that those that are read together lie in other banks
+// bytes of a row of a tile: for all places of the layout; 64 beyond whole 128, so that rows that are read together lie in other banks
 static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
+// bytes of the sums of a warp that multiplies
+static constexpr int64_t share_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
 
 constexpr int MAX_TILE_BLOCKS = 3;
-static int tile_blocks(int modulus, int shared_nbytes) {
-    constexpr int64_t SUMS_NBYTES = 24 * 1024; // of 8 warps, for 32 columns, of the largest tile
+// most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
+static int most_tile_blocks(int modulus, int shared_nbytes) {
     int blocks = MAX_TILE_BLOCKS;
-    while (blocks > 0 && blocks * (8 * tile_pitch(modulus) + SUMS_NBYTES / MAX_TILE_BLOCKS) > shared_nbytes) {
+    while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * share_nbytes(blocks, 2) > shared_nbytes) {
         blocks--;
     }
     return blocks;
+}
+// those with which all multiprocessors are done soonest
+static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
+    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making so many rows dense
+    int rows = 0, best = 0, least = 0;
+    for (int i = 0; i < p.n_matrices; i++) {
+        rows += p.m[i].n_rows;
+    }
+    for (int blocks = most_tile_blocks(p.modulus, device.shared_nbytes); blocks > 0; blocks--) {
+        const int tiles = (rows + 8 * blocks - 1) / (8 * blocks), turns = (tiles + device.multiprocessors - 1) / device.multiprocessors, cost = turns * (8 * blocks + MULTIPLICATION);
+        if (!best || cost < least) {
+            best  = blocks;
+            least = cost;
+        }
+    }
+    return best;
 }
 
 bool takes_tiles(const cuda_sparse_matrix & w) {
     constexpr int MAX_EXPONENT = 15; // 2^exponent is an F16
     cuda_device_info device;
     return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
-        cuda_current_device(&device) == cudaSuccess && tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
+        cuda_current_device(&device) == cudaSuccess && most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
 
 template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     // A warp per 32 runs. Where those are few, other warps only multiply, and more groups are on their way.
     constexpr int TILE = 8 * BLOCKS, UNPACK = TILE * LANES / 32, WARPS = BLOCKS == 1 ? 16 : std::max(UNPACK, 12), DEPTH = (BLOCKS == 3 ? 96 : 128) / std::max(LANES, 16);
-    constexpr int64_t SHARE_NBYTES = BLOCKS * SETS * 4 * 32 * 4;
+    constexpr int64_t SHARE_NBYTES = share_nbytes(BLOCKS, SETS);
     sparse_launch & p = q.p;
     const int rows = p.silu_mul ? TILE / 2 : TILE;
     p.n_units = 0;
@@ -326,19 +344,7 @@ template <int BITS, int LANES, int BLOCKS> static cudaError_t launch_tiles_sets(
     return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream) : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
 }
 template <int BITS, int LANES> static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making so many rows dense
-    int rows = 0, blocks = 0, least = 0;
-    for (int i = 0; i < q.p.n_matrices; i++) {
-        rows += q.p.m[i].n_rows;
-    }
-    for (int b = tile_blocks(q.p.modulus, device.shared_nbytes); b > 0; b--) {
-        const int tiles = (rows + 8 * b - 1) / (8 * b), turns = (tiles + device.multiprocessors - 1) / device.multiprocessors, cost = turns * (8 * b + MULTIPLICATION);
-        if (!blocks || cost < least) {
-            blocks = b;
-            least  = cost;
-        }
-    }
-    switch (blocks) {
+    switch (best_tile_blocks(q.p, device)) {
         case 3:  return launch_tiles_sets<BITS, LANES, 3>(q, device, stream);
         case 2:  return launch_tiles_sets<BITS, LANES, 2>(q, device, stream);
         default: return launch_tiles_sets<BITS, LANES, 1>(q, device, stream);

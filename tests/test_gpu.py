@@ -342,6 +342,21 @@ def test_two_models_mix(demo, experts):
     np.testing.assert_array_equal(logits(second, tokens), want[1])
 
 
+@pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
+def test_layers_on_two_gpus_are_not_those_of_one(demo, kind):
+    free = [device[2] for device in bench_gpu.devices()]
+    if len(free) < 2:
+        pytest.skip("there is one GPU only")
+    kwargs = {"flash_attn": True, "logits_all": True}
+    two = open_model(demo[kind], tensor_split=[0.5, 0.5], **kwargs)
+    assert all(was - device[2] >= 1 << 20 for was, device in zip(free[:2], bench_gpu.devices()))
+    one = open_model(demo[kind], split_mode=0, **kwargs)
+    tokens = one.tokenize(SAMPLE.read_bytes(), add_bos=False)
+    for n in (1, 13, 300):
+        np.testing.assert_array_equal(logits(two, tokens[:n]), logits(one, tokens[:n]))
+    assert greedy(two) == greedy(one)
+
+
 FULL_GPU = """
 import ctypes, sys
 sys.path.insert(0, {tests!r})

@@ -1,8 +1,8 @@
 // y = W x for 9 to 32 columns of x on tensor cores, W in the COMPACT layout: rows become dense in shared memory, a tile of them at a time, and are multiplied there.
 //
 //   stage_kernel   x, normalized, in 16 bits and in the order of the tensor cores' operands, into memory that the caller has for it
-//   tiles_kernel   one block per SM: each warp makes one of the tile's rows (or several with fewer runs) dense; all meet; some multiply a share of the columns
-//                  of all rows, and leave zeros; all meet; the shares are added up. The next rows' first groups are on their way meanwhile.
+//   tiles_kernel   one block per SM: each warp makes some of the tile's rows dense, 32 runs at a time; all meet; each multiplies a share of the columns of
+//                  all rows, and leaves zeros; all meet; the shares are added up. The next rows' first groups are on their way meanwhile.
 //
 // Measurements, and what bounds it: docs/notes-gpu-kernels.md, section 29.
 #include "cuda/ops-mma.cuh"
@@ -15,7 +15,7 @@ namespace macko {
 
 struct tiles_launch {
     sparse_launch p;      // units: tiles
-    const uint4 * x16;    // by 32 columns of W, then 8 of x, then thread of a warp
+    const uint4 * x16;    // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
     int32_t       pitch;  // bytes of a row in shared memory
     int32_t       shares; // warps that multiply: as many as there is room for the sums of
 };
@@ -24,35 +24,38 @@ struct tiles_launch {
 
 constexpr int STAGE_THREADS = 256;
 
-// a block per column; zeros for those that are not there
-static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __grid_constant__ sparse_launch p, uint2 * x16) {
-    __shared__ float partial[STAGE_THREADS / 32];
-    const int column = blockIdx.x, thread = threadIdx.x;
+// blocks along y for two columns that share operands, 8 apart, along x for some of their elements; zeros for columns that are not there
+static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
+    __shared__ float2 partial[STAGE_THREADS / 32];
+    const int set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x, i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
     cuda_allow_next();
     cuda_wait_for_previous();
-    const float4 * x = reinterpret_cast<const float4 *>(p.x + min(column, p.n_columns - 1) * p.ldx), * weights = reinterpret_cast<const float4 *>(p.norm_weight);
-    float scale = column < p.n_columns ? 1.0f : 0.0f;
-    if (weights) {
-        float squares = 0.0f;
+    const auto column_of_x = [&](int j) { return reinterpret_cast<const float4 *>(p.x + min(j, p.n_columns - 1) * p.ldx); };
+    const float4 * x0 = column_of_x(column), * x1 = column_of_x(column + 8), * weights = reinterpret_cast<const float4 *>(p.norm_weight);
+    const float4 v0 = x0[min(i, n - 1)], v1 = x1[min(i, n - 1)];
+    float4 w0 = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    float2 scale = make_float2(column < p.n_columns ? 1.0f : 0.0f, column + 8 < p.n_columns ? 1.0f : 0.0f);
+    if (weights) { // each block needs all of a column
+        w0 = weights[min(i, n - 1)];
+        const auto add_squares = [](float sum, float4 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); };
+        float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll 4
-        for (int i = thread; i < p.cols / 4; i += STAGE_THREADS) {
-            const float4 v = x[i];
-            squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+        for (int k = thread; k < n; k += STAGE_THREADS) {
+            squares = make_float2(add_squares(squares.x, x0[k]), add_squares(squares.y, x1[k]));
         }
-        squares = warp_sum(squares);
+        squares = make_float2(warp_sum(squares.x), warp_sum(squares.y));
         if (thread % 32 == 0) {
             partial[thread / 32] = squares;
         }
         __syncthreads();
-        squares = warp_sum(thread % 32 < STAGE_THREADS / 32 ? partial[thread % 32] : 0.0f);
-        scale *= rsqrtf(squares / static_cast<float>(p.cols) + p.norm_eps);
+        squares = thread % 32 < STAGE_THREADS / 32 ? partial[thread % 32] : make_float2(0.0f, 0.0f);
+        scale.x *= rsqrtf(warp_sum(squares.x) / static_cast<float>(p.cols) + p.norm_eps);
+        scale.y *= rsqrtf(warp_sum(squares.y) / static_cast<float>(p.cols) + p.norm_eps);
     }
-    const int groups = gridDim.x / 8;
-#pragma unroll 4
-    for (int i = thread; i < p.cols / 4; i += STAGE_THREADS) {
-        const float4 v = x[i], w = weights ? weights[i] : make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        x16[(i / 8 * groups + column / 8) * 64 + column % 8 * 8 + i % 8] =
-            make_uint2(pack_pair(__half(), v.x * scale * w.x, v.y * scale * w.y), pack_pair(__half(), v.z * scale * w.z, v.w * scale * w.w));
+    if (i < n) { // four columns of W: half of what a thread has of an operand
+        x16[((i / 8 * (gridDim.y / 8) + set) * 2 + i % 2) * 32 + blockIdx.y % 8 * 4 + i % 8 / 2] =
+            make_uint4(pack_pair(__half(), v0.x * scale.x * w0.x, v0.y * scale.x * w0.y), pack_pair(__half(), v1.x * scale.y * w0.x, v1.y * scale.y * w0.y),
+                       pack_pair(__half(), v0.z * scale.x * w0.z, v0.w * scale.x * w0.w), pack_pair(__half(), v1.z * scale.y * w0.z, v1.w * scale.y * w0.w));
     }
 }
 
@@ -95,19 +98,15 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     constexpr bool STRIPED = BITS != 6;
     constexpr uint32_t UNIT = tile_unit(BITS); // bytes from one code step to the next
     constexpr int SUMS    = BLOCKS * SETS * 4; // per thread
-    static_assert(TILE <= WARPS * ROWS && TILE % ROWS == 0, "a warp for each of the tile's rows, or each few of them");
+    constexpr int TURNS   = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
+    constexpr int X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
+    static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS), "all warps that have rows have as many");
     extern __shared__ __align__(128) uint8_t tile[];
     const sparse_launch & p = q.p;
     float * sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
-    const uint32_t mine = shared_address(tile) + row_of_tile * q.pitch, lap = static_cast<uint32_t>(p.modulus) * 2;
-    uint32_t limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
-#pragma unroll
-    for (int k = 0; k <= ENTRIES; k++) {
-        limit[k] = mine + lap - k % ENTRIES * UNIT;
-        asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
-    }
+    const uint32_t lap = static_cast<uint32_t>(p.modulus) * 2;
 
     // row r of tile t; of gate and up the first and the second half
     const auto task_of = [&](int t, int r) {
@@ -118,10 +117,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         return task_at<true, TILE>(p, t, 0, r, 0);
     };
     struct row_start { int matrix, begin, end; uint32_t base; int tail; };
-    const auto fetch = [&](int t) {
-        const sparse_task task = task_of(t, row_of_tile);
+    const auto fetch = [&](int turn) { // of this warp, TURNS to a tile
+        const int r = row_of_tile + turn % TURNS * (WARPS * ROWS);
+        const sparse_task task = task_of(blockIdx.x + turn / TURNS * gridDim.x, r);
         row_start s = {};
-        if (task.valid && row_of_tile < TILE) {
+        if (task.valid && r < TILE) {
             const sparse_operand & m = p.m[task.matrix];
             s.matrix = task.matrix;
             const int row = m.row_begin + task.row;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         return s;
     };
     // this thread's run: groups in steps begin ... end-1, spilled ones up to end_of_spilled. whole: steps in front of the last of any run; one of those has the row's end
-    struct cursor { int matrix, begin, end, end_of_spilled, whole, steps; uint32_t at; const uint4 * groups; };
+    struct cursor { int matrix, begin, end, end_of_spilled, whole, steps; uint32_t base; const uint4 * groups; };
     const auto begin_row = [&](const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
         cursor c;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             c.whole = min(c.whole, __shfl_xor_sync(FULL_WARP, c.whole, offset));
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
-        c.at = mine + s.base * 2;
+        c.base = s.base;
         return c;
     };
     group_bits<compact_f16, BITS> now[DEPTH];
@@ -162,10 +162,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         }
     };
 
-    const int stride = gridDim.x;
-    cursor c = begin_row(fetch(blockIdx.x));
+    cursor c = begin_row(fetch(0));
     load(c, 0);
-    row_start ahead = fetch(blockIdx.x + stride);
+    row_start ahead = fetch(1);
+    int turn = 0;
     for (int i = threadIdx.x; i < TILE * q.pitch / 16; i += WARPS * 32) {
         reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
     }
@@ -173,11 +173,18 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     cuda_wait_for_previous();
     __syncthreads();
 
-    for (int t = blockIdx.x; t < p.n_units; t += stride) {
-        if (warp * ROWS < TILE) {
+    for (int t = blockIdx.x; t < p.n_units; t += gridDim.x) {
+        for (int row = row_of_tile; warp * ROWS < TILE && row < TILE; row += WARPS * ROWS, turn++) {
+            const uint32_t mine = shared_address(tile) + row * q.pitch;
+            uint32_t limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
+#pragma unroll
+            for (int k = 0; k <= ENTRIES; k++) {
+                limit[k] = mine + lap - k % ENTRIES * UNIT;
+                asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
+            }
             const __half2 power = __float2half2_rn(p.m[c.matrix].power);
             const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, whole = c.whole, steps = c.steps;
-            uint32_t at = c.at;
+            uint32_t at = mine + c.base * 2;
             const auto scatter = [&](const group_bits<compact_f16, BITS> & group, auto all) {
                 const uint4 v = group.words();
                 const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power), scale_pair(v.w, power) };
@@ -207,7 +214,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 more = step + DEPTH < steps;
                 if (!more) {
                     c = begin_row(ahead);
-                    ahead = fetch(t + 2 * stride);
+                    ahead = fetch(turn + 2);
                 }
                 load(c, more ? step + DEPTH : 0);
 #pragma unroll
@@ -236,24 +243,37 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 step += DEPTH;
             } while (more);
         }
-        __syncthreads();
-        if (warp < q.shares) { // a thread has 8 columns of row l / 4 of each block, and the same ones for column l / 4 of each 8 of x: their order does not matter
-            float sum[BLOCKS][SETS][4] = {};
-            const int l = threadIdx.x % 32;
-            const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
-#pragma unroll 2
-            for (int k = warp; k < p.cols / 32; k += q.shares) {
-                uint4 a[2 * SETS];
+        // A thread has 8 columns of row l / 4 of each block, and the same ones for columns l / 4 and l / 4 + 8 of each 16 of x: their order does not matter
+        const int l = threadIdx.x % 32, last = p.cols / 32 - 1;
+        uint4 a[X_AHEAD][2 * SETS];
+        const auto request = [&](uint4 * to, int k) {
 #pragma unroll
-                for (int s = 0; s < 2 * SETS; s++) {
-                    a[s] = q.x16[(k * 2 * SETS + s) * 32 + l];
+            for (int i = 0; i < 2 * SETS; i++) {
+                to[i] = q.x16[min(k, last) * (SETS * 64) + i * 32 + l];
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < X_AHEAD; i++) {
+            request(a[i], warp + i * q.shares);
+        }
+        __syncthreads();
+        if (warp < q.shares) {
+            float sum[BLOCKS][SETS][4] = {};
+            const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
+#pragma unroll X_AHEAD
+            for (int k = warp; k <= last; k += q.shares) {
+                uint4 x[2 * SETS];
+#pragma unroll
+                for (int i = 0; i < X_AHEAD * 2 * SETS; i++) {
+                    (i < 2 * SETS ? x[i] : a[i / (2 * SETS) - 1][i % (2 * SETS)]) = a[i / (2 * SETS)][i % (2 * SETS)];
                 }
+                request(a[X_AHEAD - 1], k + X_AHEAD * q.shares);
 #pragma unroll
                 for (int r = 0; r < BLOCKS; r++) {
                     const uint4 b = take_words(rows_at + r * 8 * q.pitch + k * 64);
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
-                        const uint32_t lower[4] = { a[2 * s].x, a[2 * s + 1].x, a[2 * s].y, a[2 * s + 1].y }, upper[4] = { a[2 * s].z, a[2 * s + 1].z, a[2 * s].w, a[2 * s + 1].w };
+                        const uint32_t lower[4] = { x[2 * s].x, x[2 * s].y, x[2 * s].z, x[2 * s].w }, upper[4] = { x[2 * s + 1].x, x[2 * s + 1].y, x[2 * s + 1].z, x[2 * s + 1].w };
                         multiply_add<__half>(sum[r][s], lower, b.x, b.y);
                         multiply_add<__half>(sum[r][s], upper, b.z, b.w);
                     }
@@ -288,14 +308,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
 
 // bytes of a row of a tile: for all places of the layout; 64 beyond whole 128, so that rows that are read together lie in other banks
 static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
-// bytes of the sums of a warp that multiplies
-static constexpr int64_t share_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
+// bytes of the sums of a warp
+static constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
 
 constexpr int MAX_TILE_BLOCKS = 3;
 // most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
 static int most_tile_blocks(int modulus, int shared_nbytes) {
     int blocks = MAX_TILE_BLOCKS;
-    while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * share_nbytes(blocks, 2) > shared_nbytes) {
+    while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
         blocks--;
     }
     return blocks;
@@ -325,9 +345,11 @@ bool takes_tiles(const cuda_sparse_matrix & w) {
 }
 
 template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // A warp per 32 runs. Where those are few, other warps only multiply, and more groups are on their way.
-    constexpr int TILE = 8 * BLOCKS, UNPACK = TILE * LANES / 32, WARPS = BLOCKS == 1 ? 16 : std::max(UNPACK, 12), DEPTH = (BLOCKS == 3 ? 96 : 128) / std::max(LANES, 16);
-    constexpr int64_t SHARE_NBYTES = share_nbytes(BLOCKS, SETS);
+    // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense soonest with 24 warps; x of 32 columns comes sooner
+    // with 12, which have registers for it.
+    constexpr int TILE = 8 * BLOCKS, WARPS = BLOCKS == 3 && LANES == 32 && SETS == 1 ? 24 : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12 : 16,
+                  DEPTH = BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16);
+    constexpr int64_t SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
     sparse_launch & p = q.p;
     const int rows = p.silu_mul ? TILE / 2 : TILE;
     p.n_units = 0;
@@ -336,9 +358,9 @@ template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_t
         p.n_units += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
     }
     q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
-    q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SHARE_NBYTES));
+    q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SUMS_NBYTES));
     const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_units)));
-    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32, TILE * q.pitch + q.shares * SHARE_NBYTES, p.programmatic, stream);
+    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32, TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
 }
 template <int BITS, int LANES, int BLOCKS> static cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream) : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
@@ -363,8 +385,8 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
-    const dim3 columns(p.n_columns <= 16 ? 16 : CUDA_SPARSE_X16_COLUMNS);
-    CUDA_TRY(cuda_launch(stage_kernel, columns, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p, static_cast<uint2 *>(x16)));
+    const dim3 blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS, p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
+    CUDA_TRY(cuda_launch(stage_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p, static_cast<uint4 *>(x16)));
     switch (p.m[0].delta_bits) {
         case 2:  return launch_tiles_bits<2>(q, device, stream);
         case 3:  return launch_tiles_bits<3>(q, device, stream);

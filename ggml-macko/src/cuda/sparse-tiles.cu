@@ -4,7 +4,7 @@
 //   tiles_kernel   one block per SM: each warp makes some of the tile's rows dense, 32 runs at a time; all meet; each multiplies a share of the columns of
 //                  all rows, and leaves zeros; all meet; the shares are added up. The next rows' first groups are on their way meanwhile.
 //
-// Measurements, and what bounds it: docs/notes-gpu-kernels.md, section 29.
+// Measurements, and what bounds it: docs/notes-gpu-kernels.md, sections 29 and 30.
 #include "cuda/ops-mma.cuh"
 #include "cuda/sparse-groups.cuh"
 #include "cuda/sparse-mul-mat-params.cuh"

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <limits>
 #include <mutex>
@@ -70,6 +72,7 @@ struct collector : macko::payload_consumer {
     int64_t              row_nbytes;
     std::mutex           mutex;
     int                  answer = GGML_MACKO_STATUS_OK;
+    bool wants_first_value() const override { return true; }
     explicit collector(const macko::sparse_matrix & m) : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
     int consume(const macko::macko_view & view, int64_t first_value) override {
         macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
@@ -961,6 +964,35 @@ static void test_payload_blocks() {
     }
 }
 
+// waits in each call until another call is there as well
+struct meeting_consumer : macko::payload_consumer {
+    std::mutex              mutex;
+    std::condition_variable changed;
+    int                     n_inside = 0;
+    bool                    met      = false;
+    int consume(const macko::macko_view &, int64_t) override {
+        std::unique_lock<std::mutex> lock(mutex);
+        met = ++n_inside > 1 || met;
+        changed.notify_all();
+        met = changed.wait_for(lock, std::chrono::seconds(20), [&] { return met; });
+        n_inside--;
+        return met ? S(OK) : macko::fail(S(CANCELLED), "test: nobody else came");
+    }
+};
+
+static void test_consumers_of_a_matrix_work_side_by_side() {
+    std::mt19937_64 rng(6);
+    builder::model m;
+    m.sparse.push_back({ "m.weight", { 1021, 1501 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 1021 * 1501, 1021, 0.4) });
+    m.bits = { 4 };
+    m.dense.tensors.push_back({ "m.weight", m.sparse[0].ne, TYPE_F16, m.sparse[0].data, 0 });
+    const memory_file f(builder::serialize(builder::sparse_file(m)));
+    std::unique_ptr<macko::model_file> file;
+    CHECK(macko::model_file_open(f.path().c_str(), false, &file) == S(OK), "%s", ggml_macko_last_error());
+    meeting_consumer c;
+    CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OK), "%s", ggml_macko_last_error());
+}
+
 struct throwing_consumer : macko::payload_consumer {
     int consume(const macko::macko_view &, int64_t) override { throw std::bad_alloc(); }
 };
@@ -1019,6 +1051,51 @@ static void test_virtual_file_is_the_dense_file() {
         uint8_t byte = 0;
         CHECK(v->read_at(-1, &byte, 1) == S(BAD_ARGUMENT) && v->read_at(v->size(), &byte, 1) == S(BAD_ARGUMENT) && v->read_at(0, &byte, -1) == S(BAD_ARGUMENT), "read outside");
         CHECK(v->read_at(v->size(), &byte, 0) == S(OK), "empty read at the end");
+    }
+}
+
+// llama.cpp's llama_file: reads a tensor in pieces, each up to the end of the file as the stream tells it. Returns the bytes that were read
+static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes & out, int64_t piece) {
+    CHECK(fseeko(stream, at, SEEK_SET) == 0, "seek to %lld", static_cast<long long>(at));
+    const int64_t n_out = static_cast<int64_t>(out.size());
+    int64_t n_read = 0;
+    for (int64_t i = 0; i < n_out; i += piece) {
+        const int64_t told = ftello(stream);
+        CHECK(told >= 0 && told <= size, "position %lld", static_cast<long long>(told));
+        const int64_t n = std::min({ piece, n_out - i, size - told });
+        CHECK(n <= 0 || fread(&out[static_cast<size_t>(i)], static_cast<size_t>(n), 1, stream) == 1, "%lld bytes at %lld", static_cast<long long>(n), static_cast<long long>(at + i));
+        n_read += n;
+    }
+    return n_read;
+}
+
+// dense tensors arrive whole, of sparse ones the handle
+static void test_zeros_of_sparse_tensors_are_not_read() {
+    for (uint64_t seed : { 1, 2, 3, 4 }) {
+        const builder::model m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
+        const memory_file f(builder::serialize(builder::sparse_file(m, seed == 2)));
+        const auto file = open_or_die(f);
+        std::unique_ptr<macko::virtual_file> v;
+        CHECK(macko::virtual_file::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        layout l;
+        const bytes dense = builder::serialize(m.dense, &l);
+        FILE * stream = v->open_stream();
+        CHECK(stream != nullptr, "%s", ggml_macko_last_error());
+        rng random(seed);
+        for (int i = 0; i < 300; i++) {
+            const size_t  t     = static_cast<size_t>(random.range(0, static_cast<int64_t>(m.dense.tensors.size()) - 1));
+            const auto    is    = std::find_if(m.sparse.begin(), m.sparse.end(), [&](const auto & s) { return s.name == m.dense.tensors[t].name; });
+            bytes         got(m.dense.tensors[t].data.size(), 0xee);
+            const int64_t n = static_cast<int64_t>(got.size()), piece = i % 2 ? n : random.range(24, 9000);
+            const int64_t n_read = read_as_llama_cpp(stream, v->size(), static_cast<int64_t>(l.data_at[t]), got, piece);
+            if (is == m.sparse.end()) {
+                CHECK(n_read == n && got == m.dense.tensors[t].data, "seed %llu: %s", static_cast<unsigned long long>(seed), m.dense.tensors[t].name.c_str());
+            } else {
+                CHECK(v->match_handle(got.data(), got.size()) == is - m.sparse.begin(), "handle of %s", is->name.c_str());
+                CHECK(n_read == sizeof(macko::tensor_handle), "%lld of %lld bytes of %s were read", static_cast<long long>(n_read), static_cast<long long>(n), is->name.c_str());
+            }
+        }
+        fclose(stream);
     }
 }
 
@@ -1223,8 +1300,10 @@ int main() {
     test_limits();
     test_truncation();
     test_payload_blocks();
+    test_consumers_of_a_matrix_work_side_by_side();
     test_out_of_memory_in_a_thread_is_a_status();
     test_virtual_file_is_the_dense_file();
+    test_zeros_of_sparse_tensors_are_not_read();
     test_forged_handles_do_not_match();
     test_what_cannot_be_served();
     test_file_system();

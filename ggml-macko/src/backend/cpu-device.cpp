@@ -40,6 +40,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
             bitmap_pack(view, first_value, bitmap);
             return GGML_MACKO_STATUS_OK;
         }
+        bool wants_first_value() const override { return true; }
         bool takes_packed() const override { return true; }
         int consume_packed(const packed_view & view) override {
             bitmap_pack(view, omp_get_max_threads(), bitmap);
@@ -53,7 +54,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return;
     }
     if (offset > 0) {
-        return; // the first piece had the handle; the rest of what llama.cpp reads for a sparse tensor is zeros
+        return; // the first piece had the handle; the stream has nothing more of a sparse tensor
     }
     auto * m = static_cast<stored_matrix *>(tensor->data);
     *m = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };

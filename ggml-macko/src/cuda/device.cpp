@@ -304,7 +304,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
-        if (offset == 0) { // the first piece has the handle; the rest of what llama.cpp reads for a sparse tensor is zeros
+        if (offset == 0) { // the first piece has the handle; the stream has nothing more of a sparse tensor
             set_sparse(buffer, *load::current(), *matrix, tensor, data, size);
         }
     } else if (stored(tensor)) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cinttypes>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <omp.h>
@@ -552,13 +553,14 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file) {
 
 namespace {
 
-// the error of the earliest block, whichever thread met it
+// the error of the earliest block, whichever thread met it: the blocks behind it need no work any more
 struct first_error {
-    std::atomic<bool> any{false};
-    std::mutex        mutex;
-    int64_t           block  = INT64_MAX;
-    int               status = GGML_MACKO_STATUS_OK;
-    std::string       text;
+    std::atomic<int64_t> block{INT64_MAX};
+    std::mutex           mutex;
+    int                  status = GGML_MACKO_STATUS_OK;
+    std::string          text;
+
+    bool any() const { return status != GGML_MACKO_STATUS_OK; } // when all threads are done
 
     void set(int64_t b, int s) noexcept {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -571,8 +573,33 @@ struct first_error {
                 text.clear();
             }
         }
-        any = true;
     }
+};
+
+// What blocks have, summed up. Not an OpenMP ordered region: libgomp ends one only where its thread takes the next iteration, so that what follows in the loop
+// waits for other threads, too.
+class running_sum {
+public:
+    void add(int64_t n) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        sum_ += n;
+    }
+    // adds n of block b; returns the sum of those before it, as soon as they are there. A thread that sleeps here takes long to wake up
+    int64_t add_in_order(int64_t b, int64_t n) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        turn_.wait(lock, [&] { return next_ == b; });
+        const int64_t before = sum_;
+        sum_ += n;
+        next_++;
+        turn_.notify_all();
+        return before;
+    }
+    int64_t sum() const { return sum_; } // after the last block
+
+private:
+    std::mutex              mutex_;
+    std::condition_variable turn_;
+    int64_t                 next_ = 0, sum_ = 0;
 };
 
 struct payload_reader {
@@ -675,28 +702,28 @@ struct payload_reader {
         return encode(dense.data(), rows, values, deltas);
     }
 
-    int read_blocks(int n_threads, payload_consumer & consumer) {
+    int read_blocks(int n_max_team, payload_consumer & consumer) {
         const int64_t n_blocks = static_cast<int64_t>(blocks.size()) - 1;
-        first_error error;
-        int64_t nnz = 0; // in blocks before the current one of the ordered section
-        const int n_team = static_cast<int>(std::min<int64_t>(n_threads > 0 ? n_threads : omp_get_max_threads(), n_blocks));
+        first_error          error;
+        running_sum          nnz;
+        std::atomic<int64_t> next{0}; // blocks are taken in their order: none waits for one that nobody has
+        const int n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
 
         #pragma omp parallel num_threads(n_team)
         {
             std::vector<uint8_t> buffer;
-            #pragma omp for ordered schedule(dynamic, 1)
-            for (int64_t b = 0; b < n_blocks; b++) {
+            for (int64_t b; (b = next++) < n_blocks;) {
                 macko_view view;
                 int status = GGML_MACKO_STATUS_OK;
-                const bool run = !error.any; // after an error the rest is only counted off
+                const bool run = b < error.block;
                 if (run) {
                     status = at_c_edge([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
                 }
                 int64_t first_value = 0;
-                #pragma omp ordered
-                {
-                    first_value = nnz;
-                    nnz += view.nnz();
+                if (consumer.wants_first_value()) {
+                    first_value = nnz.add_in_order(b, view.nnz());
+                } else {
+                    nnz.add(view.nnz());
                 }
                 if (run && status == GGML_MACKO_STATUS_OK) {
                     status = at_c_edge([&] { return consumer.consume(view, first_value); });
@@ -706,16 +733,18 @@ struct payload_reader {
                 }
             }
         }
-        if (error.any) {
+        if (error.any()) {
             return fail(error.status, "%s", error.text.c_str());
         }
         const int64_t expected = recoded.values.empty() ? m.desc.nnz : recoded.desc.nnz;
-        if (nnz != expected) {
-            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")", expected, nnz);
+        if (nnz.sum() != expected) {
+            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")", expected, nnz.sum());
         }
         return GGML_MACKO_STATUS_OK;
     }
 };
+
+int team_of(int n_threads) { return n_threads > 0 ? n_threads : omp_get_max_threads(); }
 
 // what a consumer of MACKO gets of a matrix that was recoded into reader.recoded
 int read_recoded(payload_reader & reader, int n_team, payload_consumer & consumer) {
@@ -724,23 +753,8 @@ int read_recoded(payload_reader & reader, int n_team, payload_consumer & consume
     return reader.read_blocks(n_team, consumer);
 }
 
-// n bytes from offset on, by all threads: fresh memory costs as much as reading
-int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
-    constexpr int64_t PIECE = 4 << 20;
-    first_error error;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(n_team)
-    for (int64_t at = 0; at < n; at += PIECE) {
-        if (!error.any) {
-            if (const int status = at_c_edge([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
-                error.set(at, status);
-            }
-        }
-    }
-    return error.any ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
-}
-
 int read_packed(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads, payload_consumer & consumer) {
-    const int      n_team = n_threads > 0 ? n_threads : omp_get_max_threads();
+    const int      n_team = team_of(n_threads);
     payload_reader reader = { source, header, m, {}, {}, {} };
     {
         std::unique_ptr<uint8_t[]> memory[std::size(PACKED_COMPONENTS)];
@@ -788,7 +802,7 @@ struct ec_csr_payload {
 };
 
 int read_ec_csr(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads, payload_consumer & consumer) {
-    const int      n_team = n_threads > 0 ? n_threads : omp_get_max_threads();
+    const int      n_team = team_of(n_threads);
     payload_reader reader = { source, header, m, {}, {}, {} };
     {
         ec_csr_payload payload;
@@ -812,6 +826,20 @@ int read_ec_csr(const byte_source & source, const gguf_header & header, const sp
 
 } // namespace
 
+int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
+    constexpr int64_t PIECE = 256 << 10;
+    first_error error;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(n_team) if (n > PIECE)
+    for (int64_t at = 0; at < n; at += PIECE) {
+        if (at < error.block) {
+            if (const int status = at_c_edge([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
+                error.set(at, status);
+            }
+        }
+    }
+    return error.any() ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
 int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer) {
     const int status = at_c_edge([&]() -> int {
         if (matrix.format == &FORMAT_EC_CSR) {
@@ -829,7 +857,7 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
             return t;
         }
         reader.make_blocks();
-        return reader.read_blocks(n_threads, consumer);
+        return reader.read_blocks(team_of(n_threads), consumer);
     });
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(matrix.name.c_str());

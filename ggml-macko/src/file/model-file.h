@@ -86,18 +86,21 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file);
 [[nodiscard]] int check_model_tensors(const std::vector<gguf_tensor> & tensors);
 
 // Payload of one matrix. MACKO: in blocks of rows of about 512 KiB, in parallel: each block is read into private memory, validated, and
-// handed to consume(view, first_value) (first_value = non-zeros in earlier rows); consume may be called from several threads at once,
+// handed to consume(view, first_value) (first_value = non-zeros in earlier rows, if the consumer wants it); consume may be called from several threads at once,
 // not in order. Checks row_ptr, padding and nnz as well. EC-CSR and packed: the whole matrix is read and checked, and handed to
 // consume_blocks or consume_packed at once; for a consumer that does not take it so it is recoded to MACKO first (dequantized, too).
 struct payload_consumer {
     virtual ~payload_consumer() = default;
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
+    virtual bool wants_first_value() const { return false; } // then a block waits until all before it are validated
     virtual bool takes_blocks() const { return false; }
     [[nodiscard]] virtual int consume_blocks(const ec_csr_view &) { return GGML_MACKO_STATUS_OK; }
     virtual bool takes_packed() const { return false; }
     [[nodiscard]] virtual int consume_packed(const packed_view &) { return GGML_MACKO_STATUS_OK; }
 };
 [[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
+// n bytes from offset on, by a team of threads: one copies no faster than 6 GB/s, and fresh memory costs as much again
+[[nodiscard]] int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team);
 // the same without the file system (fuzzing, tests); tensors are those of header
 [[nodiscard]] int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer);
 

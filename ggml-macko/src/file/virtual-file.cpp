@@ -1,4 +1,4 @@
-// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles, zeros. See virtual-file.h.
+// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles and what nobody reads, zeros. See virtual-file.h.
 #include "file/virtual-file.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <cinttypes>
 #include <cstring>
 #include <mutex>
+#include <omp.h>
 #include <sys/random.h>
 
 namespace macko {
@@ -14,7 +15,10 @@ static_assert(sizeof(tensor_handle) == 24, "the handle is copied byte for byte")
 
 namespace {
 
-enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_ZERO };
+constexpr size_t  STREAM_NBYTES = 4 << 20; // stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+constexpr int64_t FEW_ZEROS     = 4096;
+
+enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_UNREAD, SEGMENT_ZERO }; // UNREAD: the rest of a sparse tensor
 
 struct segment {
     int64_t      begin;  // in the virtual file; a segment ends where the next one begins
@@ -31,6 +35,8 @@ struct virtual_file::impl {
     int64_t              size = 0;
     uint8_t              nonce[16] = {};
 
+    std::vector<std::unique_ptr<char[]>> stream_buffers; // stdio's, one per stream
+
     std::mutex  error_mutex;
     int         error_status = GGML_MACKO_STATUS_OK;
     std::string error_text;
@@ -43,6 +49,10 @@ struct virtual_file::impl {
             size += n;
         }
     }
+    std::vector<segment>::const_iterator find(int64_t offset) const { // segments start at 0: there is one at or before offset
+        return std::upper_bound(segments.begin(), segments.end(), offset, [](int64_t at, const segment & s) { return at < s.begin; }) - 1;
+    }
+    int64_t end(std::vector<segment>::const_iterator s) const { return s + 1 == segments.end() ? size : (s + 1)->begin; }
     int  read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const;
     void record_error(int status) noexcept;
 };
@@ -139,7 +149,7 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
         const int64_t index = file.tensor_sparse_index[at];
         if (index >= 0) {
             p->append(SEGMENT_HANDLE, index, sizeof(tensor_handle));
-            p->append(SEGMENT_ZERO, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_handle)));
+            p->append(SEGMENT_UNREAD, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_handle)));
         } else {
             p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
         }
@@ -158,7 +168,7 @@ int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
             memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
         case SEGMENT_FILE:
-            return file.read(s.source + skip, dst, n);
+            return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
         case SEGMENT_HANDLE: {
             tensor_handle handle;
             memcpy(handle.nonce, nonce, sizeof(nonce));
@@ -166,6 +176,7 @@ int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
             memcpy(dst, reinterpret_cast<const uint8_t *>(&handle) + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
         }
+        case SEGMENT_UNREAD:
         case SEGMENT_ZERO:
             memset(dst, 0, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
@@ -178,11 +189,8 @@ int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "read of %" PRId64 " bytes at %" PRId64 " in a file of %" PRId64, n, offset, impl_->size);
     }
     uint8_t * out = static_cast<uint8_t *>(dst);
-    const auto & segments = impl_->segments;
-    auto it = std::upper_bound(segments.begin(), segments.end(), offset, [](int64_t at, const segment & s) { return at < s.begin; });
-    for (--it; n > 0; ++it) { // segments start at 0: there is one at or before offset
-        const int64_t end = it + 1 == segments.end() ? impl_->size : (it + 1)->begin;
-        const int64_t len = std::min(n, end - offset);
+    for (auto it = impl_->find(offset); n > 0; ++it) {
+        const int64_t len = std::min(n, impl_->end(it) - offset);
         if (const int status = impl_->read_segment(*it, offset - it->begin, out, len)) {
             prefix_error(impl_->file.path.c_str());
             return status;
@@ -192,6 +200,28 @@ int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
         n      -= len;
     }
     return GGML_MACKO_STATUS_OK;
+}
+
+int64_t virtual_file::told(int64_t offset) const {
+    const auto s = impl_->find(offset);
+    switch (s->kind) {
+        case SEGMENT_HANDLE: return impl_->size - (impl_->end(s) - offset);
+        case SEGMENT_UNREAD: return impl_->size;
+        default:             return offset;
+    }
+}
+
+int64_t virtual_file::at_once(int64_t offset, int64_t n) const {
+    auto s = impl_->find(offset);
+    if (s->kind == SEGMENT_UNREAD) {
+        return std::min(n, FEW_ZEROS);
+    }
+    for (++s; s != impl_->segments.cend() && s->begin < offset + n; ++s) {
+        if (s->kind == SEGMENT_UNREAD) {
+            return s->begin - offset;
+        }
+    }
+    return n;
 }
 
 int64_t virtual_file::size() const {
@@ -242,7 +272,7 @@ struct cookie {
 
 static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
     cookie * k = static_cast<cookie *>(c);
-    const int64_t len = std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos);
+    const int64_t len = k->file->at_once(k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
     if (const int status = k->file->read_at(k->pos, buffer, len)) {
         k->record_error(k->file, status);
         errno = EIO;
@@ -254,6 +284,10 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
 
 static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
     cookie * k = static_cast<cookie *>(c);
+    if (whence == SEEK_CUR && *offset == 0) {
+        *offset = k->file->told(k->pos);
+        return 0;
+    }
     const int64_t base = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? k->pos : k->file->size();
     int64_t to = 0;
     if (!checked_add(base, static_cast<int64_t>(*offset), &to) || to < 0 || to > k->file->size()) {
@@ -272,6 +306,7 @@ static int stream_close(void * c) noexcept {
 
 FILE * virtual_file::open_stream() {
     auto k = std::make_unique<cookie>(cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
+    impl_->stream_buffers.emplace_back(new char[STREAM_NBYTES]);
     cookie_io_functions_t hooks = {};
     hooks.read  = stream_read;
     hooks.seek  = stream_seek;
@@ -282,6 +317,7 @@ FILE * virtual_file::open_stream() {
         return nullptr;
     }
     k.release(); // stream_close deletes it
+    setvbuf(stream, impl_->stream_buffers.back().get(), _IOFBF, STREAM_NBYTES);
     return stream;
 }
 

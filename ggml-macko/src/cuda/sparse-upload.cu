@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 
 namespace macko {
 
@@ -44,21 +45,28 @@ static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, u
         dense[i] = 0;
     }
     __syncwarp();
+    constexpr int AHEAD = 4; // loads on their way at a time
     int column = -1;
     const int end = raw.row_ptr[row + 1];
-    for (int e = raw.row_ptr[row]; e < end; e += 32) {
-        const int k = e + lane;
-        int step = 0;
-        uint16_t value = 0;
-        if (k < end) {
-            step  = 1 + file_code(raw.codes, k, raw.delta_bits);
-            value = values[k];
+    for (int e = raw.row_ptr[row]; e < end; e += 32 * AHEAD) {
+        int step[AHEAD] = {};
+        uint16_t value[AHEAD] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int k = e + 32 * i + lane;
+            if (k < end) {
+                step[i]  = 1 + file_code(raw.codes, k, raw.delta_bits);
+                value[i] = values[k];
+            }
         }
-        step = warp_prefix_sum(step);
-        if (value != 0) {
-            dense[column + step] = value;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int sum = warp_prefix_sum(step[i]);
+            if (value[i] != 0) {
+                dense[column + sum] = value[i];
+            }
+            column += __shfl_sync(FULL_WARP, sum, 31);
         }
-        column += __shfl_sync(FULL_WARP, step, 31);
     }
     __syncwarp();
 }
@@ -284,14 +292,14 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
 
 // ---- uploader ----
 
-constexpr int64_t PINNED_NBYTES = int64_t(4) << 20;
-constexpr int     N_PINNED      = 8;
+constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // a block of rows
+constexpr int     N_PINNED      = 32;                 // not more: pinning memory takes its time
 
 // one piece of pinned memory, on its own stream
 struct pinned_buffer {
-    void       * data   = nullptr;
-    cudaStream_t stream = nullptr;
-    bool         busy   = false;
+    void       * data      = nullptr;
+    cudaStream_t stream    = nullptr;
+    bool         in_flight = false; // a copy may still read it
 };
 
 struct cuda_sparse_uploader::impl {
@@ -300,9 +308,10 @@ struct cuda_sparse_uploader::impl {
     uint8_t               * staging = nullptr; // device memory
     int64_t                 staging_nbytes = 0;
     repack_counts         * counts  = nullptr; // device memory
-    pinned_buffer           pinned[N_PINNED];
-    std::mutex              mutex;
-    std::condition_variable freed;
+    pinned_buffer               pinned[N_PINNED];
+    std::mutex                  mutex;
+    std::condition_variable     freed;
+    std::deque<pinned_buffer *> unused; // those that nobody fills, the one that was filled first in front
 
     macko_desc              desc     = {};
     int64_t                 n_padded = 0;
@@ -315,6 +324,7 @@ struct cuda_sparse_uploader::impl {
         cudaSetDevice(device);
         for (pinned_buffer & p : pinned) {
             if (p.stream) {
+                cudaStreamSynchronize(p.stream);
                 cudaStreamDestroy(p.stream);
             }
             cudaFreeHost(p.data);
@@ -323,44 +333,46 @@ struct cuda_sparse_uploader::impl {
         cudaFree(counts);
     }
 
-    // host memory of any kind to the device; returns when src may be reused and the bytes have arrived
+    // host memory of any kind to the device, for several threads; returns when `from` may be reused. The bytes are there after arrived()
     int copy(void * to, const void * from, int64_t nbytes) {
         CUDA_OK(cudaSetDevice(device));
+        for (int64_t at = 0; at < nbytes; at += PINNED_NBYTES) {
+            const cudaError_t copied = copy_piece(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at, static_cast<size_t>(std::min(PINNED_NBYTES, nbytes - at)));
+            CUDA_OK(copied);
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    cudaError_t copy_piece(void * to, const void * from, size_t nbytes) {
         pinned_buffer * p = nullptr;
         {
             std::unique_lock<std::mutex> lock(mutex);
-            freed.wait(lock, [&] {
-                for (pinned_buffer & candidate : pinned) {
-                    if (!candidate.busy) {
-                        p = &candidate;
-                        return true;
-                    }
-                }
-                return false;
-            });
-            p->busy = true;
+            freed.wait(lock, [&] { return !unused.empty(); });
+            p = unused.front();
+            unused.pop_front();
         }
-        cudaError_t error = cudaSuccess;
-        // two halves: one is filled while the other is on its way
-        const int64_t half = PINNED_NBYTES / 2;
-        for (int64_t at = 0, i = 0; at < nbytes && error == cudaSuccess; at += half, i++) {
-            uint8_t * piece = static_cast<uint8_t *>(p->data) + i % 2 * half;
-            const int64_t n = std::min(half, nbytes - at);
-            memcpy(piece, static_cast<const uint8_t *>(from) + at, static_cast<size_t>(n));
-            error = cudaStreamSynchronize(p->stream);
-            if (error == cudaSuccess) {
-                error = cudaMemcpyAsync(static_cast<uint8_t *>(to) + at, piece, static_cast<size_t>(n), cudaMemcpyHostToDevice, p->stream);
-            }
-        }
+        cudaError_t error = cudaStreamSynchronize(p->stream);
         if (error == cudaSuccess) {
-            error = cudaStreamSynchronize(p->stream);
+            memcpy(p->data, from, nbytes);
+            p->in_flight = true;
+            error = cudaMemcpyAsync(to, p->data, nbytes, cudaMemcpyHostToDevice, p->stream);
         }
         {
-            std::lock_guard<std::mutex> lock(mutex);
-            p->busy = false;
+            const std::lock_guard<std::mutex> lock(mutex);
+            unused.push_back(p);
         }
         freed.notify_one();
-        CUDA_OK(error);
+        return error;
+    }
+
+    // while no thread copies
+    int arrived() {
+        for (pinned_buffer & p : pinned) {
+            if (p.in_flight) {
+                CUDA_OK(cudaStreamSynchronize(p.stream));
+                p.in_flight = false;
+            }
+        }
         return GGML_MACKO_STATUS_OK;
     }
 
@@ -478,6 +490,7 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
     for (pinned_buffer & buffer : p->pinned) {
         CUDA_OK(cudaMallocHost(&buffer.data, static_cast<size_t>(PINNED_NBYTES)));
         CUDA_OK(cudaStreamCreateWithFlags(&buffer.stream, cudaStreamNonBlocking));
+        p->unused.push_back(&buffer);
     }
     CUDA_OK(cudaMalloc(&p->counts, sizeof(repack_counts)));
     out->reset(new cuda_sparse_uploader(std::move(p)));
@@ -487,6 +500,9 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
 int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void * dst) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
+    if (const int status = s.arrived()) { // of a matrix that was given up
+        return status;
+    }
     const int64_t nbytes = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
     if (nbytes > s.staging_nbytes) {
         CUDA_OK(cudaFree(s.staging));
@@ -547,7 +563,9 @@ int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & 
     }
     *out = cuda_blocks_bind(desc, used, max_spill, dst);
     out->overshoot = image.matrix.overshoot;
-    return s.copy(dst, image.memory.data(), out->nbytes);
+    const int status = s.copy(dst, image.memory.data(), out->nbytes);
+    const int late   = s.arrived();
+    return status ? status : late;
 }
 
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
@@ -557,6 +575,9 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
+    if (const int status = s.arrived()) {
+        return status;
+    }
     const bool stripes = s.desc.cols >= WIDE; // in narrow matrices a group soon walks around all of them
     const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
     for (const int32_t wish : wishes) {

@@ -21,6 +21,13 @@ __device__ __forceinline__ void copy_float4(float * to, const float * from) { //
     *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
 #endif
 }
+__device__ __forceinline__ void copy_16(void * to, const void * from) { copy_float4(static_cast<float *>(to), static_cast<const float *>(from)); }
+// nbytes (0 to 16) of 16 bytes, zeros behind them; places aligned to 16 bytes
+__device__ __forceinline__ void copy_16_or_less(void * to, const void * from, int nbytes) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(nbytes) : "memory");
+#endif
+}
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -36,6 +43,13 @@ __device__ __forceinline__ void commit_copies() {
 __device__ __forceinline__ void wait_for_committed_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+
+// all but the last N commits
+template <int N> __device__ __forceinline__ void wait_for_copies_but() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
 

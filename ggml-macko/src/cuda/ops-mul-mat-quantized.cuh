@@ -15,14 +15,14 @@ struct quantized_args {
     const char * w;
     const char * x;
     char       * y;
-    int64_t      w_nb1, x_nb1, y_nb1; // bytes
+    int64_t      x_nb1, y_nb1; // bytes
+    uint32_t     w_nb1;
     int          m, n, k;
     int          row_nbytes;
 };
 
 constexpr int CHUNK     = 256; // weights of a row that a warp takes at a time: a super-block, or 8 blocks
 constexpr int X_PARTS   = 3;
-constexpr int SCALES    = 16 + 4; // floats from row to row: scales and minima of a chunk; eight rows are read at once, from different banks
 constexpr int X_STRIDE  = CHUNK * 2 + 32; // bytes from column to column: four columns are read at once, from different banks
 
 // ---- reading quants: a row's chunk at any even address of shared memory, for one lane of the four that share the row ----
@@ -161,19 +161,22 @@ template <> struct chunk_reader<TYPE_Q6_K> {
 
 // ---- the product ----
 
-template <tensor_type TYPE, int COLS, int MT, int STAGES> struct quantized_shape {
-    using block = typename value_type<TYPE>::block;
+template <tensor_type TYPE, int COLS, int MT, int STAGES, bool X_SHARED> struct quantized_shape {
+    using block  = typename value_type<TYPE>::block;
+    using reader = chunk_reader<TYPE>;
     static constexpr int ROWS   = 16 * MT;
     static constexpr int NBYTES = CHUNK / value_type<TYPE>::BLOCK * static_cast<int>(sizeof(block));
     static constexpr int UNITS  = (NBYTES + 14 + 15) / 16;  // that a chunk touches at most
     static constexpr int STRIDE = (UNITS | 1) * 16;         // from row to row: odd, so that 8 rows are in different banks
-    static constexpr int N_TILES = (X_PARTS * COLS + 7) / 8; // of 8 columns of the MMA
-    static constexpr int X_NBYTES   = X_PARTS * COLS * X_STRIDE;
-    static constexpr int SUM_NBYTES = chunk_reader<TYPE>::HAS_MINIMUM ? CHUNK / 32 * N_TILES * 8 * 4 : 0;
-    static constexpr int SCALE_NBYTES = ROWS * SCALES * 4;
-    static constexpr int WARP_NBYTES = STAGES * ROWS * STRIDE + X_NBYTES + SUM_NBYTES + SCALE_NBYTES;
-    static constexpr int PARTIAL_NBYTES = ROWS * N_TILES * 8 * 4;
-    static constexpr int nbytes(int n_warps) { return n_warps * (WARP_NBYTES + PARTIAL_NBYTES); }
+    static constexpr int SCALES = CHUNK / reader::GROUP * (reader::HAS_MINIMUM ? 2 : 1) + 4; // floats from row to row, eight rows in different banks
+    static constexpr int COLUMNS = X_PARTS * COLS;
+    static constexpr int N_TILES = (COLUMNS + 7) / 8;       // of 8 columns of the MMA
+    static constexpr int X_NBYTES     = COLUMNS * X_STRIDE; // of a chunk
+    static constexpr int SUM_NBYTES   = reader::HAS_MINIMUM ? CHUNK / 32 * N_TILES * 8 * 4 : 0;
+    static constexpr int WARP_NBYTES  = ROWS * (STAGES * STRIDE + SCALES * 4) + (X_SHARED ? 0 : X_NBYTES + SUM_NBYTES);
+    static constexpr int BATCH        = X_SHARED ? 2 : 1;   // tiles from barrier to barrier
+    static constexpr int PARTIAL      = ROWS * COLUMNS;     // floats of a warp and tile
+    static constexpr int nbytes(int n_warps, int n_chunks) { return n_warps * (WARP_NBYTES + 2 * BATCH * PARTIAL * 4) + (X_SHARED ? n_chunks * (X_NBYTES + SUM_NBYTES) : 0); }
 };
 
 // c = a * b
@@ -199,65 +202,58 @@ static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
     }
 }
 
-template <tensor_type TYPE, int COLS, int MT, int STAGES, bool X_AHEAD>
+template <tensor_type TYPE, int COLS, int MT, int STAGES, bool X_SHARED>
 __global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant__ quantized_args p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    using S = quantized_shape<TYPE, COLS, MT, STAGES>;
+    using S = quantized_shape<TYPE, COLS, MT, STAGES, X_SHARED>;
     using R = chunk_reader<TYPE>;
     constexpr int NT = S::N_TILES, LANE_ROWS = 2 * MT;
     extern __shared__ __align__(16) char shared[];
     const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP, n_warps = static_cast<int>(blockDim.x) / WARP;
     const int g = lane / 4, t = lane % 4;
     char  * stages  = shared + warp * S::WARP_NBYTES;
-    char  * x_parts = stages + STAGES * S::ROWS * S::STRIDE;
-    float * sums    = reinterpret_cast<float *>(x_parts + S::X_NBYTES);
-    float * scales  = sums + S::SUM_NBYTES / 4;
+    float * scales  = reinterpret_cast<float *>(stages + STAGES * S::ROWS * S::STRIDE);
     float * partial = reinterpret_cast<float *>(shared + n_warps * S::WARP_NBYTES);
+    char  * x_parts = X_SHARED ? reinterpret_cast<char *>(partial + n_warps * 2 * S::BATCH * S::PARTIAL) : reinterpret_cast<char *>(scales + S::ROWS * S::SCALES);
     const int n_chunks = (p.k + CHUNK - 1) / CHUNK, n_tiles = (p.m + S::ROWS - 1) / S::ROWS;
 
-    // copies of the next chunk, in the order of the work below
+    const auto row_at = [&](int tile, int r) { return p.w + static_cast<uint64_t>(static_cast<uint32_t>(min(tile * S::ROWS + r, p.m - 1))) * p.w_nb1; };
+    // copies of the next chunk, in the order of the work below: eight lanes to a row, so that their 128 bytes are in different banks
+    constexpr int COPY_ROWS = S::ROWS / 4;
+    const int copy_row = lane / 8, copy_at = lane % 8 * 16;
     int next_tile = static_cast<int>(blockIdx.x), next_chunk = warp, next_stage = 0;
-    const char * next_rows[LANE_ROWS];
-    const auto row_of = [&](int tile, int r) { return p.w + min(tile * S::ROWS + g + 8 * r, p.m - 1) * p.w_nb1; };
-    const auto start_next_tile = [&] {
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) {
-            next_rows[r] = row_of(next_tile, r) + warp * S::NBYTES;
-        }
-    };
-    start_next_tile();
     const auto copy_next = [&] {
-        if (next_tile < n_tiles && warp < n_chunks) {
-            char * to = stages + (next_stage * S::ROWS + g) * S::STRIDE + t * 16;
+        while (next_chunk >= n_chunks) {
+            next_chunk -= n_chunks;
+            next_tile += static_cast<int>(gridDim.x);
+        }
+        if (next_tile < n_tiles) {
+            char * to = stages + (next_stage * S::ROWS + copy_row) * S::STRIDE + copy_at;
+            uintptr_t from[COPY_ROWS];
+#pragma unroll
+            for (int r = 0; r < COPY_ROWS; r++) {
+                from[r] = reinterpret_cast<uintptr_t>(row_at(next_tile, copy_row + 4 * r) + (next_chunk * S::NBYTES + copy_at));
+            }
+            const int left = p.row_nbytes - next_chunk * S::NBYTES - copy_at;
             const bool last = next_chunk == n_chunks - 1; // nothing is read beyond the row's end: who knows what is there
 #pragma unroll
-            for (int r = 0; r < LANE_ROWS; r++) {
-                const int before = static_cast<int>(reinterpret_cast<uintptr_t>(next_rows[r]) & 15);
-                const char * from = next_rows[r] - before + t * 16;
-                if (!last) {
+            for (int at = 0; at < S::UNITS * 16; at += 128) {
+                if (at + 128 <= S::UNITS * 16 || copy_at < S::UNITS * 16 - at) {
+                    if (!last) {
 #pragma unroll
-                    for (int at = 0; at < S::UNITS * 16; at += 64) {
-                        if (at + 48 < S::NBYTES || at + t * 16 < before + S::NBYTES) {
-                            copy_16(to + r * 8 * S::STRIDE + at, from + at);
+                        for (int r = 0; r < COPY_ROWS; r++) {
+                            copy_16(to + r * 4 * S::STRIDE + at, reinterpret_cast<const char *>(from[r] & ~uintptr_t(15)) + at);
                         }
-                    }
-                } else {
-                    const int left = p.row_nbytes - next_chunk * S::NBYTES + before - t * 16;
+                    } else {
 #pragma unroll
-                    for (int at = 0; at < S::UNITS * 16; at += 64) {
-                        if (at + t * 16 < S::UNITS * 16) {
-                            copy_16_or_less(to + r * 8 * S::STRIDE + at, from + at, min(max(left - at, 0), 16));
+                        for (int r = 0; r < COPY_ROWS; r++) {
+                            const int some = left + static_cast<int>(from[r] & 15) - at;
+                            copy_16_or_less(to + r * 4 * S::STRIDE + at, reinterpret_cast<const char *>(from[r] & ~uintptr_t(15)) + at, min(max(some, 0), 16));
                         }
                     }
                 }
-                next_rows[r] += n_warps * S::NBYTES;
             }
             next_chunk += n_warps;
-            if (next_chunk >= n_chunks) {
-                next_chunk = warp;
-                next_tile += static_cast<int>(gridDim.x);
-                start_next_tile();
-            }
         }
         commit_copies();
         next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
@@ -266,78 +262,73 @@ __global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant
     for (int i = 0; i < STAGES - 1; i++) {
         copy_next();
     }
-    if constexpr (R::HAS_MINIMUM) {
-        for (int i = lane; i < S::SUM_NBYTES / 4; i += WARP) {
-            sums[i] = 0;
-        }
-    }
     wait_for_previous();
 
-    const auto load_x = [&](int chunk, int c, float v[8]) {
+    // x of chunk in parts, by the warp
+    const auto prepare_x = [&](int chunk, char * parts) {
+        float * sums = reinterpret_cast<float *>(parts + S::X_NBYTES);
+        if constexpr (R::HAS_MINIMUM) {
+#pragma unroll
+            for (int i = lane; i < S::SUM_NBYTES / 4; i += WARP) {
+                sums[i] = 0;
+            }
+            __syncwarp();
+        }
         const int k = chunk * CHUNK + lane * 8;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            v[i] = 0;
-        }
-        if (k < p.k && c < p.n) {
-            value_type<TYPE_F32>::load8(p.x + c * p.x_nb1, k, v);
+        for (int c = 0; c < COLS; c++) {
+            if (c < p.n) {
+                float v[8] = {};
+                if (k < p.k) {
+                    value_type<TYPE_F32>::load8(p.x + c * p.x_nb1, k, v);
+                }
+                if constexpr (R::HAS_MINIMUM) {
+                    const float sum = warp_sum<4>(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
+                    if (t == 0) {
+                        sums[g * S::N_TILES * 8 + X_PARTS * c] = sum;
+                    }
+                }
+                store_parts(parts + X_PARTS * c * X_STRIDE + lane * 16, v);
+            }
         }
     };
-    const char * x_mine[NT]; // columns that are not there may hold anything: they do not meet the others
+    if constexpr (X_SHARED) {
+        for (int chunk = warp; chunk < n_chunks; chunk += n_warps) {
+            prepare_x(chunk, x_parts + chunk * (S::X_NBYTES + S::SUM_NBYTES));
+        }
+        __syncthreads();
+    }
+    int x_mine[NT]; // columns that are not there may hold anything: they do not meet the others
 #pragma unroll
     for (int j = 0; j < NT; j++) {
-        x_mine[j] = x_parts + min(j * 8 + g, X_PARTS * p.n - 1) * X_STRIDE + t * 8;
+        x_mine[j] = min(j * 8 + g, X_PARTS * p.n - 1) * X_STRIDE + t * 8;
     }
-    int stage = 0;
-    float x_next[X_AHEAD ? COLS : 1][8];
-    if constexpr (X_AHEAD) {
-#pragma unroll
-        for (int c = 0; c < COLS; c++) {
-            load_x(warp, c, x_next[c]);
-        }
-    }
+    int stage = 0, chunk = warp, n_done = 0;
     for (int tile = static_cast<int>(blockIdx.x); tile < n_tiles; tile += static_cast<int>(gridDim.x)) {
         float    acc[MT][NT][4] = {};
         uint32_t low[LANE_ROWS];
 #pragma unroll
         for (int r = 0; r < LANE_ROWS; r++) {
-            low[r] = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_of(tile, r)));
+            low[r] = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_at(tile, g + 8 * r)));
         }
-        for (int chunk = warp; chunk < n_chunks; chunk += n_warps) {
+        for (; chunk < n_chunks; chunk += n_warps) {
             __syncwarp(); // x_parts and the stage before have been read
             copy_next();
-#pragma unroll
-            for (int c = 0; c < COLS; c++) {
-                if (c < p.n) {
-                    float x_now[8];
-                    float * v = X_AHEAD ? x_next[c] : x_now;
-                    if constexpr (!X_AHEAD) {
-                        load_x(chunk, c, v);
-                    }
-                    if constexpr (R::HAS_MINIMUM) {
-                        const float sum = warp_sum<4>(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
-                        if (t == 0) {
-                            sums[g * NT * 8 + X_PARTS * c] = sum;
-                        }
-                    }
-                    store_parts(x_parts + X_PARTS * c * X_STRIDE + lane * 16, v);
-                }
+            const char * x_now = x_parts;
+            if constexpr (X_SHARED) {
+                x_now += chunk * (S::X_NBYTES + S::SUM_NBYTES);
+            } else {
+                prepare_x(chunk, x_parts);
             }
+            const float * sums = reinterpret_cast<const float *>(x_now + S::X_NBYTES);
             wait_for_copies_but<STAGES - 1>();
             __syncwarp();
-            if constexpr (X_AHEAD) {
-                const int ahead = chunk + n_warps < n_chunks ? chunk + n_warps : warp;
-#pragma unroll
-                for (int c = 0; c < COLS; c++) {
-                    load_x(ahead, c, x_next[c]);
-                }
-            }
             R rows[LANE_ROWS];
 #pragma unroll
             for (int r = 0; r < LANE_ROWS; r++) {
                 rows[r].row.at  = stages + (stage * S::ROWS + g + 8 * r) * S::STRIDE + (low[r] + static_cast<uint32_t>(chunk * S::NBYTES)) % 16;
                 rows[r].mine.at = rows[r].row.at + 4 * t;
-                float * to = scales + (g + 8 * r) * SCALES;
+                float * to = scales + (g + 8 * r) * S::SCALES;
                 if constexpr (R::GROUP == 16) {
                     float4 s;
                     rows[r].scales(t, &s.x, nullptr);
@@ -358,7 +349,7 @@ __global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant
                 if (group % 4 == 0) {
 #pragma unroll
                     for (int r = 0; r < LANE_ROWS; r++) {
-                        const float4 * from = reinterpret_cast<const float4 *>(scales + (g + 8 * r) * SCALES);
+                        const float4 * from = reinterpret_cast<const float4 *>(scales + (g + 8 * r) * S::SCALES);
                         four_scales[r] = from[group / 4];
                         if constexpr (R::HAS_MINIMUM) {
                             four_minima[r] = from[2 + group / 4];
@@ -372,7 +363,7 @@ __global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant
                     uint2 b[NT];
 #pragma unroll
                     for (int j = 0; j < NT; j++) {
-                        b[j] = *reinterpret_cast<const uint2 *>(x_mine[j] + step * 32);
+                        b[j] = *reinterpret_cast<const uint2 *>(x_now + x_mine[j] + step * 32);
                     }
 #pragma unroll
                     for (int mt = 0; mt < MT; mt++) {
@@ -413,29 +404,41 @@ __global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant
             }
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        float * mine = partial + warp * (S::PARTIAL_NBYTES / 4);
+        chunk -= n_chunks;
+        // sums of the tile, then, once per batch, of all warps: no second barrier, as the next batch has its own place
+        const int slot = n_done % (2 * S::BATCH);
+        float * mine = partial + (slot * n_warps + warp) * S::PARTIAL;
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
             for (int j = 0; j < NT; j++) {
-                float * to = mine + (mt * 16 + g) * NT * 8 + j * 8 + 2 * t;
-                *reinterpret_cast<float2 *>(to)              = make_float2(acc[mt][j][0], acc[mt][j][1]);
-                *reinterpret_cast<float2 *>(to + 8 * NT * 8) = make_float2(acc[mt][j][2], acc[mt][j][3]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int q = j * 8 + 2 * t + i % 2;
+                    if (q < S::COLUMNS) {
+                        mine[(mt * 16 + i / 2 * 8 + g) * S::COLUMNS + q] = acc[mt][j][i];
+                    }
+                }
             }
         }
+        n_done++;
+        if (n_done % S::BATCH != 0 && tile + static_cast<int>(gridDim.x) < n_tiles) {
+            continue;
+        }
         __syncthreads();
-        for (int i = static_cast<int>(threadIdx.x); i < S::ROWS * p.n; i += static_cast<int>(blockDim.x)) {
-            const int r = i % S::ROWS, c = i / S::ROWS, row = tile * S::ROWS + r;
+        const int some = (n_done - 1) % S::BATCH + 1; // tiles, the last one is this one
+        for (int i = static_cast<int>(threadIdx.x); i < some * S::ROWS * p.n; i += static_cast<int>(blockDim.x)) {
+            const int r = i % S::ROWS, c = i / S::ROWS % p.n, b = i / S::ROWS / p.n;
+            const int row = (tile - (some - 1 - b) * static_cast<int>(gridDim.x)) * S::ROWS + r;
+            const float * from = partial + (n_done - some + b) % (2 * S::BATCH) * n_warps * S::PARTIAL + r * S::COLUMNS + X_PARTS * c;
             float sum = 0;
-            for (int w = 0; w < n_warps; w++) {
-                const float * from = partial + w * (S::PARTIAL_NBYTES / 4) + r * NT * 8 + X_PARTS * c;
+            for (int w = 0; w < n_warps; w++, from += S::PARTIAL) {
                 sum += from[0] + (from[1] + from[2]);
             }
             if (row < p.m) {
                 reinterpret_cast<float *>(p.y + c * p.y_nb1)[row] = sum;
             }
         }
-        __syncthreads(); // partial has been read
     }
 #endif
 }

@@ -2,9 +2,10 @@
 // exactly, and a float32 of x is the sum of three bf16 values of 8 bits each. So an MMA of 16 rows of w with three columns for each column of x makes exact
 // products and float32 sums; scales are applied to the sums over the 16 or 32 weights that share one. The vector kernel, whose work is an operation per weight
 // and column, cannot keep up with memory at less than a byte per weight.
-//   A block owns TILE_ROWS rows, its warps take chunks of CHUNK weights of all of them by turns. Blocks of most types are aligned to 2 bytes only: a warp
-//   copies the 16-byte units that its chunks lie in to shared memory (STAGES chunks, on their way at once, the first ones before the wait for the kernel
-//   ahead), and reads words at even addresses there. Then the warps' sums are added up, in their order.
+//   A block owns ROWS rows, its warps take chunks of CHUNK weights of all of them by turns. Blocks of most types are aligned to 2 bytes only: a warp copies
+//   the 16-byte units that its chunks lie in to shared memory (the first one before the wait for the kernel ahead), and reads words at even addresses there.
+//   Then the warps' sums are added up, in their order. A warp brings its own x into parts, so that warps meet once: where they shared x, or a block took
+//   several tiles of rows, it was no faster (notes-gpu-device.md).
 #pragma once
 
 #include "cuda/ops-mma.cuh"
@@ -21,9 +22,12 @@ struct quantized_args {
     int          row_nbytes;
 };
 
-constexpr int CHUNK     = 256; // weights of a row that a warp takes at a time: a super-block, or 8 blocks
-constexpr int X_PARTS   = 3;
-constexpr int X_STRIDE  = CHUNK * 2 + 32; // bytes from column to column: four columns are read at once, from different banks
+constexpr int QUANTIZED_THREADS = 512; // of a block, at most
+constexpr int ROWS     = 16;
+constexpr int CHUNK    = 256; // weights of a row that a warp takes at a time: a super-block, or 8 blocks
+constexpr int STAGES   = 2;   // chunks in shared memory: one on its way, one in use
+constexpr int X_PARTS  = 3;
+constexpr int X_STRIDE = CHUNK * 2 + 32; // bytes from column to column: four columns are read at once, from different banks
 
 // ---- reading quants: a row's chunk at any even address of shared memory, for one lane of the four that share the row ----
 
@@ -94,11 +98,10 @@ template <> struct chunk_reader<TYPE_Q8_0> {
     static constexpr int  GROUP = 32;
     static constexpr bool ALIGNED = false, HAS_MINIMUM = false;
     chunk_words<ALIGNED> row, mine;
-    // a negative byte is its lower 7 bits less 128: 0x4380 is 256
-    static __device__ __forceinline__ uint32_t pair(uint32_t q) { return subtract_bf16((q & 0x007f007f) | 0x43004300, (q & 0x00800080) | 0x43004300); }
-    __device__ __forceinline__ uint2 quad(int step) const {
-        const uint32_t q = mine.u32(step / 2 * 34 + 2 + step % 2 * 16);
-        return make_uint2(pair(q), pair(q >> 8));
+    __device__ __forceinline__ uint2 quad(int step) const { // a negative byte is its lower 7 bits less 128: 0x4380 is 256
+        const uint32_t q = mine.u32(step / 2 * 34 + 2 + step % 2 * 16), low = q & 0x7f7f7f7f, sign = q & 0x80808080;
+        return make_uint2(subtract_bf16(__byte_perm(low, 0x43434343, 0x4240), __byte_perm(sign, 0x43434343, 0x4240)),
+                          subtract_bf16(__byte_perm(low, 0x43434343, 0x4341), __byte_perm(sign, 0x43434343, 0x4341)));
     }
     __device__ __forceinline__ void scales(int t, float * s, float *) const { s[0] = row.half(t * 68), s[1] = row.half(t * 68 + 34); }
 };
@@ -161,22 +164,18 @@ template <> struct chunk_reader<TYPE_Q6_K> {
 
 // ---- the product ----
 
-template <tensor_type TYPE, int COLS, int MT, int STAGES, bool X_SHARED> struct quantized_shape {
-    using block  = typename value_type<TYPE>::block;
+template <tensor_type TYPE, int COLS> struct quantized_shape {
     using reader = chunk_reader<TYPE>;
-    static constexpr int ROWS   = 16 * MT;
-    static constexpr int NBYTES = CHUNK / value_type<TYPE>::BLOCK * static_cast<int>(sizeof(block));
-    static constexpr int UNITS  = (NBYTES + 14 + 15) / 16;  // that a chunk touches at most
-    static constexpr int STRIDE = (UNITS | 1) * 16;         // from row to row: odd, so that 8 rows are in different banks
-    static constexpr int SCALES = CHUNK / reader::GROUP * (reader::HAS_MINIMUM ? 2 : 1) + 4; // floats from row to row, eight rows in different banks
+    static constexpr int NBYTES  = CHUNK / value_type<TYPE>::BLOCK * static_cast<int>(sizeof(typename value_type<TYPE>::block));
+    static constexpr int UNITS   = (NBYTES + 14 + 15) / 16;   // that a chunk touches at most
+    static constexpr int STRIDE  = (UNITS | 1) * 16;          // from row to row: odd, so that 8 rows are in different banks
+    static constexpr int SCALES  = CHUNK / reader::GROUP * (reader::HAS_MINIMUM ? 2 : 1) + 4; // floats from row to row, 8 rows in different banks
     static constexpr int COLUMNS = X_PARTS * COLS;
-    static constexpr int N_TILES = (COLUMNS + 7) / 8;       // of 8 columns of the MMA
-    static constexpr int X_NBYTES     = COLUMNS * X_STRIDE; // of a chunk
-    static constexpr int SUM_NBYTES   = reader::HAS_MINIMUM ? CHUNK / 32 * N_TILES * 8 * 4 : 0;
-    static constexpr int WARP_NBYTES  = ROWS * (STAGES * STRIDE + SCALES * 4) + (X_SHARED ? 0 : X_NBYTES + SUM_NBYTES);
-    static constexpr int BATCH        = X_SHARED ? 2 : 1;   // tiles from barrier to barrier
-    static constexpr int PARTIAL      = ROWS * COLUMNS;     // floats of a warp and tile
-    static constexpr int nbytes(int n_warps, int n_chunks) { return n_warps * (WARP_NBYTES + 2 * BATCH * PARTIAL * 4) + (X_SHARED ? n_chunks * (X_NBYTES + SUM_NBYTES) : 0); }
+    static constexpr int N_TILES = (COLUMNS + 7) / 8;         // of 8 columns of the MMA
+    static constexpr int X_NBYTES    = COLUMNS * X_STRIDE;
+    static constexpr int SUM_NBYTES  = reader::HAS_MINIMUM ? CHUNK / 32 * N_TILES * 8 * 4 : 0;
+    static constexpr int WARP_NBYTES = ROWS * (STAGES * STRIDE + SCALES * 4) + X_NBYTES + SUM_NBYTES;
+    static_assert(X_NBYTES >= ROWS * COLUMNS * 4, "a warp's sums take the place of x");
 };
 
 // c = a * b
@@ -202,242 +201,191 @@ static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
     }
 }
 
-template <tensor_type TYPE, int COLS, int MT, int STAGES, bool X_SHARED>
-__global__ void __launch_bounds__(512, 1) quantized_kernel(const __grid_constant__ quantized_args p) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    using S = quantized_shape<TYPE, COLS, MT, STAGES, X_SHARED>;
+template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const __grid_constant__ quantized_args p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800 // the host never launches it before
+    using S = quantized_shape<TYPE, COLS>;
     using R = chunk_reader<TYPE>;
-    constexpr int NT = S::N_TILES, LANE_ROWS = 2 * MT;
+    constexpr int NT = S::N_TILES;
     extern __shared__ __align__(16) char shared[];
     const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP, n_warps = static_cast<int>(blockDim.x) / WARP;
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4; // of an MMA: rows g and g + 8
     char  * stages  = shared + warp * S::WARP_NBYTES;
-    float * scales  = reinterpret_cast<float *>(stages + STAGES * S::ROWS * S::STRIDE);
-    float * partial = reinterpret_cast<float *>(shared + n_warps * S::WARP_NBYTES);
-    char  * x_parts = X_SHARED ? reinterpret_cast<char *>(partial + n_warps * 2 * S::BATCH * S::PARTIAL) : reinterpret_cast<char *>(scales + S::ROWS * S::SCALES);
-    const int n_chunks = (p.k + CHUNK - 1) / CHUNK, n_tiles = (p.m + S::ROWS - 1) / S::ROWS;
+    float * scales  = reinterpret_cast<float *>(stages + STAGES * ROWS * S::STRIDE);
+    char  * x_parts = reinterpret_cast<char *>(scales + ROWS * S::SCALES);
+    float * sums    = reinterpret_cast<float *>(x_parts + S::X_NBYTES);
+    const int  n_chunks = (p.k + CHUNK - 1) / CHUNK, row0 = static_cast<int>(blockIdx.x) * ROWS;
+    const auto row_at   = [&](int r) { return reinterpret_cast<uintptr_t>(p.w) + static_cast<uint64_t>(static_cast<uint32_t>(min(row0 + r, p.m - 1))) * p.w_nb1; };
 
-    const auto row_at = [&](int tile, int r) { return p.w + static_cast<uint64_t>(static_cast<uint32_t>(min(tile * S::ROWS + r, p.m - 1))) * p.w_nb1; };
-    // copies of the next chunk, in the order of the work below: eight lanes to a row, so that their 128 bytes are in different banks
-    constexpr int COPY_ROWS = S::ROWS / 4;
-    const int copy_row = lane / 8, copy_at = lane % 8 * 16;
-    int next_tile = static_cast<int>(blockIdx.x), next_chunk = warp, next_stage = 0;
-    const auto copy_next = [&] {
-        while (next_chunk >= n_chunks) {
-            next_chunk -= n_chunks;
-            next_tile += static_cast<int>(gridDim.x);
-        }
-        if (next_tile < n_tiles) {
-            char * to = stages + (next_stage * S::ROWS + copy_row) * S::STRIDE + copy_at;
-            uintptr_t from[COPY_ROWS];
+    // eight lanes to a row, so that their 128 bytes are in different banks
+    const auto copy_chunk = [&](int chunk, int stage) {
+        if (chunk < n_chunks) {
+            const int copy_at = lane % 8 * 16, left = p.row_nbytes - chunk * S::NBYTES - copy_at;
+            char    * to      = stages + (stage * ROWS + lane / 8) * S::STRIDE + copy_at;
+            uint64_t  from[ROWS / 4];
+            int       before[ROWS / 4];
 #pragma unroll
-            for (int r = 0; r < COPY_ROWS; r++) {
-                from[r] = reinterpret_cast<uintptr_t>(row_at(next_tile, copy_row + 4 * r) + (next_chunk * S::NBYTES + copy_at));
+            for (int r = 0; r < ROWS / 4; r++) {
+                from[r]   = row_at(lane / 8 + 4 * r) + static_cast<uint32_t>(chunk * S::NBYTES + copy_at);
+                before[r] = static_cast<int>(from[r] & 15);
+                from[r]  &= ~uint64_t(15);
+                asm volatile("" : "+l"(from[r])); // one pair of registers for all its copies: they are read late, and a copy of them would wait for that
             }
-            const int left = p.row_nbytes - next_chunk * S::NBYTES - copy_at;
-            const bool last = next_chunk == n_chunks - 1; // nothing is read beyond the row's end: who knows what is there
 #pragma unroll
             for (int at = 0; at < S::UNITS * 16; at += 128) {
                 if (at + 128 <= S::UNITS * 16 || copy_at < S::UNITS * 16 - at) {
-                    if (!last) {
 #pragma unroll
-                        for (int r = 0; r < COPY_ROWS; r++) {
-                            copy_16(to + r * 4 * S::STRIDE + at, reinterpret_cast<const char *>(from[r] & ~uintptr_t(15)) + at);
-                        }
-                    } else {
-#pragma unroll
-                        for (int r = 0; r < COPY_ROWS; r++) {
-                            const int some = left + static_cast<int>(from[r] & 15) - at;
-                            copy_16_or_less(to + r * 4 * S::STRIDE + at, reinterpret_cast<const char *>(from[r] & ~uintptr_t(15)) + at, min(max(some, 0), 16));
+                    for (int r = 0; r < ROWS / 4; r++) {
+                        const char * unit = reinterpret_cast<const char *>(from[r]) + at;
+                        if (chunk < n_chunks - 1) {
+                            copy_16(to + r * 4 * S::STRIDE + at, unit);
+                        } else { // nothing behind the row's end: who knows what is there
+                            copy_16_or_less(to + r * 4 * S::STRIDE + at, unit, min(max(left + before[r] - at, 0), 16));
                         }
                     }
                 }
             }
-            next_chunk += n_warps;
         }
         commit_copies();
-        next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-        copy_next();
+        copy_chunk(warp + i * n_warps, i);
+    }
+    if constexpr (R::HAS_MINIMUM) {
+        for (int i = lane; i < S::SUM_NBYTES / 4; i += WARP) {
+            sums[i] = 0;
+        }
     }
     wait_for_previous();
 
-    // x of chunk in parts, by the warp
-    const auto prepare_x = [&](int chunk, char * parts) {
-        float * sums = reinterpret_cast<float *>(parts + S::X_NBYTES);
-        if constexpr (R::HAS_MINIMUM) {
+    uint32_t low[2]; // of the rows' addresses
 #pragma unroll
-            for (int i = lane; i < S::SUM_NBYTES / 4; i += WARP) {
-                sums[i] = 0;
-            }
-            __syncwarp();
-        }
+    for (int r = 0; r < 2; r++) {
+        low[r] = static_cast<uint32_t>(row_at(g + 8 * r));
+    }
+    const char * x_mine[NT]; // columns that are not there may hold anything: they do not meet the others
+#pragma unroll
+    for (int j = 0; j < NT; j++) {
+        x_mine[j] = x_parts + min(j * 8 + g, X_PARTS * p.n - 1) * X_STRIDE + t * 8;
+    }
+    float acc[NT][4] = {};
+    int   stage = 0;
+    for (int chunk = warp; chunk < n_chunks; chunk += n_warps) {
+        float x[COLS][8] = {};
         const int k = chunk * CHUNK + lane * 8;
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
+            if (k < p.k && c < p.n) {
+                value_type<TYPE_F32>::load8(p.x + c * p.x_nb1, k, x[c]);
+            }
+        }
+        __syncwarp(); // x_parts and the stage before have been read
+        copy_chunk(chunk + (STAGES - 1) * n_warps, (stage + STAGES - 1) % STAGES);
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
             if (c < p.n) {
-                float v[8] = {};
-                if (k < p.k) {
-                    value_type<TYPE_F32>::load8(p.x + c * p.x_nb1, k, v);
-                }
                 if constexpr (R::HAS_MINIMUM) {
-                    const float sum = warp_sum<4>(((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])));
+                    const float sum = warp_sum<4>(((x[c][0] + x[c][1]) + (x[c][2] + x[c][3])) + ((x[c][4] + x[c][5]) + (x[c][6] + x[c][7])));
                     if (t == 0) {
-                        sums[g * S::N_TILES * 8 + X_PARTS * c] = sum;
+                        sums[g * NT * 8 + X_PARTS * c] = sum;
                     }
                 }
-                store_parts(parts + X_PARTS * c * X_STRIDE + lane * 16, v);
+                store_parts(x_parts + X_PARTS * c * X_STRIDE + lane * 16, x[c]);
             }
         }
-    };
-    if constexpr (X_SHARED) {
-        for (int chunk = warp; chunk < n_chunks; chunk += n_warps) {
-            prepare_x(chunk, x_parts + chunk * (S::X_NBYTES + S::SUM_NBYTES));
-        }
-        __syncthreads();
-    }
-    int x_mine[NT]; // columns that are not there may hold anything: they do not meet the others
+        wait_for_copies_but<STAGES - 1>();
+        __syncwarp();
+        R rows[2];
+        float row_scales[2][CHUNK / R::GROUP / 4], row_minima[2][CHUNK / R::GROUP / 4];
 #pragma unroll
-    for (int j = 0; j < NT; j++) {
-        x_mine[j] = min(j * 8 + g, X_PARTS * p.n - 1) * X_STRIDE + t * 8;
-    }
-    int stage = 0, chunk = warp, n_done = 0;
-    for (int tile = static_cast<int>(blockIdx.x); tile < n_tiles; tile += static_cast<int>(gridDim.x)) {
-        float    acc[MT][NT][4] = {};
-        uint32_t low[LANE_ROWS];
-#pragma unroll
-        for (int r = 0; r < LANE_ROWS; r++) {
-            low[r] = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(row_at(tile, g + 8 * r)));
+        for (int r = 0; r < 2; r++) {
+            rows[r].row.at  = stages + (stage * ROWS + g + 8 * r) * S::STRIDE + (low[r] + static_cast<uint32_t>(chunk * S::NBYTES)) % 16;
+            rows[r].mine.at = rows[r].row.at + 4 * t;
+            rows[r].scales(t, row_scales[r], row_minima[r]);
         }
-        for (; chunk < n_chunks; chunk += n_warps) {
-            __syncwarp(); // x_parts and the stage before have been read
-            copy_next();
-            const char * x_now = x_parts;
-            if constexpr (X_SHARED) {
-                x_now += chunk * (S::X_NBYTES + S::SUM_NBYTES);
+#pragma unroll
+        for (int r = 0; r < 2; r++) { // a lane's scales for all four
+            float * to = scales + (g + 8 * r) * S::SCALES;
+            if constexpr (R::GROUP == 16) {
+                reinterpret_cast<float4 *>(to)[t] = make_float4(row_scales[r][0], row_scales[r][1], row_scales[r][2], row_scales[r][3]);
             } else {
-                prepare_x(chunk, x_parts);
+                reinterpret_cast<float2 *>(to)[t] = make_float2(row_scales[r][0], row_scales[r][1]);
             }
-            const float * sums = reinterpret_cast<const float *>(x_now + S::X_NBYTES);
-            wait_for_copies_but<STAGES - 1>();
-            __syncwarp();
-            R rows[LANE_ROWS];
-#pragma unroll
-            for (int r = 0; r < LANE_ROWS; r++) {
-                rows[r].row.at  = stages + (stage * S::ROWS + g + 8 * r) * S::STRIDE + (low[r] + static_cast<uint32_t>(chunk * S::NBYTES)) % 16;
-                rows[r].mine.at = rows[r].row.at + 4 * t;
-                float * to = scales + (g + 8 * r) * S::SCALES;
-                if constexpr (R::GROUP == 16) {
-                    float4 s;
-                    rows[r].scales(t, &s.x, nullptr);
-                    reinterpret_cast<float4 *>(to)[t] = s;
-                } else {
-                    float2 s, m;
-                    rows[r].scales(t, &s.x, &m.x);
-                    reinterpret_cast<float2 *>(to)[t] = s;
-                    if constexpr (R::HAS_MINIMUM) {
-                        reinterpret_cast<float2 *>(to + 8)[t] = m;
-                    }
-                }
+            if constexpr (R::HAS_MINIMUM) {
+                reinterpret_cast<float2 *>(to + 8)[t] = make_float2(row_minima[r][0], row_minima[r][1]);
             }
-            __syncwarp();
-            float4 four_scales[LANE_ROWS], four_minima[R::HAS_MINIMUM ? LANE_ROWS : 1];
-#pragma unroll
-            for (int group = 0; group < CHUNK / R::GROUP; group++) {
-                if (group % 4 == 0) {
-#pragma unroll
-                    for (int r = 0; r < LANE_ROWS; r++) {
-                        const float4 * from = reinterpret_cast<const float4 *>(scales + (g + 8 * r) * S::SCALES);
-                        four_scales[r] = from[group / 4];
-                        if constexpr (R::HAS_MINIMUM) {
-                            four_minima[r] = from[2 + group / 4];
-                        }
-                    }
-                }
-                float c[MT][NT][4];
-#pragma unroll
-                for (int i = 0; i < R::GROUP / 16; i++) {
-                    const int step = group * (R::GROUP / 16) + i;
-                    uint2 b[NT];
-#pragma unroll
-                    for (int j = 0; j < NT; j++) {
-                        b[j] = *reinterpret_cast<const uint2 *>(x_now + x_mine[j] + step * 32);
-                    }
-#pragma unroll
-                    for (int mt = 0; mt < MT; mt++) {
-                        const uint2    q0 = rows[2 * mt].quad(step), q1 = rows[2 * mt + 1].quad(step);
-                        const uint32_t a[4] = { q0.x, q1.x, q0.y, q1.y };
-#pragma unroll
-                        for (int j = 0; j < NT; j++) {
-                            if (i == 0) {
-                                multiply(c[mt][j], a, b[j]);
-                            } else {
-                                multiply_add<__nv_bfloat16>(c[mt][j], a, b[j].x, b[j].y);
-                            }
-                        }
-                    }
-                }
-#pragma unroll
-                for (int mt = 0; mt < MT; mt++) {
-                    const float s0 = (&four_scales[2 * mt].x)[group % 4], s1 = (&four_scales[2 * mt + 1].x)[group % 4];
-#pragma unroll
-                    for (int j = 0; j < NT; j++) {
-                        acc[mt][j][0] += s0 * c[mt][j][0];
-                        acc[mt][j][1] += s0 * c[mt][j][1];
-                        acc[mt][j][2] += s1 * c[mt][j][2];
-                        acc[mt][j][3] += s1 * c[mt][j][3];
-                    }
-                    if constexpr (R::HAS_MINIMUM) {
-                        const float m0 = (&four_minima[2 * mt].x)[group % 4], m1 = (&four_minima[2 * mt + 1].x)[group % 4];
-#pragma unroll
-                        for (int j = 0; j < NT; j++) {
-                            const float2 sum = *reinterpret_cast<const float2 *>(sums + (group * NT + j) * 8 + 2 * t);
-                            acc[mt][j][0] -= m0 * sum.x;
-                            acc[mt][j][1] -= m0 * sum.y;
-                            acc[mt][j][2] -= m1 * sum.x;
-                            acc[mt][j][3] -= m1 * sum.y;
-                        }
-                    }
-                }
-            }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        chunk -= n_chunks;
-        // sums of the tile, then, once per batch, of all warps: no second barrier, as the next batch has its own place
-        const int slot = n_done % (2 * S::BATCH);
-        float * mine = partial + (slot * n_warps + warp) * S::PARTIAL;
+        __syncwarp();
+        float4 four_scales[2], four_minima[2];
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
+        for (int group = 0; group < CHUNK / R::GROUP; group++) {
+            if (group % 4 == 0) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float4 * from = reinterpret_cast<const float4 *>(scales + (g + 8 * r) * S::SCALES);
+                    four_scales[r] = from[group / 4];
+                    if constexpr (R::HAS_MINIMUM) {
+                        four_minima[r] = from[2 + group / 4];
+                    }
+                }
+            }
+            float c[NT][4];
+#pragma unroll
+            for (int i = 0; i < R::GROUP / 16; i++) {
+                const int      step = group * (R::GROUP / 16) + i;
+                const uint2    q0 = rows[0].quad(step), q1 = rows[1].quad(step);
+                const uint32_t a[4] = { q0.x, q1.x, q0.y, q1.y };
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+                    const uint2 b = *reinterpret_cast<const uint2 *>(x_mine[j] + step * 32);
+                    if (i == 0) {
+                        multiply(c[j], a, b);
+                    } else {
+                        multiply_add<__nv_bfloat16>(c[j], a, b.x, b.y);
+                    }
+                }
+            }
 #pragma unroll
             for (int j = 0; j < NT; j++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const int q = j * 8 + 2 * t + i % 2;
-                    if (q < S::COLUMNS) {
-                        mine[(mt * 16 + i / 2 * 8 + g) * S::COLUMNS + q] = acc[mt][j][i];
+                    acc[j][i] += (&four_scales[i / 2].x)[group % 4] * c[j][i];
+                }
+                if constexpr (R::HAS_MINIMUM) {
+                    const float2 sum = *reinterpret_cast<const float2 *>(sums + (group * NT + j) * 8 + 2 * t);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        acc[j][i] -= (&four_minima[i / 2].x)[group % 4] * (i % 2 ? sum.y : sum.x);
                     }
                 }
             }
         }
-        n_done++;
-        if (n_done % S::BATCH != 0 && tile + static_cast<int>(gridDim.x) < n_tiles) {
-            continue;
+        stage = (stage + 1) % STAGES;
+    }
+
+    __syncwarp(); // x_parts have been read
+    float * mine = reinterpret_cast<float *>(x_parts);
+#pragma unroll
+    for (int j = 0; j < NT; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int q = j * 8 + 2 * t + i % 2;
+            if (q < S::COLUMNS) {
+                mine[(i / 2 * 8 + g) * S::COLUMNS + q] = acc[j][i];
+            }
         }
-        __syncthreads();
-        const int some = (n_done - 1) % S::BATCH + 1; // tiles, the last one is this one
-        for (int i = static_cast<int>(threadIdx.x); i < some * S::ROWS * p.n; i += static_cast<int>(blockDim.x)) {
-            const int r = i % S::ROWS, c = i / S::ROWS % p.n, b = i / S::ROWS / p.n;
-            const int row = (tile - (some - 1 - b) * static_cast<int>(gridDim.x)) * S::ROWS + r;
-            const float * from = partial + (n_done - some + b) % (2 * S::BATCH) * n_warps * S::PARTIAL + r * S::COLUMNS + X_PARTS * c;
-            float sum = 0;
-            for (int w = 0; w < n_warps; w++, from += S::PARTIAL) {
-                sum += from[0] + (from[1] + from[2]);
-            }
-            if (row < p.m) {
-                reinterpret_cast<float *>(p.y + c * p.y_nb1)[row] = sum;
-            }
+    }
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < ROWS * p.n; i += static_cast<int>(blockDim.x)) {
+        const int r = i % ROWS, c = i / ROWS;
+        const char * from = shared + (x_parts - stages) + (r * S::COLUMNS + X_PARTS * c) * 4;
+        float sum = 0;
+        for (int w = 0; w < n_warps; w++, from += S::WARP_NBYTES) {
+            const float * parts = reinterpret_cast<const float *>(from);
+            sum += parts[0] + (parts[1] + parts[2]);
+        }
+        if (row0 + r < p.m) {
+            reinterpret_cast<float *>(p.y + c * p.y_nb1)[row0 + r] = sum;
         }
     }
 #endif

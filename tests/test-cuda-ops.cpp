@@ -430,7 +430,11 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
         } else {
             // K-quants: halves (d, dmin) get small values, all other bits are free
             const size_t block = static_cast<size_t>(type_block_nbytes(type));
+            const size_t per_row = static_cast<size_t>(w->t.nb[1]) / block;
             for (size_t b = 0; b + block <= w->nbytes; b += block) {
+                if (b / block % per_row >= per_row - static_cast<size_t>(pad)) {
+                    continue; // padding stays NaN
+                }
                 for (size_t i = 0; i < block; i++) {
                     w->host[b + i] = static_cast<uint8_t>(random_source.bits());
                 }
@@ -489,6 +493,29 @@ void test_products_of_every_type() {
                     return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0));
                 });
             cudaFree(scratch);
+        }
+    }
+}
+
+// Chunks of 256 weights that do not fill, rows at every even address, the last rows of a tile, more chunks than warps; NaN behind each row (its padding)
+void test_quantized_columns_read_no_more_than_their_rows() {
+    for (const tensor_type type : { TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K }) {
+        for (int k = 0; k < 24; k++) {
+            const int64_t block = type_block_size(type), blocks = block == 256 ? pick({ 1, 2, 3, 17, 43 }) : pick({ 1, 3, 8, 9, 129, 130, 344 });
+            const int64_t cols = block * blocks, rows = pick({ 1, 15, 17, 100, 16 * ctx.n_sm + 3 }), n = 1 + k % 8;
+            auto pair = make_weight(type, { cols, rows }, pick({ 0, 1, 2 }));
+            auto x = make(TYPE_F32, { cols, n }, pick({ 0, 4 })), y = make(TYPE_F32, { rows, n }, pick({ 0, 3 }));
+            x->random();
+            check("columns type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " n " + std::to_string(n), op_mul_mat(ctx, pair.first->t, x->t, y->t, nullptr), *y,
+                [&](int64_t row, int64_t col, int64_t, int64_t) {
+                    double sum = 0, size = 0;
+                    for (int64_t i = 0; i < cols; i++) {
+                        const double product = pair.second->get(i, row) * x->get(i, col);
+                        sum  += product;
+                        size += std::fabs(product);
+                    }
+                    return std::make_pair(sum, size * U32 * (4 + 2 * std::sqrt(static_cast<double>(cols))));
+                });
         }
     }
 }
@@ -797,6 +824,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "rows", test_rows_of_one_element_and_strided_sources },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },
+        { "quantized-columns", test_quantized_columns_read_no_more_than_their_rows },
         { "nan", test_products_keep_nan_and_survive_infinities },
         { "experts", test_expert_products_with_strided_ids },
         { "attention", test_attention_masks_groups_and_splits },

@@ -1,5 +1,6 @@
 // Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash attention is off.
-//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout
+//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout. Most quantized weights: tensor cores,
+//                          as exact (ops-mul-mat-quantized.cuh); mul_mat_vec_kernel for what these do not take (other types, several matrices, cc 7.5)
 //   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS where it is there, fed
 //                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles of w itself
 //   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is exact, too
@@ -548,6 +549,9 @@ int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) 
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && use_cublas(ctx, w, x); }
 
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16) {
+    if (op_mul_mat_quantized_supported(ctx, w, x)) {
+        return op_mul_mat_quantized(ctx, w, x, dst);
+    }
     const mul_mat_args p = make_args(w, x, dst);
     const bool vector    = is_vector(w, x);
     const int  n_batches = static_cast<int>(x.ne[2] * x.ne[3]);

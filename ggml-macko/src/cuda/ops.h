@@ -158,6 +158,9 @@ bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const
 // x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16 = nullptr);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
+// up to 8 columns with quantized weights (ops-mul-mat-quantized.cu): op_mul_mat asks whether it is for this product; x must fit op_mul_mat_supported
+bool        op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w, const op_tensor & x);
+cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst);
 // Products in two steps, for several matrices with one x and for matrices that are made when they are needed. op_mul_mat_16_type: type in which
 // a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it; op_mul_mat_16: some
 // rows of the product, from rows of w in this type, ldw elements apart.

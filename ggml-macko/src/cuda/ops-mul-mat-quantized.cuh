@@ -207,7 +207,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
     using R = chunk_reader<TYPE>;
     constexpr int NT = S::N_TILES;
     extern __shared__ __align__(16) char shared[];
-    const int lane = static_cast<int>(threadIdx.x) % WARP, warp = static_cast<int>(threadIdx.x) / WARP, n_warps = static_cast<int>(blockDim.x) / WARP;
+    const int lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP), n_warps = static_cast<int>(blockDim.x / WARP);
     const int g = lane / 4, t = lane % 4; // of an MMA: rows g and g + 8
     char  * stages  = shared + warp * S::WARP_NBYTES;
     float * scales  = reinterpret_cast<float *>(stages + STAGES * ROWS * S::STRIDE);
@@ -219,30 +219,37 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
     // eight lanes to a row, so that their 128 bytes are in different banks
     const auto copy_chunk = [&](int chunk, int stage) {
         if (chunk < n_chunks) {
-            const int copy_at = lane % 8 * 16, left = p.row_nbytes - chunk * S::NBYTES - copy_at;
+            const int copy_at = lane % 8 * 16;
             char    * to      = stages + (stage * ROWS + lane / 8) * S::STRIDE + copy_at;
             uint64_t  from[ROWS / 4];
-            int       before[ROWS / 4];
 #pragma unroll
             for (int r = 0; r < ROWS / 4; r++) {
-                from[r]   = row_at(lane / 8 + 4 * r) + static_cast<uint32_t>(chunk * S::NBYTES + copy_at);
-                before[r] = static_cast<int>(from[r] & 15);
-                from[r]  &= ~uint64_t(15);
-                asm volatile("" : "+l"(from[r])); // one pair of registers for all its copies: they are read late, and a copy of them would wait for that
+                from[r] = row_at(lane / 8 + 4 * r) + static_cast<uint32_t>(chunk * S::NBYTES + copy_at);
             }
+            const auto each_unit = [&](auto && copy) {
 #pragma unroll
-            for (int at = 0; at < S::UNITS * 16; at += 128) {
-                if (at + 128 <= S::UNITS * 16 || copy_at < S::UNITS * 16 - at) {
+                for (int at = 0; at < S::UNITS * 16; at += 128) {
+                    if (at + 128 <= S::UNITS * 16 || copy_at < S::UNITS * 16 - at) {
 #pragma unroll
-                    for (int r = 0; r < ROWS / 4; r++) {
-                        const char * unit = reinterpret_cast<const char *>(from[r]) + at;
-                        if (chunk < n_chunks - 1) {
-                            copy_16(to + r * 4 * S::STRIDE + at, unit);
-                        } else { // nothing behind the row's end: who knows what is there
-                            copy_16_or_less(to + r * 4 * S::STRIDE + at, unit, min(max(left + before[r] - at, 0), 16));
+                        for (int r = 0; r < ROWS / 4; r++) {
+                            copy(r, to + r * 4 * S::STRIDE + at, at);
                         }
                     }
                 }
+            };
+            if (chunk < n_chunks - 1) {
+#pragma unroll
+                for (int r = 0; r < ROWS / 4; r++) {
+                    from[r] &= ~uint64_t(15);
+                    asm volatile("" : "+l"(from[r])); // one pair of registers for all its copies: they are read late, and a copy of them would wait for that
+                }
+                each_unit([&](int r, char * unit, int at) { copy_16(unit, reinterpret_cast<const char *>(from[r]) + at); });
+            } else { // nothing behind the row's end: who knows what is there
+                const int left = p.row_nbytes - chunk * S::NBYTES - copy_at;
+                each_unit([&](int r, char * unit, int at) {
+                    const int before = static_cast<int>(from[r] & 15);
+                    copy_16_or_less(unit, reinterpret_cast<const char *>(from[r] - before) + at, min(max(left + before - at, 0), 16));
+                });
             }
         }
         commit_copies();
@@ -276,7 +283,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
             if (k < p.k && c < p.n) {
-                value_type<TYPE_F32>::load8(p.x + c * p.x_nb1, k, x[c]);
+                value_type<TYPE_F32>::load8(p.x + c * p.x_nb1 + k * 4, 0, x[c]);
             }
         }
         __syncwarp(); // x_parts and the stage before have been read

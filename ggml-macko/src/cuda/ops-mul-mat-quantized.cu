@@ -28,8 +28,10 @@ template <typename R, typename F> R with_reader(tensor_type type, R other, F && 
 template <tensor_type TYPE, int COLS> cudaError_t launch_quantized(const op_context & ctx, const quantized_args & p) {
     constexpr int nbytes = quantized_shape<TYPE, COLS>::WARP_NBYTES;
     const int blocks   = (p.m + ROWS - 1) / ROWS, n_chunks = (p.k + CHUNK - 1) / CHUNK;
-    const int wanted   = blocks >= 4 * ctx.n_sm ? 4 : blocks >= ctx.n_sm ? 8 : QUANTIZED_THREADS / WARP; // 16 warps and more for each SM
-    const int n_warps  = std::min({ wanted, n_chunks, ctx.shared_nbytes / nbytes });
+    // 16 warps and more for each SM, in two blocks where there are as many; then no more of them than take the chunks in as many rounds
+    const int wanted   = blocks >= 4 * ctx.n_sm ? 4 : blocks >= ctx.n_sm ? 8 : QUANTIZED_THREADS / WARP;
+    const int most     = std::max(1, std::min({ wanted, n_chunks, ctx.shared_nbytes / nbytes / (blocks > ctx.n_sm ? 2 : 1) }));
+    const int rounds   = (n_chunks + most - 1) / most, n_warps = (n_chunks + rounds - 1) / rounds;
     CUDA_TRY((cudaFuncSetAttribute(quantized_kernel<TYPE, COLS>, cudaFuncAttributeMaxDynamicSharedMemorySize, n_warps * nbytes)));
     return launch(ctx, quantized_kernel<TYPE, COLS>, static_cast<unsigned>(blocks), static_cast<unsigned>(n_warps * WARP), static_cast<size_t>(n_warps * nbytes), p);
 }

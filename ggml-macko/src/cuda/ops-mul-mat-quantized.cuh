@@ -283,7 +283,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
 #pragma unroll
         for (int c = 0; c < COLS; c++) {
             if (k < p.k && c < p.n) {
-                value_type<TYPE_F32>::load8(p.x + c * p.x_nb1 + k * 4, 0, x[c]);
+                value_type<TYPE_F32>::load8(p.x + c * p.x_nb1 + static_cast<int64_t>(k) * 4, 0, x[c]);
             }
         }
         __syncwarp(); // x_parts and the stage before have been read

@@ -43,8 +43,9 @@ bool op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w,
         with_reader(w.type, false, [&](auto type) { return w.nb[1] % (chunk_reader<decltype(type)::value>::ALIGNED ? 4 : 2) == 0; });
 }
 
-cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
+cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, bool constant) {
     quantized_args p = {};
+    p.constant = constant;
     p.w = w.data, p.x = x.data, p.y = dst.data;
     p.w_nb1 = static_cast<uint32_t>(w.nb[1]), p.x_nb1 = x.nb[1], p.y_nb1 = dst.nb[1];
     p.m = static_cast<int>(w.ne[1]), p.n = static_cast<int>(x.ne[1]), p.k = static_cast<int>(w.ne[0]);

@@ -3,7 +3,7 @@
 // products and float32 sums; scales are applied to the sums over the 16 or 32 weights that share one. The vector kernel, whose work is an operation per weight
 // and column, cannot keep up with memory at less than a byte per weight.
 //   A block owns ROWS rows, its warps take chunks of CHUNK weights of all of them by turns. Blocks of most types are aligned to 2 bytes only: a warp copies
-//   the 16-byte units that its chunks lie in to shared memory (the first one before the wait for the kernel ahead), and reads words at even addresses there.
+//   the 16-byte units that its chunks lie in to shared memory (the first one before the wait for the kernel ahead, if w is a constant), and reads words at even addresses there.
 //   Then the warps' sums are added up, in their order. A warp brings its own x into parts, so that warps meet once: where they shared x, or a block took
 //   several tiles of rows, it was no faster (notes-gpu-device.md).
 #pragma once
@@ -20,6 +20,7 @@ struct quantized_args {
     uint32_t     w_nb1;
     int          m, n, k;
     int          row_nbytes;
+    bool         constant; // w may be read before the kernel ahead has ended
 };
 
 constexpr int QUANTIZED_THREADS = 512; // of a block, at most
@@ -254,6 +255,9 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
         }
         commit_copies();
     };
+    if (!p.constant) {
+        wait_for_previous();
+    }
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
         copy_chunk(warp + i * n_warps, i);
@@ -263,7 +267,9 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
             sums[i] = 0;
         }
     }
-    wait_for_previous();
+    if (p.constant) {
+        wait_for_previous();
+    }
 
     uint32_t low[2]; // of the rows' addresses
 #pragma unroll

@@ -548,9 +548,9 @@ int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) 
 
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && use_cublas(ctx, w, x); }
 
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16) {
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16, bool constant) {
     if (op_mul_mat_quantized_supported(ctx, w, x)) {
-        return op_mul_mat_quantized(ctx, w, x, dst);
+        return op_mul_mat_quantized(ctx, w, x, dst, constant);
     }
     const mul_mat_args p = make_args(w, x, dst);
     const bool vector    = is_vector(w, x);

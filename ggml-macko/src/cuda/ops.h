@@ -155,12 +155,13 @@ cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const o
 // ---- matrix products with dense weights (ops-mul-mat.cu) ----
 // dst[n, m] = w[m, :] . x[n, :], w broadcast over dims 2 and 3
 bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
-// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16 = nullptr);
+// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it. constant: no kernel ahead on the stream writes w, which may then be
+// read while they run
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16 = nullptr, bool constant = false);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
 // up to 8 columns with quantized weights (ops-mul-mat-quantized.cu): op_mul_mat asks whether it is for this product; x must fit op_mul_mat_supported
 bool        op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w, const op_tensor & x);
-cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, bool constant);
 // Products in two steps, for several matrices with one x and for matrices that are made when they are needed. op_mul_mat_16_type: type in which
 // a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it; op_mul_mat_16: some
 // rows of the product, from rows of w in this type, ldw elements apart.

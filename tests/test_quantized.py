@@ -200,7 +200,11 @@ def test_levels_lose_as_much_as_q4_0(density):
 def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
     """macko-q4_nl is Q4_0 where that loses less."""
     rng = np.random.default_rng(12)
-    weights = {"blk.0.attn_q.weight": pruned(rng, 64, 512, 0.3), "blk.0.attn_k.weight": pruned(rng, 64, 512, 1.0)}
+    zeros = rng.random((64, 512)) < 0.4  # anywhere: no hole in what is left
+    weights = {
+        "blk.0.attn_q.weight": pruned(rng, 64, 512, 0.3),
+        "blk.0.attn_k.weight": np.where(zeros, 0, pruned(rng, 64, 512, 1.0)).astype(np.uint16),
+    }
     dense = generators.write_gguf(tmp_path / "d.gguf", {name: (w, TYPE_F16) for name, w in weights.items()})
     sparse = tmp_path / "s.gguf"
     assert macko("convert", dense, sparse, "macko-q4_nl").code == 0
@@ -208,6 +212,25 @@ def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
         "attn_q": TYPE_Q4_NL,
         "attn_k": TYPE_Q4_0,
     }
+
+
+@pytest.mark.parametrize("name, value_type", [("q8_0", 8), ("q5_0", 6), ("q4_0", 2), ("q4_nl", 2)])
+def test_matrix_without_zeros_is_larger_than_dense(tmp_path, macko, name, value_type):
+    """its index would say nothing; but for a type that was asked for"""
+    rng = np.random.default_rng(13)
+    columns = {"attn_q": (512, 0.5), "attn_k": (512, 0.97), "attn_v": (500, 1.0), "attn_output": (512, 1.0)}
+    weights = {f"blk.0.{t}.weight": (pruned(rng, 64, n, d), TYPE_F16) for t, (n, d) in columns.items()}
+    dense = generators.write_gguf(tmp_path / "d.gguf", weights)
+    out = tmp_path / "s.gguf"
+    done = macko("convert", dense, out, f"macko-{name}", "--tensor-type", f"attn_output=macko-{name}")
+    assert done.code == 0, done.err
+    sparse = sparse_of(out)
+    assert {n.split(".")[2] for n in sparse} == {"attn_q", "attn_v", "attn_output"}  # 500 columns are no whole blocks
+    with Model(out) as model:
+        whole = [t for t in model.tensors if t.name in weights and t.name not in sparse]
+        nbytes = 64 * 512 // 32 * {8: 34, 6: 22, 2: 18}[value_type]
+        assert [(t.name, t.type, t.nbytes) for t in whole] == [("blk.0.attn_k.weight", value_type, nbytes)]
+    assert macko("verify", out, dense).code == 0
 
 
 def test_columns_without_input_lose_their_weights():

@@ -286,6 +286,12 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     if nbytes >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", count)
+    if fmt == PACKED and asked is None and not options.measure:
+        same = packed.QUANT_NAMES.get(encoded.value_type)
+        type_id = ggml_quants.DENSE_TYPES.get(same)
+        # the index of a head, or of a layer that was not pruned, would say nothing
+        if type_id is not None and ggml_quants.nbytes(type_id, t.rows, t.cols) <= nbytes:
+            return plan_dense(t, same, options, alignment, spool)
     at = spool.put(_arrays(encoded)) if encoded is not None else -1
     error = 0.0
     if options.measure and value_type in packed.QUANT_NAMES:
@@ -483,7 +489,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
         "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap codes. "
         "auto: whatever of these lossless types is smallest for each tensor. macko-q8_0, macko-q5_0, macko-q4_nl, "
-        "macko-q4_0: packed, with the non-zeros quantized (lossy); q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is q4_0",
+        "macko-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there are next to no zeros; "
+        "q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is q4_0",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument(

@@ -40,6 +40,11 @@ def block_size(type_id: int) -> int:
     return library().ggml_blck_size(type_id)
 
 
+def nbytes(type_id: int, rows: int, cols: int) -> float:
+    """Of a matrix; infinite where cols is no multiple of the type's block."""
+    return rows * library().ggml_row_size(type_id, cols) if cols % block_size(type_id) == 0 else float("inf")
+
+
 def quantize(values: np.ndarray, type_id: int, weights: np.ndarray | None = None, n_threads: int = 0) -> np.ndarray:
     """uint8 (rows, bytes) of float32 (rows, cols), cols a multiple of the type's block.
 

@@ -6,6 +6,7 @@
 #include <cinttypes>
 #include <cstring>
 #include <mutex>
+#include <new>
 #include <omp.h>
 #include <sys/random.h>
 
@@ -306,7 +307,9 @@ static int stream_close(void * c) noexcept {
 
 FILE * virtual_file::open_stream() {
     auto k = std::make_unique<cookie>(cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
-    impl_->stream_buffers.emplace_back(new char[STREAM_NBYTES]);
+    std::unique_ptr<char[]> memory(new (std::nothrow) char[STREAM_NBYTES]);
+    char * buffer = memory.get();
+    impl_->stream_buffers.push_back(std::move(memory));
     cookie_io_functions_t hooks = {};
     hooks.read  = stream_read;
     hooks.seek  = stream_seek;
@@ -317,7 +320,9 @@ FILE * virtual_file::open_stream() {
         return nullptr;
     }
     k.release(); // stream_close deletes it
-    setvbuf(stream, impl_->stream_buffers.back().get(), _IOFBF, STREAM_NBYTES);
+    if (buffer) { // else stdio reads less at a time
+        setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
+    }
     return stream;
 }
 

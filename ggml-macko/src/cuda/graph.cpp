@@ -370,8 +370,7 @@ cudaError_t graph_walk::queue_dense(ggml_tensor * node) {
     const op_tensor w = view(node->src[0]), x = view(node->src[1]);
     if (!op_mul_mat_wants_x16(ctx, w, x)) {
         left_products();
-        const bool constant = node->src[0]->op == GGML_OP_NONE && !node->src[0]->view_src; // not a view of a cache, nor a result
-        return op_mul_mat(ctx, w, x, view(node), scratch_of(node), nullptr, constant);
+        return op_mul_mat(ctx, w, x, view(node), scratch_of(node), nullptr, is_weight(node->src[0]));
     }
     const tensor_type type = op_mul_mat_16_type(ctx, w.type);
     bool made;

@@ -73,6 +73,8 @@ inline cudaError_t cuda_current_device(cuda_device_info * out) {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
+__device__ __forceinline__ float add_squares(float sum, float4 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+
 // sum over groups of WIDTH neighbouring lanes, the same bits on each of them
 template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

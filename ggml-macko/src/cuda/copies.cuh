@@ -6,26 +6,27 @@
 
 namespace macko {
 
+__device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
 // 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be under way at once
 __device__ __forceinline__ void copy_float(float * to, const float * from) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 #else
     *to = *from;
 #endif
 }
-__device__ __forceinline__ void copy_float4(float * to, const float * from) { // both aligned to 16 bytes
+__device__ __forceinline__ void copy_16(void * to, const void * from) { // both aligned to 16 bytes
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 #else
     *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
 #endif
 }
-__device__ __forceinline__ void copy_16(void * to, const void * from) { copy_float4(static_cast<float *>(to), static_cast<const float *>(from)); }
 // nbytes (0 to 16) of 16 bytes, zeros behind them; places aligned to 16 bytes
 __device__ __forceinline__ void copy_16_or_less(void * to, const void * from, int nbytes) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(nbytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(nbytes) : "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_copies() {
@@ -34,26 +35,17 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// the same in two parts: all copies so far, and later the wait for them
+// the same in two parts: all copies so far, and later the wait for all that was committed but the last N times
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void wait_for_committed_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-#endif
-}
-
-// all but the last N commits
-template <int N> __device__ __forceinline__ void wait_for_copies_but() {
+template <int N = 0> __device__ __forceinline__ void wait_for_committed_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
-
-__device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all others, and counted in bytes by an
 // mbarrier (8 bytes of shared memory). All places are aligned to 16 bytes, sizes are whole 16 bytes.

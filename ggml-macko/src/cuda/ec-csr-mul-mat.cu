@@ -128,7 +128,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
     if constexpr (NX == 1) {
         const int aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 ? p.cols & ~3 : 0;
         for (int i = thread * 4; i < aligned; i += threads * 4) {
-            copy_float4(xs + i, p.x + i);
+            copy_16(xs + i, p.x + i);
         }
         for (int i = aligned + thread; i < p.cols; i += threads) {
             copy_float(xs + i, p.x + i);

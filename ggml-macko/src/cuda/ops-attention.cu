@@ -352,7 +352,7 @@ template <typename T, int HEAD_DIM> __device__ __forceinline__ void load_tile(__
         if (first + row >= n) {
             *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
         } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
-            copy_float4(reinterpret_cast<float *>(place), reinterpret_cast<const float *>(source + e * 2));
+            copy_16(place, source + e * 2);
         } else {
             float f[8];
             T::load8(source, e, f);

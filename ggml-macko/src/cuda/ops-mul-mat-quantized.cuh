@@ -69,79 +69,72 @@ template <int OFFSET> static __device__ __forceinline__ uint2 to_bf16(uint32_t q
 // from there times t on; a weight is s * quant - m, where there are minima. For lane t of the four that share the row, whose own bytes are at mine.
 template <tensor_type TYPE> struct chunk_reader;
 
-template <> struct chunk_reader<TYPE_Q4_0> {
+// blocks of 32 weights behind their scale
+template <int NBYTES> struct reader_of_blocks {
     static constexpr int  GROUP = 32;
     static constexpr bool ALIGNED = false, HAS_MINIMUM = false;
     chunk_words<ALIGNED> row, mine;
+    __device__ __forceinline__ void scales(int t, float * s, float *) const { s[0] = row.half(t * 2 * NBYTES), s[1] = row.half(t * 2 * NBYTES + NBYTES); }
+};
+
+template <> struct chunk_reader<TYPE_Q4_0> : reader_of_blocks<18> {
     __device__ __forceinline__ uint2 quad(int step) const {
         const uint32_t q = mine.u32(step / 2 * 18 + 2);
         return to_bf16<8>((step % 2 ? q >> 4 : q) & 0x0f0f0f0f);
     }
-    __device__ __forceinline__ void scales(int t, float * s, float *) const { s[0] = row.half(t * 36), s[1] = row.half(t * 36 + 18); }
 };
 
 // the four bits of a word from bit i on, as bit 4 of four bytes
 static __device__ __forceinline__ uint32_t spread_bits(uint32_t word, int i) { return ((word >> i & 15) * 0x02040810) & 0x10101010; }
 
-template <> struct chunk_reader<TYPE_Q5_0> {
-    static constexpr int  GROUP = 32;
-    static constexpr bool ALIGNED = false, HAS_MINIMUM = false;
-    chunk_words<ALIGNED> row, mine;
+template <> struct chunk_reader<TYPE_Q5_0> : reader_of_blocks<22> {
     __device__ __forceinline__ uint2 quad(int step) const {
         const uint32_t q = mine.u32(step / 2 * 22 + 6), high = row.u32(step / 2 * 22 + 2);
         const int      t = static_cast<int>(threadIdx.x) % 4;
         return to_bf16<16>(((step % 2 ? q >> 4 : q) & 0x0f0f0f0f) | spread_bits(high, step % 2 * 16 + 4 * t));
     }
-    __device__ __forceinline__ void scales(int t, float * s, float *) const { s[0] = row.half(t * 44), s[1] = row.half(t * 44 + 22); }
 };
 
-template <> struct chunk_reader<TYPE_Q8_0> {
-    static constexpr int  GROUP = 32;
-    static constexpr bool ALIGNED = false, HAS_MINIMUM = false;
-    chunk_words<ALIGNED> row, mine;
+template <> struct chunk_reader<TYPE_Q8_0> : reader_of_blocks<34> {
     __device__ __forceinline__ uint2 quad(int step) const { // a negative byte is its lower 7 bits less 128: 0x4380 is 256
         const uint32_t q = mine.u32(step / 2 * 34 + 2 + step % 2 * 16), low = q & 0x7f7f7f7f, sign = q & 0x80808080;
         return make_uint2(subtract_bf16(__byte_perm(low, 0x43434343, 0x4240), __byte_perm(sign, 0x43434343, 0x4240)),
                           subtract_bf16(__byte_perm(low, 0x43434343, 0x4341), __byte_perm(sign, 0x43434343, 0x4341)));
     }
-    __device__ __forceinline__ void scales(int t, float * s, float *) const { s[0] = row.half(t * 68), s[1] = row.half(t * 68 + 34); }
 };
 
 // 6-bit scales and minima of Q4_K and Q5_K, two groups of a lane: the first four are whole, the others' upper bits lie above these
-static __device__ __forceinline__ void load_scales_k4(const chunk_words<true> & row, int t, float * s, float * m) {
-    const uint32_t low_s = row.u32(4), low_m = row.u32(8), high = row.u32(12);
-    const int      shift = t % 2 * 16;
-    const uint32_t scale   = (t < 2 ? low_s & 0x3f3f3f3f : (high & 0x0f0f0f0f) | (low_s >> 2 & 0x30303030)) >> shift;
-    const uint32_t minimum = (t < 2 ? low_m & 0x3f3f3f3f : (high >> 4 & 0x0f0f0f0f) | (low_m >> 2 & 0x30303030)) >> shift;
-    const float d = row.half(0), dmin = row.half(2);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        s[i] = d * byte_of(scale, i);
-        m[i] = dmin * byte_of(minimum, i);
-    }
-}
-
-template <> struct chunk_reader<TYPE_Q4_K> {
+struct reader_of_scales_k4 {
     static constexpr int  GROUP = 32;
     static constexpr bool ALIGNED = true, HAS_MINIMUM = true;
     chunk_words<ALIGNED> row, mine;
+    __device__ __forceinline__ void scales(int t, float * s, float * m) const {
+        const uint32_t low_s = row.u32(4), low_m = row.u32(8), high = row.u32(12);
+        const int      shift = t % 2 * 16;
+        const uint32_t scale   = (t < 2 ? low_s & 0x3f3f3f3f : (high & 0x0f0f0f0f) | (low_s >> 2 & 0x30303030)) >> shift;
+        const uint32_t minimum = (t < 2 ? low_m & 0x3f3f3f3f : (high >> 4 & 0x0f0f0f0f) | (low_m >> 2 & 0x30303030)) >> shift;
+        const float d = row.half(0), dmin = row.half(2);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            s[i] = d * byte_of(scale, i);
+            m[i] = dmin * byte_of(minimum, i);
+        }
+    }
+};
+
+template <> struct chunk_reader<TYPE_Q4_K> : reader_of_scales_k4 {
     __device__ __forceinline__ uint2 quad(int step) const {
         const uint32_t q = mine.u32(16 + step / 4 * 32 + step % 2 * 16);
         return to_bf16<0>((step % 4 / 2 ? q >> 4 : q) & 0x0f0f0f0f);
     }
-    __device__ __forceinline__ void scales(int t, float * s, float * m) const { load_scales_k4(row, t, s, m); }
 };
 
-template <> struct chunk_reader<TYPE_Q5_K> {
-    static constexpr int  GROUP = 32;
-    static constexpr bool ALIGNED = true, HAS_MINIMUM = true;
-    chunk_words<ALIGNED> row, mine;
+template <> struct chunk_reader<TYPE_Q5_K> : reader_of_scales_k4 {
     __device__ __forceinline__ uint2 quad(int step) const {
         const uint32_t q = mine.u32(48 + step / 4 * 32 + step % 2 * 16), high = mine.u32(16 + step % 2 * 16);
         const int      bit = step / 2;
         return to_bf16<0>(((step % 4 / 2 ? q >> 4 : q) & 0x0f0f0f0f) | ((bit < 4 ? high << (4 - bit) : high >> (bit - 4)) & 0x10101010));
     }
-    __device__ __forceinline__ void scales(int t, float * s, float * m) const { load_scales_k4(row, t, s, m); }
 };
 
 template <> struct chunk_reader<TYPE_Q6_K> {
@@ -178,12 +171,6 @@ template <tensor_type TYPE, int COLS> struct quantized_shape {
     static constexpr int WARP_NBYTES = ROWS * (STAGES * STRIDE + SCALES * 4) + X_NBYTES + SUM_NBYTES;
     static_assert(X_NBYTES >= ROWS * COLUMNS * 4, "a warp's sums take the place of x");
 };
-
-// c = a * b
-static __device__ __forceinline__ void multiply(float c[4], const uint32_t a[4], uint2 b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
-}
 
 // 8 values of x in three parts of 8 bits: the upper 16 bits of a float are a bf16. Of four values, the order is that of to_bf16.
 static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
@@ -306,7 +293,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
                 store_parts(x_parts + X_PARTS * c * X_STRIDE + lane * 16, x[c]);
             }
         }
-        wait_for_copies_but<STAGES - 1>();
+        wait_for_committed_copies<STAGES - 1>();
         __syncwarp();
         R rows[2];
         float row_scales[2][CHUNK / R::GROUP / 4], row_minima[2][CHUNK / R::GROUP / 4];
@@ -342,7 +329,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
                     }
                 }
             }
-            float c[NT][4];
+            float c[NT][4] = {};
 #pragma unroll
             for (int i = 0; i < R::GROUP / 16; i++) {
                 const int      step = group * (R::GROUP / 16) + i;
@@ -351,11 +338,7 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
 #pragma unroll
                 for (int j = 0; j < NT; j++) {
                     const uint2 b = *reinterpret_cast<const uint2 *>(x_mine[j] + step * 32);
-                    if (i == 0) {
-                        multiply(c[j], a, b);
-                    } else {
-                        multiply_add<__nv_bfloat16>(c[j], a, b.x, b.y);
-                    }
+                    multiply_add<__nv_bfloat16>(c[j], a, b.x, b.y);
                 }
             }
 #pragma unroll

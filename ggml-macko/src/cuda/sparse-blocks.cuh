@@ -138,7 +138,7 @@ struct block_memory {
 __device__ __forceinline__ void copy_floats(float * to, const float * from, int n, bool aligned) {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     for (int i = thread * 4; aligned && i < n; i += threads * 4) {
-        copy_float4(to + i, from + i);
+        copy_16(to + i, from + i);
     }
     for (int i = thread; !aligned && i < n; i += threads) {
         copy_float(to + i, from + i);

@@ -229,7 +229,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
 __device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * 4; i < n; i += static_cast<int>(blockDim.x) * 4) {
-        copy_float4(to + i, from + i);
+        copy_16(to + i, from + i);
     }
     commit_copies();
 }
@@ -246,7 +246,7 @@ __device__ __forceinline__ void finish_x(float * xs, const float * weights, floa
         float4 v = *reinterpret_cast<const float4 *>(xs + i);
         if (norm) {
             const float4 w = *reinterpret_cast<const float4 *>(weights + i);
-            squares = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, squares))));
+            squares = add_squares(squares, v);
             v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
             *reinterpret_cast<float4 *>(xs + i) = v;
         }

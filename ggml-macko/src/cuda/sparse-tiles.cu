@@ -37,7 +37,6 @@ static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __gri
     float2 scale = make_float2(column < p.n_columns ? 1.0f : 0.0f, column + 8 < p.n_columns ? 1.0f : 0.0f);
     if (weights) { // each block needs all of a column
         w0 = weights[min(i, n - 1)];
-        const auto add_squares = [](float sum, float4 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); };
         float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll 4
         for (int k = thread; k < n; k += STAGE_THREADS) {

@@ -4,7 +4,7 @@
 // weights are compressed on load. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
 //
 //     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
-#include "file/virtual-file.h"
+#include "load/dense-stream.h"
 #include "gguf-builder.h"
 #include "test.h"
 

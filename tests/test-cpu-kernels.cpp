@@ -2,7 +2,7 @@
 // All memory ends at a page without access, so a kernel that reads or writes past it dies here.
 // `test-cpu-kernels --bench` prints speeds instead, beside a dense F16 kernel.
 #include "cpu/dispatch.h"
-#include "format/encode.h"
+#include "codec/macko/encode.h"
 #include "guarded.h"
 #include "test.h"
 #include "values.h"

@@ -1,8 +1,8 @@
 // The GPU's blocks of EC-CSR against float64, element by element, over random shapes, densities, structures, granularities and batches; and how blocks
 // stand in its memory, which needs no GPU. Exit code 77 (skipped) without one, after that.
-#include "cuda/ec-csr-upload.h"
-#include "format/encode.h"
-#include "format/extract.h"
+#include "cuda/sparse/ec-csr/upload.h"
+#include "codec/macko/encode.h"
+#include "codec/ec-csr/extract.h"
 #include "test-cuda.h"
 
 #include <algorithm>

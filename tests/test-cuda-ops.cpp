@@ -1,7 +1,7 @@
 // The GPU's dense operations against float64, element by element, on random shapes, strides and data with outliers. Outputs are poisoned
 // before each call and lie between guard zones. Skips (exit code 77) where there is no GPU.
-#include "cuda/cublas.h"
-#include "cuda/ops.h"
+#include "cuda/lib/cublas.h"
+#include "cuda/ops/ops.h"
 #include "test.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Packed matrices with quantized values on the GPU: the layout in host memory, then the kernels against float64 of the decoded weights, element by
 // element, over random shapes, densities, structures, value types, index codings and batches. Without a GPU: the layout only, and exit code 77.
-#include "cuda/sparse-mul-mat.cuh"
+#include "cuda/sparse/mul-mat.cuh"
 #include "test-cuda.h"
 
 #include <algorithm>

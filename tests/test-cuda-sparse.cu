@@ -1,9 +1,9 @@
 // The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts and batches.
 // Exit code 77 (skipped) without a GPU.
-#include "cuda/common.cuh"
-#include "cuda/sparse-groups.cuh"
-#include "cuda/sparse-mul-mat.cuh"
-#include "format/encode.h"
+#include "cuda/lib/common.cuh"
+#include "cuda/sparse/groups.cuh"
+#include "cuda/sparse/mul-mat.cuh"
+#include "codec/macko/encode.h"
 #include "test-cuda.h"
 
 #include <algorithm>

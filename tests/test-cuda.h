@@ -1,8 +1,8 @@
 // What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones, products and what is around them.
 #pragma once
 
-#include "cuda/common.cuh"
-#include "cuda/sparse-mul-mat.cuh"
+#include "cuda/lib/common.cuh"
+#include "cuda/sparse/mul-mat.cuh"
 #include "test.h"
 
 #include <algorithm>

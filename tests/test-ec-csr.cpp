@@ -3,9 +3,9 @@
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
 //     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
-#include "format/ec-csr-cost.h"
-#include "format/encode.h"
-#include "format/extract.h"
+#include "codec/ec-csr/cost.h"
+#include "codec/macko/encode.h"
+#include "codec/ec-csr/extract.h"
 #include "test.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // Hostile and valid files against the file layer: one lie per case, each with the status it must get; limits at their edge;
 // truncation at every byte; the virtual dense file against a dense file that was built without the library.
-#include "file/virtual-file.h"
+#include "load/dense-stream.h"
 #include "gguf-builder.h"
 #include "test.h"
 

@@ -1,6 +1,6 @@
 // The packed codec: encoded arrays against a slow decoder written from FORMAT.md section 7 alone, bounds of the quantization, every refusal,
 // and mutated arrays, which are refused or decode as the slow decoder says.
-#include "format/encode.h"
+#include "codec/macko/encode.h"
 #include "test.h"
 #include "values.h"
 

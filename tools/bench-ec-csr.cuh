@@ -7,10 +7,10 @@
 //   VARIANT  bits of the deltas, and how blocks are extracted: "8" as `convert` does it, "8d" none (delta indices alone), "8x" every block of 128 columns,
 //            "8c" these, cut where they are larger than twice a row; "8a" as "8", and kept on the GPU as the device would: in blocks or as rows. The others
 //            are kept in blocks if they have any
-#include "cuda/ec-csr-upload.h"
-#include "format/ec-csr-cost.h"
-#include "format/encode.h"
-#include "format/extract.h"
+#include "cuda/sparse/ec-csr/upload.h"
+#include "codec/ec-csr/cost.h"
+#include "codec/macko/encode.h"
+#include "codec/ec-csr/extract.h"
 
 #include <map>
 #include <optional>

@@ -8,8 +8,8 @@
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
 // in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
 // the device's token graph.
-#include "cuda/common.cuh"
-#include "cuda/sparse-mul-mat.cuh"
+#include "cuda/lib/common.cuh"
+#include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
 #include <chrono>

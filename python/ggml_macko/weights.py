@@ -1,4 +1,4 @@
-"""Which tensors of a model the tools work on. The rule itself is in src/file/compress.cpp: the loader needs it too."""
+"""Which tensors of a model the tools work on. The rule itself is in src/load/compress.cpp: the loader needs it too."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@
 //   Q5_0: 32 bytes likewise, of q + 16; then 64 bits, its fifth bits.
 #pragma once
 
-#include "format/packed.h"
+#include "codec/packed/packed.h"
 
 namespace macko {
 

@@ -1,0 +1,242 @@
+// To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to threads in contiguous ranges.
+#include "codec/macko/encode.h"
+#include "codec/code-writer.h"
+#include "codec/nonzero.h"
+
+#include <atomic>
+#include <cstring>
+#include <iterator>
+#include <omp.h>
+#include <vector>
+
+namespace macko {
+
+namespace {
+
+template <typename T> void count_row(const T * row, int64_t cols, T exponent, ggml_macko_count * count) {
+    int64_t nnz = 0, next = 0, fill1 = 0, fill2 = 0, fill4 = 0, fill8 = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        const int64_t gap = col - next;
+        nnz++;
+        fill1 += gap >> 1;
+        fill2 += gap >> 2;
+        fill4 += gap >> 4;
+        fill8 += gap >> 8;
+        next = col + 1;
+    });
+    int64_t special = 0;
+    for (int64_t c = 0; c < cols; c++) {
+        special += (row[c] & exponent) == exponent;
+    }
+    count->nnz += nnz;
+    count->n_stored[0] += nnz + fill1;
+    count->n_stored[1] += nnz + fill2;
+    count->n_stored[2] += nnz + fill4;
+    count->n_stored[3] += nnz + fill8;
+    count->n_nonfinite += special;
+}
+
+#pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
+
+template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count, row_count * each_row) {
+    ggml_macko_count sum = {};
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)
+    for (int64_t r = 0; r < rows; r++) {
+        ggml_macko_count c = {};
+        count_row(dense + r * cols, cols, exponent, &c);
+        for (int i = 0; each_row && i < 4; i++) {
+            each_row[r].n_stored[i] = static_cast<int32_t>(c.n_stored[i]); // at most cols
+        }
+        add(sum, c);
+    }
+    *count = sum;
+}
+
+// entries of a row, and its non-zeros
+template <typename T> int64_t count_entries(const T * row, int64_t cols, int bits, int64_t * nnz) {
+    int64_t next = 0, n = 0, n_values = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        n += 1 + ((col - next) >> bits);
+        n_values++;
+        next = col + 1;
+    });
+    *nnz = n_values;
+    return n;
+}
+
+template <typename T> T * write_entries(const T * row, int64_t cols, int bits, code_writer & codes, T * v) {
+    const uint32_t max_code = (1u << bits) - 1;
+    int64_t        next     = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        int64_t gap = col - next;
+        for (; gap > max_code; gap -= max_code + 1) {
+            codes.put(max_code, bits);
+            *v++ = 0;
+        }
+        codes.put(static_cast<uint32_t>(gap), bits);
+        *v++ = row[col];
+        next = col + 1;
+    });
+    return v;
+}
+
+template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix & m, int n_threads) {
+    auto * values  = static_cast<T *>(const_cast<void *>(m.values));
+    auto * deltas  = const_cast<uint8_t *>(m.deltas);
+    auto * row_ptr = const_cast<int32_t *>(m.row_ptr);
+    const int bits = m.delta_bits;
+
+    std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
+    int64_t nnz_total = 0;
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
+    for (int64_t r = 0; r < m.rows; r++) {
+        int64_t nnz = 0;
+        n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, bits, &nnz);
+        nnz_total += nnz;
+    }
+    int64_t n_stored = 0;
+    for (int64_t r = 0; r < m.rows; r++) {
+        row_ptr[r] = static_cast<int32_t>(n_stored);
+        n_stored += n_row[static_cast<size_t>(r)];
+        if (n_stored > m.n_stored) {
+            break;
+        }
+    }
+    if (n_stored != m.n_stored || nnz_total != m.nnz) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)", static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
+    }
+    row_ptr[m.rows] = static_cast<int32_t>(n_stored);
+
+    const int64_t padded = n_padded(n_stored);
+    memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
+    memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
+#pragma omp parallel num_threads(n_threads)
+    {
+        const int64_t begin = m.rows * omp_get_thread_num() / omp_get_num_threads();
+        const int64_t end   = m.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
+        code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
+        T           * v = values + row_ptr[begin];
+        for (int64_t r = begin; r < end; r++) {
+            v = write_entries(dense + r * m.cols, m.cols, bits, codes, v);
+        }
+        codes.finish();
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// Two passes over the rows: count, then write. each(f) calls f(row, its elements) for all rows, from several threads, and may fail.
+template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EACH && each, macko_matrix * m) {
+    const int bits = desc.delta_bits;
+    m->desc = desc;
+    m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
+    std::vector<int64_t> n_row(static_cast<size_t>(desc.rows));
+    std::atomic<int64_t> nnz_total{0};
+    if (const int status = each([&](int64_t r, const void * row) {
+            int64_t nnz = 0;
+            n_row[static_cast<size_t>(r)] = count_entries(static_cast<const T *>(row), desc.cols, bits, &nnz);
+            nnz_total += nnz;
+        })) {
+        return status;
+    }
+    m->desc.nnz = nnz_total;
+    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
+    for (size_t r = 0; r < n_row.size(); r++) {
+        n_stored += n_row[r];
+        if (n_stored > MAX_STORED) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
+        }
+        m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
+    }
+    constexpr size_t slack = 64; // validate and consumers may load whole vectors
+    m->values.assign(static_cast<size_t>(n_padded(n_stored)) * sizeof(T) + slack, 0);
+    m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)) + slack, 0);
+    return each([&](int64_t r, const void * row) {
+        const int64_t first = m->row_ptr[static_cast<size_t>(r)];
+        code_writer codes(m->deltas.data(), first * bits);
+        write_entries(static_cast<const T *>(row), desc.cols, bits, codes, reinterpret_cast<T *>(m->values.data()) + first);
+        codes.finish();
+    });
+}
+
+} // namespace
+
+int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count, row_count * each_row) {
+    if (type == GGML_MACKO_TYPE_F32) {
+        count_rows(static_cast<const uint32_t *>(dense), rows, cols, exponent_mask<uint32_t>(type), n_threads, count, each_row);
+    } else {
+        count_rows(static_cast<const uint16_t *>(dense), rows, cols, exponent_mask<uint16_t>(type), n_threads, count, each_row);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
+    return m.type == GGML_MACKO_TYPE_F32 ? encode_rows(static_cast<const uint32_t *>(dense), m, n_threads)
+                                         : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
+}
+
+template <typename T> static int encode_range(const T * dense, const macko_rows & rows, T * values, uint8_t * deltas) {
+    const macko_desc & desc = rows.desc;
+    code_writer codes(deltas, (rows.row_ptr[rows.row_begin] - rows.base) * desc.delta_bits);
+    T * v = values + (rows.row_ptr[rows.row_begin] - rows.base);
+    for (int64_t r = rows.row_begin; r < rows.row_end; r++, dense += desc.cols) {
+        int64_t nnz = 0;
+        if (count_entries(dense, desc.cols, desc.delta_bits, &nnz) != rows.row_ptr[r + 1] - rows.row_ptr[r]) {
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld is not what it was when it was counted", static_cast<long long>(r));
+        }
+        v = write_entries(dense, desc.cols, desc.delta_bits, codes, v);
+    }
+    codes.finish();
+    return GGML_MACKO_STATUS_OK;
+}
+
+int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas) {
+    return rows.desc.type == GGML_MACKO_TYPE_F32 ? encode_range(static_cast<const uint32_t *>(dense), rows, static_cast<uint32_t *>(values), deltas)
+                                                 : encode_range(static_cast<const uint16_t *>(dense), rows, static_cast<uint16_t *>(values), deltas);
+}
+
+template <typename EACH> static int recode_type(const macko_desc & desc, EACH && each, macko_matrix * m) {
+    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m) : recode_rows<uint16_t>(desc, each, m);
+}
+
+int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) { return recode(view, view.arrays().desc.delta_bits, n_threads, m); }
+
+int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m) {
+    macko_desc desc = view.arrays().desc;
+    desc.delta_bits = delta_bits;
+    return recode_type(desc, [&](auto && f) { return each_row(view, n_threads, f); }, m);
+}
+
+int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count) {
+    const macko_desc & desc = view.arrays().desc;
+    std::vector<ggml_macko_count> rows(static_cast<size_t>(desc.rows));
+    const int status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+        ggml_macko_count & c = rows[static_cast<size_t>(r)];
+        if (desc.type == GGML_MACKO_TYPE_F32) {
+            count_row(static_cast<const uint32_t *>(row), desc.cols, exponent_mask<uint32_t>(desc.type), &c);
+        } else {
+            count_row(static_cast<const uint16_t *>(row), desc.cols, exponent_mask<uint16_t>(desc.type), &c);
+        }
+    });
+    *count = {};
+    for (const ggml_macko_count & c : rows) {
+        add(*count, c);
+    }
+    return status;
+}
+
+int recode(const packed_view & view, int n_threads, macko_matrix * m) {
+    const macko_desc & desc = view.arrays().desc.dense;
+    return recode_type(desc, [&](auto && f) {
+        const size_t nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+        std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes)); // not inside: bad_alloc must not leave a thread
+#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
+        for (int64_t r = 0; r < desc.rows; r++) {
+            uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
+            view.decode_row(r, row);
+            f(r, static_cast<const void *>(row));
+        }
+        return static_cast<int>(GGML_MACKO_STATUS_OK);
+    }, m);
+}
+
+} // namespace macko

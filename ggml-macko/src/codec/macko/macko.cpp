@@ -1,0 +1,258 @@
+#include "codec/macko/macko.h"
+
+#include <cstring>
+
+// The hot loops below vectorise; on x86-64 they are compiled twice and the CPU picks (gcc's ifunc; sanitizers cannot start with it).
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+#define MACKO_CLONES __attribute__((target_clones("default", "avx2")))
+#else
+#define MACKO_CLONES
+#endif
+
+namespace macko {
+
+int check_desc(const macko_desc & desc) {
+    if (!is_value_type(desc.type)) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is not F32 (0), F16 (1) or BF16 (30)", desc.type);
+    }
+    if (!is_delta_bits(desc.delta_bits)) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d is not 1, 2, 4 or 8", desc.delta_bits);
+    }
+    if (desc.rows < 1 || desc.cols < 1) {
+        return fail(GGML_MACKO_STATUS_BAD_SHAPE, "matrix of %lld rows and %lld cols", static_cast<long long>(desc.rows), static_cast<long long>(desc.cols));
+    }
+    if (desc.rows > MAX_DIM || desc.cols > MAX_DIM) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld rows x %lld cols (limit %lld each)", static_cast<long long>(desc.rows),
+                    static_cast<long long>(desc.cols), static_cast<long long>(MAX_DIM));
+    }
+    if (desc.rows * desc.cols > MAX_TENSOR_BYTES / value_nbytes(desc.type)) { // both <= 2^24: no overflow
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld dense bytes (limit %lld)", static_cast<long long>(desc.rows * desc.cols * value_nbytes(desc.type)),
+                    static_cast<long long>(MAX_TENSOR_BYTES));
+    }
+    if (desc.nnz < 0 || desc.nnz > desc.rows * desc.cols || desc.nnz > MAX_STORED) {
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz %lld (limit %lld)", static_cast<long long>(desc.nnz),
+                    static_cast<long long>(desc.rows * desc.cols < MAX_STORED ? desc.rows * desc.cols : MAX_STORED));
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int check_row_ptr(const macko_desc & desc, const int32_t * row_ptr, int64_t n_values) {
+    if (row_ptr[0] != 0) {
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr[0] is %d, not 0", row_ptr[0]);
+    }
+    int decreasing = 0;
+    for (int64_t r = 0; r < desc.rows; r++) {
+        decreasing |= row_ptr[r] > row_ptr[r + 1];
+    }
+    if (decreasing) {
+        int64_t r = 0;
+        while (row_ptr[r] <= row_ptr[r + 1]) {
+            r++;
+        }
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr decreases at row %lld (%d to %d)", static_cast<long long>(r), row_ptr[r], row_ptr[r + 1]);
+    }
+    const int64_t n_stored = row_ptr[desc.rows];
+    if (n_stored > MAX_STORED) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored entries (limit %lld)", static_cast<long long>(n_stored), static_cast<long long>(MAX_STORED));
+    }
+    if (n_padded(n_stored) != n_values) {
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr ends at %lld, which needs %lld values, not %lld", static_cast<long long>(n_stored),
+                    static_cast<long long>(n_padded(n_stored)), static_cast<long long>(n_values));
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas, int64_t base, int64_t n_values, int64_t n_deltas) {
+    const int64_t nbytes = value_nbytes(desc.type);
+    const auto  * bytes  = static_cast<const uint8_t *>(values);
+    unsigned      used   = 0;
+    for (int64_t i = (n_stored - base) * nbytes; i < (n_values - base) * nbytes; i++) {
+        used |= bytes[i];
+    }
+    const int64_t first_bit  = (n_stored - base) * desc.delta_bits;
+    const int64_t first_byte = (first_bit + 7) / 8;
+    if (first_bit & 7) {
+        used |= static_cast<unsigned>(deltas[first_bit >> 3]) >> (first_bit & 7);
+    }
+    for (int64_t i = first_byte; i < n_deltas - base * desc.delta_bits / 8; i++) {
+        used |= deltas[i];
+    }
+    if (used) {
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "padding behind the last of %lld entries is not zero", static_cast<long long>(n_stored));
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+namespace {
+
+constexpr int64_t CHUNK = 1024; // entries unpacked at a time, on the stack
+
+// codes of entries k ... k+n-1 (n <= CHUNK) as bytes; returns a pointer into buffer, which has CHUNK + 8 bytes
+template <int bits> inline const uint8_t * unpack_codes(const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
+    if (bits == 8) {
+        return deltas + k;
+    }
+    constexpr int per_byte = 8 / bits;
+    constexpr int mask     = (1 << bits) - 1;
+    const int64_t first    = k / per_byte;
+    const int64_t n_bytes  = (k + n + per_byte - 1) / per_byte - first;
+    for (int64_t i = 0; i < n_bytes; i++) {
+        for (int j = 0; j < per_byte; j++) {
+            buffer[i * per_byte + j] = static_cast<uint8_t>((deltas[first + i] >> (j * bits)) & mask);
+        }
+    }
+    return buffer + (k - first * per_byte);
+}
+
+struct row_check {
+    int64_t n_zero    = 0; // fillers
+    int64_t code_sum  = 0;
+    bool    canonical = true;
+    bool    finite    = true;
+};
+
+// entries begin ... end-1 of one row; T = uint16_t or uint32_t
+template <typename T, int bits> inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin, int64_t end, T exponent) {
+    uint8_t        buffer[CHUNK + 8];
+    row_check      result;
+    constexpr T    max_code = (1 << bits) - 1;
+    for (int64_t k = begin; k < end; k += CHUNK) {
+        const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
+        const uint8_t * codes = unpack_codes<bits>(deltas, k, n, buffer);
+        const T       * v     = values + k;
+        uint32_t sum = 0;
+        for (int64_t i = 0; i < n; i++) {
+            sum += codes[i];
+        }
+        T zeros = 0, wrong = 0, special = 0; // n <= CHUNK: counts fit 16 bits
+        for (int64_t i = 0; i < n; i++) {
+            const T zero = v[i] == 0;
+            zeros   = static_cast<T>(zeros + zero);
+            wrong   = static_cast<T>(wrong | (zero & static_cast<T>(static_cast<T>(codes[i]) != max_code)));
+            special = static_cast<T>(special | static_cast<T>((v[i] & exponent) == exponent));
+        }
+        result.code_sum  += sum;
+        result.n_zero    += zeros;
+        result.canonical &= !wrong;
+        result.finite    &= !special;
+    }
+    return result;
+}
+
+// first row that is wrong, or -1; *n_zero = fillers of all rows
+template <typename T, int bits> inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows & m, T exponent, int64_t * n_zero) {
+    const T * values = static_cast<const T *>(m.values);
+    *n_zero          = 0;
+    for (int64_t r = m.row_begin; r < m.row_end; r++) {
+        const int64_t begin = m.row_ptr[r] - m.base;
+        const int64_t end   = m.row_ptr[r + 1] - m.base;
+        if (begin == end) {
+            continue;
+        }
+        const row_check c = check_entries<T, bits>(values, m.deltas, begin, end, exponent);
+        *n_zero += c.n_zero;
+        // columns increase strictly, so the last one decides: sum(code + 1) - 1 < cols
+        if (!c.canonical || !c.finite || c.code_sum + (end - begin) > m.desc.cols || values[end - 1] == 0) {
+            return r;
+        }
+    }
+    return -1;
+}
+
+#define CHECK_ROWS(T, bits)                                                                                                       \
+    MACKO_CLONES int64_t check_rows_##T##_##bits(const macko_rows & m, T exponent, int64_t * n_zero) {                            \
+        return check_rows_impl<T, bits>(m, exponent, n_zero);                                                                     \
+    }
+CHECK_ROWS(uint16_t, 1) CHECK_ROWS(uint16_t, 2) CHECK_ROWS(uint16_t, 4) CHECK_ROWS(uint16_t, 8)
+CHECK_ROWS(uint32_t, 1) CHECK_ROWS(uint32_t, 2) CHECK_ROWS(uint32_t, 4) CHECK_ROWS(uint32_t, 8)
+#undef CHECK_ROWS
+
+int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
+    const bool wide = m.desc.type == GGML_MACKO_TYPE_F32;
+    const auto e16  = exponent_mask<uint16_t>(m.desc.type);
+    const auto e32  = exponent_mask<uint32_t>(m.desc.type);
+    switch (m.desc.delta_bits) {
+        case 1:  return wide ? check_rows_uint32_t_1(m, e32, n_zero) : check_rows_uint16_t_1(m, e16, n_zero);
+        case 2:  return wide ? check_rows_uint32_t_2(m, e32, n_zero) : check_rows_uint16_t_2(m, e16, n_zero);
+        case 4:  return wide ? check_rows_uint32_t_4(m, e32, n_zero) : check_rows_uint16_t_4(m, e16, n_zero);
+        default: return wide ? check_rows_uint32_t_8(m, e32, n_zero) : check_rows_uint16_t_8(m, e16, n_zero);
+    }
+}
+
+// says what is wrong with a row that check_rows found
+template <typename T> int explain_row(const macko_rows & m, int64_t row) {
+    const T  * values   = static_cast<const T *>(m.values);
+    const T    exponent = exponent_mask<T>(m.desc.type);
+    const auto max_code = (1u << m.desc.delta_bits) - 1;
+    const long long r   = row;
+    int64_t         col = -1;
+    for (int64_t k = m.row_ptr[row]; k < m.row_ptr[row + 1]; k++) {
+        const uint32_t code  = delta_code(m.deltas, k - m.base, m.desc.delta_bits);
+        const T        value = values[k - m.base];
+        col += code + 1;
+        if (col >= m.desc.cols) {
+            return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", r, static_cast<long long>(col), static_cast<long long>(m.desc.cols));
+        }
+        if (value == 0 && code != max_code) {
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: filler at column %lld with code %u (must be %u)", r, static_cast<long long>(col), code, max_code);
+        }
+        if (value == 0 && k + 1 == m.row_ptr[row + 1]) {
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: ends with a filler", r);
+        }
+        if ((value & exponent) == exponent) {
+            return fail(GGML_MACKO_STATUS_NOT_FINITE, "row %lld, column %lld: value is Inf or NaN (bits 0x%x)", r, static_cast<long long>(col), static_cast<unsigned>(value));
+        }
+    }
+    return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld", r);
+}
+
+template <typename T, int bits> void decode_rows(const macko_rows & m, T * dense) {
+    const T * values = static_cast<const T *>(m.values);
+    memset(dense, 0, static_cast<size_t>((m.row_end - m.row_begin) * m.desc.cols) * sizeof(T));
+    uint8_t buffer[CHUNK + 8];
+    for (int64_t r = m.row_begin; r < m.row_end; r++) {
+        T           * row = dense + (r - m.row_begin) * m.desc.cols;
+        int64_t       col = -1;
+        const int64_t end = m.row_ptr[r + 1] - m.base;
+        for (int64_t k = m.row_ptr[r] - m.base; k < end; k += CHUNK) {
+            const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
+            const uint8_t * codes = unpack_codes<bits>(m.deltas, k, n, buffer);
+            for (int64_t i = 0; i < n; i++) {
+                col += codes[i] + 1;
+                row[col] = values[k + i];
+            }
+        }
+    }
+}
+
+template <typename T> void decode_rows(const macko_rows & m, T * dense) {
+    switch (m.desc.delta_bits) {
+        case 1:  return decode_rows<T, 1>(m, dense);
+        case 2:  return decode_rows<T, 2>(m, dense);
+        case 4:  return decode_rows<T, 4>(m, dense);
+        default: return decode_rows<T, 8>(m, dense);
+    }
+}
+
+} // namespace
+
+int validate(const macko_rows & rows, macko_view * view) {
+    int64_t       n_zero = 0;
+    const int64_t bad    = check_rows(rows, &n_zero);
+    if (bad >= 0) {
+        return rows.desc.type == GGML_MACKO_TYPE_F32 ? explain_row<uint32_t>(rows, bad) : explain_row<uint16_t>(rows, bad);
+    }
+    view->rows_ = rows;
+    view->nnz_  = rows.row_ptr[rows.row_end] - rows.row_ptr[rows.row_begin] - n_zero;
+    return GGML_MACKO_STATUS_OK;
+}
+
+void decode(const macko_view & view, void * dense) {
+    if (view.rows().desc.type == GGML_MACKO_TYPE_F32) {
+        decode_rows(view.rows(), static_cast<uint32_t *>(dense));
+    } else {
+        decode_rows(view.rows(), static_cast<uint16_t *>(dense));
+    }
+}
+
+} // namespace macko

@@ -1,0 +1,356 @@
+// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them and does the small
+// operations in between (cpu-steps.h).
+// Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise: so it needs no
+// compute buffers, copies nothing between splits and does not touch models that are not sparse.
+#include "cpu/graph-plan.h"
+#include "cpu/device.h"
+#include "host/load-session.h"
+#include "host/log.h"
+#include "host/planned-buffer.h"
+#include "cpu/stored-matrix.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <omp.h>
+#include <sys/mman.h>
+
+namespace macko {
+
+namespace {
+
+// ---- buffer ----
+
+void buffer_free_buffer(ggml_backend_buffer_t buffer) {
+    free(buffer->context);
+}
+
+void * buffer_get_base(ggml_backend_buffer_t buffer) {
+    return buffer->context;
+}
+
+void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, size_t, size_t) {
+    log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
+}
+
+void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    struct pack : payload_consumer {
+        bitmap_matrix bitmap;
+        int consume(const macko_view & view, int64_t first_value) override {
+            bitmap_pack(view, first_value, bitmap);
+            return GGML_MACKO_STATUS_OK;
+        }
+        bool wants_first_value() const override { return true; }
+        bool takes_packed() const override { return true; }
+        int consume_packed(const packed_view & view) override {
+            bitmap_pack(view, omp_get_max_threads(), bitmap);
+            return GGML_MACKO_STATUS_OK;
+        }
+    };
+    load                * current = load::current();
+    const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
+    if (!matrix) {
+        log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
+        return;
+    }
+    if (offset > 0) {
+        return; // the first piece had the handle; the stream has nothing more of a sparse tensor
+    }
+    auto * m = static_cast<stored_matrix *>(tensor->data);
+    *m = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
+    pack consumer;
+    consumer.bitmap = m->bitmap();
+    if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
+        m->magic = STORED_MATRIX;
+    }
+}
+
+// dense elements, for whoever saves or inspects the model
+void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const stored_matrix * m = stored(tensor);
+    if (!m) {
+        memset(data, 0, size);
+        return;
+    }
+    const size_t         nbytes_row = static_cast<size_t>(m->desc.cols * value_nbytes(m->desc.type));
+    std::vector<uint8_t> row(nbytes_row);
+    for (size_t done = 0; done < size;) {
+        const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
+        const auto   r  = static_cast<int64_t>(at / nbytes_row);
+        bitmap_unpack(m->bitmap(), m->desc.type, r, r + 1, row.data());
+        memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
+        done += n;
+    }
+}
+
+void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    memset(buffer->context, value, buffer->size);
+}
+
+const ggml_backend_buffer_i buffer_iface = {
+    /* .free_buffer   = */ buffer_free_buffer,
+    /* .get_base      = */ buffer_get_base,
+    /* .init_tensor   = */ nullptr,
+    /* .memset_tensor = */ buffer_memset_tensor,
+    /* .set_tensor    = */ buffer_set_tensor,
+    /* .get_tensor    = */ buffer_get_tensor,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ nullptr,
+    /* .clear         = */ buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+// ---- buffer type ----
+
+const char * buft_get_name(ggml_backend_buffer_type_t) {
+    return "MACKO_CPU";
+}
+
+size_t buft_get_alignment(ggml_backend_buffer_type_t) {
+    return BITMAP_ALIGNMENT;
+}
+
+ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (!load::current()) { // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the CPU's to compute
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
+    }
+    constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
+    void * memory = nullptr;
+    if (posix_memalign(&memory, huge_page, size)) {
+        load::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights", static_cast<double>(size) / 1024 / 1024);
+        return nullptr;
+    }
+    madvise(memory, size, MADV_HUGEPAGE);
+    return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
+}
+
+size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
+    return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+}
+
+// known from the header, so that llama.cpp's memory figures are the true ones
+size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
+    const load          * current = load::current();
+    const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
+    return matrix ? matrix_nbytes(buft, *matrix) : ggml_nbytes(tensor);
+}
+
+bool buft_is_host(ggml_backend_buffer_type_t) {
+    return false;
+}
+
+// ---- backend ----
+
+bool is_no_op(const ggml_tensor * node) {
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+}
+
+ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    auto & steps = *static_cast<cpu_steps *>(backend->context);
+    try {
+        steps.clear();
+        for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+            ggml_tensor * node = ggml_graph_node(graph, i);
+            if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
+                continue;
+            }
+            if (!steps.add(node)) {
+                return GGML_STATUS_FAILED;
+            }
+        }
+        steps.run();
+        return GGML_STATUS_SUCCESS;
+    } catch (const std::bad_alloc &) {
+        log_error("%s: out of memory\n", __func__);
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+}
+
+const char * backend_get_name(ggml_backend_t) {
+    return "MACKO";
+}
+
+// not asynchronous at all: see device_get_props
+void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    buffer_set_tensor(tensor->buffer, tensor, data, offset, size);
+}
+
+void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
+
+void backend_free(ggml_backend_t backend) {
+    delete static_cast<cpu_steps *>(backend->context);
+    delete backend;
+}
+
+const ggml_backend_i backend_iface = {
+    /* .get_name            = */ backend_get_name,
+    /* .free                = */ backend_free,
+    /* .set_tensor_async    = */ backend_set_tensor_async,
+    /* .get_tensor_async    = */ nullptr,
+    /* .set_tensor_2d_async = */ nullptr,
+    /* .get_tensor_2d_async = */ nullptr,
+    /* .cpy_tensor_async    = */ nullptr,
+    /* .synchronize         = */ nullptr,
+    /* .graph_plan_create   = */ nullptr,
+    /* .graph_plan_free     = */ nullptr,
+    /* .graph_plan_update   = */ nullptr,
+    /* .graph_plan_compute  = */ nullptr,
+    /* .graph_compute       = */ backend_graph_compute,
+    /* .event_record        = */ backend_event_record,
+    /* .event_wait          = */ nullptr,
+    /* .graph_optimize      = */ nullptr,
+};
+
+ggml_guid_t backend_guid() {
+    static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x63, 0x70, 0x75, 0x2d, 0x31, 0x9e, 0x47, 0x5b, 0x20, 0x11 };
+    return &guid;
+}
+
+// ---- device ----
+
+const char * device_get_name(ggml_backend_dev_t) {
+    return "MACKO_CPU";
+}
+
+const char * device_get_description(ggml_backend_dev_t) {
+    return "sparse weights on the CPU";
+}
+
+void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+    *free  = 0; // host memory: the CPU device reports it
+    *total = 0;
+}
+
+enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) {
+    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
+
+void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    *props             = {};
+    props->name        = device_get_name(dev);
+    props->description = device_get_description(dev);
+    props->type        = device_get_type(dev);
+    // With these, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the dense tensor. There is nothing in a
+    // sparse tensor's bytes but a handle, and touching fresh memory for the rest took most of the load time.
+    props->caps.async       = load::current() != nullptr;
+    props->caps.host_buffer = props->caps.async;
+    props->caps.events      = props->caps.async;
+}
+
+ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t) {
+    return load::current() ? ggml_backend_cpu_buffer_type() : nullptr;
+}
+
+ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
+    return new (std::nothrow) ggml_backend_event { dev, nullptr };
+}
+
+void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
+    delete event;
+}
+
+void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
+
+ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
+    auto * context = new (std::nothrow) cpu_steps;
+    return context ? new ggml_backend { backend_guid(), backend_iface, dev, context } : nullptr;
+}
+
+ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
+    static ggml_backend_buffer_type buft = {
+        {
+            /* .get_name       = */ buft_get_name,
+            /* .alloc_buffer   = */ buft_alloc_buffer,
+            /* .get_alignment  = */ buft_get_alignment,
+            /* .get_max_size   = */ nullptr, // SIZE_MAX
+            /* .get_alloc_size = */ buft_get_alloc_size,
+            /* .is_host        = */ buft_is_host,
+        },
+        dev,
+        nullptr,
+    };
+    return &buft;
+}
+
+ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
+    const load * current = load::current();
+    if (!current) {
+        return ggml_backend_cpu_buffer_type();
+    }
+    return current->no_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true) : sparse_buffer_type(dev);
+}
+
+// Once a weight is ours, its products are never refused: the scheduler would read it as dense.
+bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    const ggml_tensor * w = op->src[0];
+    const ggml_tensor * x = op->src[1];
+    if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
+        return false; // a dense weight, or a slice of a sparse one, which has no rows of its own
+    }
+    if (load::current() && !load::current()->find(w)) {
+        return false; // dense in this file
+    }
+    return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
+}
+
+// What lies between two sparse products of a layer is ours too: each change of the backend costs 5 to 10 us. Only next to sparse products:
+// a dense model in the same process would be cut into pieces.
+bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
+    switch (op->op) {
+        case GGML_OP_MUL_MAT:
+        case GGML_OP_MUL_MAT_ID:
+            return product_is_ours(dev, op);
+        case GGML_OP_ADD:
+        case GGML_OP_MUL:
+        case GGML_OP_RMS_NORM:
+        case GGML_OP_GLU:
+            return depth > 0 && is_row_op(op)
+                && (follows_sparse_product(dev, op->src[0], depth - 1) || (op->src[1] && follows_sparse_product(dev, op->src[1], depth - 1)));
+        default:
+            return false;
+    }
+}
+
+// asked at load for a weight in our buffer type (no data yet), and by the scheduler for each node
+bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    constexpr int between_products = 5; // norm, weight, bias, residual, norm, weight: as far as any architecture goes
+    return is_no_op(op) || follows_sparse_product(dev, op, between_products);
+}
+
+bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    return real_buffer_type(buft) == sparse_buffer_type(dev) || ggml_backend_buft_is_host(buft);
+}
+
+const ggml_backend_device_i device_iface = {
+    /* .get_name             = */ device_get_name,
+    /* .get_description      = */ device_get_description,
+    /* .get_memory           = */ device_get_memory,
+    /* .get_type             = */ device_get_type,
+    /* .get_props            = */ device_get_props,
+    /* .init_backend         = */ device_init_backend,
+    /* .get_buffer_type      = */ device_get_buffer_type,
+    /* .get_host_buffer_type = */ device_get_host_buffer_type,
+    /* .buffer_from_host_ptr = */ nullptr,
+    /* .supports_op          = */ device_supports_op,
+    /* .supports_buft        = */ device_supports_buft,
+    /* .offload_op           = */ nullptr,
+    /* .event_new            = */ device_event_new,
+    /* .event_free           = */ device_event_free,
+    /* .event_synchronize    = */ device_event_synchronize,
+};
+
+} // namespace
+
+ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg) {
+    static ggml_backend_device device = { device_iface, reg, nullptr };
+    return &device;
+}
+
+void cpu_set_n_threads(ggml_backend_t backend, int n_threads) {
+    if (backend && ggml_guid_matches(backend->guid, backend_guid())) {
+        static_cast<cpu_steps *>(backend->context)->n_threads = n_threads;
+    }
+}
+
+} // namespace macko

@@ -1,0 +1,190 @@
+#include "cpu/graph-plan.h"
+#include "host/log.h"
+#include "cpu/stored-matrix.h"
+#include "cpu/row-ops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace macko {
+
+namespace {
+
+const float * row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
+    const char * data = static_cast<const char *>(t->data);
+    return reinterpret_cast<const float *>(data + i1 * static_cast<int64_t>(t->nb[1]) + i2 * static_cast<int64_t>(t->nb[2]) + i3 * static_cast<int64_t>(t->nb[3]));
+}
+
+float * y_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
+    return const_cast<float *>(row_at(t, i1, i2, i3));
+}
+
+// row i1, i2, i3 of a tensor that repeats
+const float * repeated_row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
+    return row_at(t, i1 % t->ne[1], i2 % t->ne[2], i3 % t->ne[3]);
+}
+
+// Columns begin ... begin+n-1 of one row. The destination may lie on an operand.
+void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const float * b, float * y, int64_t begin, int64_t n) {
+    switch (dst->op) {
+        case GGML_OP_ADD: ops.add(a + begin, b + begin, y + begin, n); break;
+        case GGML_OP_MUL: ops.mul(a + begin, b + begin, y + begin, n); break;
+        case GGML_OP_GLU: ops.silu_mul(a + begin, b + begin, y + begin, n); break;
+        default: { // RMS_NORM, of a whole row
+            float eps;
+            memcpy(&eps, dst->op_params, sizeof(eps));
+            ops.rms_norm(a, y, n, eps);
+        }
+    }
+}
+
+// Thread ith's share: whole rows, or of a single row some columns.
+void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
+    const ggml_tensor * b     = dst->src[1];
+    const row_ops     & ops   = cpu_row_ops();
+    const int64_t       cols  = dst->ne[0];
+    const int64_t       rows  = ggml_nrows(dst);
+    const bool          share = rows < nth && dst->op != GGML_OP_RMS_NORM;
+    const int64_t       step  = share ? (cols + nth - 1) / nth : cols;
+    const int64_t       begin = share ? std::min(step * ith, cols) : 0;
+    for (int64_t r = share ? 0 : rows * ith / nth; r < (share ? rows : rows * (ith + 1) / nth); r++) {
+        const int64_t i1 = r % dst->ne[1], i2 = r / dst->ne[1] % dst->ne[2], i3 = r / (dst->ne[1] * dst->ne[2]);
+        row_op(ops, dst, row_at(dst->src[0], i1, i2, i3), b ? repeated_row_at(b, i1, i2, i3) : nullptr, y_at(dst, i1, i2, i3), begin,
+            std::min(step, cols - begin));
+    }
+}
+
+bool has_plain_rows(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float);
+}
+
+} // namespace
+
+bool is_row_op(const ggml_tensor * op) {
+    const ggml_tensor * a = op->src[0];
+    const ggml_tensor * b = op->src[1];
+    if (!has_plain_rows(op) || !has_plain_rows(a) || !ggml_are_same_shape(a, op)) {
+        return false;
+    }
+    if (op->op == GGML_OP_RMS_NORM) {
+        return true;
+    }
+    return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a)
+        && (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
+}
+
+cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_matrix * m, int64_t matrix) {
+    if (n_steps == steps.size()) {
+        steps.emplace_back();
+    }
+    step & s = steps[n_steps++];
+    s.row_op = row_op;
+    s.m      = m;
+    s.matrix = matrix;
+    s.x.clear();
+    s.y.clear();
+    return s;
+}
+
+// dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3]; m2 and m3 divide n2 and n3 (broadcast)
+void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
+    const ggml_tensor * w  = dst->src[0];
+    const ggml_tensor * x  = dst->src[1];
+    const int64_t       r2 = x->ne[2] / w->ne[2];
+    const int64_t       r3 = x->ne[3] / w->ne[3];
+    for (int64_t m3 = 0; m3 < w->ne[3]; m3++) {
+        for (int64_t m2 = 0; m2 < w->ne[2]; m2++) {
+            step & s = next_step(nullptr, m, m3 * w->ne[2] + m2);
+            for (int64_t i3 = m3 * r3; i3 < (m3 + 1) * r3; i3++) {
+                for (int64_t i2 = m2 * r2; i2 < (m2 + 1) * r2; i2++) {
+                    for (int64_t i1 = 0; i1 < x->ne[1]; i1++) {
+                        s.x.push_back(row_at(x, i1, i2, i3));
+                        s.y.push_back(y_at(dst, i1, i2, i3));
+                    }
+                }
+            }
+        }
+    }
+}
+
+// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids. False on a bad id.
+bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst) {
+    const ggml_tensor * w   = dst->src[0];
+    const ggml_tensor * x   = dst->src[1];
+    const ggml_tensor * ids = dst->src[2];
+    const size_t first = n_steps;
+    for (int64_t e = 0; e < w->ne[2]; e++) {
+        next_step(nullptr, m, e);
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t used = 0; used < ids->ne[0]; used++) {
+            const char * at = static_cast<const char *>(ids->data) + token * static_cast<int64_t>(ids->nb[1]) + used * static_cast<int64_t>(ids->nb[0]);
+            int32_t e;
+            memcpy(&e, at, sizeof(e));
+            if (e < 0 || e >= w->ne[2]) {
+                log_error("%s: %s: expert %d of %d\n", __func__, dst->name, e, static_cast<int>(w->ne[2]));
+                return false;
+            }
+            step & s = steps[first + static_cast<size_t>(e)];
+            s.x.push_back(row_at(x, used % x->ne[1], token, 0));
+            s.y.push_back(y_at(dst, used, token, 0));
+        }
+    }
+    return true;
+}
+
+bool cpu_steps::add(const ggml_tensor * node) {
+    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) {
+        next_step(node, nullptr, 0);
+        return true;
+    }
+    const stored_matrix * m = stored(node->src[0]);
+    if (!m) {
+        log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
+        return false;
+    }
+    if (node->op == GGML_OP_MUL_MAT_ID) {
+        return add_mul_mat_id(m, node);
+    }
+    add_mul_mat(m, node);
+    return true;
+}
+
+void cpu_steps::reserve_scratch() {
+    int64_t nbytes = 0;
+    for (size_t i = 0; i < n_steps; i++) {
+        if (steps[i].m) {
+            nbytes = std::max(nbytes, mul_mat_scratch_nbytes(steps[i].m->desc.cols, static_cast<int64_t>(steps[i].x.size())));
+        }
+    }
+    if (nbytes > scratch_nbytes) {
+        void * memory = nullptr;
+        if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
+            throw std::bad_alloc();
+        }
+        scratch.reset(memory);
+        scratch_nbytes = nbytes;
+    }
+}
+
+void cpu_steps::run() {
+    reserve_scratch();
+#pragma omp parallel num_threads(n_threads)
+    for (size_t i = 0; i < n_steps; i++) {
+        const step & s   = steps[i];
+        const int    ith = omp_get_thread_num();
+        const int    nth = omp_get_num_threads();
+        if (s.row_op) {
+            row_op_thread(s.row_op, ith, nth);
+#pragma omp barrier
+        } else if (!s.x.empty()) {
+            const int64_t        row = s.matrix * s.m->rows_per_matrix;
+            const mul_mat_params p   = { s.m->bitmap(), row, row + s.m->rows_per_matrix, static_cast<int64_t>(s.x.size()), s.x.data(), s.y.data(),
+                                         s.m->desc.type != GGML_MACKO_TYPE_F32, scratch.get() };
+            mul_mat_thread(p, ith, nth);
+        }
+    }
+}
+
+} // namespace macko

@@ -1,0 +1,89 @@
+// See cublas.h. The five functions that we need are declared here, so that building needs no cuBLAS either.
+#include "cuda/lib/cublas.h"
+
+#include <dlfcn.h>
+#include <library_types.h>
+
+namespace macko {
+
+namespace {
+
+// values of cublasStatus_t, cublasOperation_t, cublasComputeType_t and cublasGemmAlgo_t (the same in versions 11 to 13)
+constexpr int STATUS_SUCCESS = 0, OP_N = 0, OP_T = 1, COMPUTE_32F = 68, GEMM_DEFAULT = -1;
+
+using handle_t        = void *;
+using create_fn       = int (*)(handle_t *);
+using destroy_fn      = int (*)(handle_t);
+using set_stream_fn   = int (*)(handle_t, cudaStream_t);
+using set_workspace_fn = int (*)(handle_t, void *, size_t);
+using gemm_fn         = int (*)(handle_t, int, int, int, int, int, const void *, const void *, cudaDataType, int, const void *, cudaDataType, int, const void *, void *, cudaDataType, int, int, int);
+
+struct functions {
+    create_fn        create        = nullptr;
+    destroy_fn       destroy       = nullptr;
+    set_stream_fn    set_stream    = nullptr;
+    set_workspace_fn set_workspace = nullptr;
+    gemm_fn          gemm          = nullptr;
+
+    functions() { // the library stays loaded: unloading CUDA libraries at exit is not safe
+        void * library = nullptr;
+        for (const char * name : { "libcublas.so.13", "libcublas.so.12" }) {
+            if ((library = dlopen(name, RTLD_NOW | RTLD_LOCAL))) {
+                break;
+            }
+        }
+        if (library) {
+            create        = reinterpret_cast<create_fn>(dlsym(library, "cublasCreate_v2"));
+            destroy       = reinterpret_cast<destroy_fn>(dlsym(library, "cublasDestroy_v2"));
+            set_stream    = reinterpret_cast<set_stream_fn>(dlsym(library, "cublasSetStream_v2"));
+            set_workspace = reinterpret_cast<set_workspace_fn>(dlsym(library, "cublasSetWorkspace_v2"));
+            gemm          = reinterpret_cast<gemm_fn>(dlsym(library, "cublasGemmEx"));
+        }
+    }
+    bool complete() const { return create && destroy && set_stream && set_workspace && gemm; }
+};
+
+const functions & loaded_functions() {
+    static const functions f;
+    return f;
+}
+
+struct cublas_handle : cublas_library {
+    handle_t handle = nullptr;
+
+    ~cublas_handle() override {
+        if (handle) {
+            loaded_functions().destroy(handle);
+        }
+    }
+
+    cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n, int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) override {
+        const functions  & f      = loaded_functions();
+        const cudaDataType values = type == TYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
+        const float one = 1, zero = 0;
+        if (f.set_stream(handle, stream) != STATUS_SUCCESS || f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) != STATUS_SUCCESS) { // set_stream drops the workspace
+            return cudaErrorUnknown;
+        }
+        // column-major: y^T (m x n) = w (k x m, transposed) * x (k x n)
+        const int status = f.gemm(handle, OP_T, OP_N, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k), &one, w, values, static_cast<int>(ldw), x, values, static_cast<int>(ldx), &zero,
+            y, CUDA_R_32F, static_cast<int>(ldy), COMPUTE_32F, GEMM_DEFAULT);
+        return status == STATUS_SUCCESS ? cudaSuccess : cudaErrorUnknown;
+    }
+};
+
+} // namespace
+
+std::unique_ptr<cublas_library> cublas_open() {
+    const functions & f = loaded_functions();
+    if (!f.complete()) {
+        return nullptr;
+    }
+    auto result = std::make_unique<cublas_handle>();
+    if (f.create(&result->handle) != STATUS_SUCCESS) {
+        result->handle = nullptr;
+        return nullptr;
+    }
+    return result;
+}
+
+} // namespace macko

@@ -1,0 +1,650 @@
+// Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash attention is off.
+//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout. Most quantized weights: tensor cores,
+//                          as exact (ops-mul-mat-quantized.cuh); mul_mat_vec_kernel for what these do not take (other types, several matrices, cc 7.5)
+//   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS where it is there, fed
+//                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles of w itself
+//   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is exact, too
+// The same two kernels serve MUL_MAT_ID: the few-columns one reads the expert's id, the other a list of tokens per expert.
+#include "cuda/lib/cublas.h"
+#include "cuda/lib/mma.cuh"
+
+#include <algorithm>
+#include <type_traits>
+
+namespace macko {
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------- few columns
+
+constexpr int VEC_WARPS    = 4;
+constexpr int VEC_MAX_COLS = 8;
+
+struct mul_mat_args {
+    const char * w;
+    const char * x;
+    char       * y;
+    int64_t      w_nb1, w_nb2, w_nb3; // bytes
+    int64_t      x_nb1, x_nb2, x_nb3;
+    int64_t      y_nb1, y_nb2, y_nb3;
+    int          m, n, k;
+    int          ne2;                 // of x and y: batches are z = i3 * ne2 + i2
+    int          ratio2, ratio3;      // consecutive batches of x that share a w
+    // experts: w_nb2 steps from expert to expert
+    const char * ids;
+    int64_t      ids_nb0, ids_nb1;
+    int          n_used, n_experts;
+    int          x_ne1;               // rows of x per token: 1 or n_used
+    // gemm_kernel with experts: the list that sort_experts_kernel makes
+    const int  * expert_begin;        // n_experts + 1
+    const int  * expert_entries;      // token * n_used + u
+};
+
+// ROW_WARPS warps share a row of w, or a warp has OWN rows side by side: half the loads of x, and more weights on their way. VECTOR: rows of w and x allow
+// loads of 8 elements, and k is a multiple of 8.
+template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
+__global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
+    constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
+    const int lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
+    const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
+    wait_for_previous();
+    const int col0 = static_cast<int>(blockIdx.y) * COLS;
+    const int z    = static_cast<int>(blockIdx.z);
+    const char * w = p.w;
+    const char * x = p.x;
+    char       * y = p.y;
+    if constexpr (EXPERTS) { // z = token * n_used + u, one column
+        const int token = z / p.n_used, u = z % p.n_used;
+        const int id    = *reinterpret_cast<const int *>(p.ids + u * p.ids_nb0 + token * p.ids_nb1);
+        w += min(max(id, 0), p.n_experts - 1) * p.w_nb2;
+        x += token * p.x_nb2 + u % p.x_ne1 * p.x_nb1;
+        y += token * p.y_nb2 + u * p.y_nb1;
+    } else {
+        const int i2 = z % p.ne2, i3 = z / p.ne2;
+        w += i2 / p.ratio2 * p.w_nb2 + i3 / p.ratio3 * p.w_nb3;
+        x += i2 * p.x_nb2 + i3 * p.x_nb3;
+        y += i2 * p.y_nb2 + i3 * p.y_nb3;
+    }
+    const char * w_row[OWN];
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+        w_row[r] = w + min(row + r, p.m - 1) * p.w_nb1;
+    }
+    float sum[OWN][COLS] = {};
+    if constexpr (VECTOR) {
+        const int step = ROW_WARPS * WARP * 8;
+#pragma unroll(COLS == 1 ? 4 / OWN : 4)
+        for (int k = lane * 8; k < p.k; k += step) {
+            float a[OWN][8];
+#pragma unroll
+            for (int r = 0; r < OWN; r++) {
+                T::load8(w_row[r], k, a[r]);
+            }
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                if (COLS == 1 || col0 + c < p.n) {
+                    float b[8];
+                    value_type<TYPE_F32>::load8(x + (col0 + c) * p.x_nb1, k, b);
+#pragma unroll
+                    for (int r = 0; r < OWN; r++) {
+#pragma unroll
+                        for (int i = 0; i < 8; i++) {
+                            sum[r][c] += a[r][i] * b[i];
+                        }
+                    }
+                }
+            }
+        }
+    } else {
+        for (int k = lane; k < p.k; k += ROW_WARPS * WARP) {
+            if constexpr (T::IS_PLAIN) {
+                const float a = T::to_float(reinterpret_cast<const typename T::block *>(w_row[0])[k]);
+                for (int c = 0; c < COLS && col0 + c < p.n; c++) {
+                    sum[0][c] += a * reinterpret_cast<const float *>(x + (col0 + c) * p.x_nb1)[k];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            sum[r][c] = warp_sum(sum[r][c]);
+        }
+    }
+    if constexpr (ROW_WARPS > 1) {
+        __shared__ float partial[VEC_WARPS][COLS];
+        const int warp = static_cast<int>(threadIdx.x) / WARP;
+        if (lane % WARP == 0) {
+#pragma unroll
+            for (int c = 0; c < COLS; c++) {
+                partial[warp][c] = sum[0][c];
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            sum[0][c] = 0;
+            for (int i = 0; i < ROW_WARPS; i++) {
+                sum[0][c] += partial[warp / ROW_WARPS * ROW_WARPS + i][c];
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+#pragma unroll
+        for (int c = 0; c < COLS; c++) {
+            if (lane == 0 && row + r < p.m && col0 + c < p.n) {
+                reinterpret_cast<float *>(y + (col0 + c) * p.y_nb1)[row + r] = sum[r][c];
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- many columns
+
+constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 32;
+constexpr int GEMM_THREADS = 256;             // 8 warps: 4 along m (32 rows each) x 2 along n (64 columns each)
+constexpr int TILE_LD      = BLOCK_K + 8;     // 80-byte rows: the 8 rows of an ldmatrix fall into different banks
+constexpr int CHUNKS       = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS; // pieces of 8 elements per thread and tile (m and n tiles are equal)
+static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
+
+// 8 elements of a row of k of them, as 16-bit values; zeros beyond the end
+template <typename T, typename H, bool VECTOR> __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
+    if (!row || i >= k) {
+        return make_uint4(0, 0, 0, 0);
+    }
+    float v[8];
+    if constexpr (VECTOR) {
+        if constexpr (sizeof(typename T::block) == 2 && T::IS_PLAIN) {
+            if constexpr (std::is_same_v<typename T::block, H>) {
+                return reinterpret_cast<const uint4 *>(row)[i / 8];
+            }
+        }
+        T::load8(row, i, v);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            v[j] = 0;
+            if constexpr (T::IS_PLAIN) {
+                v[j] = i + j < k ? T::to_float(reinterpret_cast<const typename T::block *>(row)[i + j]) : 0.0f;
+            }
+        }
+    }
+    return pack8<H>(v);
+}
+
+template <typename T, typename H, bool VECTOR, bool EXPERTS>
+__global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
+    wait_for_previous();
+    __shared__ __align__(16) H w_tile[BLOCK_M * TILE_LD];
+    __shared__ __align__(16) H x_tile[BLOCK_N * TILE_LD];
+    const int z  = static_cast<int>(blockIdx.z);
+    const int m0 = static_cast<int>(blockIdx.x) * BLOCK_M;
+    const int n0 = static_cast<int>(blockIdx.y) * BLOCK_N;
+    const char * w = p.w;
+    const char * x = p.x;
+    char       * y = p.y;
+    int n     = p.n;
+    int entry = 0; // first list entry of this expert
+    if constexpr (EXPERTS) {
+        entry = p.expert_begin[z];
+        n     = p.expert_begin[z + 1] - entry;
+        w    += z * p.w_nb2;
+        if (n0 >= n) {
+            return;
+        }
+    } else {
+        const int i2 = z % p.ne2, i3 = z / p.ne2;
+        w += i2 / p.ratio2 * p.w_nb2 + i3 / p.ratio3 * p.w_nb3;
+        x += i2 * p.x_nb2 + i3 * p.x_nb3;
+        y += i2 * p.y_nb2 + i3 * p.y_nb3;
+    }
+    const auto x_row = [&](int col) -> const char * {
+        if (col >= n) {
+            return nullptr;
+        }
+        if constexpr (EXPERTS) {
+            const int e = p.expert_entries[entry + col];
+            return x + e / p.n_used * p.x_nb2 + e % p.n_used % p.x_ne1 * p.x_nb1;
+        } else {
+            return x + col * p.x_nb1;
+        }
+    };
+    // this thread's pieces: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ...
+    const int r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
+    const char * w_rows[CHUNKS];
+    const char * x_rows[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+        const int m = m0 + r + i * 64;
+        w_rows[i] = m < p.m ? w + m * p.w_nb1 : nullptr;
+        x_rows[i] = x_row(n0 + r + i * 64);
+    }
+    uint4 w_next[CHUNKS], x_next[CHUNKS];
+    const auto fetch = [&](int k0) {
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            w_next[i] = load_chunk<T, H, VECTOR>(w_rows[i], k0 + c, p.k);
+            x_next[i] = load_chunk<value_type<TYPE_F32>, H, VECTOR>(x_rows[i], k0 + c, p.k);
+        }
+    };
+    const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
+    const int wm = warp % 4 * 32, wn = warp / 4 * 64;
+    float acc[2][8][4] = {}; // 32 x 64 per warp
+    fetch(0);
+    for (int k0 = 0; k0 < p.k; k0 += BLOCK_K) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            *reinterpret_cast<uint4 *>(w_tile + (r + i * 64) * TILE_LD + c) = w_next[i];
+            *reinterpret_cast<uint4 *>(x_tile + (r + i * 64) * TILE_LD + c) = x_next[i];
+        }
+        __syncthreads();
+        if (k0 + BLOCK_K < p.k) {
+            fetch(k0 + BLOCK_K);
+        }
+#pragma unroll
+        for (int k = 0; k < BLOCK_K; k += 16) {
+            uint32_t a[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                load_matrices(a[i], w_tile + (wm + i * 16 + lane % 16) * TILE_LD + k + lane / 16 * 8);
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                uint32_t b[4];
+                load_matrices(b, x_tile + (wn + j * 8 + lane % 8 + lane / 16 * 8) * TILE_LD + k + lane / 8 % 2 * 8);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    multiply_add<H>(acc[i][j], a[i], b[0], b[1]);
+                    multiply_add<H>(acc[i][j + 1], a[i], b[2], b[3]);
+                }
+            }
+        }
+    }
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int col = n0 + wn + j * 8 + 2 * t + half;
+            if (col >= n) {
+                continue;
+            }
+            char * y_row;
+            if constexpr (EXPERTS) {
+                const int e = p.expert_entries[entry + col];
+                y_row = y + e / p.n_used * p.y_nb2 + e % p.n_used * p.y_nb1;
+            } else {
+                y_row = y + col * p.y_nb1;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+#pragma unroll
+                for (int part = 0; part < 2; part++) {
+                    const int row = m0 + wm + i * 16 + part * 8 + g;
+                    if (row < p.m) {
+                        reinterpret_cast<float *>(y_row)[row] = acc[i][j][part * 2 + half];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT: always in range.
+constexpr int SORT_THREADS = 1024;
+__global__ void __launch_bounds__(SORT_THREADS) sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
+    wait_for_previous();
+    const int n = n_tokens * p.n_used;
+    const auto id_of = [&](int e) { return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1); };
+    // each warp counts, then lists, the entries of its own experts: no atomics, a fixed order
+    const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP, n_warps = SORT_THREADS / WARP;
+    for (int expert = warp; expert < p.n_experts; expert += n_warps) {
+        int count = 0;
+        for (int e0 = 0; e0 < n; e0 += WARP) {
+            count += __popc(__ballot_sync(FULL_WARP, e0 + lane < n && id_of(e0 + lane) == expert));
+        }
+        if (lane == 0) {
+            expert_begin[expert + 1] = count;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        expert_begin[0] = 0;
+        for (int expert = 0; expert < p.n_experts; expert++) {
+            expert_begin[expert + 1] += expert_begin[expert];
+        }
+    }
+    __syncthreads();
+    for (int expert = warp; expert < p.n_experts; expert += n_warps) {
+        int at = expert_begin[expert];
+        for (int e0 = 0; e0 < n; e0 += WARP) {
+            const bool     mine = e0 + lane < n && id_of(e0 + lane) == expert;
+            const unsigned all  = __ballot_sync(FULL_WARP, mine);
+            if (mine) {
+                expert_entries[at + __popc(all & ((1u << lane) - 1))] = e0 + lane;
+            }
+            at += __popc(all);
+        }
+    }
+}
+
+// rows of T as rows of H, for cuBLAS: one row per block along x
+template <typename T, typename H, bool VECTOR>
+__global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, int64_t dst_ld, int k) {
+    wait_for_previous();
+    const char * row = src + blockIdx.x * src_nb1;
+    for (int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * 8; i < k; i += static_cast<int>(gridDim.y * blockDim.x) * 8) {
+        *reinterpret_cast<uint4 *>(dst + blockIdx.x * dst_ld + i) = load_chunk<T, H, VECTOR>(row, i, k);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- choice
+
+// Of w in 16 bits, made and multiplied at a time. Small panels stay in the L2 cache, but too few rows leave multiprocessors idle: 4096 rows
+// and 512 columns are one wave of 128 x 128 tiles on an H200.
+constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
+constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
+
+int64_t align_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
+
+mul_mat_args make_args(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
+    mul_mat_args p = {};
+    p.w = w.data;
+    p.x = x.data;
+    p.y = dst.data;
+    p.w_nb1 = w.nb[1], p.w_nb2 = w.nb[2], p.w_nb3 = w.nb[3];
+    p.x_nb1 = x.nb[1], p.x_nb2 = x.nb[2], p.x_nb3 = x.nb[3];
+    p.y_nb1 = dst.nb[1], p.y_nb2 = dst.nb[2], p.y_nb3 = dst.nb[3];
+    p.m = static_cast<int>(w.ne[1]);
+    p.n = static_cast<int>(x.ne[1]);
+    p.k = static_cast<int>(w.ne[0]);
+    p.ne2    = static_cast<int>(x.ne[2]);
+    p.ratio2 = static_cast<int>(x.ne[2] / w.ne[2]);
+    p.ratio3 = static_cast<int>(x.ne[3] / w.ne[3]);
+    return p;
+}
+
+// can the kernels read 8 elements at once?
+bool is_vector(const op_tensor & w, const op_tensor & x) {
+    return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
+}
+
+template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS> cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int n_batches) {
+    constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN;
+    const dim3 grid(static_cast<unsigned>((p.m + ROWS - 1) / ROWS), static_cast<unsigned>((p.n + COLS - 1) / COLS), static_cast<unsigned>(n_batches));
+    return launch(ctx, mul_mat_vec_kernel<T, COLS, ROW_WARPS, OWN, VECTOR, EXPERTS>, grid, VEC_WARPS * WARP, 0, p);
+}
+
+template <typename T, int COLS, bool EXPERTS>
+cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
+    if (vector) {
+        const int64_t rows = static_cast<int64_t>(p.m) * n_batches;
+        if (rows < 8 * ctx.n_sm && p.k >= 1024) {
+            return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
+        }
+        // two rows: the head of a model, and where x is read more than w is (notes-gpu-device.md)
+        if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
+            if (rows < 128 * ctx.n_sm) {
+                return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
+            }
+        }
+        return launch_vec_rows<T, COLS, 1, EXPERTS ? 1 : 2, true, EXPERTS>(ctx, p, n_batches);
+    }
+    if constexpr (T::IS_PLAIN) {
+        return launch_vec_rows<T, COLS, 1, 1, false, EXPERTS>(ctx, p, n_batches);
+    } else {
+        return cudaErrorInvalidValue;
+    }
+}
+
+template <typename T> cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
+    switch (p.n) {
+        case 1:  return launch_vec<T, 1, false>(ctx, p, vector, n_batches);
+        case 2:  return launch_vec<T, 2, false>(ctx, p, vector, n_batches);
+        case 3:
+        case 4:  return launch_vec<T, 4, false>(ctx, p, vector, n_batches);
+        default: return launch_vec<T, 8, false>(ctx, p, vector, n_batches);
+    }
+}
+
+// 16-bit type that products of this weight type are made in: quantized weights bring no limit on x with them, so bf16, for its range
+template <typename T> using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
+template <typename T> bool has_units(const op_context & ctx) { return std::is_same_v<half_of<T>, __half> || ctx.cc >= 80; }
+
+template <typename T, bool EXPERTS>
+cudaError_t launch_gemm(const op_context & ctx, const mul_mat_args & p, bool vector, dim3 grid) {
+    using H = half_of<T>;
+    if (vector) {
+        return launch(ctx, gemm_kernel<T, H, true, EXPERTS>, grid, GEMM_THREADS, 0, p);
+    }
+    if constexpr (T::IS_PLAIN) {
+        return launch(ctx, gemm_kernel<T, H, false, EXPERTS>, grid, GEMM_THREADS, 0, p);
+    } else {
+        return cudaErrorInvalidValue;
+    }
+}
+
+template <typename T, typename H>
+cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_nb1, int64_t rows, int64_t k, bool vector, H * dst, int64_t ld) {
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(align_up(k, 8 * 256) / (8 * 256)));
+    if (vector) {
+        return launch(ctx, convert_rows_kernel<T, H, true>, grid, 256, 0, src, src_nb1, dst, ld, static_cast<int>(k));
+    }
+    if constexpr (T::IS_PLAIN) {
+        return launch(ctx, convert_rows_kernel<T, H, false>, grid, 256, 0, src, src_nb1, dst, ld, static_cast<int>(k));
+    } else {
+        return cudaErrorInvalidValue;
+    }
+}
+
+// rows of a panel of at most nbytes (or BLOCK_M rows, if they are longer): panels of a matrix are of equal size
+int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
+    const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
+    if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
+        return rows;
+    }
+    const int64_t panels = most ? (rows + most - 1) / most : 1;
+    return most ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
+}
+
+template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {
+    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(x16), align_up(x.ne[0], 8));
+}
+
+template <typename H>
+cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+    constexpr tensor_type type = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
+    float * y = reinterpret_cast<float *>(dst.data) + first_row;
+    if (ctx.cublas) {
+        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16, align_up(x.ne[0], 8), y, dst.nb[1] / 4);
+    }
+    op_tensor rows = { static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m } };
+    op_tensor part = dst;
+    part.data = reinterpret_cast<char *>(y);
+    const mul_mat_args p = make_args(rows, x, part);
+    const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N));
+    return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
+}
+
+// w converted to H, a panel at a time, behind x16 in scratch
+template <typename T, typename H>
+cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
+    const int64_t ld    = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
+    char        * panel = scratch + align_up(x.ne[1] * ld * 2, 256);
+    for (int64_t row = 0; row < w.ne[1]; row += rows) {
+        const int64_t some = std::min(rows, w.ne[1] - row);
+        CUDA_TRY((convert_rows<T, H>(ctx, w.data + row * w.nb[1], w.nb[1], some, w.ne[0], vector, reinterpret_cast<H *>(panel), ld)));
+        CUDA_TRY(mul_mat_16<H>(ctx, panel, ld, some, x, x16, dst, row));
+    }
+    return cudaSuccess;
+}
+
+// one matrix in 16 bits; x16 is read by cuBLAS only
+template <typename T, typename H>
+cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
+    if (ctx.cublas && !x16) {
+        CUDA_TRY(convert_x<H>(ctx, x, scratch));
+        x16 = scratch;
+    }
+    if constexpr (std::is_same_v<typename T::block, H> && T::IS_PLAIN) {
+        if (vector) { // as it lies there
+            return mul_mat_16<H>(ctx, w.data, w.nb[1] / 2, w.ne[1], x, x16, dst, 0);
+        }
+    }
+    return mul_mat_panels<T, H>(ctx, w, x, x16, dst, vector, scratch);
+}
+
+// cuBLAS pays off where the product is one large matrix
+bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
+    return ctx.cublas && x.ne[1] >= GEMM_MIN_N && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
+}
+
+bool is_shape(const op_tensor & w, const op_tensor & x) {
+    return w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= (1 << 30) && w.ne[1] <= (1 << 30) && x.ne[1] <= (1 << 30) && w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32 &&
+        is_contiguous_rows(w) && is_contiguous_rows(x) && w.ne[0] % type_block_size(w.type) == 0;
+}
+
+} // namespace
+
+bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
+    if (!is_shape(w, x) || dst.type != TYPE_F32 || !is_contiguous_rows(dst) || w.ne[2] == 0 || w.ne[3] == 0 || x.ne[2] % w.ne[2] != 0 || x.ne[3] % w.ne[3] != 0) {
+        return false;
+    }
+    // quantized rows are read in whole pieces only; x then has to be aligned (data pointers are, to 32 bytes at least)
+    if (type_block_size(w.type) > 1 && (x.nb[1] % 16 != 0 || x.nb[2] % 16 != 0 || x.nb[3] % 16 != 0)) {
+        return false;
+    }
+    return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
+}
+
+size_t op_mul_mat_x16_nbytes(const op_tensor & x) { return static_cast<size_t>(align_up(x.ne[1] * align_up(x.ne[0], 8) * 2, 256)); }
+
+size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
+    if (x.ne[1] < GEMM_MIN_N) {
+        return 0;
+    }
+    const int64_t ld = align_up(w.ne[0], 8);
+    return op_mul_mat_x16_nbytes(x) + static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
+}
+
+// before cc 8.0 there are no bf16 units: values of common models fit f16
+tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) { return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16; }
+
+cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16) {
+    if (!ctx.cublas) {
+        return cudaSuccess; // gemm_kernel reads x itself
+    }
+    return type == TYPE_F16 ? convert_x<__half>(ctx, x, x16) : convert_x<__nv_bfloat16>(ctx, x, x16);
+}
+
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+    return type == TYPE_F16 ? mul_mat_16<__half>(ctx, w, ldw, rows, x, x16, dst, first_row) : mul_mat_16<__nv_bfloat16>(ctx, w, ldw, rows, x, x16, dst, first_row);
+}
+
+int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) { return panel_rows(rows, align_up(cols, 8), panel_nbytes); }
+
+bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && use_cublas(ctx, w, x); }
+
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16, bool constant) {
+    if (op_mul_mat_quantized_supported(ctx, w, x)) {
+        return op_mul_mat_quantized(ctx, w, x, dst, constant);
+    }
+    const mul_mat_args p = make_args(w, x, dst);
+    const bool vector    = is_vector(w, x);
+    const int  n_batches = static_cast<int>(x.ne[2] * x.ne[3]);
+    return with_type(w.type, [&](auto t) {
+        using T = decltype(t);
+        if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
+            if (p.n >= GEMM_MIN_N && n_batches == 1 && (!has_units<T>(ctx) || use_cublas(ctx, w, x))) {
+                return has_units<T>(ctx) ? mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch) : mul_mat_converted<T, __half>(ctx, w, x, x16, dst, vector, scratch);
+            }
+            if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
+                const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));
+                return launch_gemm<T, false>(ctx, p, vector, grid);
+            }
+        }
+        return mul_mat_vec<T>(ctx, p, vector, n_batches);
+    });
+}
+
+bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst) {
+    return is_shape(w, x) && dst.type == TYPE_F32 && is_contiguous_rows(dst) && ids.type == TYPE_I32 && w.ne[3] == 1 && x.ne[3] == 1 && ids.ne[2] == 1 && ids.ne[3] == 1 && ids.ne[1] == x.ne[2] &&
+        x.ne[1] > 0 && ids.ne[0] % x.ne[1] == 0 && ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535 &&
+        (type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0));
+}
+
+size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, const op_tensor & ids) {
+    return static_cast<size_t>(align_up((w.ne[2] + 1 + ids.ne[0] * ids.ne[1]) * 4, 256));
+}
+
+// w: all of n_experts, or some of them
+static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t n_experts) {
+    mul_mat_args p = make_args(w, x, dst);
+    p.ids       = ids.data;
+    p.ids_nb0   = ids.nb[0];
+    p.ids_nb1   = ids.nb[1];
+    p.n_used    = static_cast<int>(ids.ne[0]);
+    p.n_experts = static_cast<int>(n_experts);
+    p.x_ne1     = static_cast<int>(x.ne[1]);
+    return p;
+}
+
+cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch) {
+    mul_mat_args p = {};
+    p.ids       = ids.data;
+    p.ids_nb0   = ids.nb[0];
+    p.ids_nb1   = ids.nb[1];
+    p.n_used    = static_cast<int>(ids.ne[0]);
+    p.n_experts = static_cast<int>(n_experts);
+    int * begin = reinterpret_cast<int *>(scratch);
+    return launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, static_cast<int>(ids.ne[1]), begin, begin + n_experts + 1);
+}
+
+// after op_mul_mat_id_sort
+template <typename T>
+static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert, int64_t some_experts, int64_t n_tokens, const char * scratch) {
+    const int * begin = reinterpret_cast<const int *>(scratch);
+    p.expert_begin    = begin + first_expert;
+    p.expert_entries  = begin + p.n_experts + 1;
+    const int64_t n_most = n_tokens * p.n_used; // nobody knows the largest expert's share here: blocks without work return
+    const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));
+    return launch_gemm<T, true>(ctx, p, vector, grid);
+}
+
+cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row, const char * scratch) {
+    op_tensor part = dst;
+    part.data += first_row * 4;
+    const mul_mat_args p = make_expert_args(w, x, ids, part, n_experts);
+    return w.type == TYPE_F16 ? mul_mat_sorted<value_type<TYPE_F16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch)
+                              : mul_mat_sorted<value_type<TYPE_BF16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch);
+}
+
+cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch) {
+    mul_mat_args p = make_expert_args(w, x, ids, dst, w.ne[2]);
+    const bool vector   = is_vector(w, x);
+    const int  n_tokens = static_cast<int>(ids.ne[1]);
+    return with_type(w.type, [&](auto t) {
+        using T = decltype(t);
+        if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
+            if (n_tokens >= GEMM_MIN_N && has_units<T>(ctx)) {
+                CUDA_TRY(op_mul_mat_id_sort(ctx, w.ne[2], ids, scratch));
+                return mul_mat_sorted<T>(ctx, p, vector, 0, w.ne[2], n_tokens, scratch);
+            }
+        }
+        p.n = 1;
+        for (int first = 0; first < n_tokens; first += 65535 / p.n_used) { // batches are the grid's third dimension
+            const int some = std::min(n_tokens - first, 65535 / p.n_used);
+            mul_mat_args part = p;
+            part.ids += first * p.ids_nb1;
+            part.x   += first * p.x_nb2;
+            part.y   += first * p.y_nb2;
+            CUDA_TRY((launch_vec<T, 1, true>(ctx, part, vector, some * p.n_used)));
+        }
+        return cudaSuccess;
+    });
+}
+
+} // namespace macko

@@ -1,0 +1,329 @@
+// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles and what nobody reads, zeros. See virtual-file.h.
+#include "load/dense-stream.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <omp.h>
+#include <sys/random.h>
+
+namespace macko {
+
+static_assert(sizeof(tensor_handle) == 24, "the handle is copied byte for byte");
+
+namespace {
+
+constexpr size_t  STREAM_NBYTES = 4 << 20; // stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+constexpr int64_t FEW_ZEROS     = 4096;
+
+enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_UNREAD, SEGMENT_ZERO }; // UNREAD: the rest of a sparse tensor
+
+struct segment {
+    int64_t      begin;  // in the virtual file; a segment ends where the next one begins
+    segment_kind kind;
+    int64_t      source; // HEADER: offset in header bytes; FILE: offset in the sparse file; HANDLE: matrix index
+};
+
+} // namespace
+
+struct virtual_file::impl {
+    const model_file   & file;
+    std::vector<uint8_t> header;
+    std::vector<segment> segments; // ascending, first at 0
+    int64_t              size = 0;
+    uint8_t              nonce[16] = {};
+
+    std::vector<std::unique_ptr<char[]>> stream_buffers; // stdio's, one per stream
+
+    std::mutex  error_mutex;
+    int         error_status = GGML_MACKO_STATUS_OK;
+    std::string error_text;
+
+    explicit impl(const model_file & f) : file(f) {}
+
+    void append(segment_kind kind, int64_t source, int64_t n) {
+        if (n > 0) {
+            segments.push_back({ size, kind, source });
+            size += n;
+        }
+    }
+    std::vector<segment>::const_iterator find(int64_t offset) const { // segments start at 0: there is one at or before offset
+        return std::upper_bound(segments.begin(), segments.end(), offset, [](int64_t at, const segment & s) { return at < s.begin; }) - 1;
+    }
+    int64_t end(std::vector<segment>::const_iterator s) const { return s + 1 == segments.end() ? size : (s + 1)->begin; }
+    int  read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const;
+    void record_error(int status) noexcept;
+};
+
+// ---- building ----
+
+template <typename T> static void put(std::vector<uint8_t> * out, T value) {
+    const size_t n = out->size();
+    out->resize(n + sizeof(T));
+    memcpy(out->data() + n, &value, sizeof(T));
+}
+
+// not of the dense model: how its file stores it
+static bool describes_storage(const std::string & key, bool split) {
+    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 || (split && key.compare(0, 6, "split.") == 0);
+}
+
+// header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data section
+static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors, const std::vector<int64_t> & offsets) {
+    const gguf_header & h = file.header;
+    std::vector<uint8_t> out(h.bytes.begin(), h.bytes.begin() + 8); // magic, version
+    out.reserve(h.bytes.size() + static_cast<size_t>(h.alignment));
+    put<uint64_t>(&out, tensors.size());
+    const size_t n_keys_at = out.size();
+    put<uint64_t>(&out, 0);
+    uint64_t n_keys = 0;
+    for (const gguf_key & key : h.keys) {
+        if (!describes_storage(key.name, file.parts.size() > 1)) {
+            out.insert(out.end(), h.bytes.begin() + static_cast<int64_t>(key.begin), h.bytes.begin() + static_cast<int64_t>(key.end));
+            n_keys++;
+        }
+    }
+    memcpy(out.data() + n_keys_at, &n_keys, sizeof(n_keys));
+    for (size_t i = 0; i < tensors.size(); i++) {
+        const gguf_tensor & t = tensors[i];
+        put<uint64_t>(&out, t.name.size());
+        out.insert(out.end(), t.name.begin(), t.name.end());
+        put<uint32_t>(&out, static_cast<uint32_t>(t.n_dims));
+        for (int d = 0; d < t.n_dims; d++) {
+            put<int64_t>(&out, t.ne[d]);
+        }
+        put<int32_t>(&out, t.type);
+        put<int64_t>(&out, offsets[i]);
+    }
+    out.resize((out.size() + static_cast<size_t>(h.alignment) - 1) & ~(static_cast<size_t>(h.alignment) - 1));
+    return out;
+}
+
+static int random_bytes(uint8_t * out, size_t n) {
+    while (n > 0) {
+        const ssize_t got = getrandom(out, n, 0);
+        if (got < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            return fail(GGML_MACKO_STATUS_IO, "getrandom: %s", strerror(errno));
+        }
+        out += got;
+        n   -= static_cast<size_t>(got);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+virtual_file::virtual_file(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
+virtual_file::~virtual_file() = default;
+
+int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> * out) {
+    if (!file.is_sparse) {
+        return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", file.path.c_str());
+    }
+    for (const sparse_matrix & m : file.sparse) {
+        if (m.nbytes_dense < static_cast<int64_t>(sizeof(tensor_handle))) {
+            return fail(GGML_MACKO_STATUS_BAD_SHAPE, "%s: %s is too small to be loaded as a sparse tensor (%" PRId64 " vs %zu bytes)",
+                file.path.c_str(), m.name.c_str(), m.nbytes_dense, sizeof(tensor_handle));
+        }
+    }
+    auto p = std::make_unique<impl>(file);
+    if (const int status = random_bytes(p->nonce, sizeof(p->nonce))) {
+        return status;
+    }
+
+    const int64_t alignment = file.header.alignment;
+    const std::vector<gguf_tensor> tensors = dense_tensors(file);
+    std::vector<int64_t> offsets;
+    int64_t offset = 0; // check_dense_size bounds the sum
+    for (const gguf_tensor & t : tensors) {
+        offsets.push_back(offset);
+        offset = (offset + t.nbytes + alignment - 1) & ~(alignment - 1);
+    }
+    p->header = dense_header(file, tensors, offsets);
+    p->append(SEGMENT_HEADER, 0, static_cast<int64_t>(p->header.size()));
+    size_t at = 0; // in the sparse file's table
+    for (const gguf_tensor & t : tensors) {
+        const int64_t index = file.tensor_sparse_index[at];
+        if (index >= 0) {
+            p->append(SEGMENT_HANDLE, index, sizeof(tensor_handle));
+            p->append(SEGMENT_UNREAD, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_handle)));
+        } else {
+            p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
+        }
+        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].format->n_components : 1;
+        p->append(SEGMENT_ZERO, 0, ((p->size + alignment - 1) & ~(alignment - 1)) - p->size);
+    }
+    out->reset(new virtual_file(std::move(p)));
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- reading ----
+
+int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const {
+    switch (s.kind) {
+        case SEGMENT_HEADER:
+            memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
+            return GGML_MACKO_STATUS_OK;
+        case SEGMENT_FILE:
+            return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
+        case SEGMENT_HANDLE: {
+            tensor_handle handle;
+            memcpy(handle.nonce, nonce, sizeof(nonce));
+            handle.index = static_cast<uint64_t>(s.source);
+            memcpy(dst, reinterpret_cast<const uint8_t *>(&handle) + skip, static_cast<size_t>(n));
+            return GGML_MACKO_STATUS_OK;
+        }
+        case SEGMENT_UNREAD:
+        case SEGMENT_ZERO:
+            memset(dst, 0, static_cast<size_t>(n));
+            return GGML_MACKO_STATUS_OK;
+    }
+    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown segment");
+}
+
+int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
+    if (offset < 0 || n < 0 || offset > impl_->size || n > impl_->size - offset) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "read of %" PRId64 " bytes at %" PRId64 " in a file of %" PRId64, n, offset, impl_->size);
+    }
+    uint8_t * out = static_cast<uint8_t *>(dst);
+    for (auto it = impl_->find(offset); n > 0; ++it) {
+        const int64_t len = std::min(n, impl_->end(it) - offset);
+        if (const int status = impl_->read_segment(*it, offset - it->begin, out, len)) {
+            prefix_error(impl_->file.path.c_str());
+            return status;
+        }
+        out    += len;
+        offset += len;
+        n      -= len;
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int64_t virtual_file::told(int64_t offset) const {
+    const auto s = impl_->find(offset);
+    switch (s->kind) {
+        case SEGMENT_HANDLE: return impl_->size - (impl_->end(s) - offset);
+        case SEGMENT_UNREAD: return impl_->size;
+        default:             return offset;
+    }
+}
+
+int64_t virtual_file::at_once(int64_t offset, int64_t n) const {
+    auto s = impl_->find(offset);
+    if (s->kind == SEGMENT_UNREAD) {
+        return std::min(n, FEW_ZEROS);
+    }
+    for (++s; s != impl_->segments.cend() && s->begin < offset + n; ++s) {
+        if (s->kind == SEGMENT_UNREAD) {
+            return s->begin - offset;
+        }
+    }
+    return n;
+}
+
+int64_t virtual_file::size() const {
+    return impl_->size;
+}
+
+int64_t virtual_file::match_handle(const void * data, size_t n) const {
+    tensor_handle handle;
+    if (data == nullptr || n < sizeof(handle)) {
+        return -1;
+    }
+    memcpy(&handle, data, sizeof(handle));
+    if (memcmp(handle.nonce, impl_->nonce, sizeof(handle.nonce)) != 0 || handle.index >= impl_->file.sparse.size()) {
+        return -1;
+    }
+    return static_cast<int64_t>(handle.index);
+}
+
+void virtual_file::impl::record_error(int status) noexcept {
+    const std::lock_guard<std::mutex> lock(error_mutex);
+    if (error_status != GGML_MACKO_STATUS_OK) {
+        return;
+    }
+    error_status = status;
+    try {
+        error_text = ggml_macko_last_error();
+    } catch (const std::bad_alloc &) {
+        error_text.clear();
+    }
+}
+
+int virtual_file::status() const {
+    const std::lock_guard<std::mutex> lock(impl_->error_mutex);
+    return impl_->error_status == GGML_MACKO_STATUS_OK ? GGML_MACKO_STATUS_OK : fail(impl_->error_status, "%s", impl_->error_text.c_str());
+}
+
+// ---- the stdio stream ----
+
+namespace {
+
+struct cookie {
+    const virtual_file * file;
+    int64_t              pos;
+    void              (* record_error)(const virtual_file * file, int status);
+};
+
+} // namespace
+
+static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
+    cookie * k = static_cast<cookie *>(c);
+    const int64_t len = k->file->at_once(k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
+    if (const int status = k->file->read_at(k->pos, buffer, len)) {
+        k->record_error(k->file, status);
+        errno = EIO;
+        return -1;
+    }
+    k->pos += len;
+    return static_cast<ssize_t>(len);
+}
+
+static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
+    cookie * k = static_cast<cookie *>(c);
+    if (whence == SEEK_CUR && *offset == 0) {
+        *offset = k->file->told(k->pos);
+        return 0;
+    }
+    const int64_t base = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? k->pos : k->file->size();
+    int64_t to = 0;
+    if (!checked_add(base, static_cast<int64_t>(*offset), &to) || to < 0 || to > k->file->size()) {
+        errno = EINVAL;
+        return -1;
+    }
+    k->pos  = to;
+    *offset = to;
+    return 0;
+}
+
+static int stream_close(void * c) noexcept {
+    delete static_cast<cookie *>(c);
+    return 0;
+}
+
+FILE * virtual_file::open_stream() {
+    auto k = std::make_unique<cookie>(cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
+    std::unique_ptr<char[]> memory(new (std::nothrow) char[STREAM_NBYTES]);
+    char * buffer = memory.get();
+    impl_->stream_buffers.push_back(std::move(memory));
+    cookie_io_functions_t hooks = {};
+    hooks.read  = stream_read;
+    hooks.seek  = stream_seek;
+    hooks.close = stream_close;
+    FILE * stream = fopencookie(k.get(), "rb", hooks);
+    if (stream == nullptr) {
+        (void) fail(GGML_MACKO_STATUS_IO, "fopencookie: %s", strerror(errno));
+        return nullptr;
+    }
+    k.release(); // stream_close deletes it
+    if (buffer) { // else stdio reads less at a time
+        setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
+    }
+    return stream;
+}
+
+} // namespace macko

@@ -1,0 +1,197 @@
+// The files of a model: opening, reading across them, and the rest of a split model (llama-gguf-split: NAME-00001-of-0000N.gguf, metadata in the first).
+#include "load/model-file.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstring>
+#include <fcntl.h>
+#include <string_view>
+#include <unistd.h>
+
+namespace macko {
+
+model_file::~model_file() {
+    for (const file_part & part : parts) {
+        if (part.fd >= 0) {
+            close(part.fd);
+        }
+    }
+}
+
+int64_t model_file::size() const {
+    return parts.empty() ? 0 : parts.back().begin + parts.back().opened.st_size;
+}
+
+static int read_part(const file_part & part, int64_t offset, uint8_t * out, int64_t n) {
+    while (n > 0) {
+        const ssize_t got = pread(part.fd, out, static_cast<size_t>(n), offset);
+        if (got < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
+        }
+        if (got == 0) {
+            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")", offset, static_cast<int64_t>(part.opened.st_size));
+        }
+        out    += got;
+        offset += got;
+        n      -= got;
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int model_file::read(int64_t offset, void * dst, int64_t n) const {
+    uint8_t * out = static_cast<uint8_t *>(dst);
+    auto      it  = std::upper_bound(parts.begin(), parts.end(), offset, [](int64_t at, const file_part & part) { return at < part.begin; });
+    for (--it; n > 0; ++it) { // the first part begins at 0
+        const bool    last = it + 1 == parts.end();
+        const int64_t len  = last ? n : std::min(n, (it + 1)->begin - offset);
+        if (const int status = read_part(*it, offset - it->begin, out, len)) {
+            if (parts.size() > 1) {
+                prefix_error(it->path.c_str());
+            }
+            return status;
+        }
+        out    += len;
+        offset += len;
+        n      -= len;
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int model_file::check_unchanged() const {
+    for (const file_part & part : parts) {
+        struct stat now = {};
+        if (fstat(part.fd, &now) != 0) {
+            return fail(GGML_MACKO_STATUS_IO, "%s: %s", part.path.c_str(), strerror(errno));
+        }
+        const struct stat & was = part.opened;
+        if (now.st_dev != was.st_dev || now.st_ino != was.st_ino || now.st_size != was.st_size ||
+            now.st_mtim.tv_sec != was.st_mtim.tv_sec || now.st_mtim.tv_nsec != was.st_mtim.tv_nsec) {
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", part.path.c_str());
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int model_file::open(const char * file_path) {
+    path = file_path;
+    parts.emplace_back();
+    file_part & part = parts.back();
+    part.path = file_path;
+    // O_NONBLOCK: opening a FIFO without a writer must not hang
+    part.fd = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    if (part.fd < 0 || fstat(part.fd, &part.opened) != 0) {
+        return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
+    }
+    if (!S_ISREG(part.opened.st_mode)) {
+        return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- split models ----
+
+// -1: there is no such key
+static int find_split_key(const gguf_header & header, const char * name, gguf_type type, int64_t * value) {
+    const gguf_key * key = header.find(name);
+    *value = -1;
+    if (key != nullptr && (key->type != type || !header.get_int(*key, 0, value))) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key %s is not %s", name, type == GGUF_U16 ? "a u16" : "an i32");
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int split_count(const gguf_header & header, int64_t * count) {
+    const int status = find_split_key(header, "split.count", GGUF_U16, count);
+    *count = std::max<int64_t>(*count, 1); // 0: was split, and merged again
+    return status;
+}
+
+// part i of n opened, its header checked, its tensors appended
+static int append_part(model_file * file, const std::string & path, int64_t i, int64_t n) {
+    model_file part;
+    int64_t    no = 0, count = 0;
+    if (const int status = part.open(path.c_str())) {
+        return status;
+    }
+    if (const int status = read_gguf_header(part, &part.header)) {
+        return status;
+    }
+    if (const int status = find_split_key(part.header, "split.no", GGUF_U16, &no)) {
+        return status;
+    }
+    if (const int status = split_count(part.header, &count)) {
+        return status;
+    }
+    if (no != i || count != n) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "is not part %" PRId64 " of %" PRId64, i + 1, n);
+    }
+    if (part.header.find("macko.version") != nullptr) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs into the first part");
+    }
+    if (part.header.alignment != file->header.alignment) {
+        return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT, "general.alignment is not that of the first part (%" PRId64 " vs %" PRId64 ")", part.header.alignment, file->header.alignment);
+    }
+    const int64_t begin = file->size();
+    for (gguf_tensor & t : part.header.tensors) {
+        t.offset += begin;
+        file->header.tensors.push_back(std::move(t));
+    }
+    file->header.file_size += part.header.file_size;
+    part.parts[0].begin = begin;
+    file->parts.push_back(std::move(part.parts[0]));
+    part.parts.clear(); // the descriptor is file's now
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_tensor_names(const gguf_header & header) {
+    std::vector<std::string_view> names;
+    for (const gguf_tensor & t : header.tensors) {
+        names.push_back(t.name);
+    }
+    std::sort(names.begin(), names.end());
+    const auto twice = std::adjacent_find(names.begin(), names.end());
+    return twice == names.end() ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two parts", std::string(*twice).c_str());
+}
+
+int model_file::append_parts() {
+    int64_t n = 0, no = 0, n_tensors = 0;
+    if (const int status = split_count(header, &n)) {
+        return status;
+    }
+    if (n == 1) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status = find_split_key(header, "split.no", GGUF_U16, &no)) {
+        return status;
+    }
+    if (const int status = find_split_key(header, "split.tensors.count", GGUF_I32, &n_tensors)) {
+        return status;
+    }
+    char suffix[32];
+    snprintf(suffix, sizeof(suffix), "-00001-of-%05d.gguf", static_cast<int>(n));
+    const size_t n_suffix = strlen(suffix);
+    if (no != 0 || path.size() < n_suffix || path.compare(path.size() - n_suffix, n_suffix, suffix) != 0) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "part of a split model: give its first part, NAME%s", suffix);
+    }
+    for (int64_t i = 1; i < n; i++) {
+        snprintf(suffix, sizeof(suffix), "-%05d-of-%05d.gguf", static_cast<int>(i + 1), static_cast<int>(n));
+        const std::string part = path.substr(0, path.size() - n_suffix) + suffix;
+        if (const int status = append_part(this, part, i, n)) {
+            prefix_error(part.c_str());
+            return status;
+        }
+    }
+    if (n_tensors >= 0 && static_cast<size_t>(n_tensors) != header.tensors.size()) {
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the parts hold %zu tensors, split.tensors.count says %" PRId64, header.tensors.size(), n_tensors);
+    }
+    if (header.tensors.size() > MAX_TENSORS) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "too many tensors (%zu vs %" PRIu64 ")", header.tensors.size(), MAX_TENSORS);
+    }
+    return check_tensor_names(header);
+}
+
+} // namespace macko

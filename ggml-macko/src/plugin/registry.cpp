@@ -1,0 +1,93 @@
+// The registry entry that ggml_backend_load finds: devices of this plugin, and a refusal of any ggml but the one it was built for
+// (backend structs have no version of their own; GGML_BACKEND_API_VERSION does not cover their layout).
+#include "cpu/device.h"
+#include "host/log.h"
+#ifdef GGML_MACKO_CUDA
+#include "cuda/device/device.h"
+#endif
+#include "ggml-macko.h"
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace macko {
+
+namespace {
+
+const char * reg_get_name(ggml_backend_reg_t) {
+    return "MACKO";
+}
+
+// the GPUs, then the CPU
+std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
+    std::vector<ggml_backend_dev_t> devices;
+#ifdef GGML_MACKO_CUDA
+    devices = cuda_devices(reg);
+#endif
+    devices.push_back(cpu_device(reg));
+    return devices;
+}
+
+size_t reg_get_device_count(ggml_backend_reg_t reg) {
+    return all_devices(reg).size();
+}
+
+ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
+    const std::vector<ggml_backend_dev_t> devices = all_devices(reg);
+    return index < devices.size() ? devices[index] : nullptr;
+}
+
+void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
+    if (!strcmp(name, "ggml_backend_set_n_threads")) {
+        return reinterpret_cast<void *>(cpu_set_n_threads);
+    }
+    return nullptr;
+}
+
+ggml_backend_reg_t unchecked_registry() {
+    static ggml_backend_reg reg = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ {
+            /* .get_name         = */ reg_get_name,
+            /* .get_device_count = */ reg_get_device_count,
+            /* .get_device       = */ reg_get_device,
+            /* .get_proc_address = */ reg_get_proc_address,
+        },
+        /* .context     = */ nullptr,
+    };
+    return &reg;
+}
+
+ggml_backend_reg_t registry() {
+    if (ggml_macko_check_ggml(ggml_version())) {
+        log_error("%s\n", ggml_macko_last_error());
+        return nullptr;
+    }
+    return unchecked_registry();
+}
+
+#ifdef GGML_MACKO_CUDA
+std::string describe_gpus() {
+    std::string names;
+    for (ggml_backend_dev_t device : cuda_devices(unchecked_registry())) {
+        names += (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_description(device));
+    }
+    return (names.empty() ? "none (" + cuda_no_device_reason() + ")" : names) + ", built for " GGML_MACKO_CUDA;
+}
+#endif
+
+} // namespace
+
+} // namespace macko
+
+const char * ggml_macko_gpus(void) {
+#ifdef GGML_MACKO_CUDA
+    static const std::string text = macko::describe_gpus();
+    return text.c_str();
+#else
+    return "none (built without CUDA)";
+#endif
+}
+
+GGML_BACKEND_DL_IMPL(macko::registry)

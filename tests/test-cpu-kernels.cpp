@@ -27,6 +27,7 @@
 #endif
 
 using namespace macko;
+using namespace macko::cpu;
 
 static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 

@@ -10,6 +10,7 @@
 #include <string>
 
 using namespace macko;
+using namespace macko::cuda;
 
 enum structure { UNIFORM, UNEVEN, HALF_EMPTY, STRIPES, N_STRUCTURES };
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 using namespace macko;
+using namespace macko::cuda;
 
 #define CUDA_CHECK(call)                                                             \
     do {                                                                             \

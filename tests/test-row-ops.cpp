@@ -9,6 +9,7 @@
 #include <vector>
 
 using namespace macko;
+using namespace macko::cpu;
 
 static constexpr double EPSILON = 0x1p-24; // half a unit in the last place, relative
 

@@ -24,6 +24,7 @@
 #include <vector>
 
 using namespace macko;
+using namespace macko::cuda;
 
 static void check(cudaError_t error, const char * what) {
     if (error != cudaSuccess) {

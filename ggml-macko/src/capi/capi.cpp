@@ -14,6 +14,7 @@
 #include <omp.h>
 
 using namespace macko;
+using namespace macko::cpu;
 
 // all cores for n_threads <= 0, but no more than there is work for: starting a thread costs as much as some 64 Ki elements
 static int threads(int n_threads, int64_t elements) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace macko {
+namespace macko::cpu {
 
 static int64_t align_part(int64_t n) {
     return (n + BITMAP_ALIGNMENT - 1) & ~(BITMAP_ALIGNMENT - 1);
@@ -233,4 +233,4 @@ void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begi
     }
 }
 
-} // namespace macko
+} // namespace macko::cpu

@@ -15,7 +15,7 @@
 
 #include "codec/packed/packed.h"
 
-namespace macko {
+namespace macko::cpu {
 
 constexpr int64_t BITMAP_ALIGNMENT = 64; // of the memory, and of each part in it
 constexpr int64_t VALUES_SLACK     = 256; // kernels load up to 64 values at a time, and multiply those past a row's end by zero
@@ -49,4 +49,4 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
 // rows row_begin ... row_end-1 back to dense elements of dense_type, which is m.type unless that is quantized
 void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
-} // namespace macko
+} // namespace macko::cpu

@@ -15,7 +15,7 @@
 #include <omp.h>
 #include <sys/mman.h>
 
-namespace macko {
+namespace macko::cpu {
 
 namespace {
 
@@ -353,4 +353,4 @@ void cpu_set_n_threads(ggml_backend_t backend, int n_threads) {
     }
 }
 
-} // namespace macko
+} // namespace macko::cpu

@@ -13,7 +13,7 @@
 #error "compile with OpenMP: without its barriers threads would read x before it is there"
 #endif
 
-namespace macko {
+namespace macko::cpu {
 
 // ---- choice ----
 
@@ -166,4 +166,4 @@ const row_ops & cpu_row_ops() {
     return set_in_use().rows;
 }
 
-} // namespace macko
+} // namespace macko::cpu

@@ -4,7 +4,7 @@
 #include "cpu/kernels.h"
 #include "cpu/row-ops.h"
 
-namespace macko {
+namespace macko::cpu {
 
 // how x lies in the scratch memory, and with it the kernel that reads it
 enum class x_layout {
@@ -47,4 +47,4 @@ const kernel_set * supported_kernel_set(int i);
 // as mul_mat_thread, with a given set
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth);
 
-} // namespace macko
+} // namespace macko::cpu

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <new>
 
-namespace macko {
+namespace macko::cpu {
 
 namespace {
 
@@ -187,4 +187,4 @@ void cpu_steps::run() {
     }
 }
 
-} // namespace macko
+} // namespace macko::cpu

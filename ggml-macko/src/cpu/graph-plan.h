@@ -10,7 +10,7 @@
 #include <omp.h>
 #include <vector>
 
-namespace macko {
+namespace macko::cpu {
 
 struct stored_matrix;
 
@@ -46,4 +46,4 @@ private:
     void   reserve_scratch();
 };
 
-} // namespace macko
+} // namespace macko::cpu

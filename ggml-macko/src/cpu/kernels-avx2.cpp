@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 // for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i is clear
@@ -124,9 +124,9 @@ struct simd {
 };
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS};

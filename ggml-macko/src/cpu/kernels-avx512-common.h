@@ -12,7 +12,7 @@
 #endif
 #include <immintrin.h>
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 struct avx512 {
@@ -111,4 +111,4 @@ struct avx512 {
 };
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu

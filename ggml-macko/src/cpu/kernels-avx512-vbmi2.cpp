@@ -1,7 +1,7 @@
 // Kernels for AVX-512 with VBMI2: 16-bit values are spread 32 columns at a time by vpexpandw, then widened.
 #include "cpu/kernels-avx512-common.h"
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 struct places_table {
@@ -171,9 +171,9 @@ struct simd : avx512 {
 };
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS};

@@ -21,7 +21,7 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 using vec = simd::vec;
@@ -559,4 +559,4 @@ void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int6
 }
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu

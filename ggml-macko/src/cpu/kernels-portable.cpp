@@ -2,7 +2,7 @@
 // among the sets, kept simple.
 #include "cpu/dispatch.h"
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 struct simd {
@@ -117,9 +117,9 @@ struct simd {
 };
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::kernel_set macko::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS};

@@ -3,7 +3,7 @@
 
 #include "cpu/bitmap.h"
 
-namespace macko {
+namespace macko::cpu {
 
 struct mul_mat_params {
     bitmap_matrix         w;
@@ -26,4 +26,4 @@ void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 // kernel set in use: GGML_MACKO_FORCE, or the best that this CPU has. OK or an error that names the bad value.
 [[nodiscard]] int cpu_kernels_select(const char ** name);
 
-} // namespace macko
+} // namespace macko::cpu

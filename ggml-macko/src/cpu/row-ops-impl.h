@@ -2,7 +2,7 @@
 // no call into another header). Vectors are the compiler's own (+, *, /, comparisons).
 #pragma once
 
-namespace macko {
+namespace macko::cpu {
 namespace {
 
 typedef int32_t int_vec __attribute__((vector_size(sizeof(vec))));
@@ -74,4 +74,4 @@ void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
 constexpr row_ops ROW_OPS = { add_rows, mul_rows, silu_mul_rows, rms_norm_row };
 
 } // namespace
-} // namespace macko
+} // namespace macko::cpu

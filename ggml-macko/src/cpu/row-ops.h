@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace macko {
+namespace macko::cpu {
 
 // n floats each; y may be an operand
 struct row_ops {
@@ -16,4 +16,4 @@ struct row_ops {
 // those of the kernel set in use
 const row_ops & cpu_row_ops();
 
-} // namespace macko
+} // namespace macko::cpu

@@ -5,7 +5,7 @@
 
 #include "ggml.h"
 
-namespace macko {
+namespace macko::cpu {
 
 // stands at tensor->data; the bitmap's memory follows
 struct alignas(BITMAP_ALIGNMENT) stored_matrix {
@@ -24,4 +24,4 @@ inline const stored_matrix * stored(const ggml_tensor * tensor) {
     return m && m->magic == STORED_MATRIX ? m : nullptr;
 }
 
-} // namespace macko
+} // namespace macko::cpu

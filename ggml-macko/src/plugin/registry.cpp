@@ -23,9 +23,9 @@ const char * reg_get_name(ggml_backend_reg_t) {
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
     std::vector<ggml_backend_dev_t> devices;
 #ifdef GGML_MACKO_CUDA
-    devices = cuda_devices(reg);
+    devices = cuda::cuda_devices(reg);
 #endif
-    devices.push_back(cpu_device(reg));
+    devices.push_back(cpu::cpu_device(reg));
     return devices;
 }
 
@@ -40,7 +40,7 @@ ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
 
 void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "ggml_backend_set_n_threads")) {
-        return reinterpret_cast<void *>(cpu_set_n_threads);
+        return reinterpret_cast<void *>(cpu::cpu_set_n_threads);
     }
     return nullptr;
 }
@@ -70,10 +70,10 @@ ggml_backend_reg_t registry() {
 #ifdef GGML_MACKO_CUDA
 std::string describe_gpus() {
     std::string names;
-    for (ggml_backend_dev_t device : cuda_devices(unchecked_registry())) {
+    for (ggml_backend_dev_t device : cuda::cuda_devices(unchecked_registry())) {
         names += (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_description(device));
     }
-    return (names.empty() ? "none (" + cuda_no_device_reason() + ")" : names) + ", built for " GGML_MACKO_CUDA;
+    return (names.empty() ? "none (" + cuda::cuda_no_device_reason() + ")" : names) + ", built for " GGML_MACKO_CUDA;
 }
 #endif
 

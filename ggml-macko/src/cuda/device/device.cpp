@@ -21,7 +21,7 @@
 #include <omp.h>
 #include <unistd.h>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -920,4 +920,4 @@ const std::vector<ggml_backend_dev_t> & cuda_devices(ggml_backend_reg_t reg) {
     return devices;
 }
 
-} // namespace macko
+} // namespace macko::cuda

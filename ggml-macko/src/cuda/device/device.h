@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace macko {
+namespace macko::cuda {
 
 // one per NVIDIA GPU; empty where there is no driver or no GPU. The first call makes them.
 const std::vector<ggml_backend_dev_t> & cuda_devices(ggml_backend_reg_t reg);
@@ -14,4 +14,4 @@ const std::vector<ggml_backend_dev_t> & cuda_devices(ggml_backend_reg_t reg);
 // if that list is empty
 const std::string & cuda_no_device_reason();
 
-} // namespace macko
+} // namespace macko::cuda

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -1035,4 +1035,4 @@ cudaError_t graph_queue(const op_context & ctx, const ggml_cgraph * graph, bool 
     return cudaSuccess;
 }
 
-} // namespace macko
+} // namespace macko::cuda

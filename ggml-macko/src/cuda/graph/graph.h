@@ -6,7 +6,7 @@
 #include "cuda/sparse/mul-mat.cuh"
 #include "ggml-backend-impl.h"
 
-namespace macko {
+namespace macko::cuda {
 
 // a sparse weight in one of our buffers: tensor->extra of the tensor that was loaded. Nothing else in our buffers has an extra.
 struct stored_matrix {
@@ -40,4 +40,4 @@ void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_gr
 // queues all nodes on ctx.stream; on failure *failed is the node
 cudaError_t graph_queue(const op_context & ctx, const ggml_cgraph * graph, bool fuse, const ggml_tensor ** failed);
 
-} // namespace macko
+} // namespace macko::cuda

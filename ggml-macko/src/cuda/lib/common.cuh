@@ -9,7 +9,7 @@
 #include <cuda_runtime.h>
 #include <mutex>
 
-namespace macko {
+namespace macko::cuda {
 
 // a failed CUDA call as a status with one line of text
 [[nodiscard]] inline int cuda_fail(cudaError_t error, const char * what) {
@@ -22,7 +22,7 @@ namespace macko {
     do {                                                      \
         const cudaError_t cuda_ok_error = (call);             \
         if (cuda_ok_error != cudaSuccess) {                   \
-            return ::macko::cuda_fail(cuda_ok_error, #call);  \
+            return ::macko::cuda::cuda_fail(cuda_ok_error, #call);  \
         }                                                     \
     } while (0)
 
@@ -160,4 +160,4 @@ __device__ __forceinline__ void cuda_allow_next() {
 
 #endif // __CUDACC__
 
-} // namespace macko
+} // namespace macko::cuda

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cuda_runtime.h>
 
-namespace macko {
+namespace macko::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -87,4 +87,4 @@ struct bulk_copies {
     }
 };
 
-} // namespace macko
+} // namespace macko::cuda

@@ -4,7 +4,7 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -86,4 +86,4 @@ std::unique_ptr<cublas_library> cublas_open() {
     return result;
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-namespace macko {
+namespace macko::cuda {
 
 struct cublas_library {
     virtual ~cublas_library() = default;
@@ -18,4 +18,4 @@ constexpr size_t CUBLAS_WORKSPACE_NBYTES = size_t(32) << 20; // what the library
 // one handle on the current device, for one thread at a time; null where there is no cuBLAS
 std::unique_ptr<cublas_library> cublas_open();
 
-} // namespace macko
+} // namespace macko::cuda

@@ -6,7 +6,7 @@
 #include "cuda/lib/copies.cuh"
 #include "cuda/ops/common.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 // four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8
 static __device__ __forceinline__ void load_matrices(uint32_t r[4], const void * row) {
@@ -50,4 +50,4 @@ template <typename H> static __device__ __forceinline__ uint4 pack8(const float 
     return make_uint4(pack_pair(H(), x[0], x[1]), pack_pair(H(), x[2], x[3]), pack_pair(H(), x[4], x[5]), pack_pair(H(), x[6], x[7]));
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -10,7 +10,7 @@
 // to one block, the second to the other.
 #include "cuda/ops/attention.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -487,4 +487,4 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     return a.k.ne[0] == 64 ? launch_rows<64, 1>(ctx, d, n) : launch_rows<128, 1>(ctx, d, n);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -752,4 +752,4 @@ cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, con
     return attention_decode_supported(p) ? launch_attention_decode(ctx, a, &n) : launch_vec<value_type<TYPE_F16>, value_type<TYPE_F16>, true>(ctx, a, n);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-namespace macko {
+namespace macko::cuda {
 
 constexpr float LOG2_E     = 1.4426950408889634f;
 constexpr int   MAX_HEADS  = 4;  // query heads that share what a block reads of K and V
@@ -146,4 +146,4 @@ bool        attention_decode_supported(const attention_params & p);
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);
 
-} // namespace macko
+} // namespace macko::cuda

@@ -4,7 +4,7 @@
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/types.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 constexpr int WARP = 32;
 
@@ -79,4 +79,4 @@ inline bool is_aligned(const op_tensor & t, int64_t n) {
 
 inline bool fits_grid(int64_t n) { return n <= INT32_MAX; }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -2,7 +2,7 @@
 // long rows cut into pieces along blockIdx.y. No __restrict__: dst is often one of the sources.
 #include "cuda/ops/common.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -190,4 +190,4 @@ cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tens
     return launch(ctx, add_id_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, x, bias, ids, dst);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -56,4 +56,4 @@ cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, co
     });
 }
 
-} // namespace macko
+} // namespace macko::cuda

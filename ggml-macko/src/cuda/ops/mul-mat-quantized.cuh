@@ -10,7 +10,7 @@
 
 #include "cuda/lib/mma.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 struct quantized_args {
     const char * w;
@@ -387,4 +387,4 @@ template <tensor_type TYPE, int COLS> __global__ void __launch_bounds__(QUANTIZE
 #endif
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <type_traits>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -647,4 +647,4 @@ cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_
     });
 }
 
-} // namespace macko
+} // namespace macko::cuda

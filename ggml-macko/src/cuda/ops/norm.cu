@@ -4,7 +4,7 @@
 #include <cfloat>
 #include <cmath>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -257,4 +257,4 @@ cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor 
     return launch(ctx, argsort_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(n, MAX_THREADS), static_cast<size_t>(n) * sizeof(int), x, dst, n, descending);
 }
 
-} // namespace macko
+} // namespace macko::cuda

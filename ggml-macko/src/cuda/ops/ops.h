@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace macko {
+namespace macko::cuda {
 
 // ggml's type ids
 enum tensor_type : int32_t {
@@ -195,4 +195,4 @@ size_t      op_attention_scratch_nbytes(const attention_params & p);
 bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p);
 cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p, char * scratch);
 
-} // namespace macko
+} // namespace macko::cuda

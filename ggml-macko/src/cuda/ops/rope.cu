@@ -2,7 +2,7 @@
 // heads, so that the angle is computed once for several of them.
 #include "cuda/ops/rope.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -137,4 +137,4 @@ cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const o
     return launch(ctx, rope_cache_kernel, dim3(static_cast<unsigned>(p.q.ne[2]), static_cast<unsigned>(q_blocks + k_blocks + v_blocks)), block, 0, a, p, q_blocks, k_blocks);
 }
 
-} // namespace macko
+} // namespace macko::cuda

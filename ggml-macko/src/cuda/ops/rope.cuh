@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace macko {
+namespace macko::cuda {
 
 constexpr int MODE_NEOX = 2, MODE_MROPE = 8, MODE_VISION = 24, MODE_IMROPE = 40;
 
@@ -78,4 +78,4 @@ inline rope_args make_rope_args(const rope_params & p, const op_tensor & pos, co
     return a;
 }
 
-} // namespace macko
+} // namespace macko::cuda

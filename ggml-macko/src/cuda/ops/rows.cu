@@ -2,7 +2,7 @@
 // piece's elements as floats and writes them in the other type.
 #include "cuda/ops/common.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -275,4 +275,4 @@ cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_
     });
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -1,7 +1,7 @@
 // Sizes of the tensor types, and the layout questions that the predicates ask.
 #include "cuda/ops/types.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -42,4 +42,4 @@ bool is_contiguous(const op_tensor & t) {
     return true;
 }
 
-} // namespace macko
+} // namespace macko::cuda

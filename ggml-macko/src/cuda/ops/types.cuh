@@ -8,7 +8,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-namespace macko {
+namespace macko::cuda {
 
 struct alignas(2) block_q4_0   { __half d; uint8_t qs[16]; };
 struct alignas(2) block_q4_1   { __half d, m; uint8_t qs[16]; };
@@ -459,4 +459,4 @@ template <typename F> cudaError_t with_type(tensor_type type, F && f) {
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

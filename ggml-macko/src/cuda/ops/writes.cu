@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace macko {
+namespace macko::cuda {
 
 static_assert(sizeof(small_writes) <= 4096, "kernel parameters");
 
@@ -52,4 +52,4 @@ cudaError_t op_compute_capability(int * cc) {
     return cudaSuccess;
 }
 
-} // namespace macko
+} // namespace macko::cuda

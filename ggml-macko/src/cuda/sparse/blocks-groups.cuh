@@ -5,7 +5,7 @@
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/blocks.h"
 
-namespace macko {
+namespace macko::cuda {
 
 // a group's words, from planes of 4, 2 and 1 words of its tile
 template <int N> struct group_words {
@@ -82,4 +82,4 @@ struct block_segment {
     __device__ __forceinline__ uint32_t word() const { return w.w >> 16; }
 };
 
-} // namespace macko
+} // namespace macko::cuda

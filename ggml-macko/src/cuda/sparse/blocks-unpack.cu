@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 struct unpack_blocks_params {
     cuda_sparse_matrix m;
@@ -136,4 +136,4 @@ cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_unpack_type<q8_0_values>(p, type, stream) : launch_unpack_type<q4_0_values>(p, type, stream);
 }
 
-} // namespace macko
+} // namespace macko::cuda

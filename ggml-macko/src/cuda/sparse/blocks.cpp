@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace macko {
+namespace macko::cuda {
 
 // ---- shape and size ----
 
@@ -362,4 +362,4 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -13,7 +13,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 // ---- a group ----
 
@@ -555,4 +555,4 @@ template <typename V> cudaError_t launch_blocks(sparse_launch & p, int nx, int g
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

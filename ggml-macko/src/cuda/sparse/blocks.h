@@ -24,7 +24,7 @@
 #include "cuda/sparse/layout.h"
 #include "codec/packed/packed.h"
 
-namespace macko {
+namespace macko::cuda {
 
 // first: first group in tiles / 8 << 8 | steps in tiles; rest: first group behind them, or if there is none first segment << 8 | segments
 struct cuda_blocks_row { uint32_t first; uint16_t n_groups, n_spilled; int32_t first_spilled; uint32_t rest; };
@@ -93,4 +93,4 @@ struct blocks_image {
 };
 void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int64_t max_spill, int n_threads, blocks_image * out);
 
-} // namespace macko
+} // namespace macko::cuda

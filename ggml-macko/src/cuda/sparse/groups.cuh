@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <type_traits>
 
-namespace macko {
+namespace macko::cuda {
 
 // one of two 16-bit values in a word
 template <bool HIGH> __device__ __forceinline__ float half_word(__half, uint32_t w) {
@@ -257,4 +257,4 @@ struct f32_to_f16   { __device__ uint16_t operator()(uint32_t v) const { return 
 struct bf16_to_f16  { __device__ uint16_t operator()(uint16_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16))); } };
 struct f32_to_bf16  { __device__ uint16_t operator()(uint32_t v) const { return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v))); } };
 
-} // namespace macko
+} // namespace macko::cuda

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 const char * cuda_sparse_layout_name(int32_t layout) {
     static const char * const NAMES[] = { "rows", "runs", "striped", "blocks", "compact" };
@@ -81,4 +81,4 @@ int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded) {
     return std::max(rows, runs);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -24,7 +24,7 @@
 
 #include "codec/macko/macko.h"
 
-namespace macko {
+namespace macko::cuda {
 
 enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_ROWS    = 0,
@@ -98,4 +98,4 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
 int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout);
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes, void * memory);
 
-} // namespace macko
+} // namespace macko::cuda

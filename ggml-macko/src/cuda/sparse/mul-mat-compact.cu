@@ -1,7 +1,7 @@
 // The RUNS kernel for F16 values that share 16 bits with codes of 2 or 3 bits (layout COMPACT).
 #include "cuda/sparse/runs.cuh"
 
-namespace macko {
+namespace macko::cuda {
 
 cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
     switch (p.m[0].delta_bits) {
@@ -11,4 +11,4 @@ cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

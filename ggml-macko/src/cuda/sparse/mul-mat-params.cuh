@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 struct sparse_operand {
     const uint8_t  * values;
@@ -184,4 +184,4 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
 // cuda_sparse_unpack() of the BLOCKS layout; type: F16, BF16 or F32
 cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
 
-} // namespace macko
+} // namespace macko::cuda

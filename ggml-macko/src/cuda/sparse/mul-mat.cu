@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace macko {
+namespace macko::cuda {
 
 // ---- layout ROWS ----
 
@@ -272,4 +272,4 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     return cudaSuccess;
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -8,7 +8,7 @@
 #include <cuda_runtime.h>
 #include <memory>
 
-namespace macko {
+namespace macko::cuda {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
@@ -100,4 +100,4 @@ private:
     explicit cuda_sparse_uploader(std::unique_ptr<impl> p);
 };
 
-} // namespace macko
+} // namespace macko::cuda

@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <type_traits>
 
-namespace macko {
+namespace macko::cuda {
 
 // Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers from shared memory
 // would take longer than the weights from global memory, and wide matrices would not have two columns fit.
@@ -575,4 +575,4 @@ template <typename T> cudaError_t launch_runs(sparse_launch & p, int lanes, bool
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

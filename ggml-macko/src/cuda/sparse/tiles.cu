@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 struct tiles_launch {
     sparse_launch p;      // units: tiles
@@ -394,4 +394,4 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 // ---- RUNS, STRIPED, COMPACT ----
 
@@ -281,4 +281,4 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     return same ? launch_unpack_bits<same_bits>(p, stream) : launch_unpack_bits<bf16_to_f16>(p, stream);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <deque>
 
-namespace macko {
+namespace macko::cuda {
 
 // ---- order of a row's entries ----
 
@@ -607,4 +607,4 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "layout %d does not fit the matrix", layout);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -172,4 +172,4 @@ void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const c
     }
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -15,7 +15,7 @@
 #include "codec/ec-csr/cost.h"
 #include "codec/ec-csr/ec-csr.h"
 
-namespace macko {
+namespace macko::cuda {
 
 constexpr int CUDA_EC_CSR_CHUNK       = EC_UNIT;
 constexpr int CUDA_EC_CSR_MAX_COLUMNS = 4; // of x at a time: as many sums have room
@@ -56,4 +56,4 @@ bool cuda_ec_csr_supported(const ec_csr_view & view, bool all, int64_t shared_nb
 // fills the arrays of b, which is bound to nbytes_arrays bytes of host memory, all zero
 void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const cuda_ec_csr_blocks & b);
 
-} // namespace macko
+} // namespace macko::cuda

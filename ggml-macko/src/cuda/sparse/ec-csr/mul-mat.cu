@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -371,4 +371,4 @@ cudaError_t cuda_ec_csr_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     return cudaSuccess;
 }
 
-} // namespace macko
+} // namespace macko::cuda

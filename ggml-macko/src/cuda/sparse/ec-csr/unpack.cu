@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -51,4 +51,4 @@ cudaError_t cuda_ec_csr_unpack(const cuda_ec_csr_blocks & b, int64_t row_begin, 
     return cudaSuccess;
 }
 
-} // namespace macko
+} // namespace macko::cuda

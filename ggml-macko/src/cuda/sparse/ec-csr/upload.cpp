@@ -9,7 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 
-namespace macko {
+namespace macko::cuda {
 
 namespace {
 
@@ -119,4 +119,4 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
     return status ? status : upload_rows(uploader, m, n_threads, dst, out);
 }
 
-} // namespace macko
+} // namespace macko::cuda

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-namespace macko {
+namespace macko::cuda {
 
 enum class ec_csr_choice { FASTER, BLOCKS, ROWS }; // BLOCKS: where it has kernels and fits
 
@@ -18,4 +18,4 @@ ec_csr_choice ec_csr_choice_of_environment();
 [[nodiscard]] int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads, void * dst, int64_t room,
                                      cuda_sparse_matrix * out, std::unique_ptr<cuda_ec_csr_blocks> * blocks);
 
-} // namespace macko
+} // namespace macko::cuda

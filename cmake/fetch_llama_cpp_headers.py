@@ -12,7 +12,9 @@ import sys
 import tarfile
 import tempfile
 
-WANTED = re.compile(r"[^/]+/vendor/llama\.cpp/((?:include|ggml/include|ggml/src)/[^/]+\.h|ggml/CMakeLists\.txt|LICENSE)$")
+WANTED = re.compile(
+    r"[^/]+/vendor/llama\.cpp/((?:include|ggml/include|ggml/src)/[^/]+\.h|ggml/CMakeLists\.txt|LICENSE)$"
+)
 
 
 def main(version: str, out_dir: str) -> None:
@@ -20,7 +22,19 @@ def main(version: str, out_dir: str) -> None:
     with tempfile.TemporaryDirectory() as tmp:
         requirement = f"llama-cpp-python=={version}"
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp, requirement],
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--no-binary",
+                "llama-cpp-python",
+                "-d",
+                tmp,
+                requirement,
+            ],
             check=True,
             stdout=sys.stderr,
         )

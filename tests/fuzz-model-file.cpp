@@ -1,11 +1,14 @@
-// Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description, payload, cuts and
-// splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder does it, and encoded again to the
-// same bytes. Memory and time per mutant are bounded. A twentieth more go through the file system as split models, and as dense models whose
+// Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description,
+// payload, cuts and
+// splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder does it, and
+// encoded again to the
+// same bytes. Memory and time per mutant are bounded. A twentieth more go through the file system as split models, and
+// as dense models whose
 // weights are compressed on load. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
 //
 //     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
-#include "load/dense-stream.h"
 #include "gguf-builder.h"
+#include "load/dense-stream.h"
 #include "test.h"
 
 #include <algorithm>
@@ -23,8 +26,8 @@ using builder::layout;
 
 // ---- memory: every operator new of the process is counted ----
 
-static std::atomic<int64_t> mem_live{0};
-static std::atomic<int64_t> mem_peak{0};
+static std::atomic<int64_t> mem_live{ 0 };
+static std::atomic<int64_t> mem_peak{ 0 };
 
 static void * counted_alloc(size_t n) {
     void * p = malloc(n);
@@ -32,7 +35,7 @@ static void * counted_alloc(size_t n) {
         return nullptr;
     }
     const int64_t live = mem_live += static_cast<int64_t>(malloc_usable_size(p));
-    int64_t peak = mem_peak;
+    int64_t       peak = mem_peak;
     while (live > peak && !mem_peak.compare_exchange_weak(peak, live)) {
     }
     return p;
@@ -50,14 +53,14 @@ static void * counted_or_throw(size_t n) {
     }
     return p;
 }
-void * operator new(size_t n)                     { return counted_or_throw(n); }
-void * operator new[](size_t n)                   { return counted_or_throw(n); }
-void * operator new(size_t n, const std::nothrow_t &) noexcept   { return counted_alloc(n); }
+void * operator new(size_t n) { return counted_or_throw(n); }
+void * operator new[](size_t n) { return counted_or_throw(n); }
+void * operator new(size_t n, const std::nothrow_t &) noexcept { return counted_alloc(n); }
 void * operator new[](size_t n, const std::nothrow_t &) noexcept { return counted_alloc(n); }
-void operator delete(void * p) noexcept           { counted_free(p); }
-void operator delete[](void * p) noexcept         { counted_free(p); }
-void operator delete(void * p, size_t) noexcept   { counted_free(p); }
-void operator delete[](void * p, size_t) noexcept { counted_free(p); }
+void   operator delete(void * p) noexcept { counted_free(p); }
+void   operator delete[](void * p) noexcept { counted_free(p); }
+void   operator delete(void * p, size_t) noexcept { counted_free(p); }
+void   operator delete[](void * p, size_t) noexcept { counted_free(p); }
 
 constexpr int64_t MEM_PER_BYTE = 4;
 constexpr int64_t MEM_CONSTANT = 1 << 20;
@@ -68,7 +71,7 @@ struct memory_source : macko::byte_source {
     const bytes & data;
     explicit memory_source(const bytes & d) : data(d) {}
     int64_t size() const override { return static_cast<int64_t>(data.size()); }
-    int read(int64_t offset, void * dst, int64_t n) const override {
+    int     read(int64_t offset, void * dst, int64_t n) const override {
         if (offset < 0 || n < 0 || offset > size() || n > size() - offset) {
             fprintf(stderr, "fuzz: the library reads outside the file\n");
             abort();
@@ -85,7 +88,8 @@ struct null_consumer : macko::payload_consumer {
 struct decoder : macko::payload_consumer {
     bytes   dense;
     int64_t row_nbytes;
-    explicit decoder(const macko::sparse_matrix & m) : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
+    explicit decoder(const macko::sparse_matrix & m)
+        : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
     int consume(const macko::macko_view & view, int64_t) override {
         macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
         return GGML_MACKO_STATUS_OK;
@@ -118,17 +122,19 @@ static int vet(const memory_source & source, macko::model_file * file) {
 // ---- what an accepted file must satisfy ----
 
 // a bitmap or gap codes, bit by bit
-static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr, const macko::sparse_matrix & m) {
+static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr,
+                           const macko::sparse_matrix & m) {
     const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
-    bytes  dense(static_cast<size_t>(m.nbytes_dense), 0);
-    size_t k = 0;
-    const auto store = [&](int64_t element) {
+    bytes        dense(static_cast<size_t>(m.nbytes_dense), 0);
+    size_t       k     = 0;
+    const auto   store = [&](int64_t element) {
         uint8_t * out = &dense[static_cast<size_t>(element) * nb];
         if (m.value_type == m.desc.type) {
             memcpy(out, &values[k * nb], nb);
         } else {
-            const uint32_t v = nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type)
-                                       : macko::dense_at<uint16_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type);
+            const uint32_t v =
+                nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type)
+                          : macko::dense_at<uint16_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type);
             memcpy(out, &v, nb);
         }
         k++;
@@ -167,26 +173,37 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
         const macko::gguf_tensor & t = file.header.tensors[i];
         return bytes(b.begin() + t.offset, b.begin() + t.offset + t.nbytes);
     };
-    const uint64_t nb = static_cast<uint64_t>(macko::value_nbytes(m.desc.type)), rows = static_cast<uint64_t>(m.desc.rows), cols = static_cast<uint64_t>(m.desc.cols);
+    const uint64_t nb   = static_cast<uint64_t>(macko::value_nbytes(m.desc.type)),
+                   rows = static_cast<uint64_t>(m.desc.rows), cols = static_cast<uint64_t>(m.desc.cols);
     const uint32_t bits = static_cast<uint32_t>(m.desc.delta_bits);
-    bytes slow;
+    bytes          slow;
     if (m.format == &macko::FORMAT_PACKED) {
         slow = decode_packed(component(m.first), component(m.first + 1), component(m.first + 2), m);
     } else if (m.format == &macko::FORMAT_EC_CSR) {
-        slow = builder::decode_ec({ component(m.first), component(m.first + 1), component(m.first + 2), component(m.first + 3), component(m.first + 4), {}, 0 }, nb, rows, cols, bits);
+        slow = builder::decode_ec({ component(m.first),
+                                    component(m.first + 1),
+                                    component(m.first + 2),
+                                    component(m.first + 3),
+                                    component(m.first + 4),
+                                    {},
+                                    0 },
+                                  nb, rows, cols, bits);
     } else {
-        slow = builder::decode(component(m.first), component(m.first + 1), component(m.first + 2), nb, rows, cols, bits);
+        slow =
+            builder::decode(component(m.first), component(m.first + 1), component(m.first + 2), nb, rows, cols, bits);
     }
     decoder fast(m);
-    CHECK(macko::read_payload(memory_source(b), file.header, m, 1, fast) == GGML_MACKO_STATUS_OK, "%s", ggml_macko_last_error());
+    CHECK(macko::read_payload(memory_source(b), file.header, m, 1, fast) == GGML_MACKO_STATUS_OK, "%s",
+          ggml_macko_last_error());
     CHECK(fast.dense == slow, "%s: decoded differently", m.name.c_str());
     if (m.format != &macko::FORMAT_MACKO) {
         return; // test-ec-csr and test-packed take mutants of these apart
     }
     const builder::dense_matrix dense = { m.name, { cols, rows }, static_cast<uint32_t>(m.desc.type), slow };
-    const builder::components c = builder::encode(dense, bits);
-    CHECK(c.values == component(m.first) && c.deltas == component(m.first + 1) && c.row_ptr == component(m.first + 2) && static_cast<int64_t>(c.nnz) == m.desc.nnz,
-        "%s: accepted, but not canonical", m.name.c_str());
+    const builder::components   c     = builder::encode(dense, bits);
+    CHECK(c.values == component(m.first) && c.deltas == component(m.first + 1) && c.row_ptr == component(m.first + 2) &&
+              static_cast<int64_t>(c.nnz) == m.desc.nnz,
+          "%s: accepted, but not canonical", m.name.c_str());
 }
 
 // the dense file's header is itself a good header, with the right tensors
@@ -196,12 +213,13 @@ static void check_virtual(const macko::model_file & file) {
         return;
     }
     const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
-    struct header_source : macko::byte_source { // the mutant has no descriptor: everything behind the header reads as zero
+    // the mutant has no descriptor: everything behind the header reads as zero
+    struct header_source : macko::byte_source {
         const macko::virtual_file & file;
-        int64_t header_size;
+        int64_t                     header_size;
         header_source(const macko::virtual_file & f, int64_t n) : file(f), header_size(n) {}
         int64_t size() const override { return file.size(); }
-        int read(int64_t offset, void * dst, int64_t n) const override {
+        int     read(int64_t offset, void * dst, int64_t n) const override {
             const int64_t have = std::clamp<int64_t>(header_size - offset, 0, n);
             memset(static_cast<uint8_t *>(dst) + have, 0, static_cast<size_t>(n - have));
             return have > 0 ? file.read_at(offset, dst, have) : GGML_MACKO_STATUS_OK;
@@ -212,14 +230,18 @@ static void check_virtual(const macko::model_file & file) {
         data_size = (data_size + t.nbytes + file.header.alignment - 1) & ~(file.header.alignment - 1);
     }
     macko::gguf_header dense;
-    CHECK(macko::read_gguf_header(header_source(*v, v->size() - data_size), &dense) == GGML_MACKO_STATUS_OK, "virtual header: %s", ggml_macko_last_error());
-    CHECK(dense.tensors.size() == expected.size(), "virtual header: %zu tensors vs %zu", dense.tensors.size(), expected.size());
+    CHECK(macko::read_gguf_header(header_source(*v, v->size() - data_size), &dense) == GGML_MACKO_STATUS_OK,
+          "virtual header: %s", ggml_macko_last_error());
+    CHECK(dense.tensors.size() == expected.size(), "virtual header: %zu tensors vs %zu", dense.tensors.size(),
+          expected.size());
     for (size_t i = 0; i < std::min(dense.tensors.size(), expected.size()); i++) {
-        CHECK(dense.tensors[i].name == expected[i].name && dense.tensors[i].type == expected[i].type && std::equal(expected[i].ne, expected[i].ne + 4, dense.tensors[i].ne),
-            "virtual header: tensor %zu", i);
+        CHECK(dense.tensors[i].name == expected[i].name && dense.tensors[i].type == expected[i].type &&
+                  std::equal(expected[i].ne, expected[i].ne + 4, dense.tensors[i].ne),
+              "virtual header: tensor %zu", i);
     }
     for (const macko::gguf_key & key : dense.keys) {
-        CHECK(key.name.compare(0, 13, "macko.tensor.") != 0 && key.name != "macko.version", "virtual header: %s", key.name.c_str());
+        CHECK(key.name.compare(0, 13, "macko.tensor.") != 0 && key.name != "macko.version", "virtual header: %s",
+              key.name.c_str());
     }
 }
 
@@ -241,8 +263,39 @@ static seed_file make_seed(uint64_t n_embd, uint32_t n_layer, uint64_t seed, boo
 }
 
 static uint64_t odd_number(rng & r, uint64_t old) {
-    static const uint64_t numbers[] = { 0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 31, 32, 63, 64, 255, 256, 65535, 65536, 65537, 0x7fffffff, 0x80000000, 0xffffffff, 0x100000000,
-        0x7fffffffffffffff, 0x8000000000000000, 0xffffffffffffffff, 0x7f800000, 0x7fc00000, 0x3f800000, 1 << 24, (1 << 24) + 1, uint64_t(1) << 34, uint64_t(1) << 62 };
+    static const uint64_t numbers[] = { 0,
+                                        1,
+                                        2,
+                                        3,
+                                        4,
+                                        7,
+                                        8,
+                                        9,
+                                        15,
+                                        16,
+                                        31,
+                                        32,
+                                        63,
+                                        64,
+                                        255,
+                                        256,
+                                        65535,
+                                        65536,
+                                        65537,
+                                        0x7fffffff,
+                                        0x80000000,
+                                        0xffffffff,
+                                        0x100000000,
+                                        0x7fffffffffffffff,
+                                        0x8000000000000000,
+                                        0xffffffffffffffff,
+                                        0x7f800000,
+                                        0x7fc00000,
+                                        0x3f800000,
+                                        1 << 24,
+                                        (1 << 24) + 1,
+                                        uint64_t(1) << 34,
+                                        uint64_t(1) << 62 };
     switch (r.range(0, 5)) {
         case 0:  return old + 1;
         case 1:  return old - 1;
@@ -288,13 +341,17 @@ static void mutate_structure(rng & r, builder::file * f) {
         case 1: f->keys.push_back(k); break;
         case 2: std::swap(k, f->keys[pick(r, f->keys.size())]); break;
         case 3: k.type = static_cast<uint32_t>(r.range(0, 13)); break;
-        case 4: case 5: case 6: // a number of the value: of a scalar, or of an element
-            mutate_number(r, &k.value, k.type == builder::ARRAY && k.value.size() > 12 ? 12 + 4 * pick(r, (k.value.size() - 12) / 4 + 1) : 0,
+        case 4:
+        case 5:
+        case 6: // a number of the value: of a scalar, or of an element
+            mutate_number(
+                r, &k.value,
+                k.type == builder::ARRAY && k.value.size() > 12 ? 12 + 4 * pick(r, (k.value.size() - 12) / 4 + 1) : 0,
                 std::min<size_t>(k.value.size(), r.range(0, 1) ? 4 : 8));
             break;
-        case 7: std::swap(f->tensors[pick(r, f->tensors.size())], f->tensors[pick(r, f->tensors.size())]); break;
-        case 8: f->tensors.erase(f->tensors.begin() + static_cast<int64_t>(pick(r, f->tensors.size()))); break;
-        case 9: f->tensors[pick(r, f->tensors.size())].name = f->tensors[pick(r, f->tensors.size())].name; break;
+        case 7:  std::swap(f->tensors[pick(r, f->tensors.size())], f->tensors[pick(r, f->tensors.size())]); break;
+        case 8:  f->tensors.erase(f->tensors.begin() + static_cast<int64_t>(pick(r, f->tensors.size()))); break;
+        case 9:  f->tensors[pick(r, f->tensors.size())].name = f->tensors[pick(r, f->tensors.size())].name; break;
         case 10: f->tensors[pick(r, f->tensors.size())].type = static_cast<uint32_t>(r.range(0, 43)); break;
         case 11: { // longer or shorter, with a shape that fits
             builder::tensor & t = f->tensors[pick(r, f->tensors.size())];
@@ -314,21 +371,23 @@ static void mutate_payload(rng & r, builder::file * f) {
     while (f->tensors[i].name.find(".values") == std::string::npos) {
         i = pick(r, f->tensors.size());
     }
-    if (i + 5 < f->tensors.size() && f->tensors[i + 2].name.find(".bases") != std::string::npos && r.range(0, 1)) { // ec-csr: a number of any component
-        bytes & data = f->tensors[i + pick(r, 6)].data;
-        const size_t n = data.size() % 4 ? 2 : size_t(2) << r.range(0, 1);
+    // ec-csr: a number of any component
+    if (i + 5 < f->tensors.size() && f->tensors[i + 2].name.find(".bases") != std::string::npos && r.range(0, 1)) {
+        bytes &      data = f->tensors[i + pick(r, 6)].data;
+        const size_t n    = data.size() % 4 ? 2 : size_t(2) << r.range(0, 1);
         mutate_number(r, &data, n * pick(r, data.size() / n), n);
         return;
     }
     bytes & values  = f->tensors[i].data;
     bytes & deltas  = f->tensors[i + 1].data;
     bytes & row_ptr = f->tensors[i + 2].data;
-    const size_t nb = std::max<size_t>(1, values.size() / std::max<uint64_t>(1, f->tensors[i].ne[0])); // 1 where values are quantized
+    // 1 where values are quantized
+    const size_t nb = std::max<size_t>(1, values.size() / std::max<uint64_t>(1, f->tensors[i].ne[0]));
     switch (r.range(0, 9)) {
         case 0: mutate_number(r, &row_ptr, 4 * pick(r, row_ptr.size() / 4), 4); break;
         case 1: { // an entry moves to the neighbour row
             const size_t at = 4 * pick(r, row_ptr.size() / 4);
-            int32_t v;
+            int32_t      v;
             memcpy(&v, &row_ptr[at], 4);
             v += r.range(0, 1) ? 1 : -1;
             memcpy(&row_ptr[at], &v, 4);
@@ -346,8 +405,8 @@ static void mutate_payload(rng & r, builder::file * f) {
             break;
         }
         default: { // another sign or mantissa: valid unless it was a filler
-            const size_t at = nb * pick(r, values.size() / nb);
-            bool zero = true;
+            const size_t at   = nb * pick(r, values.size() / nb);
+            bool         zero = true;
             for (size_t j = 0; j < nb; j++) {
                 zero = zero && values[at + j] == 0;
             }
@@ -364,7 +423,12 @@ static void mutate_bytes(rng & r, bytes * b) {
     switch (r.range(0, 4)) {
         case 0: b->resize(pick(r, b->size())); break;
         case 1: b->insert(b->end(), pick(r, 100) + 1, static_cast<uint8_t>(r.bits())); break;
-        case 2: { const size_t at = pick(r, b->size()); b->erase(b->begin() + static_cast<int64_t>(at), b->begin() + static_cast<int64_t>(std::min(b->size(), at + pick(r, 64) + 1))); break; }
+        case 2: {
+            const size_t at = pick(r, b->size());
+            b->erase(b->begin() + static_cast<int64_t>(at),
+                     b->begin() + static_cast<int64_t>(std::min(b->size(), at + pick(r, 64) + 1)));
+            break;
+        }
         case 3: { // one region over another
             const size_t n = pick(r, 64) + 1;
             if (b->size() > n) {
@@ -406,16 +470,18 @@ static std::vector<builder::file> split(const builder::file & f, size_t n) {
     std::vector<builder::file> parts(n);
     for (size_t i = 0; i < n; i++) {
         const auto cut = [&](size_t k) { return f.tensors.begin() + static_cast<int64_t>(f.tensors.size() * k / n); };
-        parts[i].keys = i == 0 ? f.keys : std::vector<builder::key>();
+        parts[i].keys  = i == 0 ? f.keys : std::vector<builder::key>();
         parts[i].set(builder::scalar<uint16_t>("split.no", builder::U16, static_cast<uint16_t>(i)));
         parts[i].set(builder::scalar<uint16_t>("split.count", builder::U16, static_cast<uint16_t>(n)));
-        parts[i].set(builder::scalar<int32_t>("split.tensors.count", builder::I32, static_cast<int32_t>(f.tensors.size())));
+        parts[i].set(
+            builder::scalar<int32_t>("split.tensors.count", builder::I32, static_cast<int32_t>(f.tensors.size())));
         parts[i].tensors.assign(cut(i), cut(i + 1));
     }
     return parts;
 }
 
-// a model in several files: a value of some tensor is changed before it is split, or one of the parts in the ways of make_mutant
+// a model in several files: a value of some tensor is changed before it is split, or one of the parts in the ways of
+// make_mutant
 static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense, size_t n) {
     const int64_t kind = r.range(0, 9);
     if (kind >= 5 && dense) {
@@ -424,8 +490,8 @@ static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense,
     } else if (kind >= 5) {
         mutate_payload(r, &whole);
     }
-    std::vector<builder::file> parts = split(whole, n);
-    const size_t chosen = pick(r, n);
+    std::vector<builder::file> parts  = split(whole, n);
+    const size_t               chosen = pick(r, n);
     if (kind < 3) {
         mutate_structure(r, &parts[chosen]);
     }
@@ -443,7 +509,7 @@ static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense,
 }
 
 struct folder { // of the parts of one model
-    std::string path = "/tmp/fuzz-model-file.XXXXXX";
+    std::string path    = "/tmp/fuzz-model-file.XXXXXX";
     size_t      n_parts = 0;
     folder() {
         if (mkdtemp(path.data()) == nullptr) {
@@ -466,7 +532,8 @@ struct folder { // of the parts of one model
         }
         n_parts = parts.size();
         for (size_t i = 0; i < n_parts; i++) {
-            std::ofstream(part(i, n_parts), std::ios::binary).write(reinterpret_cast<const char *>(parts[i].data()), static_cast<std::streamsize>(parts[i].size()));
+            std::ofstream(part(i, n_parts), std::ios::binary)
+                .write(reinterpret_cast<const char *>(parts[i].data()), static_cast<std::streamsize>(parts[i].size()));
         }
     }
 };
@@ -478,7 +545,7 @@ static void check_opened(const std::vector<bytes> & parts, const macko::model_fi
     }
     for (const macko::sparse_matrix & m : file.sparse) {
         null_consumer consumer;
-        const bool compressed = m.format == &macko::FORMAT_DENSE;
+        const bool    compressed = m.format == &macko::FORMAT_DENSE;
         if (macko::read_payload(file, m, 1, consumer) != GGML_MACKO_STATUS_OK) {
             CHECK(!compressed, "%s", ggml_macko_last_error());
         } else if (!compressed) {
@@ -486,37 +553,43 @@ static void check_opened(const std::vector<bytes> & parts, const macko::model_fi
         } else {
             decoder dense(m);
             CHECK(macko::read_payload(file, m, 1, dense) == GGML_MACKO_STATUS_OK, "%s", ggml_macko_last_error());
-            CHECK(std::equal(dense.dense.begin(), dense.dense.end(), all.begin() + file.header.tensors[m.first].offset), "%s: compressed to something else", m.name.c_str());
+            CHECK(std::equal(dense.dense.begin(), dense.dense.end(), all.begin() + file.header.tensors[m.first].offset),
+                  "%s: compressed to something else", m.name.c_str());
         }
     }
 }
 
 static void fuzz_opened(uint64_t seed, int64_t n, bool compress) {
-    rng r(seed);
+    rng             r(seed);
     const seed_file base = make_seed(16, 1, seed, true, seed % 2 == 1, seed % 4 >= 2);
-    folder dir;
-    int64_t n_accepted = 0, n_matrices = 0;
+    folder          dir;
+    int64_t         n_accepted = 0, n_matrices = 0;
     for (int64_t i = 0; i < n; i++) {
-        const std::vector<bytes> parts = mutate_parts(r, compress ? base.model.dense : base.file, compress, static_cast<size_t>(r.range(compress ? 1 : 2, 3)));
+        const std::vector<bytes> parts = mutate_parts(r, compress ? base.model.dense : base.file, compress,
+                                                      static_cast<size_t>(r.range(compress ? 1 : 2, 3)));
         dir.write(parts);
         std::unique_ptr<macko::model_file> file;
         const int status = macko::model_file_open_sparse(dir.part(0, parts.size()).c_str(), compress, &file);
-        CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT, "seed %llu, parts %lld: status %d: %s",
-            static_cast<unsigned long long>(seed), static_cast<long long>(i), status, ggml_macko_last_error());
+        CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT,
+              "seed %llu, parts %lld: status %d: %s", static_cast<unsigned long long>(seed), static_cast<long long>(i),
+              status, ggml_macko_last_error());
         if (status == GGML_MACKO_STATUS_OK) {
             check_opened(parts, *file);
             n_accepted++;
             n_matrices += static_cast<int64_t>(file->sparse.size());
         }
     }
-    printf("%lld mutants of %s, %lld accepted\n", static_cast<long long>(n), compress ? "dense models, compressed" : "split models", static_cast<long long>(n_accepted));
-    CHECK(n < 200 || (n_accepted > n / 20 && n_accepted < n * 9 / 10 && n_matrices > 0), "%lld of %lld accepted: one side is hardly tested", static_cast<long long>(n_accepted), static_cast<long long>(n));
+    printf("%lld mutants of %s, %lld accepted\n", static_cast<long long>(n),
+           compress ? "dense models, compressed" : "split models", static_cast<long long>(n_accepted));
+    CHECK(n < 200 || (n_accepted > n / 20 && n_accepted < n * 9 / 10 && n_matrices > 0),
+          "%lld of %lld accepted: one side is hardly tested", static_cast<long long>(n_accepted),
+          static_cast<long long>(n));
 }
 
 // ---- the run ----
 
 int main(int argc, char ** argv) {
-    const int64_t n_mutants = argc > 1 ? atoll(argv[1]) : 200000;
+    const int64_t         n_mutants = argc > 1 ? atoll(argv[1]) : 200000;
     std::vector<uint64_t> seeds;
     for (int i = 2; i < argc; i++) {
         seeds.push_back(strtoull(argv[i], nullptr, 10));
@@ -531,30 +604,36 @@ int main(int argc, char ** argv) {
     printf("\n");
 
     std::map<int, int64_t> statuses;
-    int64_t mem_worst = 0;
-    double  slowest   = 0;
-    const auto start = std::chrono::steady_clock::now();
-    int64_t n_done = 0;
+    int64_t                mem_worst = 0;
+    double                 slowest   = 0;
+    const auto             start     = std::chrono::steady_clock::now();
+    int64_t                n_done    = 0;
     for (size_t s = 0; s < seeds.size(); s++) {
         rng r(seeds[s]);
-        const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2, s % 2 == 1, s % 4 >= 2); // the small vocabulary twice as often: faster
-        const int64_t n = n_mutants / static_cast<int64_t>(seeds.size()) + (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
+        // the small vocabulary twice as often: faster
+        const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2, s % 2 == 1, s % 4 >= 2);
+        const int64_t   n    = n_mutants / static_cast<int64_t>(seeds.size()) +
+                          (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
         for (int64_t i = 0; i < n; i++) {
-            const bytes b = make_mutant(r, base);
-            const int64_t live = mem_live;
-            mem_peak = live;
-            const clock_t before = clock(); // CPU time: a busy machine is not a hang
+            const bytes   b          = make_mutant(r, base);
+            const int64_t live       = mem_live;
+            mem_peak                 = live;
+            const clock_t     before = clock(); // CPU time: a busy machine is not a hang
             macko::model_file file;
-            const int status = vet(memory_source(b), &file);
-            const double seconds = static_cast<double>(clock() - before) / CLOCKS_PER_SEC;
-            const int64_t used = mem_peak - live;
-            mem_worst = std::max(mem_worst, used);
-            slowest   = std::max(slowest, seconds);
-            CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + MEM_CONSTANT, "seed %llu, mutant %lld: %lld bytes of memory for a file of %zu",
-                static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), static_cast<long long>(used), b.size());
-            CHECK(seconds < 1, "seed %llu, mutant %lld: %.1f s", static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), seconds);
-            CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT, "seed %llu, mutant %lld: status %d: %s",
-                static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), status, ggml_macko_last_error());
+            const int         status  = vet(memory_source(b), &file);
+            const double      seconds = static_cast<double>(clock() - before) / CLOCKS_PER_SEC;
+            const int64_t     used    = mem_peak - live;
+            mem_worst                 = std::max(mem_worst, used);
+            slowest                   = std::max(slowest, seconds);
+            CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + MEM_CONSTANT,
+                  "seed %llu, mutant %lld: %lld bytes of memory for a file of %zu",
+                  static_cast<unsigned long long>(seeds[s]), static_cast<long long>(i), static_cast<long long>(used),
+                  b.size());
+            CHECK(seconds < 1, "seed %llu, mutant %lld: %.1f s", static_cast<unsigned long long>(seeds[s]),
+                  static_cast<long long>(i), seconds);
+            CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT,
+                  "seed %llu, mutant %lld: status %d: %s", static_cast<unsigned long long>(seeds[s]),
+                  static_cast<long long>(i), status, ggml_macko_last_error());
             statuses[status]++;
             if (status == GGML_MACKO_STATUS_OK) {
                 for (const macko::sparse_matrix & m : file.sparse) {
@@ -569,9 +648,11 @@ int main(int argc, char ** argv) {
     for (const auto & [status, n] : statuses) {
         printf("%10lld  %s\n", static_cast<long long>(n), ggml_macko_status_name(status));
     }
-    const double accepted = static_cast<double>(statuses[GGML_MACKO_STATUS_OK]) / static_cast<double>(std::max<int64_t>(1, n_done));
-    printf("%lld mutants, %.0f/s, %.1f %% accepted, at most %.1f KiB of memory and %.1f ms for one\n", static_cast<long long>(n_done),
-        static_cast<double>(n_done) / seconds, 100 * accepted, static_cast<double>(mem_worst) / 1024, 1000 * slowest);
+    const double accepted =
+        static_cast<double>(statuses[GGML_MACKO_STATUS_OK]) / static_cast<double>(std::max<int64_t>(1, n_done));
+    printf("%lld mutants, %.0f/s, %.1f %% accepted, at most %.1f KiB of memory and %.1f ms for one\n",
+           static_cast<long long>(n_done), static_cast<double>(n_done) / seconds, 100 * accepted,
+           static_cast<double>(mem_worst) / 1024, 1000 * slowest);
     CHECK(n_done < 10000 || (accepted > 0.05 && accepted < 0.5), "%.3f accepted: one side is hardly tested", accepted);
     for (const uint64_t seed : seeds) {
         for (const bool compress : { false, true }) {

@@ -16,7 +16,19 @@ namespace builder {
 using bytes = std::vector<uint8_t>;
 
 enum value_type : uint32_t { U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 };
-enum tensor_type : uint32_t { TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q5_0 = 6, TYPE_Q8_0 = 8, TYPE_Q8_1 = 9, TYPE_I8 = 24, TYPE_I16 = 25, TYPE_I32 = 26, TYPE_BF16 = 30, TYPE_Q4_NL = 1004 };
+enum tensor_type : uint32_t {
+    TYPE_F32   = 0,
+    TYPE_F16   = 1,
+    TYPE_Q4_0  = 2,
+    TYPE_Q5_0  = 6,
+    TYPE_Q8_0  = 8,
+    TYPE_Q8_1  = 9,
+    TYPE_I8    = 24,
+    TYPE_I16   = 25,
+    TYPE_I32   = 26,
+    TYPE_BF16  = 30,
+    TYPE_Q4_NL = 1004
+};
 
 template <typename T> void put(bytes * out, T value) {
     const size_t n = out->size();
@@ -76,11 +88,11 @@ inline key texts(const std::string & name, const std::vector<std::string> & valu
 struct layout {
     size_t              n_tensors_at = 8;
     size_t              n_keys_at    = 16;
-    std::vector<size_t> key_at;       // of each key's record
-    std::vector<size_t> tensor_at;    // of each tensor's record
-    std::vector<size_t> dims_at;      // of its n_dims; then ne, type, offset
+    std::vector<size_t> key_at;    // of each key's record
+    std::vector<size_t> tensor_at; // of each tensor's record
+    std::vector<size_t> dims_at;   // of its n_dims; then ne, type, offset
     std::vector<size_t> offset_at;
-    std::vector<size_t> data_at;      // of its data, from the start of the file
+    std::vector<size_t> data_at; // of its data, from the start of the file
     size_t              table_end = 0;
 };
 
@@ -108,7 +120,7 @@ struct file {
         throw std::runtime_error("no tensor " + name);
     }
     tensor & at(const std::string & name) { return tensors[tensor_index(name)]; }
-    void set(key k) { // replaces or appends
+    void     set(key k) { // replaces or appends
         for (key & old : keys) {
             if (old.name == k.name) {
                 old = std::move(k);
@@ -147,7 +159,7 @@ inline bytes serialize_header(const file & f, layout * l, uint64_t * file_size) 
         put<uint32_t>(&out, k.type);
         out.insert(out.end(), k.value.begin(), k.value.end());
     }
-    uint64_t end = 0;
+    uint64_t end        = 0;
     uint64_t end_padded = 0;
     for (const tensor & t : f.tensors) {
         l->tensor_at.push_back(out.size());
@@ -164,15 +176,16 @@ inline bytes serialize_header(const file & f, layout * l, uint64_t * file_size) 
         end_padded = end + (f.alignment - end % f.alignment) % f.alignment;
     }
     l->table_end = out.size();
-    const uint64_t data_begin = f.tensors.empty() ? out.size() : out.size() + (f.alignment - out.size() % f.alignment) % f.alignment;
+    const uint64_t data_begin =
+        f.tensors.empty() ? out.size() : out.size() + (f.alignment - out.size() % f.alignment) % f.alignment;
     *file_size = data_begin + (f.pad_end ? end_padded : end);
     return out;
 }
 
 inline bytes serialize(const file & f, layout * where = nullptr) {
-    layout l;
+    layout   l;
     uint64_t file_size = 0;
-    bytes out = serialize_header(f, &l, &file_size);
+    bytes    out       = serialize_header(f, &l, &file_size);
     for (const tensor & t : f.tensors) {
         pad(&out, f.alignment);
         l.data_at.push_back(out.size());
@@ -192,7 +205,7 @@ struct dense_matrix {
     std::vector<uint64_t> ne;
     uint32_t              type; // F32, F16, BF16
     bytes                 data;
-    uint64_t value_nbytes() const { return type == TYPE_F32 ? 4 : 2; }
+    uint64_t              value_nbytes() const { return type == TYPE_F32 ? 4 : 2; }
 };
 
 struct components {
@@ -202,18 +215,18 @@ struct components {
 
 // FORMAT.md section 3, element by element
 inline components encode(const dense_matrix & m, uint32_t bits) {
-    components c;
-    const uint64_t nb = m.value_nbytes();
-    const uint64_t cols = m.ne[0];
-    const uint64_t rows = m.data.size() / nb / cols;
-    const uint64_t max_code = (uint64_t(1) << bits) - 1;
+    components            c;
+    const uint64_t        nb       = m.value_nbytes();
+    const uint64_t        cols     = m.ne[0];
+    const uint64_t        rows     = m.data.size() / nb / cols;
+    const uint64_t        max_code = (uint64_t(1) << bits) - 1;
     std::vector<uint64_t> codes;
     put<int32_t>(&c.row_ptr, 0);
     for (uint64_t r = 0; r < rows; r++) {
         int64_t prev = -1;
         for (uint64_t col = 0; col < cols; col++) {
             const uint8_t * value = m.data.data() + (r * cols + col) * nb;
-            bool zero = true;
+            bool            zero  = true;
             for (uint64_t i = 0; i < nb; i++) {
                 zero = zero && value[i] == 0;
             }
@@ -244,8 +257,9 @@ inline components encode(const dense_matrix & m, uint32_t bits) {
 }
 
 // the inverse, for arrays that were accepted; throws if they are not what section 3 says (tests only)
-inline bytes decode(const bytes & values, const bytes & deltas, const bytes & row_ptr, uint64_t nb, uint64_t rows, uint64_t cols, uint32_t bits) {
-    bytes out(rows * cols * nb);
+inline bytes decode(const bytes & values, const bytes & deltas, const bytes & row_ptr, uint64_t nb, uint64_t rows,
+                    uint64_t cols, uint32_t bits) {
+    bytes   out(rows * cols * nb);
     int32_t begin = 0;
     for (uint64_t r = 0; r < rows; r++) {
         int32_t end = 0;
@@ -257,31 +271,40 @@ inline bytes decode(const bytes & values, const bytes & deltas, const bytes & ro
             if (col >= static_cast<int64_t>(cols)) {
                 throw std::runtime_error("column out of range");
             }
-            memcpy(out.data() + (r * cols + static_cast<uint64_t>(col)) * nb, values.data() + static_cast<uint64_t>(k) * nb, nb);
+            memcpy(out.data() + (r * cols + static_cast<uint64_t>(col)) * nb,
+                   values.data() + static_cast<uint64_t>(k) * nb, nb);
         }
         begin = end;
     }
     return out;
 }
 
-// FORMAT.md section 6, for narrow matrices: each row with non-zeros is one short block. cols <= 65536, at most 128 entries in a row
+// FORMAT.md section 6, for narrow matrices: each row with non-zeros is one short block. cols <= 65536, at most 128
+// entries in a row
 struct ec_components {
     bytes    values, deltas, bases, blk_ptr, rows, sets;
     uint64_t nnz = 0;
 };
 
 inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
-    struct entry { uint16_t col; bytes value; };
-    struct block { int32_t row; std::vector<entry> entries; };
-    const uint64_t nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
-    const uint16_t step = static_cast<uint16_t>((1u << bits) - 1);
-    const bytes    zero(nb, 0);
-    ec_components  c;
+    struct entry {
+        uint16_t col;
+        bytes    value;
+    };
+    struct block {
+        int32_t            row;
+        std::vector<entry> entries;
+    };
+    const uint64_t     nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
+    const uint16_t     step = static_cast<uint16_t>((1u << bits) - 1);
+    const bytes        zero(nb, 0);
+    ec_components      c;
     std::vector<block> blocks;
     for (uint64_t r = 0; r < rows; r++) {
         block b = { static_cast<int32_t>(r), {} };
         for (uint64_t col = 0; col < cols; col++) {
-            const bytes value(m.data.begin() + static_cast<int64_t>((r * cols + col) * nb), m.data.begin() + static_cast<int64_t>((r * cols + col + 1) * nb));
+            const bytes value(m.data.begin() + static_cast<int64_t>((r * cols + col) * nb),
+                              m.data.begin() + static_cast<int64_t>((r * cols + col + 1) * nb));
             if (value == zero) {
                 continue;
             }
@@ -306,7 +329,8 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
             throw std::runtime_error("a row of more than 128 entries");
         }
     }
-    std::stable_sort(blocks.begin(), blocks.end(), [](const block & a, const block & b) { return a.entries.size() > b.entries.size(); });
+    std::stable_sort(blocks.begin(), blocks.end(),
+                     [](const block & a, const block & b) { return a.entries.size() > b.entries.size(); });
     int32_t n_cols = 0;
     put<int32_t>(&c.blk_ptr, 0);
     for (const block & b : blocks) { // lane l has entries l * n/32 ...; entry k of lane l stands at k * 32 + l
@@ -321,7 +345,8 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
                 const entry & e     = b.entries[lane * per_lane + k];
                 const size_t  place = first + k * 32 + lane;
                 const size_t  delta = k ? static_cast<size_t>(e.col - b.entries[lane * per_lane + k - 1].col) : 0;
-                c.deltas[place * bits / 8] = static_cast<uint8_t>(c.deltas[place * bits / 8] | delta << (place * bits % 8));
+                c.deltas[place * bits / 8] =
+                    static_cast<uint8_t>(c.deltas[place * bits / 8] | delta << (place * bits % 8));
                 std::copy(e.value.begin(), e.value.end(), c.values.begin() + static_cast<int64_t>(place * nb));
             }
         }
@@ -336,10 +361,15 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
 
 // the inverse, for accepted arrays whose blocks are all short
 inline bytes decode_ec(const ec_components & c, uint64_t nb, uint64_t rows, uint64_t cols, uint32_t bits) {
-    bytes out(rows * cols * nb);
-    const auto number = [](const bytes & b, size_t i) { int32_t x; memcpy(&x, b.data() + 4 * i, 4); return x; };
+    bytes      out(rows * cols * nb);
+    const auto number = [](const bytes & b, size_t i) {
+        int32_t x;
+        memcpy(&x, b.data() + 4 * i, 4);
+        return x;
+    };
     for (size_t b = 0; b < c.rows.size() / 4; b++) {
-        const size_t first = static_cast<size_t>(number(c.blk_ptr, b)), per_lane = static_cast<size_t>(number(c.blk_ptr, b + 1) - number(c.blk_ptr, b)) / 32;
+        const size_t first    = static_cast<size_t>(number(c.blk_ptr, b)),
+                     per_lane = static_cast<size_t>(number(c.blk_ptr, b + 1) - number(c.blk_ptr, b)) / 32;
         for (size_t lane = 0; lane < 32; lane++) {
             uint16_t base;
             memcpy(&base, c.bases.data() + 2 * (32 * b + lane), 2);
@@ -376,9 +406,9 @@ inline uint16_t half_of(float f) { // for small normal numbers
 // rows x cols random values with the given density; some rows stay empty, some gaps are wide
 inline bytes random_data(std::mt19937_64 & rng, uint32_t type, uint64_t n, uint64_t cols, double density) {
     std::uniform_real_distribution<double> unit(0, 1);
-    std::normal_distribution<float> normal(0, 0.1f);
-    bytes out;
-    bool empty = false;
+    std::normal_distribution<float>        normal(0, 0.1f);
+    bytes                                  out;
+    bool                                   empty = false;
     for (uint64_t i = 0; i < n; i++) {
         if (i % cols == 0) {
             empty = density < 1 && unit(rng) < 0.15;
@@ -406,7 +436,10 @@ inline std::vector<std::string> spm_tokens() {
         snprintf(token, sizeof(token), "<0x%02X>", b);
         tokens.push_back(token);
     }
-    for (const char * word : { "\xe2\x96\x81", "a", "b", "c", "\xe2\x96\x81""a", "ab", "bc", "abc" }) {
+    for (const char * word : { "\xe2\x96\x81", "a", "b", "c",
+                               "\xe2\x96\x81"
+                               "a",
+                               "ab", "bc", "abc" }) {
         tokens.push_back(word);
     }
     return tokens;
@@ -414,8 +447,8 @@ inline std::vector<std::string> spm_tokens() {
 
 inline void add_spm_vocab(file * f) {
     const std::vector<std::string> tokens = spm_tokens();
-    std::vector<float> scores;
-    std::vector<int32_t> types;
+    std::vector<float>             scores;
+    std::vector<int32_t>           types;
     for (size_t i = 0; i < tokens.size(); i++) {
         scores.push_back(-static_cast<float>(i));
         types.push_back(i == 0 ? 2 : i < 3 ? 3 : i < 259 ? 6 : 1);
@@ -431,12 +464,24 @@ inline void add_spm_vocab(file * f) {
 }
 
 inline std::vector<std::string> bpe_tokens() {
-    return { "a", "b", "c", "ab", "bc", "abc", "\xc4\xa0", "\xc4\x8a", "\xc4\xa0""a", "<|bos|>", "<|eos|>", "<|pad|>" };
+    return { "a",
+             "b",
+             "c",
+             "ab",
+             "bc",
+             "abc",
+             "\xc4\xa0",
+             "\xc4\x8a",
+             "\xc4\xa0"
+             "a",
+             "<|bos|>",
+             "<|eos|>",
+             "<|pad|>" };
 }
 
 inline void add_bpe_vocab(file * f) {
     const std::vector<std::string> tokens = bpe_tokens();
-    std::vector<int32_t> types(tokens.size(), 1);
+    std::vector<int32_t>           types(tokens.size(), 1);
     std::fill(types.end() - 3, types.end(), 3);
     f->keys.push_back(text("tokenizer.ggml.model", "gpt2"));
     f->keys.push_back(text("tokenizer.ggml.pre", "llama-bpe"));
@@ -450,8 +495,8 @@ inline void add_bpe_vocab(file * f) {
 // a llama model that llama.cpp can load: n_layer layers, 4 heads (2 KV heads), feed-forward 2 n_embd
 inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe = false) {
     std::mt19937_64 rng(seed);
-    model m;
-    file & f = m.dense;
+    model           m;
+    file &          f = m.dense;
     f.keys.push_back(text("general.architecture", "llama"));
     f.keys.push_back(text("general.name", "tiny"));
     f.keys.push_back(scalar<uint32_t>("general.alignment", U32, 32));
@@ -466,15 +511,16 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     bpe ? add_bpe_vocab(&f) : add_spm_vocab(&f);
     f.keys.push_back(scalar<float>("macko.prune.density", F32, 0.3f));
 
-    const uint64_t n_vocab = bpe ? bpe_tokens().size() : spm_tokens().size();
-    auto add_dense = [&](const std::string & name, std::vector<uint64_t> ne, uint32_t type) {
+    const uint64_t n_vocab   = bpe ? bpe_tokens().size() : spm_tokens().size();
+    auto           add_dense = [&](const std::string & name, std::vector<uint64_t> ne, uint32_t type) {
         uint64_t n = 1;
         for (uint64_t d : ne) {
             n *= d;
         }
         f.tensors.push_back({ name, ne, type, random_data(rng, type, n, ne[0], 1.0), 0 });
     };
-    auto add_sparse = [&](const std::string & name, std::vector<uint64_t> ne, uint32_t type, uint32_t bits, double density) {
+    auto add_sparse = [&](const std::string & name, std::vector<uint64_t> ne, uint32_t type, uint32_t bits,
+                          double density) {
         dense_matrix d = { name, ne, type, random_data(rng, type, ne[0] * ne[1], ne[0], density) };
         f.tensors.push_back({ name, ne, type, d.data, 0 });
         m.sparse.push_back(d);
@@ -483,15 +529,15 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     add_dense("token_embd.weight", { n_embd, n_vocab }, TYPE_F16);
     for (uint32_t i = 0; i < n_layer; i++) {
         const std::string blk = "blk." + std::to_string(i) + ".";
-        add_dense (blk + "attn_norm.weight",   { n_embd }, TYPE_F32);
-        add_sparse(blk + "attn_q.weight",      { n_embd, n_embd },     TYPE_F16,  4, 0.3);
-        add_sparse(blk + "attn_k.weight",      { n_embd, n_embd / 2 }, TYPE_BF16, 2, 0.3);
-        add_dense (blk + "attn_v.weight",      { n_embd, n_embd / 2 }, TYPE_F16);
-        add_sparse(blk + "attn_output.weight", { n_embd, n_embd },     TYPE_F16,  8, 0.2);
-        add_dense (blk + "ffn_norm.weight",    { n_embd }, TYPE_F32);
-        add_sparse(blk + "ffn_gate.weight",    { n_embd, 2 * n_embd }, TYPE_F32,  1, 0.4);
-        add_sparse(blk + "ffn_up.weight",      { n_embd, 2 * n_embd }, TYPE_F16,  4, 0.1);
-        add_sparse(blk + "ffn_down.weight",    { 2 * n_embd, n_embd }, TYPE_F16,  4, i == 0 ? 0.3 : 0.0);
+        add_dense(blk + "attn_norm.weight", { n_embd }, TYPE_F32);
+        add_sparse(blk + "attn_q.weight", { n_embd, n_embd }, TYPE_F16, 4, 0.3);
+        add_sparse(blk + "attn_k.weight", { n_embd, n_embd / 2 }, TYPE_BF16, 2, 0.3);
+        add_dense(blk + "attn_v.weight", { n_embd, n_embd / 2 }, TYPE_F16);
+        add_sparse(blk + "attn_output.weight", { n_embd, n_embd }, TYPE_F16, 8, 0.2);
+        add_dense(blk + "ffn_norm.weight", { n_embd }, TYPE_F32);
+        add_sparse(blk + "ffn_gate.weight", { n_embd, 2 * n_embd }, TYPE_F32, 1, 0.4);
+        add_sparse(blk + "ffn_up.weight", { n_embd, 2 * n_embd }, TYPE_F16, 4, 0.1);
+        add_sparse(blk + "ffn_down.weight", { 2 * n_embd, n_embd }, TYPE_F16, 4, i == 0 ? 0.3 : 0.0);
     }
     add_dense("output_norm.weight", { n_embd }, TYPE_F32);
     return m;
@@ -504,9 +550,9 @@ struct packed_components {
     uint64_t nnz, n_values;
 };
 inline packed_components encode_packed(const dense_matrix & m, uint32_t value_type) {
-    packed_components c = {};
-    const uint64_t nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
-    const auto put_i32 = [&](uint64_t v) {
+    packed_components c  = {};
+    const uint64_t    nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
+    const auto        put_i32 = [&](uint64_t v) {
         for (int i = 0; i < 4; i++) {
             c.row_ptr.push_back(static_cast<uint8_t>(v >> (8 * i)));
         }
@@ -539,8 +585,11 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
         }
         for (uint64_t i = 0; i < n; i++) {
             const uint64_t k = block * 32 + i;
-            const auto     q = [&](uint64_t at) { return at < c.nnz ? plain[at * nb] : value_type == TYPE_Q4_0 ? uint8_t(8) : uint8_t(0); };
-            c.values.push_back(static_cast<uint8_t>(value_type == TYPE_Q8_0 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
+            const auto     q = [&](uint64_t at) {
+                return at < c.nnz ? plain[at * nb] : value_type == TYPE_Q4_0 ? uint8_t(8) : uint8_t(0);
+            };
+            c.values.push_back(
+                static_cast<uint8_t>(value_type == TYPE_Q8_0 ? q(k) : (q(k) & 15) | (q(k + 16) & 15) << 4));
         }
     }
     return c;
@@ -551,9 +600,9 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
     file f = m.dense;
     f.tensors.clear();
     std::vector<std::string> names, formats;
-    std::vector<uint32_t> types, bits;
-    std::vector<uint64_t> ne, nnz;
-    size_t next = 0;
+    std::vector<uint32_t>    types, bits;
+    std::vector<uint64_t>    ne, nnz;
+    size_t                   next = 0;
     for (const tensor & t : m.dense.tensors) {
         if (next == m.sparse.size() || t.name != m.sparse[next].name) {
             f.tensors.push_back(t);
@@ -561,32 +610,36 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
         if (with_packed && (next % 3 == 0 || next == 4)) {
-            const uint32_t value_type = next == 4 ? TYPE_Q4_NL : next % 18 == 9 ? TYPE_Q5_0 : next % 9 == 0 ? TYPE_Q8_0 : next % 9 == 3 ? TYPE_Q4_0 : t.type;
-            const packed_components c = encode_packed(m.sparse[next], value_type);
+            const uint32_t          value_type = next == 4        ? TYPE_Q4_NL
+                                                 : next % 18 == 9 ? TYPE_Q5_0
+                                                 : next % 9 == 0  ? TYPE_Q8_0
+                                                 : next % 9 == 3  ? TYPE_Q4_0
+                                                                  : t.type;
+            const packed_components c          = encode_packed(m.sparse[next], value_type);
             if (value_type == TYPE_Q4_NL) { // bytes
                 f.tensors.push_back({ t.name + ".values", { c.values.size() }, TYPE_I8, c.values, 0 });
             } else {
                 f.tensors.push_back({ t.name + ".values", { c.n_values }, value_type, c.values, 0 });
             }
-            f.tensors.push_back({ t.name + ".index",   { c.index.size() },        TYPE_I8,    c.index,   0 });
-            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 },  TYPE_I32,   c.row_ptr, 0 });
+            f.tensors.push_back({ t.name + ".index", { c.index.size() }, TYPE_I8, c.index, 0 });
+            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
             nnz.push_back(c.nnz);
             formats.push_back("packed");
         } else if (with_ec && m.bits[next] >= 4) {
             const ec_components c = encode_ec(m.sparse[next], m.bits[next]);
-            f.tensors.push_back({ t.name + ".values",  { c.values.size() / nb },  t.type,   c.values,  0 });
-            f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },       TYPE_I8,  c.deltas,  0 });
-            f.tensors.push_back({ t.name + ".bases",   { c.bases.size() / 2 },    TYPE_I16, c.bases,   0 });
-            f.tensors.push_back({ t.name + ".blk_ptr", { c.blk_ptr.size() / 4 },  TYPE_I32, c.blk_ptr, 0 });
-            f.tensors.push_back({ t.name + ".rows",    { c.rows.size() / 4 },     TYPE_I32, c.rows,    0 });
-            f.tensors.push_back({ t.name + ".sets",    { c.sets.size() / 4 },     TYPE_I32, c.sets,    0 });
+            f.tensors.push_back({ t.name + ".values", { c.values.size() / nb }, t.type, c.values, 0 });
+            f.tensors.push_back({ t.name + ".deltas", { c.deltas.size() }, TYPE_I8, c.deltas, 0 });
+            f.tensors.push_back({ t.name + ".bases", { c.bases.size() / 2 }, TYPE_I16, c.bases, 0 });
+            f.tensors.push_back({ t.name + ".blk_ptr", { c.blk_ptr.size() / 4 }, TYPE_I32, c.blk_ptr, 0 });
+            f.tensors.push_back({ t.name + ".rows", { c.rows.size() / 4 }, TYPE_I32, c.rows, 0 });
+            f.tensors.push_back({ t.name + ".sets", { c.sets.size() / 4 }, TYPE_I32, c.sets, 0 });
             nnz.push_back(c.nnz);
             formats.push_back("ec-csr");
         } else {
             const components c = encode(m.sparse[next], m.bits[next]);
-            f.tensors.push_back({ t.name + ".values",  { c.values.size() / nb },  t.type,   c.values,  0 });
-            f.tensors.push_back({ t.name + ".deltas",  { c.deltas.size() },       TYPE_I8,  c.deltas,  0 });
-            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 },  TYPE_I32, c.row_ptr, 0 });
+            f.tensors.push_back({ t.name + ".values", { c.values.size() / nb }, t.type, c.values, 0 });
+            f.tensors.push_back({ t.name + ".deltas", { c.deltas.size() }, TYPE_I8, c.deltas, 0 });
+            f.tensors.push_back({ t.name + ".row_ptr", { c.row_ptr.size() / 4 }, TYPE_I32, c.row_ptr, 0 });
             nnz.push_back(c.nnz);
             formats.push_back("macko");
         }

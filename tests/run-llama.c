@@ -1,4 +1,5 @@
-// The smallest program that uses nothing but llama.h: greedy text from a model, for testing `macko run` on a program we did not write for it.
+// The smallest program that uses nothing but llama.h: greedy text from a model, for testing `macko run` on a program we
+// did not write for it.
 // usage: run-llama MODEL N_TOKENS PROMPT
 #include "llama.h"
 
@@ -18,28 +19,28 @@ int main(int argc, char ** argv) {
         return 1;
     }
     struct llama_context_params params = llama_context_default_params();
-    params.n_ctx     = 512;
+    params.n_ctx                       = 512;
     params.n_threads = params.n_threads_batch = 2;
-    struct llama_context     * ctx   = llama_init_from_model(model, params);
-    const struct llama_vocab * vocab = llama_model_get_vocab(model);
+    struct llama_context *     ctx            = llama_init_from_model(model, params);
+    const struct llama_vocab * vocab          = llama_model_get_vocab(model);
 
     llama_token tokens[256];
-    int n = llama_tokenize(vocab, argv[3], (int) strlen(argv[3]), tokens, 256, true, false);
+    int         n = llama_tokenize(vocab, argv[3], (int)strlen(argv[3]), tokens, 256, true, false);
     for (int i = 0; i < atoi(argv[2]); i++) {
         if (n < 1 || llama_decode(ctx, llama_batch_get_one(tokens, n))) {
             fprintf(stderr, "error: decode failed\n");
             return 1;
         }
         const float * logits = llama_get_logits_ith(ctx, -1);
-        llama_token best = 0;
+        llama_token   best   = 0;
         for (llama_token t = 1; t < llama_vocab_n_tokens(vocab); t++) {
             best = logits[t] > logits[best] ? t : best;
         }
-        char piece[64];
+        char      piece[64];
         const int length = llama_token_to_piece(vocab, best, piece, sizeof(piece), 0, true);
-        fwrite(piece, 1, length > 0 ? (size_t) length : 0, stdout);
+        fwrite(piece, 1, length > 0 ? (size_t)length : 0, stdout);
         tokens[0] = best;
-        n = 1;
+        n         = 1;
     }
     llama_free(ctx);
     llama_model_free(model);

@@ -1,4 +1,5 @@
-// The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every refusal.
+// The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
+// refusal.
 // `test-codec --bench` prints speeds instead (GB of dense F16 per second).
 #include "ggml-macko.h"
 #include "test.h"
@@ -14,10 +15,12 @@ struct encoded {
     std::vector<uint8_t> deltas;
     std::vector<int32_t> row_ptr;
     ggml_macko_matrix    m = {};
-    int64_t n_values() const { return ggml_macko_n_padded(m.n_stored); }
-    int     validate(int n_threads = 2) const { return ggml_macko_validate(&m, n_values(), (int64_t) deltas.size(), (int64_t) row_ptr.size(), n_threads); }
-    int     decode(void * dense, int n_threads = 2) const {
-        return ggml_macko_decode(&m, n_values(), (int64_t) deltas.size(), (int64_t) row_ptr.size(), dense, n_threads);
+    int64_t              n_values() const { return ggml_macko_n_padded(m.n_stored); }
+    int                  validate(int n_threads = 2) const {
+        return ggml_macko_validate(&m, n_values(), (int64_t)deltas.size(), (int64_t)row_ptr.size(), n_threads);
+    }
+    int decode(void * dense, int n_threads = 2) const {
+        return ggml_macko_decode(&m, n_values(), (int64_t)deltas.size(), (int64_t)row_ptr.size(), dense, n_threads);
     }
 };
 
@@ -29,9 +32,9 @@ static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t co
     ggml_macko_count count;
     CHECK(ggml_macko_count_dense(dense, type, rows, cols, n_threads, &count) == 0, "%s", ggml_macko_last_error());
     e.m = { rows, cols, type, bits, count.nnz, count.n_stored[bits_index(bits)], nullptr, nullptr, nullptr };
-    e.values.assign((size_t) (e.n_values() * type_size(type)), 0xA5); // poison: every byte must be written
-    e.deltas.assign((size_t) ggml_macko_deltas_nbytes(e.m.n_stored, bits), 0xA5);
-    e.row_ptr.assign((size_t) rows + 1, -77);
+    e.values.assign((size_t)(e.n_values() * type_size(type)), 0xA5); // poison: every byte must be written
+    e.deltas.assign((size_t)ggml_macko_deltas_nbytes(e.m.n_stored, bits), 0xA5);
+    e.row_ptr.assign((size_t)rows + 1, -77);
     e.m.values  = e.values.data();
     e.m.deltas  = e.deltas.data();
     e.m.row_ptr = e.row_ptr.data();
@@ -40,88 +43,93 @@ static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t co
 }
 
 // FORMAT.md section 3, one element at a time; shares no code with the library
-template <typename T> static encoded encode_slow(const std::vector<T> & dense, int32_t type, int64_t rows, int64_t cols, int bits) {
-    std::vector<T>       values;
-    std::vector<int>     codes;
-    encoded e;
-    const int64_t max_code = (1 << bits) - 1;
-    int64_t nnz = 0;
+template <typename T>
+static encoded encode_slow(const std::vector<T> & dense, int32_t type, int64_t rows, int64_t cols, int bits) {
+    std::vector<T>   values;
+    std::vector<int> codes;
+    encoded          e;
+    const int64_t    max_code = (1 << bits) - 1;
+    int64_t          nnz      = 0;
     for (int64_t r = 0; r < rows; r++) {
-        e.row_ptr.push_back((int32_t) values.size());
+        e.row_ptr.push_back((int32_t)values.size());
         int64_t last = -1;
         for (int64_t c = 0; c < cols; c++) {
-            if (dense[(size_t) (r * cols + c)] == 0) {
+            if (dense[(size_t)(r * cols + c)] == 0) {
                 continue;
             }
             while (c - last - 1 > max_code) {
                 values.push_back(0);
-                codes.push_back((int) max_code);
+                codes.push_back((int)max_code);
                 last += max_code + 1;
             }
-            values.push_back(dense[(size_t) (r * cols + c)]);
-            codes.push_back((int) (c - last - 1));
+            values.push_back(dense[(size_t)(r * cols + c)]);
+            codes.push_back((int)(c - last - 1));
             last = c;
             nnz++;
         }
     }
-    e.row_ptr.push_back((int32_t) values.size());
-    e.m = { rows, cols, type, bits, nnz, (int64_t) values.size(), nullptr, nullptr, nullptr };
+    e.row_ptr.push_back((int32_t)values.size());
+    e.m = { rows, cols, type, bits, nnz, (int64_t)values.size(), nullptr, nullptr, nullptr };
     while (values.size() % 8 || values.empty()) {
         values.push_back(0);
         codes.push_back(0);
     }
     e.values.resize(values.size() * sizeof(T));
     memcpy(e.values.data(), values.data(), e.values.size());
-    e.deltas.resize((codes.size() * (size_t) bits / 8 + 3) / 4 * 4);
+    e.deltas.resize((codes.size() * (size_t)bits / 8 + 3) / 4 * 4);
     for (size_t k = 0; k < codes.size(); k++) {
-        e.deltas[k * (size_t) bits / 8] = (uint8_t) (e.deltas[k * (size_t) bits / 8] | codes[k] << (k * (size_t) bits % 8));
+        e.deltas[k * (size_t)bits / 8] = (uint8_t)(e.deltas[k * (size_t)bits / 8] | codes[k] << (k * (size_t)bits % 8));
     }
     return e;
 }
 
 // finite random bits with subnormals, -0.0, the largest and the smallest value among them
 template <typename T> static T random_value(rng & r, int32_t type) {
-    const int kind = (int) r.range(0, 19);
-    const T   sign = (T) ((T) r.range(0, 1) << (8 * sizeof(T) - 1));
+    const int kind = (int)r.range(0, 19);
+    const T   sign = (T)((T)r.range(0, 1) << (8 * sizeof(T) - 1));
     if (kind == 0) {
-        return (T) ((T) 1 << (8 * sizeof(T) - 1)); // -0.0
+        return (T)((T)1 << (8 * sizeof(T) - 1)); // -0.0
     }
     if (kind == 1) {
-        return (T) (sign | (T) r.range(1, 100)); // subnormal
+        return (T)(sign | (T)r.range(1, 100)); // subnormal
     }
     const uint32_t inf = type == GGML_MACKO_TYPE_F32 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u;
     if (kind == 2) {
-        return (T) (sign | (T) (inf - 1)); // largest finite
+        return (T)(sign | (T)(inf - 1)); // largest finite
     }
-    const T v = (T) (sign | (T) r.range(1, (int64_t) inf - 1));
+    const T v = (T)(sign | (T)r.range(1, (int64_t)inf - 1));
     return v;
 }
 
-template <typename T> static std::vector<T> random_dense(rng & r, int32_t type, int64_t rows, int64_t cols, double density) {
-    std::vector<T> dense((size_t) (rows * cols), 0);
+template <typename T>
+static std::vector<T> random_dense(rng & r, int32_t type, int64_t rows, int64_t cols, double density) {
+    std::vector<T> dense((size_t)(rows * cols), 0);
     for (int64_t i = 0; i < rows; i++) {
         const double d = r.range(0, 9) == 0 ? 0 : density; // a tenth of the rows is empty
         for (int64_t c = 0; c < cols; c++) {
             if (r.unit() < d) {
-                dense[(size_t) (i * cols + c)] = random_value<T>(r, type);
+                dense[(size_t)(i * cols + c)] = random_value<T>(r, type);
             }
         }
     }
     return dense;
 }
 
-template <typename T> static void check_matrix(const std::vector<T> & dense, int32_t type, int64_t rows, int64_t cols, const char * what) {
+template <typename T>
+static void check_matrix(const std::vector<T> & dense, int32_t type, int64_t rows, int64_t cols, const char * what) {
     for (const int bits : { 1, 2, 4, 8 }) {
         const encoded want = encode_slow(dense, type, rows, cols, bits);
         for (const int n_threads : { 1, 3 }) {
             const encoded e = encode(dense.data(), type, rows, cols, bits, n_threads);
-            CHECK(e.m.nnz == want.m.nnz && e.m.n_stored == want.m.n_stored, "%s %lldx%lld b=%d counts", what, (long long) rows, (long long) cols, bits);
-            CHECK(e.values == want.values && e.deltas == want.deltas && e.row_ptr == want.row_ptr, "%s %lldx%lld type %d b=%d bytes", what,
-                  (long long) rows, (long long) cols, type, bits);
+            CHECK(e.m.nnz == want.m.nnz && e.m.n_stored == want.m.n_stored, "%s %lldx%lld b=%d counts", what,
+                  (long long)rows, (long long)cols, bits);
+            CHECK(e.values == want.values && e.deltas == want.deltas && e.row_ptr == want.row_ptr,
+                  "%s %lldx%lld type %d b=%d bytes", what, (long long)rows, (long long)cols, type, bits);
             CHECK(e.validate(n_threads) == 0, "%s: %s", what, ggml_macko_last_error());
-            std::vector<T> back((size_t) (rows * cols), (T) 0x5A5A);
+            std::vector<T> back((size_t)(rows * cols), (T)0x5A5A);
             CHECK(e.decode(back.data(), n_threads) == 0, "%s: %s", what, ggml_macko_last_error());
-            CHECK(back == dense, "%s %lldx%lld type %d b=%d round trip", what, (long long) rows, (long long) cols, type, bits);
+            CHECK(back == dense, "%s %lldx%lld type %d b=%d round trip", what, (long long)rows, (long long)cols, type,
+                  bits);
         }
     }
 }
@@ -133,17 +141,18 @@ template <typename T> static void test_round_trips(int32_t type, uint64_t seed) 
             for (const double density : { 0.0, 0.02, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
                 check_matrix(random_dense<T>(r, type, rows, cols, density), type, rows, cols, "random");
             }
-            for (const int64_t col : { (int64_t) 0, cols / 2, cols - 1 }) { // one non-zero, also in the last column
-                std::vector<T> dense((size_t) (rows * cols), 0);
-                dense[(size_t) ((rows - 1) * cols + col)] = 1;
+            for (const int64_t col : { (int64_t)0, cols / 2, cols - 1 }) { // one non-zero, also in the last column
+                std::vector<T> dense((size_t)(rows * cols), 0);
+                dense[(size_t)((rows - 1) * cols + col)] = 1;
                 check_matrix(dense, type, rows, cols, "single");
             }
         }
     }
-    for (const int64_t gap : { 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 5000 }) { // gaps around what a code spans
-        std::vector<T> dense((size_t) (2 * gap + 3), 0);
-        dense[(size_t) gap] = dense[(size_t) (2 * gap + 1)] = 7;
-        check_matrix(dense, type, 1, (int64_t) dense.size(), "gap");
+    // gaps around what a code spans
+    for (const int64_t gap : { 1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 255, 256, 257, 511, 512, 513, 5000 }) {
+        std::vector<T> dense((size_t)(2 * gap + 3), 0);
+        dense[(size_t)gap] = dense[(size_t)(2 * gap + 1)] = 7;
+        check_matrix(dense, type, 1, (int64_t)dense.size(), "gap");
     }
 }
 
@@ -151,62 +160,74 @@ static void test_paper_example() {
     // paper, figure 2, with 0-based columns 1, 4, 11, 12
     std::vector<uint16_t> dense(16, 0);
     dense[1] = 0x3c00, dense[4] = 0x4000, dense[11] = 0x4200, dense[12] = 0x4400;
-    const encoded e = encode(dense.data(), GGML_MACKO_TYPE_F16, 1, 16, 2, 1);
+    const encoded              e      = encode(dense.data(), GGML_MACKO_TYPE_F16, 1, 16, 2, 1);
     const std::vector<uint8_t> values = { 0, 0x3c, 0, 0x40, 0, 0, 0, 0x42, 0, 0x44, 0, 0, 0, 0, 0, 0 };
     const std::vector<uint8_t> deltas = { 0xB9, 0x00, 0, 0 }; // codes 1 2 3 2 | 0, low bits first
-    CHECK(e.values == values && e.deltas == deltas && e.row_ptr == std::vector<int32_t>({ 0, 5 }), "bytes of the paper's example");
+    CHECK(e.values == values && e.deltas == deltas && e.row_ptr == std::vector<int32_t>({ 0, 5 }),
+          "bytes of the paper's example");
 }
 
 // one lie at a time in a valid matrix; the exact status must come back
 static void test_refusals() {
     std::vector<uint16_t> dense(3 * 600, 0);
     for (const int64_t c : { 3, 19, 36, 90, 599 }) {
-        dense[(size_t) c] = 0x3c00;
-        dense[(size_t) (1200 + c)] = 0x3c01;
+        dense[(size_t)c]          = 0x3c00;
+        dense[(size_t)(1200 + c)] = 0x3c01;
     }
     dense[1200] = 0x4000; // so that n_stored is no multiple of 8 for any delta_bits: there is padding to tamper with
     for (const int bits : { 1, 2, 4, 8 }) {
         for (const int n_threads : { 1, 2 }) {
-            const encoded good = encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads);
-            const auto refused = [&](const char * what, int status, auto && edit) {
-                encoded bad = good;
+            const encoded good    = encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads);
+            const auto    refused = [&](const char * what, int status, auto && edit) {
+                encoded bad   = good;
                 bad.m.values  = bad.values.data();
                 bad.m.deltas  = bad.deltas.data();
                 bad.m.row_ptr = bad.row_ptr.data();
                 edit(bad);
                 const int got = bad.validate(n_threads);
-                CHECK(got == status, "b=%d %s: %s, wanted %s (%s)", bits, what, ggml_macko_status_name(got), ggml_macko_status_name(status), ggml_macko_last_error());
+                CHECK(got == status, "b=%d %s: %s, wanted %s (%s)", bits, what, ggml_macko_status_name(got),
+                         ggml_macko_status_name(status), ggml_macko_last_error());
                 std::vector<uint16_t> out(3 * 600, 0x1234);
-                CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode accepts what validate refuses", bits, what);
+                CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode accepts what validate refuses",
+                         bits, what);
             };
-            const auto value = [&](encoded & e, int64_t k, uint16_t bits16) { memcpy(e.values.data() + 2 * k, &bits16, 2); };
-            const auto code  = [&](encoded & e, int64_t k, int c) {
-                uint8_t & byte = e.deltas[(size_t) (k * bits / 8)];
-                const int shift = (int) (k * bits % 8), mask = (1 << bits) - 1;
-                byte = (uint8_t) ((byte & ~(mask << shift)) | c << shift);
+            const auto value = [&](encoded & e, int64_t k, uint16_t bits16) {
+                memcpy(e.values.data() + 2 * k, &bits16, 2);
+            };
+            const auto code = [&](encoded & e, int64_t k, int c) {
+                uint8_t & byte  = e.deltas[(size_t)(k * bits / 8)];
+                const int shift = (int)(k * bits % 8), mask = (1 << bits) - 1;
+                byte = (uint8_t)((byte & ~(mask << shift)) | c << shift);
             };
             const int64_t n_row0 = good.row_ptr[1], n = good.m.n_stored, max_code = (1 << bits) - 1;
             CHECK(n % 8 != 0, "b=%d: no padding to tamper with", bits);
             refused("row_ptr[0] not 0", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[0] = 1; });
-            refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = (int32_t) n + 1; });
+            refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR,
+                    [&](encoded & e) { e.row_ptr[1] = (int32_t)n + 1; });
             refused("row_ptr negative", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = -4; });
-            refused("row_ptr ends past the values", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[3] = (int32_t) n + 16; });
-            refused("row_ptr ends early", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[2] = e.row_ptr[1] = 0; e.row_ptr[3] = 1; });
+            refused("row_ptr ends past the values", GGML_MACKO_STATUS_BAD_ROW_PTR,
+                    [&](encoded & e) { e.row_ptr[3] = (int32_t)n + 16; });
+            refused("row_ptr ends early", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) {
+                e.row_ptr[2] = e.row_ptr[1] = 0;
+                e.row_ptr[3]                = 1;
+            });
             refused("NaN", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { value(e, n_row0 - 1, 0x7e00); });
             refused("-Inf", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { value(e, n - 1, 0xfc00); });
             refused("last entry of a row is a filler", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
-                e.row_ptr[1] = e.row_ptr[2] = (int32_t) n_row0 - 1; // row 0 now ends with the filler before column 599
+                e.row_ptr[1] = e.row_ptr[2] = (int32_t)n_row0 - 1; // row 0 now ends with the filler before column 599
             });
-            refused("value behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { value(e, n, 1); });
+            refused("value behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL,
+                    [&](encoded & e) { value(e, n, 1); });
             refused("nnz too small", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz--; });
-            refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
+            refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ,
+                    [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
             refused("zero value with a small code", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
                 value(e, n_row0, 0); // row 2's first entry, column 0: code 0
             });
             refused("walks past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](encoded & e) {
                 for (int64_t k = n_row0; k < n; k++) {
-                    if (((e.deltas[(size_t) (k * bits / 8)] >> (k * bits % 8)) & max_code) < max_code) {
-                        code(e, k, (int) max_code);
+                    if (((e.deltas[(size_t)(k * bits / 8)] >> (k * bits % 8)) & max_code) < max_code) {
+                        code(e, k, (int)max_code);
                     }
                 }
             });
@@ -214,42 +235,55 @@ static void test_refusals() {
             refused("cols over the limit", GGML_MACKO_STATUS_LIMIT, [&](encoded & e) { e.m.cols = (1 << 24) + 1; });
             refused("unknown type", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.type = 8; });
             refused("delta_bits 3", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.delta_bits = 3; });
-            refused("deltas too long", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) { e.deltas.resize(e.deltas.size() + 4); e.m.deltas = e.deltas.data(); });
+            refused("deltas too long", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) {
+                e.deltas.resize(e.deltas.size() + 4);
+                e.m.deltas = e.deltas.data();
+            });
             refused("row_ptr too short", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) { e.row_ptr.pop_back(); });
             refused("null", GGML_MACKO_STATUS_BAD_ARGUMENT, [&](encoded & e) { e.m.values = nullptr; });
             refused("code behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { code(e, n, 1); });
-            refused("bits in the last byte of deltas", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { e.deltas.back() |= 0x80; });
+            refused("bits in the last byte of deltas", GGML_MACKO_STATUS_NOT_CANONICAL,
+                    [&](encoded & e) { e.deltas.back() |= 0x80; });
             std::vector<uint16_t> other = dense;
-            other[700] = 1;
-            encoded again = good;
-            again.m.values = again.values.data(), again.m.deltas = again.deltas.data(), again.m.row_ptr = again.row_ptr.data();
-            CHECK(ggml_macko_encode(other.data(), &again.m, n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT, "encode with another matrix's counts");
+            other[700]                  = 1;
+            encoded again               = good;
+            again.m.values = again.values.data(), again.m.deltas = again.deltas.data(),
+            again.m.row_ptr = again.row_ptr.data();
+            CHECK(ggml_macko_encode(other.data(), &again.m, n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
+                  "encode with another matrix's counts");
         }
     }
     ggml_macko_count count;
-    CHECK(ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, 1 << 20, 1 << 20, 1, &count) == GGML_MACKO_STATUS_LIMIT, "2 TiB matrix");
-    CHECK(ggml_macko_count_dense(nullptr, GGML_MACKO_TYPE_F16, 1, 1, 1, &count) == GGML_MACKO_STATUS_BAD_ARGUMENT, "null dense");
+    CHECK(ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, 1 << 20, 1 << 20, 1, &count) ==
+              GGML_MACKO_STATUS_LIMIT,
+          "2 TiB matrix");
+    CHECK(ggml_macko_count_dense(nullptr, GGML_MACKO_TYPE_F16, 1, 1, 1, &count) == GGML_MACKO_STATUS_BAD_ARGUMENT,
+          "null dense");
     std::vector<uint16_t> special = { 0x3c00, 0x7c00, 0xfe01, 0, 0x8000, 0x7bff };
-    CHECK(ggml_macko_count_dense(special.data(), GGML_MACKO_TYPE_F16, 2, 3, 1, &count) == 0 && count.n_nonfinite == 2 && count.nnz == 5, "non-finite count");
+    CHECK(ggml_macko_count_dense(special.data(), GGML_MACKO_TYPE_F16, 2, 3, 1, &count) == 0 && count.n_nonfinite == 2 &&
+              count.nnz == 5,
+          "non-finite count");
 }
 
 // acceptance 3 of the format: effective density of random matrices against section 4.1 of the paper
 static void test_effective_density() {
-    rng r(41);
+    rng           r(41);
     const int64_t rows = 1024, cols = 16384;
     for (int step = 1; step <= 19; step++) {
         const double          d = 0.05 * step;
-        std::vector<uint16_t> dense((size_t) (rows * cols), 0);
+        std::vector<uint16_t> dense((size_t)(rows * cols), 0);
         for (size_t i = 0; i < dense.size(); i += 2) {
             const uint64_t u = r.bits();
-            dense[i]     = (double) (u & 0xffffffff) < d * 0x1p32 ? 0x3c00 : 0;
-            dense[i + 1] = (double) (u >> 32) < d * 0x1p32 ? 0x3c00 : 0;
+            dense[i]         = (double)(u & 0xffffffff) < d * 0x1p32 ? 0x3c00 : 0;
+            dense[i + 1]     = (double)(u >> 32) < d * 0x1p32 ? 0x3c00 : 0;
         }
         for (const int bits : { 1, 2, 4, 8 }) {
             const encoded e = encode(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, bits, 2);
             const double  z = std::pow(1 - d, 1 << bits), want = d / (1 - z) * (16 + bits) / 16;
-            const double  got = (double) (e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) / (double) (2 * rows * cols);
-            CHECK(std::fabs(got / want - 1) < 0.005, "density %.2f b=%d: effective density %.5f, expected %.5f", d, bits, got, want);
+            const double  got =
+                (double)(e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) / (double)(2 * rows * cols);
+            CHECK(std::fabs(got / want - 1) < 0.005, "density %.2f b=%d: effective density %.5f, expected %.5f", d,
+                  bits, got, want);
         }
     }
 }
@@ -271,25 +305,29 @@ template <typename F> static double median_time(F && f) {
 
 static void bench() {
     const int64_t rows = 8192, cols = 8192;
-    const double  gb = (double) rows * cols * 2e-9;
-    printf("codec, %lld x %lld F16, 2 threads, GB of dense per second; validation in ms per GB of payload\n", (long long) rows, (long long) cols);
-    printf("| density | b | count | encode (count + write) | decode (validates) | validate ms/GB |\n|---|---|---|---|---|---|\n");
+    const double  gb = (double)rows * cols * 2e-9;
+    printf("codec, %lld x %lld F16, 2 threads, GB of dense per second; validation in ms per GB of payload\n",
+           (long long)rows, (long long)cols);
+    printf("| density | b | count | encode (count + write) | decode (validates) | validate ms/GB "
+           "|\n|---|---|---|---|---|---|\n");
     for (const double d : { 0.1, 0.3, 0.5, 0.7, 1.0 }) {
-        rng r(7);
-        std::vector<uint16_t> dense((size_t) (rows * cols));
+        rng                   r(7);
+        std::vector<uint16_t> dense((size_t)(rows * cols));
         for (auto & v : dense) {
-            v = r.unit() < d ? (uint16_t) r.range(0x2000, 0x3fff) : 0;
+            v = r.unit() < d ? (uint16_t)r.range(0x2000, 0x3fff) : 0;
         }
         for (const int bits : { 1, 2, 4, 8 }) {
-            encoded e = encode(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, bits, 2);
+            encoded          e = encode(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, bits, 2);
             ggml_macko_count count;
-            int status = 0;
-            const double tc = median_time([&] { status |= ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, 2, &count); });
-            const double te = median_time([&] { status |= ggml_macko_encode(dense.data(), &e.m, 2); });
-            const double td = median_time([&] { status |= e.decode(dense.data()); });
-            const double tv = median_time([&] { status |= e.validate(); });
-            const double payload = (double) (e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) * 1e-9;
-            printf("| %.1f | %d | %.2f | %.2f | %.2f | %.0f |%s\n", d, bits, gb / tc, gb / (tc + te), gb / td, tv * 1e3 / payload, status ? " FAILED" : "");
+            int              status = 0;
+            const double     tc     = median_time(
+                [&] { status |= ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, 2, &count); });
+            const double te      = median_time([&] { status |= ggml_macko_encode(dense.data(), &e.m, 2); });
+            const double td      = median_time([&] { status |= e.decode(dense.data()); });
+            const double tv      = median_time([&] { status |= e.validate(); });
+            const double payload = (double)(e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) * 1e-9;
+            printf("| %.1f | %d | %.2f | %.2f | %.2f | %.0f |%s\n", d, bits, gb / tc, gb / (tc + te), gb / td,
+                   tv * 1e3 / payload, status ? " FAILED" : "");
         }
     }
 }

@@ -1,8 +1,9 @@
-// The CPU kernels against float64, element by element: every supported kernel set, value type and layout, odd shapes, hostile data.
+// The CPU kernels against float64, element by element: every supported kernel set, value type and layout, odd shapes,
+// hostile data.
 // All memory ends at a page without access, so a kernel that reads or writes past it dies here.
 // `test-cpu-kernels --bench` prints speeds instead, beside a dense F16 kernel.
-#include "cpu/dispatch.h"
 #include "codec/macko/encode.h"
+#include "cpu/dispatch.h"
 #include "guarded.h"
 #include "test.h"
 #include "values.h"
@@ -38,10 +39,10 @@ static double rounded(double v, int32_t type) {
     if (type == GGML_MACKO_TYPE_F32 || v == 0) {
         return v;
     }
-    const int digits = type == GGML_MACKO_TYPE_F16 ? 10 : 7;
-    const int lowest = type == GGML_MACKO_TYPE_F16 ? -14 : -126;
-    const double ulp = std::ldexp(1.0, std::max(std::ilogb(v), lowest) - digits);
-    const double r   = std::nearbyint(v / ulp) * ulp;
+    const int    digits = type == GGML_MACKO_TYPE_F16 ? 10 : 7;
+    const int    lowest = type == GGML_MACKO_TYPE_F16 ? -14 : -126;
+    const double ulp    = std::ldexp(1.0, std::max(std::ilogb(v), lowest) - digits);
+    const double r      = std::nearbyint(v / ulp) * ulp;
     return type == GGML_MACKO_TYPE_F16 && std::fabs(r) >= 65520 ? std::copysign(INFINITY, v) : r;
 }
 
@@ -50,9 +51,11 @@ static uint32_t random_value(rng & random, int32_t type) {
     const uint32_t sign = type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u;
     const uint32_t s    = random.bits() & 1 ? sign : 0;
     switch (random.range(0, 60)) {
-        case 0:  return sign;                                                     // -0.0
-        case 1:  return s | 1;                                                    // smallest subnormal
-        case 2:  return s | (type == GGML_MACKO_TYPE_F16 ? 0x7bff : type == GGML_MACKO_TYPE_BF16 ? 0x4780 : 0x477fe000); // 65504; 65536
+        case 0: return sign; // -0.0
+        case 1:
+            return s | 1; // smallest subnormal
+        // 65504; 65536
+        case 2:  return s | (type == GGML_MACKO_TYPE_F16 ? 0x7bff : type == GGML_MACKO_TYPE_BF16 ? 0x4780 : 0x477fe000);
         case 3:  return s | (type == GGML_MACKO_TYPE_F16 ? 0x03ff : type == GGML_MACKO_TYPE_BF16 ? 0x007f : 0x007fffff);
         default: break;
     }
@@ -117,22 +120,26 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     macko_desc desc = m.desc;
     desc.delta_bits = delta_bits;
     ggml_macko_count count;
-    CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz, "nnz %ld", (long) count.nnz);
-    const int64_t n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
+    CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz,
+          "nnz %ld", (long)count.nnz);
+    const int64_t        n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
     std::vector<uint8_t> values(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
     std::vector<uint8_t> deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
     std::vector<int32_t> row_ptr(static_cast<size_t>(desc.rows + 1));
-    const ggml_macko_matrix e = { desc.rows, desc.cols, desc.type, delta_bits, desc.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() };
+    const ggml_macko_matrix e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
+                                  n_stored,  values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
-    const bitmap_matrix w = bitmap_bind(desc, desc.type, memory.data);
+    const bitmap_matrix     w = bitmap_bind(desc, desc.type, memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     for (int64_t r = 0; r < desc.rows; r += block_rows) {
         const int64_t base = row_ptr[static_cast<size_t>(r)] & ~7;
         views.emplace_back();
-        const int status = validate({ desc, r, std::min(r + block_rows, desc.rows), row_ptr.data(), base,
-                                      values.data() + base * value_nbytes(desc.type), deltas.data() + base * delta_bits / 8 }, &views.back());
+        const int status =
+            validate({ desc, r, std::min(r + block_rows, desc.rows), row_ptr.data(), base,
+                       values.data() + base * value_nbytes(desc.type), deltas.data() + base * delta_bits / 8 },
+                     &views.back());
         CHECK(status == 0, "%s", ggml_macko_last_error());
         first_value.push_back(first_value.back() + views.back().nnz());
     }
@@ -150,21 +157,23 @@ static void test_pack_unpack_round_trip() {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
             for (const int64_t cols : { 1, 2, 63, 64, 65, 127, 128, 129, 300, 4097 }) {
                 for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
-                    const int64_t rows  = random.range(1, 40);
-                    const matrix  m     = random_matrix(random, type, rows, cols, density);
-                    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
-                    const bitmap_matrix w = pack(m, delta_bits, random.range(1, rows), memory);
-                    const int64_t begin = random.range(0, rows - 1);
-                    const int64_t end   = random.range(begin, rows);
-                    const int64_t row_nbytes = cols * value_nbytes(type);
-                    const guarded all(rows * row_nbytes);
-                    const guarded some((end - begin) * row_nbytes);
+                    const int64_t       rows = random.range(1, 40);
+                    const matrix        m    = random_matrix(random, type, rows, cols, density);
+                    const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+                    const bitmap_matrix w          = pack(m, delta_bits, random.range(1, rows), memory);
+                    const int64_t       begin      = random.range(0, rows - 1);
+                    const int64_t       end        = random.range(begin, rows);
+                    const int64_t       row_nbytes = cols * value_nbytes(type);
+                    const guarded       all(rows * row_nbytes);
+                    const guarded       some((end - begin) * row_nbytes);
                     bitmap_unpack(w, type, 0, rows, all.data);
                     bitmap_unpack(w, type, begin, end, some.data);
                     CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
-                        "type %d bits %d %ldx%ld density %g", type, delta_bits, (long) rows, (long) cols, density);
-                    CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes, static_cast<size_t>((end - begin) * row_nbytes)) == 0 && some.intact(),
-                        "rows %ld-%ld", (long) begin, (long) end);
+                          "type %d bits %d %ldx%ld density %g", type, delta_bits, (long)rows, (long)cols, density);
+                    CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes,
+                                 static_cast<size_t>((end - begin) * row_nbytes)) == 0 &&
+                              some.intact(),
+                          "rows %ld-%ld", (long)begin, (long)end);
                     CHECK(w.row_off[0] == 0 && w.row_off[rows] == m.desc.nnz, "row_off %u", w.row_off[rows]);
                 }
             }
@@ -175,35 +184,37 @@ static void test_pack_unpack_round_trip() {
 // ---- multiplication ----
 
 struct problem {
-    const matrix & m;
-    bitmap_matrix  w;
-    int64_t        row_begin, row_end, n;
-    bool           round_x;
-    guarded        x;                  // [n][cols]
+    const matrix &      m;
+    bitmap_matrix       w;
+    int64_t             row_begin, row_end, n;
+    bool                round_x;
+    guarded             x;             // [n][cols]
     std::vector<double> want, bound;   // [n][rows]
     std::vector<double> integer_bound; // quantized weights, n = 1: where x may be rounded to 16 bits
 
-    problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n, bool round_x)
+    problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
+            bool round_x)
         : m(m), w(w), row_begin(row_begin), row_end(row_end), n(n), round_x(round_x), x(n * m.desc.cols * 4) {
-        const int64_t cols = m.desc.cols;
-        const int64_t rows = row_end - row_begin;
+        const int64_t                   cols = m.desc.cols;
+        const int64_t                   rows = row_end - row_begin;
         std::normal_distribution<float> normal;
-        std::vector<double> rx(static_cast<size_t>(n * cols)); // [col][n]
+        std::vector<double>             rx(static_cast<size_t>(n * cols)); // [col][n]
         for (int64_t i = 0; i < n; i++) {
             for (int64_t c = 0; c < cols; c++) {
                 float v = normal(random.engine);
                 switch (random.range(0, 80)) {
-                    case 0: v = 65504.0f * std::copysign(1.0f, v); break;
-                    case 1: v *= 1e-6f; break; // subnormal in F16
-                    case 2: v = -0.0f; break;
-                    case 3: v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // ties between two F16 values
+                    case 0:  v = 65504.0f * std::copysign(1.0f, v); break;
+                    case 1:  v *= 1e-6f; break; // subnormal in F16
+                    case 2:  v = -0.0f; break;
+                    case 3:  v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // ties between two F16 values
                     default: break;
                 }
-                x.floats()[i * cols + c] = v;
+                x.floats()[i * cols + c]           = v;
                 rx[static_cast<size_t>(c * n + i)] = round_x ? rounded(v, m.desc.type) : v;
             }
         }
-        // |y - y64| <= 2 gamma sum |w x|, gamma = cols 2^-24 (sums of float FMAs in any order), and what results below 2^-126 lose
+        // |y - y64| <= 2 gamma sum |w x|, gamma = cols 2^-24 (sums of float FMAs in any order), and what results below
+        // 2^-126 lose
         want.resize(static_cast<size_t>(rows * n));
         bound.assign(want.size(), static_cast<double>(cols) * 0x1p-149);
         for (int64_t r = 0; r < rows; r++) {
@@ -216,20 +227,25 @@ struct problem {
                 for (int64_t i = 0; i < n; i++) {
                     const double product = wv * rx[static_cast<size_t>(c * n + i)];
                     want[static_cast<size_t>(r * n + i)] += product;
-                    bound[static_cast<size_t>(r * n + i)] += 2 * static_cast<double>(cols) * 0x1p-24 * std::fabs(product);
+                    bound[static_cast<size_t>(r * n + i)] +=
+                        2 * static_cast<double>(cols) * 0x1p-24 * std::fabs(product);
                 }
             }
         }
-        if (n == 1) { // + sum |w| max |x| (1 / 65534 + a rounding of twice that for each 64 columns and some more): x is rounded, and made positive
-            const double step = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
-            double largest = 0;
+        // + sum |w| max |x| (1 / 65534 + a rounding of twice that for each 64 columns and some more): x is rounded, and
+        // made positive
+        if (n == 1) {
+            const double step    = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
+            double       largest = 0;
             for (const double v : rx) {
                 largest = std::max(largest, std::fabs(v));
             }
             integer_bound = bound;
             for (int64_t r = 0; r < rows; r++) {
                 for (int64_t c = 0; c < cols; c++) {
-                    integer_bound[static_cast<size_t>(r)] += std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) * largest * step;
+                    integer_bound[static_cast<size_t>(r)] +=
+                        std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) *
+                        largest * step;
                 }
             }
         }
@@ -239,9 +255,9 @@ struct problem {
 // n rows of y, each with canaries on both sides, poisoned with NaN
 struct output {
     static constexpr int64_t GAP = 16;
-    int64_t n, rows;
-    guarded memory;
-    std::vector<float *> y;
+    int64_t                  n, rows;
+    guarded                  memory;
+    std::vector<float *>     y;
 
     output(int64_t n, int64_t rows) : n(n), rows(rows), memory(n * (rows + GAP) * 4) {
         for (int64_t i = 0; i < n; i++) {
@@ -259,7 +275,8 @@ struct output {
     }
     bool same(const output & other) const {
         for (int64_t i = 0; i < n; i++) {
-            if (memcmp(y[static_cast<size_t>(i)], other.y[static_cast<size_t>(i)], static_cast<size_t>(rows) * 4) != 0) {
+            if (memcmp(y[static_cast<size_t>(i)], other.y[static_cast<size_t>(i)], static_cast<size_t>(rows) * 4) !=
+                0) {
                 return false;
             }
         }
@@ -270,7 +287,7 @@ struct output {
 enum class how { dispatched, narrow, rows, panels };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
-    const guarded scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
+    const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
     std::vector<const float *> x;
     for (int64_t i = 0; i < p.n; i++) {
         x.push_back(p.x.floats() + i * p.m.desc.cols);
@@ -280,7 +297,9 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
-        const x_layout layout = with == how::narrow ? x_layout::narrow : with == how::rows ? x_layout::rows : x_layout::panels;
+        const x_layout layout = with == how::narrow ? x_layout::narrow
+                                : with == how::rows ? x_layout::rows
+                                                    : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
             set.prepare(params, layout, i, n_threads);
         }
@@ -289,21 +308,27 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
     CHECK(out.intact() && scratch.intact() && p.x.intact(), "%s wrote outside of y or scratch", set.name);
 }
 
-static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out, const std::vector<double> & bound) {
+static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out,
+                         const std::vector<double> & bound) {
     double  worst = -1;
     int64_t at    = 0;
     for (int64_t k = 0; k < static_cast<int64_t>(p.want.size()); k++) {
         const double got   = out.y[static_cast<size_t>(k % p.n)][k / p.n];
         const double error = std::fabs(got - p.want[static_cast<size_t>(k)]);
-        const double over  = error <= bound[static_cast<size_t>(k)] ? 0 : std::isnan(error) ? INFINITY : error - bound[static_cast<size_t>(k)];
+        const double over  = error <= bound[static_cast<size_t>(k)] ? 0
+                             : std::isnan(error)                    ? INFINITY
+                                                                    : error - bound[static_cast<size_t>(k)];
         if (over > worst) {
             worst = over;
             at    = k;
         }
     }
-    CHECK(worst <= 0, "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name, what, p.w.type,
-        (long) p.m.desc.rows, (long) p.m.desc.cols, (long) p.m.desc.nnz, (long) p.row_begin, (long) p.row_end, (long) p.n, p.round_x,
-        (long) (at % p.n), (long) (at / p.n), out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)], bound[static_cast<size_t>(at)]);
+    CHECK(worst <= 0,
+          "%s %s type %d %ldx%ld nnz %ld rows %ld-%ld n %ld round %d: y[%ld][%ld] = %g, float64 %g, bound %g", set.name,
+          what, p.w.type, (long)p.m.desc.rows, (long)p.m.desc.cols, (long)p.m.desc.nnz, (long)p.row_begin,
+          (long)p.row_end, (long)p.n, p.round_x, (long)(at % p.n), (long)(at / p.n),
+          out.y[static_cast<size_t>(at % p.n)][at / p.n], p.want[static_cast<size_t>(at)],
+          bound[static_cast<size_t>(at)]);
 }
 
 static void check_result(const kernel_set & set, const problem & p, const char * what, const output & out) {
@@ -313,7 +338,7 @@ static void check_result(const kernel_set & set, const problem & p, const char *
 static void check_all_sets(const problem & p, bool threads) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         const int64_t rows = p.row_end - p.row_begin;
-        output one(p.n, rows), with_rows(p.n, rows), with_panels(p.n, rows);
+        output        one(p.n, rows), with_rows(p.n, rows), with_panels(p.n, rows);
         multiply(*set, p, how::dispatched, 1, one);
         multiply(*set, p, how::rows, 3, with_rows);
         multiply(*set, p, how::panels, 3, with_panels);
@@ -330,22 +355,23 @@ static void check_all_sets(const problem & p, bool threads) {
         for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {
             output more(p.n, rows);
             multiply(*set, p, how::dispatched, n_threads, more);
-            CHECK(one.same(more), "%s: %d threads give other bits than one (%ldx%ld n %ld)", set->name, n_threads, (long) rows, (long) p.m.desc.cols, (long) p.n);
+            CHECK(one.same(more), "%s: %d threads give other bits than one (%ldx%ld n %ld)", set->name, n_threads,
+                  (long)rows, (long)p.m.desc.cols, (long)p.n);
         }
     }
 }
 
 static void test_every_set_against_float64() {
-    rng random(2);
+    rng           random(2);
     const int64_t all_n[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 80, 97, 100, 112, 127, 128, 129, 200 };
     const int64_t dims[]  = { 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 257, 1000, 4096 };
-    size_t next_n = 0;
+    size_t        next_n  = 0;
     for (const int32_t type : all_types) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
             for (const int64_t cols : dims) {
-                const int64_t rows = dims[random.range(0, cols > 300 ? 11 : 15)];
-                const matrix  m    = random_matrix(random, type, rows, cols, density);
-                const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+                const int64_t       rows = dims[random.range(0, cols > 300 ? 11 : 15)];
+                const matrix        m    = random_matrix(random, type, rows, cols, density);
+                const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
                 const bitmap_matrix w = pack(m, 4, rows, memory);
                 for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
                     const int64_t n = k == 1 ? 1 : all_n[next_n++ % std::size(all_n)];
@@ -356,23 +382,29 @@ static void test_every_set_against_float64() {
     }
 }
 
-static const int32_t all_quants[] = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0, GGML_MACKO_TYPE_Q4_NL };
-static const int     levels[2][16] = { // of Q4_NL, FORMAT.md section 7
+static const int32_t all_quants[]  = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
+                                       GGML_MACKO_TYPE_Q4_NL };
+static const int     levels[2][16] = {
+    // of Q4_NL, FORMAT.md section 7
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
 
-// A quantized matrix, and in `exact` its weights d * q as F32, which holds them exactly; made from the arrays, not by the library's decoder.
+// A quantized matrix, and in `exact` its weights d * q as F32, which holds them exactly; made from the arrays, not by
+// the library's decoder.
 struct quantized {
     packed_matrix            packed;
     matrix                   exact;
     std::unique_ptr<guarded> memory;
     bitmap_matrix            w = {};
 
-    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density) : exact(GGML_MACKO_TYPE_F32, rows, cols) {
-        const matrix source = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
+    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density)
+        : exact(GGML_MACKO_TYPE_F32, rows, cols) {
+        const matrix  source       = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
         const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
-        CHECK(macko::pack(source.dense.data(), { source.desc, value_type, index_bits[random.range(0, 4)] }, 1, &packed) == 0, "%s", ggml_macko_last_error());
+        CHECK(macko::pack(source.dense.data(), { source.desc, value_type, index_bits[random.range(0, 4)] }, 1,
+                          &packed) == 0,
+              "%s", ggml_macko_last_error());
         packed_view view;
         CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
         memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, value_type));
@@ -381,13 +413,19 @@ struct quantized {
         int64_t k = 0;
         for (size_t i = 0; i < source.bits.size(); i++) {
             if (source.bits[i] != 0) {
-                const uint8_t * block  = packed.values.data() + k / 32 * (value_type == GGML_MACKO_TYPE_Q8_0 ? 34 : value_type == GGML_MACKO_TYPE_Q5_0 ? 22 : 18);
-                const int64_t   j      = k++ % 32;
-                const auto      nibble = [&](int64_t from) { return block[from + j % 16] >> (j / 16 * 4) & 15; };
-                const int       q      = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j])
-                                       : value_type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16
-                                       : value_type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)] : nibble(2) - 8;
-                const float     v     = static_cast<float>(value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
+                const uint8_t * block = packed.values.data() + k / 32 *
+                                                                   (value_type == GGML_MACKO_TYPE_Q8_0   ? 34
+                                                                    : value_type == GGML_MACKO_TYPE_Q5_0 ? 22
+                                                                                                         : 18);
+                const int64_t j      = k++ % 32;
+                const auto    nibble = [&](int64_t from) { return block[from + j % 16] >> (j / 16 * 4) & 15; };
+                const int     q      = value_type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + j])
+                                       : value_type == GGML_MACKO_TYPE_Q5_0
+                                           ? nibble(6) + (block[2 + j / 8] >> (j % 8) & 1) * 16 - 16
+                                       : value_type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)]
+                                                                             : nibble(2) - 8;
+                const float   v      = static_cast<float>(
+                    value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16) * q);
                 memcpy(&exact.bits[i], &v, 4);
             }
         }
@@ -397,10 +435,10 @@ struct quantized {
 };
 
 static void test_quantized_against_float64() {
-    rng random(12);
+    rng           random(12);
     const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
-    size_t next_n = 0;
+    size_t        next_n  = 0;
     for (const int32_t type : all_quants) {
         for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
             for (const int64_t cols : dims) {
@@ -409,7 +447,8 @@ static void test_quantized_against_float64() {
                 const int64_t   begin = random.range(0, rows - 1);
                 check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
                 check_all_sets(problem(random, q.exact, q.w, begin, rows, 1, cols % 2), false);
-                check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true), true);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true),
+                               true);
             }
         }
     }
@@ -417,25 +456,26 @@ static void test_quantized_against_float64() {
 
 // 16-bit integers of x: the extremes of an x without anything else, and an x of zeros
 static void test_quantized_extreme_x() {
-    rng random(13);
+    rng             random(13);
     const quantized q(random, GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4);
     for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
         problem p(random, q.exact, q.w, 0, 40, 1, true);
-        double largest = 0;
+        double  largest = 0;
         for (int64_t c = 0; c < 300; c++) {
             p.x.floats()[c] = scale * static_cast<float>(random.range(-1, 1));
-            largest = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
+            largest         = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
         }
         for (int64_t r = 0; r < 40; r++) {
             double sum = 0, magnitude = 0;
             for (int64_t c = 0; c < 300; c++) {
                 const double weight = value_of(q.exact.bits[static_cast<size_t>(r * 300 + c)], GGML_MACKO_TYPE_F32);
-                sum       += weight * p.x.floats()[c];
+                sum += weight * p.x.floats()[c];
                 magnitude += std::fabs(weight);
             }
-            p.want[static_cast<size_t>(r)]          = sum;
-            p.bound[static_cast<size_t>(r)]         = magnitude * largest * 300 * 0x1p-23;
-            p.integer_bound[static_cast<size_t>(r)] = p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
+            p.want[static_cast<size_t>(r)]  = sum;
+            p.bound[static_cast<size_t>(r)] = magnitude * largest * 300 * 0x1p-23;
+            p.integer_bound[static_cast<size_t>(r)] =
+                p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
         }
         check_all_sets(p, true);
     }
@@ -450,7 +490,8 @@ static void test_quantized_unpack() {
         bool same = dense.intact();
         for (int64_t i = 0; i < 16 * 133; i++) {
             const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
-            same = same && static_cast<double>(dense.floats()[i]) == want && !(want == 0 && std::signbit(dense.floats()[i]));
+            same              = same && static_cast<double>(dense.floats()[i]) == want &&
+                   !(want == 0 && std::signbit(dense.floats()[i]));
         }
         CHECK(same, "type %d", type);
     }
@@ -460,8 +501,8 @@ static void test_quantized_unpack() {
 static void test_rows_beyond_one_block() {
     rng random(3);
     for (const int32_t type : all_types) {
-        const matrix  m = random_matrix(random, type, 1037, 333, 0.4);
-        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+        const matrix        m = random_matrix(random, type, 1037, 333, 0.4);
+        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, 100, memory);
         for (const int64_t n : { 1, 8, 20, 130 }) {
             check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
@@ -471,20 +512,21 @@ static void test_rows_beyond_one_block() {
 
 // an expert is a range of rows; parts are cut by work, and a range may be smaller than the number of threads
 static void test_row_ranges() {
-    rng random(4);
-    const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
-    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+    rng                 random(4);
+    const matrix        m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
+    const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
     const bitmap_matrix w = pack(m, 4, 96, memory);
     for (int64_t begin = 0; begin < 96; begin += 13) {
         for (const int64_t rows : { 0, 1, 2, 5, 12 }) {
-            check_all_sets(problem(random, m, w, begin, std::min<int64_t>(begin + rows, 96), 1 + begin % 18, true), true);
+            check_all_sets(problem(random, m, w, begin, std::min<int64_t>(begin + rows, 96), 1 + begin % 18, true),
+                           true);
         }
     }
 }
 
 // x rounds as F16 and BF16 do: each x alone times 1.0, so y is the rounded x, bit for bit
 static void test_rounding_of_x_is_exact() {
-    rng random(5);
+    rng           random(5);
     const int64_t cols = 64;
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         matrix m(type, cols, cols);
@@ -492,13 +534,15 @@ static void test_rounding_of_x_is_exact() {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, cols, memory);
         for (int k = 0; k < 100; k++) {
             problem p(random, m, w, 0, cols, 2, true);
             for (int64_t c = 0; c < 2 * cols; c++) { // any exponent that does not become Inf, ties included
-                const int e = static_cast<int>(random.range(type == GGML_MACKO_TYPE_F16 ? -28 : -126, type == GGML_MACKO_TYPE_F16 ? 15 : 126));
-                const float v = std::ldexp(static_cast<float>(random.range(0x400, 0x7ff) * 2 + (random.bits() & 1)) / 4096, e);
+                const int e = static_cast<int>(
+                    random.range(type == GGML_MACKO_TYPE_F16 ? -28 : -126, type == GGML_MACKO_TYPE_F16 ? 15 : 126));
+                const float v =
+                    std::ldexp(static_cast<float>(random.range(0x400, 0x7ff) * 2 + (random.bits() & 1)) / 4096, e);
                 p.x.floats()[c] = std::fabs(v) > 65504 ? 65504.0f : random.bits() & 1 ? v : -v;
             }
             for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
@@ -507,8 +551,9 @@ static void test_rounding_of_x_is_exact() {
                     multiply(*set, p, with, 1, out);
                     for (int64_t c = 0; c < 2 * cols; c++) {
                         const double want = rounded(p.x.floats()[c], type);
-                        CHECK(out.y[static_cast<size_t>(c / cols)][c % cols] == want, "%s type %d: x %a gives %a, not %a", set->name, type,
-                            p.x.floats()[c], out.y[static_cast<size_t>(c / cols)][c % cols], want);
+                        CHECK(out.y[static_cast<size_t>(c / cols)][c % cols] == want,
+                              "%s type %d: x %a gives %a, not %a", set->name, type, p.x.floats()[c],
+                              out.y[static_cast<size_t>(c / cols)][c % cols], want);
                     }
                 }
             }
@@ -518,13 +563,16 @@ static void test_rounding_of_x_is_exact() {
 
 // 65520 is the first float that F16 rounds to Inf; one row and column, since zeros beside it would give NaN
 static void test_x_beyond_f16_rounds_to_infinity() {
-    rng random(8);
+    rng    random(8);
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
     const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
-    problem p(random, m, pack(m, 4, 1, memory), 0, 1, 1, true);
-    const struct { float x, want; } cases[] = { { 65519.0f, 65504.0f }, { 65520.0f, INFINITY }, { -65535.0f, -INFINITY }, { 1e30f, INFINITY }, { 0x1p-25f, 0 }, { 0x1.8p-24f, 0x1p-23f } };
+    problem       p(random, m, pack(m, 4, 1, memory), 0, 1, 1, true);
+    const struct {
+        float x, want;
+    } cases[] = { { 65519.0f, 65504.0f }, { 65520.0f, INFINITY }, { -65535.0f, -INFINITY },
+                  { 1e30f, INFINITY },    { 0x1p-25f, 0 },        { 0x1.8p-24f, 0x1p-23f } };
     for (const auto & c : cases) {
         p.x.floats()[0] = c.x;
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
@@ -535,14 +583,15 @@ static void test_x_beyond_f16_rounds_to_infinity() {
     }
 }
 
-// non-finite x: no crash, and rows get something (reliability: unspecified, since a skipped zero may hide or show 0 * Inf)
+// non-finite x: no crash, and rows get something (reliability: unspecified, since a skipped zero may hide or show 0 *
+// Inf)
 static void test_nonfinite_x_does_not_crash() {
     rng random(6);
     for (const int32_t type : all_types) {
-        const matrix  m = random_matrix(random, type, 33, 129, 0.5);
-        const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+        const matrix        m = random_matrix(random, type, 33, 129, 0.5);
+        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
         const bitmap_matrix w = pack(m, 4, 33, memory);
-        problem p(random, m, w, 0, 33, 17, true);
+        problem             p(random, m, w, 0, 33, 17, true);
         for (int64_t c = 0; c < 129; c++) {
             p.x.floats()[c]       = INFINITY;
             p.x.floats()[129 + c] = NAN;
@@ -555,7 +604,8 @@ static void test_nonfinite_x_does_not_crash() {
                 for (int64_t r = 0; r < 33; r++) { // x that are finite stay right beside them
                     for (int64_t j = 3; j < 17; j++) {
                         const size_t k = static_cast<size_t>(r * 17 + j);
-                        CHECK(std::fabs(out.y[static_cast<size_t>(j)][r] - p.want[k]) <= p.bound[k], "%s: row %ld of x %ld", set->name, (long) r, (long) j);
+                        CHECK(std::fabs(out.y[static_cast<size_t>(j)][r] - p.want[k]) <= p.bound[k],
+                              "%s: row %ld of x %ld", set->name, (long)r, (long)j);
                     }
                 }
             }
@@ -574,17 +624,18 @@ static std::string selection_with(const char * forced) {
     const pid_t child = fork();
     if (child == 0) {
         forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
-        const char * name = "unset";
-        const int status = cpu_kernels_select(&name);
+        const char * name   = "unset";
+        const int    status = cpu_kernels_select(&name);
         setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
         const char * again = "unset";
-        const bool same = cpu_kernels_select(&again) == status && strcmp(name, again) == 0;
-        char text[600];
-        const int n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name, same ? "" : " (changed)");
+        const bool   same  = cpu_kernels_select(&again) == status && strcmp(name, again) == 0;
+        char         text[600];
+        const int    n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name,
+                               same ? "" : " (changed)");
         _exit(write(ends[1], text, static_cast<size_t>(n)) == n ? 0 : 1);
     }
     close(ends[1]);
-    char text[600];
+    char          text[600];
     const ssize_t n = read(ends[0], text, sizeof(text));
     close(ends[0]);
     int status = 0;
@@ -594,7 +645,7 @@ static std::string selection_with(const char * forced) {
 
 static void test_forced_kernel_set_is_the_one_in_use() {
     const std::string best = supported_kernel_set(0)->name;
-    std::string got = selection_with(nullptr);
+    std::string       got  = selection_with(nullptr);
     CHECK(got == "0 " + best, "%s", got.c_str());
     got = selection_with("");
     CHECK(got == "0 " + best, "%s", got.c_str());
@@ -603,21 +654,26 @@ static void test_forced_kernel_set_is_the_one_in_use() {
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
             supported |= strcmp(set->name, name) == 0;
         }
-        got = selection_with(name);
-        const std::string want = supported ? std::string("0 ") + name : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
+        got                    = selection_with(name);
+        const std::string want = supported
+                                     ? std::string("0 ") + name
+                                     : std::to_string(GGML_MACKO_STATUS_BAD_ARGUMENT) + " GGML_MACKO_FORCE=" + name;
         CHECK(supported ? got == want : got.compare(0, want.size(), want) == 0, "%s", got.c_str());
     }
     const std::string long_name(200, 'x');
     for (const char * name : { "avx", "AVX2", "portable ", "\x1b[31m", long_name.c_str() }) {
         got = selection_with(name);
-        CHECK(got.compare(0, 2, "1 ") == 0 && got.find("no such kernel set; valid names: portable, avx2, avx512, avx512-vbmi2") != std::string::npos
-            && got.find('\x1b') == std::string::npos, "%s", got.c_str());
+        CHECK(got.compare(0, 2, "1 ") == 0 &&
+                  got.find("no such kernel set; valid names: portable, avx2, avx512, avx512-vbmi2") !=
+                      std::string::npos &&
+                  got.find('\x1b') == std::string::npos,
+              "%s", got.c_str());
     }
 }
 
 // the set that is in use is also the one that mul_mat_thread runs
 static void test_mul_mat_thread_runs_the_selected_set() {
-    rng random(7);
+    rng          random(7);
     const char * name;
     CHECK(cpu_kernels_select(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
@@ -627,8 +683,8 @@ static void test_mul_mat_thread_runs_the_selected_set() {
         if (strcmp(set->name, name) == 0) {
             output with_set(3, 64), selected(3, 64);
             multiply(*set, p, how::dispatched, 2, with_set);
-            const guarded scratch(mul_mat_scratch_nbytes(777, 3));
-            const float * x[3] = { p.x.floats(), p.x.floats() + 777, p.x.floats() + 2 * 777 };
+            const guarded        scratch(mul_mat_scratch_nbytes(777, 3));
+            const float *        x[3]   = { p.x.floats(), p.x.floats() + 777, p.x.floats() + 2 * 777 };
             const mul_mat_params params = { p.w, 0, 64, 3, x, selected.y.data(), true, scratch.data };
 #pragma omp parallel num_threads(2)
             mul_mat_thread(params, omp_get_thread_num(), omp_get_num_threads());
@@ -643,7 +699,8 @@ static void test_mul_mat_thread_runs_the_selected_set() {
 #if defined(__x86_64__)
 // dense F16, row-major, float x: what a sparse kernel has to beat. 4 rows x NX x in registers, AVX-512.
 template <int NX>
-__attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_t * w, int64_t cols, const float * x, float * const * y, int64_t row) {
+__attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_t * w, int64_t cols, const float * x,
+                                                                   float * const * y, int64_t row) {
     __m512 acc[4][NX] = {};
     for (int64_t c = 0; c < cols; c += 16) {
         __m512 wv[4];
@@ -667,20 +724,28 @@ __attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_
     }
 }
 
-static void dense_mul_mat(const uint16_t * w, int64_t rows, int64_t cols, int64_t n, const float * x, float * const * y, int ith, int nth) {
+static void dense_mul_mat(const uint16_t * w, int64_t rows, int64_t cols, int64_t n, const float * x, float * const * y,
+                          int ith, int nth) {
     for (int64_t row = rows / 4 * ith / nth * 4; row < rows / 4 * (ith + 1) / nth * 4; row += 4) {
         int64_t i = 0;
-        for (; i + 6 <= n; i += 6) { dense_tile<6>(w, cols, x + i * cols, y + i, row); }
-        for (; i + 3 <= n; i += 3) { dense_tile<3>(w, cols, x + i * cols, y + i, row); }
-        for (; i < n; i++)         { dense_tile<1>(w, cols, x + i * cols, y + i, row); }
+        for (; i + 6 <= n; i += 6) {
+            dense_tile<6>(w, cols, x + i * cols, y + i, row);
+        }
+        for (; i + 3 <= n; i += 3) {
+            dense_tile<3>(w, cols, x + i * cols, y + i, row);
+        }
+        for (; i < n; i++) {
+            dense_tile<1>(w, cols, x + i * cols, y + i, row);
+        }
     }
 }
 #endif
 
-// seconds of f(matrix index): per matrix the best of several rotations (other programs only ever slow it down), mean over matrices
+// seconds of f(matrix index): per matrix the best of several rotations (other programs only ever slow it down), mean
+// over matrices
 template <typename F> static double timed(int n_matrices, F && f) {
     std::vector<double> best(static_cast<size_t>(n_matrices), INFINITY);
-    const double start = seconds();
+    const double        start = seconds();
     for (int pass = 0; pass < 3 || (seconds() - start < 0.7 && pass < 50); pass++) {
         for (int i = 0; i < n_matrices; i++) {
             const double t = seconds();
@@ -695,7 +760,8 @@ template <typename F> static double timed(int n_matrices, F && f) {
     return sum / n_matrices;
 }
 
-// usage: --bench [density,...] [n,...] [threads] [copies]; matrices in rotation, so that weights come from memory at n = 1
+// usage: --bench [density,...] [n,...] [threads] [copies]; matrices in rotation, so that weights come from memory at n
+// = 1
 static void bench(int argc, char ** argv) {
     const auto list = [&](int i, const char * fallback) {
         std::vector<double> v;
@@ -708,33 +774,36 @@ static void bench(int argc, char ** argv) {
     };
     const int n_threads = static_cast<int>(list(4, "2")[0]);
     const int copies    = static_cast<int>(list(5, "12")[0]);
-    printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns", "dense us", "GB/s", "ratio");
+    printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns",
+           "dense us", "GB/s", "ratio");
     for (const auto & shape : { std::pair<int64_t, int64_t>{ 8192, 2048 }, { 2048, 8192 } }) {
         const int64_t rows = shape.first, cols = shape.second;
         for (const double density : list(2, "0.5,0.3,0.1")) {
-            std::vector<matrix> dense;
+            std::vector<matrix>                   dense;
             std::vector<std::unique_ptr<guarded>> memory;
-            std::vector<bitmap_matrix> w;
+            std::vector<bitmap_matrix>            w;
             fastest_pack = INFINITY;
             for (int i = 0; i < copies; i++) {
                 rng random(static_cast<uint64_t>(i) + 10);
                 dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
                 for (uint32_t & b : dense.back().bits) {
                     const uint64_t u = random.bits();
-                    b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff)) : 0;
+                    b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff))
+                                                                        : 0;
                 }
                 dense.back().finish();
                 std::vector<uint32_t>().swap(dense.back().bits);
                 memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, GGML_MACKO_TYPE_F16)));
                 w.push_back(pack(dense.back(), 4, rows, *memory.back()));
             }
-            printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density, 2 * static_cast<double>(rows * cols) / fastest_pack * 1e-9);
+            printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density,
+                   2 * static_cast<double>(rows * cols) / fastest_pack * 1e-9);
             for (const double nd : list(3, "1,2,4,8,16,32,128,512")) {
-                const int64_t n = static_cast<int64_t>(nd);
-                std::vector<float> xs(static_cast<size_t>(n * cols)), ys(static_cast<size_t>(n * rows));
+                const int64_t              n = static_cast<int64_t>(nd);
+                std::vector<float>         xs(static_cast<size_t>(n * cols)), ys(static_cast<size_t>(n * rows));
                 std::vector<const float *> x;
-                std::vector<float *> y;
-                rng random(99);
+                std::vector<float *>       y;
+                rng                        random(99);
                 for (float & v : xs) {
                     v = static_cast<float>(random.unit() - 0.5);
                 }
@@ -743,13 +812,15 @@ static void bench(int argc, char ** argv) {
                     y.push_back(ys.data() + i * rows);
                 }
                 const int n_matrices = n <= 4 ? copies : 1;
-                double dense_time = NAN;
+                double    dense_time = NAN;
 #if defined(__x86_64__)
                 if (__builtin_cpu_supports("avx512f")) {
                     dense_time = timed(n_matrices, [&](int i) {
-                        const uint16_t * d = reinterpret_cast<const uint16_t *>(dense[static_cast<size_t>(i)].dense.data());
+                        const uint16_t * d =
+                            reinterpret_cast<const uint16_t *>(dense[static_cast<size_t>(i)].dense.data());
 #pragma omp parallel num_threads(n_threads)
-                        dense_mul_mat(d, rows, cols, n, xs.data(), y.data(), omp_get_thread_num(), omp_get_num_threads());
+                        dense_mul_mat(d, rows, cols, n, xs.data(), y.data(), omp_get_thread_num(),
+                                      omp_get_num_threads());
                     });
                 }
 #endif
@@ -759,15 +830,19 @@ static void bench(int argc, char ** argv) {
                         continue;
                     }
                     const guarded scratch(mul_mat_scratch_nbytes(cols, n));
-                    const double time = timed(n_matrices, [&](int i) {
-                        const mul_mat_params params = { w[static_cast<size_t>(i)], 0, rows, n, x.data(), y.data(), true, scratch.data };
+                    const double  time = timed(n_matrices, [&](int i) {
+                        const mul_mat_params params = {
+                            w[static_cast<size_t>(i)], 0, rows, n, x.data(), y.data(), true, scratch.data
+                        };
 #pragma omp parallel num_threads(n_threads)
                         mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
                     });
                     const double nnz = static_cast<double>(dense[0].desc.nnz);
-                    printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, density, (long) rows, (long) cols, (long) n, time * 1e6,
-                        static_cast<double>(bitmap_nbytes(dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9, nnz * static_cast<double>(n) / time * 1e-9,
-                        dense_time * 1e6, 2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
+                    printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name,
+                           density, (long)rows, (long)cols, (long)n, time * 1e6,
+                           static_cast<double>(bitmap_nbytes(dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9,
+                           nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
+                           2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
                     fflush(stdout);
                 }
             }

@@ -1,8 +1,9 @@
-// The GPU's blocks of EC-CSR against float64, element by element, over random shapes, densities, structures, granularities and batches; and how blocks
+// The GPU's blocks of EC-CSR against float64, element by element, over random shapes, densities, structures,
+// granularities and batches; and how blocks
 // stand in its memory, which needs no GPU. Exit code 77 (skipped) without one, after that.
-#include "cuda/sparse/ec-csr/upload.h"
-#include "codec/macko/encode.h"
 #include "codec/ec-csr/extract.h"
+#include "codec/macko/encode.h"
+#include "cuda/sparse/ec-csr/upload.h"
 #include "test-cuda.h"
 
 #include <algorithm>
@@ -18,25 +19,31 @@ struct test_matrix {
     ec_csr_matrix        coded;
     ec_csr_view          view;
 
-    // n_patterns: rows follow one of so many masks (0: none), with some places redrawn; some rows are empty, some have few entries
-    test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density, int64_t n_patterns, const extract_options & options)
+    // n_patterns: rows follow one of so many masks (0: none), with some places redrawn; some rows are empty, some have
+    // few entries
+    test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density,
+                int64_t n_patterns, const extract_options & options)
         : rows(rows), cols(cols), type(type) {
         const int64_t size = value_nbytes(type);
         dense.assign(static_cast<size_t>(rows * cols * size), 0);
         weights.assign(static_cast<size_t>(rows * cols), 0.0);
-        std::vector<std::vector<bool>> patterns(static_cast<size_t>(n_patterns), std::vector<bool>(static_cast<size_t>(cols)));
+        std::vector<std::vector<bool>> patterns(static_cast<size_t>(n_patterns),
+                                                std::vector<bool>(static_cast<size_t>(cols)));
         for (auto & p : patterns) {
             std::generate(p.begin(), p.end(), [&] { return random.unit() < density; });
         }
         macko_desc desc = { rows, cols, type, delta_bits, 0 };
         for (int64_t r = 0; r < rows; r++) {
-            const double what  = random.unit(), share = what < 0.1 ? 0 : what < 0.2 ? 0.2 : 1;
+            const double what = random.unit(), share = what < 0.1 ? 0 : what < 0.2 ? 0.2 : 1;
             const auto & mask  = patterns[static_cast<size_t>(n_patterns ? random.range(0, n_patterns - 1) : 0)];
             const double noise = random.range(0, 1) ? 0.02 : 0.3;
             for (int64_t c = 0; c < cols; c++) {
                 const bool free = n_patterns == 0 || random.unit() < noise;
-                if ((free ? random.unit() < density : static_cast<bool>(mask[static_cast<size_t>(c)])) && random.unit() < share) {
-                    const uint32_t bits = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type); // some -0
+                if ((free ? random.unit() < density : static_cast<bool>(mask[static_cast<size_t>(c)])) &&
+                    random.unit() < share) {
+                    // some -0
+                    const uint32_t bits = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u)
+                                                                : random_bits(random, type);
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &bits, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(bits, type);
                     desc.nnz++;
@@ -53,37 +60,42 @@ struct test_matrix {
 
 static std::string name_of(uint64_t seed, const test_matrix & w) {
     char text[160];
-    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d, %zu sets, largest of %d rows", static_cast<unsigned long long>(seed), static_cast<long long>(w.rows),
-             static_cast<long long>(w.cols), w.type, w.coded.desc.delta_bits, w.coded.sets.size(), w.coded.sets[0].granularity);
+    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d, %zu sets, largest of %d rows",
+             static_cast<unsigned long long>(seed), static_cast<long long>(w.rows), static_cast<long long>(w.cols),
+             w.type, w.coded.desc.delta_bits, w.coded.sets.size(), w.coded.sets[0].granularity);
     return text;
 }
 
 static test_matrix make_random(rng & random, int32_t type) {
-    static const int64_t WIDTHS[] = { 1, 40, 127, 128, 257, 600, 1000, 2048, 4100, 11008 };
-    const int64_t cols = WIDTHS[random.range(0, 9)], rows = random.range(1, cols > 4000 ? 50 : 150);
-    static const int32_t GRANULARITIES[] = { 1, 2, 4, 8, 16, 64 };
-    const extract_options o = { GRANULARITIES[random.range(0, 5)], random.range(0, 3) ? 128 : 256, random.range(0, 1) == 1, static_cast<uint64_t>(random.range(0, 99)) };
+    static const int64_t  WIDTHS[] = { 1, 40, 127, 128, 257, 600, 1000, 2048, 4100, 11008 };
+    const int64_t         cols = WIDTHS[random.range(0, 9)], rows = random.range(1, cols > 4000 ? 50 : 150);
+    static const int32_t  GRANULARITIES[] = { 1, 2, 4, 8, 16, 64 };
+    const extract_options o               = { GRANULARITIES[random.range(0, 5)], random.range(0, 3) ? 128 : 256,
+                                              random.range(0, 1) == 1, static_cast<uint64_t>(random.range(0, 99)) };
     const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.2 ? random.unit() * 0.1 : random.unit() * 0.8;
-    return test_matrix(random, rows, cols, type, random.range(0, 1) ? 4 : 8, density, random.range(0, 2) ? random.range(1, 4) : 0, o);
+    return test_matrix(random, rows, cols, type, random.range(0, 1) ? 4 : 8, density,
+                       random.range(0, 2) ? random.range(1, 4) : 0, o);
 }
 
 // ---- memory ----
 
-// what cuda_ec_csr_fill() made, read as ec-csr-layout.h describes it: elements of blocks, each once, and the slots of each row
+// what cuda_ec_csr_fill() made, read as ec-csr-layout.h describes it: elements of blocks, each once, and the slots of
+// each row
 static void check_layout(const test_matrix & w, bool all, const std::string & name) {
-    const int64_t size = value_nbytes(w.type);
-    std::vector<uint8_t> memory(static_cast<size_t>(cuda_ec_csr_bind(w.view, all, nullptr).nbytes_arrays), 0);
+    const int64_t            size = value_nbytes(w.type);
+    std::vector<uint8_t>     memory(static_cast<size_t>(cuda_ec_csr_bind(w.view, all, nullptr).nbytes_arrays), 0);
     const cuda_ec_csr_blocks b = cuda_ec_csr_bind(w.view, all, memory.data());
     cuda_ec_csr_fill(w.view, all, 2, b);
     std::vector<uint8_t> dense(w.dense.size(), 0);
-    std::vector<int> used(static_cast<size_t>(b.n_slots), 0);
-    int64_t n_twice = 0, n_slots_wrong = 0;
+    std::vector<int>     used(static_cast<size_t>(b.n_slots), 0);
+    int64_t              n_twice = 0, n_slots_wrong = 0;
     for (int32_t s = 0; s < b.n_sets; s++) {
         const cuda_ec_csr_set & set = b.sets[s];
         for (int64_t p = 0; p < set.n_pieces; p++) {
             for (int64_t r = 0; r < set.granularity; r++) {
                 const int32_t row = set.rows[p * set.granularity + r], slot = set.slots[p * set.granularity + r];
-                n_slots_wrong += slot < b.slot_ptr[row] || slot >= b.slot_ptr[row + 1] || used[static_cast<size_t>(slot)]++;
+                n_slots_wrong +=
+                    slot < b.slot_ptr[row] || slot >= b.slot_ptr[row + 1] || used[static_cast<size_t>(slot)]++;
             }
             for (int64_t lane = 0; lane < 32; lane++) {
                 int64_t column = set.bases[p * 32 + lane];
@@ -92,8 +104,10 @@ static void check_layout(const test_matrix & w, bool all, const std::string & na
                     column += delta_code(set.codes, (chunk * 32 + lane) * 4 + k % 4, b.delta_bits);
                     for (int64_t r = 0; r < set.granularity; r++) {
                         const int64_t   byte = (k % 4 * set.granularity + r) * size;
-                        const uint8_t * from = set.values + ((chunk * vectors + byte / 16) * 32 + lane) * 16 + byte % 16;
-                        uint8_t       * to   = &dense[static_cast<size_t>((set.rows[p * set.granularity + r] * w.cols + column) * size)];
+                        const uint8_t * from =
+                            set.values + ((chunk * vectors + byte / 16) * 32 + lane) * 16 + byte % 16;
+                        uint8_t * to =
+                            &dense[static_cast<size_t>((set.rows[p * set.granularity + r] * w.cols + column) * size)];
                         for (int64_t i = 0; i < size; i++) {
                             n_twice += to[i] && from[i];
                             to[i] = static_cast<uint8_t>(to[i] | from[i]);
@@ -103,11 +117,12 @@ static void check_layout(const test_matrix & w, bool all, const std::string & na
             }
         }
     }
-    CHECK(n_slots_wrong == 0 && b.slot_ptr[b.rows] == b.n_slots, "%s: %lld slots are wrong", name.c_str(), static_cast<long long>(n_slots_wrong));
+    CHECK(n_slots_wrong == 0 && b.slot_ptr[b.rows] == b.n_slots, "%s: %lld slots are wrong", name.c_str(),
+          static_cast<long long>(n_slots_wrong));
     CHECK(n_twice == 0, "%s: %lld bytes are there twice", name.c_str(), static_cast<long long>(n_twice));
     // all that is not in blocks of one row
-    const ec_csr_arrays one = rows_of_one(w.view);
-    ec_csr_view rest;
+    const ec_csr_arrays  one = rows_of_one(w.view);
+    ec_csr_view          rest;
     std::vector<uint8_t> want = w.dense;
     if (!all && one.n_sets > 0) {
         STATUS_CHECK(check_ec_csr(one, &rest));
@@ -123,9 +138,11 @@ static void check_layout(const test_matrix & w, bool all, const std::string & na
 
 static void test_blocks_keep_their_elements() {
     for (uint64_t seed = 1; seed <= 60; seed++) {
-        rng random(seed);
-        const int32_t type = seed % 3 == 0 ? GGML_MACKO_TYPE_F32 : seed % 3 == 1 ? GGML_MACKO_TYPE_F16 : GGML_MACKO_TYPE_BF16;
-        const test_matrix w = make_random(random, type);
+        rng               random(seed);
+        const int32_t     type = seed % 3 == 0   ? GGML_MACKO_TYPE_F32
+                                 : seed % 3 == 1 ? GGML_MACKO_TYPE_F16
+                                                 : GGML_MACKO_TYPE_BF16;
+        const test_matrix w    = make_random(random, type);
         for (const bool all : { false, true }) {
             if (cuda_ec_csr_supported(w.view, all, 1 << 20)) {
                 check_layout(w, all && type == GGML_MACKO_TYPE_F32, name_of(seed, w));
@@ -134,15 +151,17 @@ static void test_blocks_keep_their_elements() {
     }
 }
 
-// The model of its time (format/ec-csr-cost.h) counts with the lanes that rows really have; but for few rows, which since its fit have 16 where they had 32
+// The model of its time (format/ec-csr-cost.h) counts with the lanes that rows really have; but for few rows, which
+// since its fit have 16 where they had 32
 // (docs/notes-ec-csr.md)
 static void test_model_counts_other_lanes() {
     for (const int64_t rows : { 100, 5000 }) {
         for (const int64_t per_row : { 1, 100, 767, 768, 2047, 2048, 6999, 7000, 9999 }) {
-            const macko_desc desc = { rows, 20000, GGML_MACKO_TYPE_F16, 4, rows * per_row };
-            const int64_t lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_STRIPED);
-            const int64_t want  = rows == 100 && per_row >= 2048 && per_row < 7000 ? 16 : gpu_row_lanes(per_row);
-            CHECK(lanes == want, "%lld rows of %lld entries: %lld lanes", static_cast<long long>(rows), static_cast<long long>(per_row), static_cast<long long>(lanes));
+            const macko_desc desc  = { rows, 20000, GGML_MACKO_TYPE_F16, 4, rows * per_row };
+            const int64_t    lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_STRIPED);
+            const int64_t    want  = rows == 100 && per_row >= 2048 && per_row < 7000 ? 16 : gpu_row_lanes(per_row);
+            CHECK(lanes == want, "%lld rows of %lld entries: %lld lanes", static_cast<long long>(rows),
+                  static_cast<long long>(per_row), static_cast<long long>(lanes));
         }
     }
 }
@@ -150,42 +169,47 @@ static void test_model_counts_other_lanes() {
 // ---- products ----
 
 struct on_device {
-    uint8_t                           * memory = nullptr;
+    uint8_t *                           memory = nullptr;
     cuda_sparse_matrix                  matrix = {};
     std::unique_ptr<cuda_ec_csr_blocks> blocks;
 
     on_device(cuda_sparse_uploader & uploader, const test_matrix & w, ec_csr_choice choice) {
         const macko_desc & desc = w.coded.desc;
-        const int64_t reserved = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc))); // by the device; blocks of small matrices may need more
-        const int64_t room = choice == ec_csr_choice::BLOCKS ? 8 * reserved + (1 << 20) : reserved;
+        // by the device; blocks of small matrices may need more
+        const int64_t reserved = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
+        const int64_t room     = choice == ec_csr_choice::BLOCKS ? 8 * reserved + (1 << 20) : reserved;
         CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
-        STATUS_CHECK(cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));
+        STATUS_CHECK(
+            cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));
         std::vector<uint8_t> around(2 * CUDA_SPARSE_ALIGNMENT);
         CUDA_CHECK(cudaMemcpy(around.data(), memory, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
-        CUDA_CHECK(cudaMemcpy(&around[CUDA_SPARSE_ALIGNMENT], memory + CUDA_SPARSE_ALIGNMENT + room, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
-        CHECK(std::all_of(around.begin(), around.end(), [](uint8_t b) { return b == 0xa5; }), "wrote outside of the reserved memory");
+        CUDA_CHECK(cudaMemcpy(&around[CUDA_SPARSE_ALIGNMENT], memory + CUDA_SPARSE_ALIGNMENT + room,
+                              CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
+        CHECK(std::all_of(around.begin(), around.end(), [](uint8_t b) { return b == 0xa5; }),
+              "wrote outside of the reserved memory");
     }
     ~on_device() { cudaFree(memory); }
     on_device(const on_device &) = delete;
 };
 
-static void check_product(rng & random, const test_matrix & w, const on_device & d, int64_t n, const std::string & name) {
-    const int64_t ldx = w.cols + random.range(0, 3);
-    const bool rounds = n > 1 && w.type != GGML_MACKO_TYPE_F32;
-    guarded x(ldx * n);
+static void check_product(rng & random, const test_matrix & w, const on_device & d, int64_t n,
+                          const std::string & name) {
+    const int64_t ldx    = w.cols + random.range(0, 3);
+    const bool    rounds = n > 1 && w.type != GGML_MACKO_TYPE_F32;
+    guarded       x(ldx * n);
     for (int64_t i = 0; i < ldx * n; i++) {
         x.at(i) = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
     }
     x.put();
-    options o = random_options(random);
-    o.norm = false;
+    options o                    = random_options(random);
+    o.norm                       = false;
     cuda_sparse_mul_mat_params p = {};
-    p.x            = x.data();
-    p.ldx          = ldx;
-    p.n            = n;
-    p.programmatic = random.range(0, 1);
+    p.x                          = x.data();
+    p.ldx                        = ldx;
+    p.n                          = n;
+    p.programmatic               = random.range(0, 1);
     outputs out(random, { &d.matrix }, o, p);
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     out.get(name);
@@ -194,31 +218,35 @@ static void check_product(rng & random, const test_matrix & w, const on_device &
         for (int64_t r = 0; r < out.rows(0); r++) {
             double sum[2] = {}, bound = 1e-30;
             for (int64_t c = 0; c < w.cols; c++) {
-                const double weight = w.weights[static_cast<size_t>((r + p.row_begin[0]) * w.cols + c)], v = static_cast<double>(x.at(j * ldx + c));
+                const double weight = w.weights[static_cast<size_t>((r + p.row_begin[0]) * w.cols + c)],
+                             v      = static_cast<double>(x.at(j * ldx + c));
                 sum[0] += weight * v;
                 sum[1] += weight * round_to(v, w.type);
-                bound  += std::fabs(weight * v);
+                bound += std::fabs(weight * v);
             }
             for (int i = 0; i < 2; i++) {
-                const double error = std::fabs(static_cast<double>(out.at(0, r, j)) - sum[i] - out.added(0, r, j)) / (bound + o.residual + o.bias);
+                const double error = std::fabs(static_cast<double>(out.at(0, r, j)) - sum[i] - out.added(0, r, j)) /
+                                     (bound + o.residual + o.bias);
                 worst[i] = error <= worst[i] ? worst[i] : error; // NaN stays
             }
         }
-        CHECK(worst[0] <= MAX_ERROR || (rounds && worst[1] <= MAX_ERROR), "%s, column %lld of %lld: errors %.3g and, x rounded, %.3g", name.c_str(), static_cast<long long>(j),
+        CHECK(worst[0] <= MAX_ERROR || (rounds && worst[1] <= MAX_ERROR),
+              "%s, column %lld of %lld: errors %.3g and, x rounded, %.3g", name.c_str(), static_cast<long long>(j),
               static_cast<long long>(n), worst[0], worst[1]);
     }
 }
 
 static void check_unpack(const test_matrix & w, const on_device & d, const std::string & name) {
-    check_unpacked(d.matrix, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
+    check_unpacked(d.matrix, name,
+                   [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     static const int64_t BATCHES[] = { 1, 1, 2, 3, 4, 5, 8, 9, 17 };
-    int used[2] = {};
+    int                  used[2]   = {};
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 500 + static_cast<uint64_t>(i);
-        rng random(seed);
+        rng            random(seed);
         const int32_t type = i % 3 == 0 ? GGML_MACKO_TYPE_F32 : i % 3 == 1 ? GGML_MACKO_TYPE_F16 : GGML_MACKO_TYPE_BF16;
         const test_matrix w = make_random(random, type);
         for (const ec_csr_choice choice : { ec_csr_choice::BLOCKS, ec_csr_choice::ROWS, ec_csr_choice::FASTER }) {
@@ -236,7 +264,7 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
 static void test_large(cuda_sparse_uploader & uploader) {
     for (const int64_t cols : { 4096, 28672 }) {
         for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F32 }) {
-            rng random(static_cast<uint64_t>(cols));
+            rng               random(static_cast<uint64_t>(cols));
             const test_matrix w(random, 300, cols, type, 8, 0.3, 40, { 16, 128, false, 0 });
             CHECK(w.coded.sets.size() >= 4, "%zu sets", w.coded.sets.size());
             const on_device d(uploader, w, ec_csr_choice::BLOCKS);
@@ -251,9 +279,9 @@ static void test_large(cuda_sparse_uploader & uploader) {
 
 // the same bits every time, launched alone, as dependent launches and from a graph
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
-    rng random(3);
+    rng               random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F16, 8, 0.3, 60, { 16, 128, true, 0 });
-    const on_device d(uploader, w, ec_csr_choice::BLOCKS);
+    const on_device   d(uploader, w, ec_csr_choice::BLOCKS);
     CHECK(d.matrix.ec_csr != nullptr, "no blocks");
     for (const int64_t n : { 1, 4, 7 }) {
         guarded x(w.cols * n), y(w.rows * n);

@@ -1,4 +1,5 @@
-// The GPU's dense operations against float64, element by element, on random shapes, strides and data with outliers. Outputs are poisoned
+// The GPU's dense operations against float64, element by element, on random shapes, strides and data with outliers.
+// Outputs are poisoned
 // before each call and lie between guard zones. Skips (exit code 77) where there is no GPU.
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
@@ -17,9 +18,9 @@ using namespace macko::cuda;
 
 namespace {
 
-constexpr size_t  GUARD  = 4096;       // bytes in front of and behind every tensor
-constexpr uint8_t POISON = 0xff;       // NaN in every floating-point type
-constexpr double  U32    = 0x1p-24;    // unit roundoff of float
+constexpr size_t  GUARD  = 4096;    // bytes in front of and behind every tensor
+constexpr uint8_t POISON = 0xff;    // NaN in every floating-point type
+constexpr double  U32    = 0x1p-24; // unit roundoff of float
 constexpr double  U_F16  = 0x1p-11;
 constexpr double  U_BF16 = 0x1p-8;
 
@@ -44,26 +45,26 @@ uint16_t to_f16(float f) {
     if (a >= 65520.0f) {
         return static_cast<uint16_t>(sign | 0x7c00);
     }
-    int e;
-    const double m = std::frexp(static_cast<double>(a), &e); // a = m * 2^e, m in [0.5, 1)
-    const int    exponent = std::max(e, -13);
-    const double scaled   = std::nearbyint(std::ldexp(m, e - exponent + 11)); // units of 2^(exponent - 11)
-    const uint32_t units  = static_cast<uint32_t>(scaled);
+    int            e;
+    const double   m        = std::frexp(static_cast<double>(a), &e); // a = m * 2^e, m in [0.5, 1)
+    const int      exponent = std::max(e, -13);
+    const double   scaled   = std::nearbyint(std::ldexp(m, e - exponent + 11)); // units of 2^(exponent - 11)
+    const uint32_t units    = static_cast<uint32_t>(scaled);
     // units < 1024: subnormal; the addition carries into the exponent when rounding does
     return static_cast<uint16_t>(sign | (units + (static_cast<uint32_t>(exponent + 13) << 10)));
 }
 
 double from_f16(uint16_t h) {
-    const int e = h >> 10 & 31, m = h & 1023;
+    const int    e = h >> 10 & 31, m = h & 1023;
     const double v = e == 31 ? (m ? NAN : INFINITY) : e == 0 ? std::ldexp(m, -24) : std::ldexp(1024 + m, e - 25);
     return h & 0x8000 ? -v : v;
 }
 
 // a strided tensor on the GPU; rows may have gaps (pad elements), and dims 1 and 2 may be swapped in memory
 struct device_tensor {
-    char              * memory = nullptr;
-    size_t              nbytes = 0;
-    op_tensor           t      = {};
+    char *               memory = nullptr;
+    size_t               nbytes = 0;
+    op_tensor            t      = {};
     std::vector<uint8_t> host;
 
     device_tensor(const device_tensor &) = delete;
@@ -88,27 +89,59 @@ struct device_tensor {
     }
     ~device_tensor() { cudaFree(memory); }
 
-    size_t at(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const { return static_cast<size_t>(i0 * t.nb[0] + i1 * t.nb[1] + i2 * t.nb[2] + i3 * t.nb[3]); }
+    size_t at(int64_t i0, int64_t i1, int64_t i2, int64_t i3) const {
+        return static_cast<size_t>(i0 * t.nb[0] + i1 * t.nb[1] + i2 * t.nb[2] + i3 * t.nb[3]);
+    }
     double get(int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) const {
         const uint8_t * p = host.data() + at(i0, i1, i2, i3);
         switch (t.type) {
-            case TYPE_F32:  { float v;    memcpy(&v, p, 4); return static_cast<double>(v); }
-            case TYPE_I32:  { int32_t v;  memcpy(&v, p, 4); return v; }
-            case TYPE_F16:  { uint16_t v; memcpy(&v, p, 2); return from_f16(v); }
-            case TYPE_BF16: { uint32_t v = 0; memcpy(reinterpret_cast<char *>(&v) + 2, p, 2); float f; memcpy(&f, &v, 4); return static_cast<double>(f); }
-            default:        return NAN;
+            case TYPE_F32: {
+                float v;
+                memcpy(&v, p, 4);
+                return static_cast<double>(v);
+            }
+            case TYPE_I32: {
+                int32_t v;
+                memcpy(&v, p, 4);
+                return v;
+            }
+            case TYPE_F16: {
+                uint16_t v;
+                memcpy(&v, p, 2);
+                return from_f16(v);
+            }
+            case TYPE_BF16: {
+                uint32_t v = 0;
+                memcpy(reinterpret_cast<char *>(&v) + 2, p, 2);
+                float f;
+                memcpy(&f, &v, 4);
+                return static_cast<double>(f);
+            }
+            default: return NAN;
         }
     }
     void set(double v, int64_t i0, int64_t i1 = 0, int64_t i2 = 0, int64_t i3 = 0) {
-        uint8_t * p = host.data() + at(i0, i1, i2, i3);
+        uint8_t *   p = host.data() + at(i0, i1, i2, i3);
         const float f = static_cast<float>(v);
         switch (t.type) {
             case TYPE_F32: memcpy(p, &f, 4); break;
-            case TYPE_I32: { const int32_t i = static_cast<int32_t>(v); memcpy(p, &i, 4); break; }
-            case TYPE_I64: { const int64_t i = static_cast<int64_t>(v); memcpy(p, &i, 8); break; }
-            case TYPE_F16: { const uint16_t h = to_f16(f); memcpy(p, &h, 2); break; }
+            case TYPE_I32: {
+                const int32_t i = static_cast<int32_t>(v);
+                memcpy(p, &i, 4);
+                break;
+            }
+            case TYPE_I64: {
+                const int64_t i = static_cast<int64_t>(v);
+                memcpy(p, &i, 8);
+                break;
+            }
+            case TYPE_F16: {
+                const uint16_t h = to_f16(f);
+                memcpy(p, &h, 2);
+                break;
+            }
             case TYPE_BF16: memcpy(p, reinterpret_cast<const char *>(&f) + 2, 2); break;
-            default: break;
+            default:        break;
         }
     }
     void each(const std::function<void(int64_t, int64_t, int64_t, int64_t)> & f) const {
@@ -122,7 +155,8 @@ struct device_tensor {
             }
         }
     }
-    void upload() { // on our stream: a plain cudaMemcpy may return before the data is there, and our stream would not wait for it
+    // on our stream: a plain cudaMemcpy may return before the data is there, and our stream would not wait for it
+    void upload() {
         cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
         cuda_ok(cudaStreamSynchronize(ctx.stream), "upload");
     }
@@ -138,13 +172,17 @@ struct device_tensor {
     // normal values; one in sixteen rows holds an outlier
     device_tensor & random(double scale = 1) {
         std::normal_distribution<double> normal(0, scale);
-        each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { set(normal(random_source.engine) * (random_source.range(0, 16 * t.ne[0]) == 0 ? 20 : 1), i0, i1, i2, i3); });
+        each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            set(normal(random_source.engine) * (random_source.range(0, 16 * t.ne[0]) == 0 ? 20 : 1), i0, i1, i2, i3);
+        });
         upload();
         return *this;
     }
 };
 using tensor_ptr = std::unique_ptr<device_tensor>;
-tensor_ptr make(tensor_type type, std::vector<int64_t> ne, int64_t pad = 0, bool permuted = false) { return std::make_unique<device_tensor>(type, std::move(ne), pad, permuted); }
+tensor_ptr make(tensor_type type, std::vector<int64_t> ne, int64_t pad = 0, bool permuted = false) {
+    return std::make_unique<device_tensor>(type, std::move(ne), pad, permuted);
+}
 
 // every element of out is within bound(...) of reference(...): pair of value and bound
 using reference = std::function<std::pair<double, double>(int64_t, int64_t, int64_t, int64_t)>;
@@ -156,41 +194,51 @@ void check(const std::string & name, cudaError_t error, device_tensor & out, con
         const auto   expected = f(i0, i1, i2, i3);
         const double got      = out.get(i0, i1, i2, i3);
         if (!(std::fabs(got - expected.first) <= expected.second + 1e-37) && bad++ < 3) {
-            fprintf(stderr, "%s: [%d %d %d %d] is %.9g, should be %.9g +- %.3g\n", name.c_str(), static_cast<int>(i0), static_cast<int>(i1), static_cast<int>(i2), static_cast<int>(i3), got, expected.first, expected.second);
+            fprintf(stderr, "%s: [%d %d %d %d] is %.9g, should be %.9g +- %.3g\n", name.c_str(), static_cast<int>(i0),
+                    static_cast<int>(i1), static_cast<int>(i2), static_cast<int>(i3), got, expected.first,
+                    expected.second);
         }
     });
     CHECK(bad == 0, "%s: %d elements", name.c_str(), static_cast<int>(bad));
 }
 
-int64_t pick(std::vector<int64_t> of) { return of[static_cast<size_t>(random_source.range(0, static_cast<int64_t>(of.size()) - 1))]; }
+int64_t pick(std::vector<int64_t> of) {
+    return of[static_cast<size_t>(random_source.range(0, static_cast<int64_t>(of.size()) - 1))];
+}
 
 // ---- elementwise, rows, reductions ----
 
 void test_binary_broadcast_and_in_place() {
     for (int k = 0; k < 40; k++) {
-        const std::vector<int64_t> ne = { pick({ 1, 3, 64, 257, 1030, 4096 }), pick({ 1, 2, 7 }), pick({ 1, 4 }), pick({ 1, 2 }) };
-        std::vector<int64_t> nb = ne;
+        const std::vector<int64_t> ne = { pick({ 1, 3, 64, 257, 1030, 4096 }), pick({ 1, 2, 7 }), pick({ 1, 4 }),
+                                          pick({ 1, 2 }) };
+        std::vector<int64_t>       nb = ne;
         for (auto & n : nb) {
             n = random_source.range(0, 1) ? n : 1;
         }
         const auto type = random_source.range(0, 3) ? TYPE_F32 : TYPE_F16;
-        auto a = make(type, ne, pick({ 0, 3 })), b = make(type, nb), dst = make(type, ne, pick({ 0, 1 }));
+        auto       a = make(type, ne, pick({ 0, 3 })), b = make(type, nb), dst = make(type, ne, pick({ 0, 1 }));
         a->random(), b->random();
         const auto op = static_cast<binary_op>(random_source.range(0, 2)); // division by near-zero has no useful bound
         CHECK(op_binary_supported(op, a->t, b->t, dst->t), "binary");
-        check("binary", op_binary(ctx, op, a->t, b->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-            const double x = a->get(i0, i1, i2, i3), y = b->get(i0 % nb[0], i1 % nb[1], i2 % nb[2], i3 % nb[3]);
-            const double z = op == binary_op::ADD ? x + y : op == binary_op::SUB ? x - y : x * y;
-            return std::make_pair(z, std::fabs(z) * (type == TYPE_F16 ? 2 * U_F16 : 2 * U32) + (type == TYPE_F16 ? 0x1p-25 : 0));
-        });
+        check("binary", op_binary(ctx, op, a->t, b->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                  const double x = a->get(i0, i1, i2, i3), y = b->get(i0 % nb[0], i1 % nb[1], i2 % nb[2], i3 % nb[3]);
+                  const double z = op == binary_op::ADD ? x + y : op == binary_op::SUB ? x - y : x * y;
+                  return std::make_pair(z, std::fabs(z) * (type == TYPE_F16 ? 2 * U_F16 : 2 * U32) +
+                                               (type == TYPE_F16 ? 0x1p-25 : 0));
+              });
         auto in_place = make(type, ne);
         in_place->random();
-        const auto before = in_place->host;
-        device_tensor & t = *in_place;
-        const cudaError_t error = op_binary(ctx, binary_op::ADD, t.t, t.t, t.t);
-        device_tensor old(type, ne);
+        const auto        before = in_place->host;
+        device_tensor &   t      = *in_place;
+        const cudaError_t error  = op_binary(ctx, binary_op::ADD, t.t, t.t, t.t);
+        device_tensor     old(type, ne);
         old.host = before;
-        check("binary in place", error, t, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { const double x = 2 * old.get(i0, i1, i2, i3); return std::make_pair(x, std::fabs(x) * U_F16); });
+        check("binary in place", error, t, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            const double x = 2 * old.get(i0, i1, i2, i3);
+            return std::make_pair(x, std::fabs(x) * U_F16);
+        });
     }
 }
 
@@ -198,36 +246,46 @@ void test_glu_halves_and_pairs() {
     for (int k = 0; k < 24; k++) {
         const int64_t n = pick({ 1, 65, 768, 1500 }), rows = pick({ 1, 5 });
         const bool    single = random_source.range(0, 1), swapped = single && random_source.range(0, 1);
-        auto x = make(TYPE_F32, { single ? 2 * n : n, rows }), up = make(TYPE_F32, { n, rows }), dst = make(TYPE_F32, { n, rows });
+        auto          x = make(TYPE_F32, { single ? 2 * n : n, rows }), up = make(TYPE_F32, { n, rows }),
+             dst = make(TYPE_F32, { n, rows });
         x->random(2), up->random(2);
         const glu_params p = { k % 2 ? glu_op::SWIGLU : glu_op::SWIGLU_OAI, swapped, 1.702f, 7.0f };
-        check("glu", op_glu(ctx, p, x->t, single ? nullptr : &up->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t, int64_t) {
-            double g = single ? x->get(i0 + (swapped ? n : 0), i1) : x->get(i0, i1), u = single ? x->get(i0 + (swapped ? 0 : n), i1) : up->get(i0, i1);
-            if (p.op == glu_op::SWIGLU_OAI) {
-                g = std::min(g, 7.0), u = std::clamp(u, -7.0, 7.0) + 1;
-            }
-            const double z = g / (1 + std::exp(-(p.op == glu_op::SWIGLU_OAI ? static_cast<double>(p.alpha) : 1.0) * g)) * u;
-            return std::make_pair(z, 16 * U32 * (std::fabs(z) + std::fabs(g) * (1 + std::fabs(g)) * std::fabs(u)));
-        });
+        check("glu", op_glu(ctx, p, x->t, single ? nullptr : &up->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                  double g = single ? x->get(i0 + (swapped ? n : 0), i1) : x->get(i0, i1),
+                         u = single ? x->get(i0 + (swapped ? 0 : n), i1) : up->get(i0, i1);
+                  if (p.op == glu_op::SWIGLU_OAI) {
+                      g = std::min(g, 7.0), u = std::clamp(u, -7.0, 7.0) + 1;
+                  }
+                  const double z =
+                      g / (1 + std::exp(-(p.op == glu_op::SWIGLU_OAI ? static_cast<double>(p.alpha) : 1.0) * g)) * u;
+                  return std::make_pair(z,
+                                        16 * U32 * (std::fabs(z) + std::fabs(g) * (1 + std::fabs(g)) * std::fabs(u)));
+              });
     }
 }
 
 void test_rms_norm_with_sum_and_scale() {
     for (int k = 0; k < 40; k++) {
-        const std::vector<int64_t> ne = { pick({ 1, 6, 64, 100, 128, 4096, 4100, 8192 }), pick({ 1, 3, 9 }), pick({ 1, 2 }) };
-        const int64_t pad = ne[0] % 4 ? 1 : 4;
-        auto x = make(TYPE_F32, ne, pick({ 0, pad })), dst = make(TYPE_F32, ne), scale = make(TYPE_F32, { ne[0] }), add = make(TYPE_F32, ne), sum = make(TYPE_F32, ne);
+        const std::vector<int64_t> ne  = { pick({ 1, 6, 64, 100, 128, 4096, 4100, 8192 }), pick({ 1, 3, 9 }),
+                                           pick({ 1, 2 }) };
+        const int64_t              pad = ne[0] % 4 ? 1 : 4;
+        auto x = make(TYPE_F32, ne, pick({ 0, pad })), dst = make(TYPE_F32, ne), scale = make(TYPE_F32, { ne[0] }),
+             add = make(TYPE_F32, ne), sum = make(TYPE_F32, ne);
         x->random(), scale->random(), add->random();
         rms_norm_params p = { x->t, dst->t, k % 2 ? &scale->t : nullptr, k % 3 ? &add->t : nullptr, &sum->t, 1e-5f };
         CHECK(op_rms_norm_supported(p), "rms_norm");
         check("rms_norm", op_rms_norm(ctx, p), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-            double squares = 0;
+            double     squares = 0;
             const auto value = [&](int64_t i) { return x->get(i, i1, i2, i3) + (p.add ? add->get(i, i1, i2, i3) : 0); };
             for (int64_t i = 0; i < ne[0]; i++) {
                 squares += value(i) * value(i);
             }
-            const double s = p.scale ? scale->get(i0) : 1, z = value(i0) / std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * s;
-            const double size = (std::fabs(x->get(i0, i1, i2, i3)) + (p.add ? std::fabs(add->get(i0, i1, i2, i3)) : 0)) / std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * std::fabs(s);
+            const double s = p.scale ? scale->get(i0) : 1,
+                         z = value(i0) / std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * s;
+            const double size =
+                (std::fabs(x->get(i0, i1, i2, i3)) + (p.add ? std::fabs(add->get(i0, i1, i2, i3)) : 0)) /
+                std::sqrt(squares / static_cast<double>(ne[0]) + 1e-5) * std::fabs(s);
             return std::make_pair(z, size * U32 * (16 + std::sqrt(static_cast<double>(ne[0]))));
         });
     }
@@ -236,31 +294,37 @@ void test_rms_norm_with_sum_and_scale() {
 void test_soft_max_masked_rows() {
     for (int k = 0; k < 30; k++) {
         const int64_t n = pick({ 1, 31, 256, 1000, 5000 }), tokens = pick({ 1, 4 }), heads = pick({ 1, 6 });
-        auto x = make(TYPE_F32, { n, tokens, heads }), mask = make(k % 2 ? TYPE_F16 : TYPE_F32, { n, tokens }), sinks = make(TYPE_F32, { heads });
+        auto          x = make(TYPE_F32, { n, tokens, heads }), mask = make(k % 2 ? TYPE_F16 : TYPE_F32, { n, tokens }),
+             sinks = make(TYPE_F32, { heads });
         x->random(3), sinks->random();
-        mask->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { mask->set(i0 && random_source.range(0, 2) == 0 ? -INFINITY : 0, i0, i1); });
+        mask->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+            mask->set(i0 && random_source.range(0, 2) == 0 ? -INFINITY : 0, i0, i1);
+        });
         mask->upload();
-        const bool has_sinks = k % 3 == 0;
+        const bool    has_sinks = k % 3 == 0;
         device_tensor in(TYPE_F32, { n, tokens, heads });
-        in.host = x->host;
+        in.host     = x->host;
         int64_t row = -1; // that max and sum are of
         double  max = 0, sum = 0;
-        check("soft_max in place", op_soft_max(ctx, 0.25f, 0, x->t, &mask->t, has_sinks ? &sinks->t : nullptr, x->t), *x, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
-            const auto value = [&](int64_t i) { return 0.25 * in.get(i, i1, i2) + mask->get(i, i1); };
-            if (row != i2 * tokens + i1) {
-                row = i2 * tokens + i1;
-                max = has_sinks ? sinks->get(i2) : -INFINITY;
-                for (int64_t i = 0; i < n; i++) {
-                    max = std::max(max, value(i));
-                }
-                sum = has_sinks ? std::exp(sinks->get(i2) - max) : 0;
-                for (int64_t i = 0; i < n; i++) {
-                    sum += std::exp(value(i) - max);
-                }
-            }
-            const double z = std::exp(value(i0) - max) / sum;
-            return std::make_pair(z, z * U32 * (40 + 4 * std::fabs(std::max(value(i0), -1000.0) - max) + std::sqrt(static_cast<double>(n))));
-        });
+        check("soft_max in place", op_soft_max(ctx, 0.25f, 0, x->t, &mask->t, has_sinks ? &sinks->t : nullptr, x->t),
+              *x, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
+                  const auto value = [&](int64_t i) { return 0.25 * in.get(i, i1, i2) + mask->get(i, i1); };
+                  if (row != i2 * tokens + i1) {
+                      row = i2 * tokens + i1;
+                      max = has_sinks ? sinks->get(i2) : -INFINITY;
+                      for (int64_t i = 0; i < n; i++) {
+                          max = std::max(max, value(i));
+                      }
+                      sum = has_sinks ? std::exp(sinks->get(i2) - max) : 0;
+                      for (int64_t i = 0; i < n; i++) {
+                          sum += std::exp(value(i) - max);
+                      }
+                  }
+                  const double z = std::exp(value(i0) - max) / sum;
+                  return std::make_pair(z, z * U32 *
+                                               (40 + 4 * std::fabs(std::max(value(i0), -1000.0) - max) +
+                                                std::sqrt(static_cast<double>(n))));
+              });
     }
 }
 
@@ -273,10 +337,10 @@ void test_argsort_is_a_sorted_permutation() {
             dst->download("argsort");
             for (int64_t row = 0; row < 3; row++) {
                 std::vector<bool> seen(static_cast<size_t>(n));
-                bool ok = true;
+                bool              ok = true;
                 for (int64_t i = 0; i < n; i++) {
                     const auto id = static_cast<int64_t>(dst->get(i, row));
-                    ok = ok && id >= 0 && id < n && !seen[static_cast<size_t>(id)];
+                    ok            = ok && id >= 0 && id < n && !seen[static_cast<size_t>(id)];
                     if (!ok) {
                         break;
                     }
@@ -295,8 +359,9 @@ void test_argsort_is_a_sorted_permutation() {
 void test_rows_of_one_element_and_strided_sources() {
     for (int k = 0; k < 24; k++) { // set_rows: the transposed V cache has rows of one element
         const int64_t width = pick({ 1, 8, 64, 100 }), tokens = pick({ 1, 5, 33 }), rows = 64;
-        const auto    type  = pick({ TYPE_F16, TYPE_F32, TYPE_BF16 });
-        auto src = make(TYPE_F32, { width, tokens }, pick({ 0, 3 })), dst = make(static_cast<tensor_type>(type), { width, rows }), ids = make(TYPE_I64, { tokens });
+        const auto    type = pick({ TYPE_F16, TYPE_F32, TYPE_BF16 });
+        auto          src  = make(TYPE_F32, { width, tokens }, pick({ 0, 3 })),
+             dst = make(static_cast<tensor_type>(type), { width, rows }), ids = make(TYPE_I64, { tokens });
         src->random();
         std::vector<int64_t> to(static_cast<size_t>(rows));
         for (int64_t i = 0; i < rows; i++) {
@@ -307,7 +372,7 @@ void test_rows_of_one_element_and_strided_sources() {
             ids->set(static_cast<double>(to[static_cast<size_t>(i)]), i);
         }
         ids->upload();
-        const double u = type == TYPE_F16 ? U_F16 : type == TYPE_BF16 ? U_BF16 : U32;
+        const double      u     = type == TYPE_F16 ? U_F16 : type == TYPE_BF16 ? U_BF16 : U32;
         const cudaError_t error = op_set_rows(ctx, src->t, ids->t, dst->t);
         CHECK(error == cudaSuccess, "set_rows");
         dst->download("set_rows");
@@ -316,20 +381,26 @@ void test_rows_of_one_element_and_strided_sources() {
             const auto from = std::find(to.begin(), to.begin() + tokens, r) - to.begin();
             for (int64_t i = 0; i < width; i++) {
                 const double got = dst->get(i, r);
-                ok = ok && (from == tokens ? std::isnan(got) : std::fabs(got - src->get(i, from)) <= std::fabs(src->get(i, from)) * u + 0x1p-25);
+                ok               = ok && (from == tokens
+                                              ? std::isnan(got)
+                                              : std::fabs(got - src->get(i, from)) <= std::fabs(src->get(i, from)) * u + 0x1p-25);
             }
         }
         CHECK(ok, "set_rows of %d x %d", static_cast<int>(width), static_cast<int>(tokens));
     }
     for (int k = 0; k < 16; k++) {
         const int64_t width = pick({ 1, 64, 1000 }), rows = pick({ 1, 9 }), n = pick({ 1, 12 });
-        auto src = make(k % 2 ? TYPE_F16 : TYPE_F32, { width, rows }, pick({ 0, 5 })), ids = make(TYPE_I32, { n }), dst = make(TYPE_F32, { width, n });
+        auto src = make(k % 2 ? TYPE_F16 : TYPE_F32, { width, rows }, pick({ 0, 5 })), ids = make(TYPE_I32, { n }),
+             dst = make(TYPE_F32, { width, n });
         src->random();
         for (int64_t i = 0; i < n; i++) {
             ids->set(static_cast<double>(random_source.range(0, rows - 1)), i);
         }
         ids->upload();
-        check("get_rows", op_get_rows(ctx, src->t, ids->t, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t, int64_t) { return std::make_pair(src->get(i0, static_cast<int64_t>(ids->get(i1))), 0.0); });
+        check("get_rows", op_get_rows(ctx, src->t, ids->t, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                  return std::make_pair(src->get(i0, static_cast<int64_t>(ids->get(i1))), 0.0);
+              });
     }
     for (int k = 0; k < 16; k++) { // cont of a permuted tensor
         const std::vector<int64_t> ne = { pick({ 1, 32, 77 }), pick({ 1, 5 }), pick({ 1, 6 }), pick({ 1, 2 }) };
@@ -345,10 +416,13 @@ void test_rows_of_one_element_and_strided_sources() {
 void test_rope_modes_offsets_and_cache_write() {
     for (int k = 0; k < 30; k++) {
         const int64_t head_dim = pick({ 8, 64, 96, 128, 768 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
-        rope_params p = {};
-        p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096, p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
+        rope_params   p = {};
+        p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096,
+        p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
         p.beta_fast = 32, p.beta_slow = 1;
-        auto x = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8), dst = make(TYPE_F32, { head_dim, heads, tokens }), pos = make(TYPE_I32, { tokens }), factors = make(TYPE_F32, { head_dim / 2 });
+        auto x   = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8),
+             dst = make(TYPE_F32, { head_dim, heads, tokens }), pos = make(TYPE_I32, { tokens }),
+             factors = make(TYPE_F32, { head_dim / 2 });
         x->random();
         factors->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors->set(1 + random_source.unit(), i0); });
         factors->upload();
@@ -357,40 +431,61 @@ void test_rope_modes_offsets_and_cache_write() {
         }
         pos->upload();
         const bool has_factors = k % 4 == 1;
-        const auto rotated = [&](int64_t i0, int64_t h, int64_t t) {
+        const auto rotated     = [&](int64_t i0, int64_t h, int64_t t) {
             if (i0 >= p.n_dims) {
                 return std::make_pair(x->get(i0, h, t), 0.0);
             }
-            const int64_t half = p.n_dims / 2, pair = p.mode ? i0 % half : i0 / 2, first = p.mode ? pair : 2 * pair, second = p.mode ? pair + half : first + 1;
-            const double  extrapolated = pos->get(t) * std::pow(static_cast<double>(p.freq_base), -2.0 * static_cast<double>(pair) / p.n_dims) / (has_factors ? factors->get(pair) : 1);
+            const int64_t half = p.n_dims / 2, pair = p.mode ? i0 % half : i0 / 2, first = p.mode ? pair : 2 * pair,
+                          second = p.mode ? pair + half : first + 1;
+            const double extrapolated =
+                pos->get(t) * std::pow(static_cast<double>(p.freq_base), -2.0 * static_cast<double>(pair) / p.n_dims) /
+                (has_factors ? factors->get(pair) : 1);
             double theta = extrapolated * static_cast<double>(p.freq_scale), size = 1;
             if (p.ext_factor != 0) {
-                const auto dim = [&](double n) { return p.n_dims * std::log(p.n_ctx_orig / (n * 2 * M_PI)) / (2 * std::log(static_cast<double>(p.freq_base))); };
-                const double low = std::max(0.0, std::floor(dim(32))), high = std::min(p.n_dims - 1.0, std::ceil(dim(1)));
-                const double mix = 1 - std::clamp((static_cast<double>(pair) - low) / std::max(0.001, high - low), 0.0, 1.0);
+                const auto dim = [&](double n) {
+                    return p.n_dims * std::log(p.n_ctx_orig / (n * 2 * M_PI)) /
+                           (2 * std::log(static_cast<double>(p.freq_base)));
+                };
+                const double low  = std::max(0.0, std::floor(dim(32))),
+                             high = std::min(p.n_dims - 1.0, std::ceil(dim(1)));
+                const double mix =
+                    1 - std::clamp((static_cast<double>(pair) - low) / std::max(0.001, high - low), 0.0, 1.0);
                 theta = theta * (1 - mix) + extrapolated * mix;
                 size  = 1 + 0.1 * std::log(1 / static_cast<double>(p.freq_scale));
             }
             const double a = x->get(first, h, t), b = x->get(second, h, t);
-            const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta) : a * std::sin(theta) + b * std::cos(theta));
-            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 * (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated))); // the angle is a float, and a power of one
+            const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta)
+                                                     : a * std::sin(theta) + b * std::cos(theta));
+            // the angle is a float, and a power of one
+            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 *
+                                             (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated)));
         };
-        check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+        check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
 
         // fused: the same keys go to f16 cache rows, values beside them
         const int64_t rows = 128, width = pick({ 64, 72 });
-        auto k_cache = make(TYPE_F16, { head_dim * heads, rows }), v_cache = make(TYPE_F16, { width, rows }), v = make(TYPE_F32, { width, tokens }, 4), ids = make(TYPE_I64, { tokens });
+        auto          k_cache = make(TYPE_F16, { head_dim * heads, rows }), v_cache = make(TYPE_F16, { width, rows }),
+             v = make(TYPE_F32, { width, tokens }, 4), ids = make(TYPE_I64, { tokens });
         v->random();
         const int64_t first_row = random_source.range(0, rows - tokens);
         for (int64_t i = 0; i < tokens; i++) {
             ids->set(static_cast<double>(first_row + tokens - 1 - i), i);
         }
         ids->upload();
-        rope_cache_params c = { x->t, dst->t, x->t, k_cache->t, v->t, v_cache->t, reinterpret_cast<const int64_t *>(ids->t.data), reinterpret_cast<const int64_t *>(ids->t.data) };
+        rope_cache_params c = { x->t,
+                                dst->t,
+                                x->t,
+                                k_cache->t,
+                                v->t,
+                                v_cache->t,
+                                reinterpret_cast<const int64_t *>(ids->t.data),
+                                reinterpret_cast<const int64_t *>(ids->t.data) };
         CHECK(op_rope_cache_supported(p, pos->t, has_factors ? &factors->t : nullptr, c), "rope_cache");
         cuda_ok(cudaMemsetAsync(dst->t.data, POISON, dst->nbytes, ctx.stream), "poison");
         const cudaError_t error = op_rope_cache(ctx, p, pos->t, has_factors ? &factors->t : nullptr, c);
-        check("rope_cache q", error, *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+        check("rope_cache q", error, *dst,
+              [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
         k_cache->download("rope_cache k");
         v_cache->download("rope_cache v");
         bool ok = true;
@@ -402,12 +497,15 @@ void test_rope_modes_offsets_and_cache_write() {
                     ok = ok && std::isnan(got);
                 } else {
                     const auto expected = rotated(i % head_dim, i / head_dim, t);
-                    ok = ok && std::fabs(got - expected.first) <= expected.second + std::fabs(expected.first) * 2 * U_F16 + 0x1p-24;
+                    ok                  = ok && std::fabs(got - expected.first) <=
+                                   expected.second + std::fabs(expected.first) * 2 * U_F16 + 0x1p-24;
                 }
             }
             for (int64_t i = 0; i < width; i++) {
                 const double got = v_cache->get(i, r);
-                ok = ok && (t < 0 || t >= tokens ? std::isnan(got) : std::fabs(got - v->get(i, t)) <= std::fabs(v->get(i, t)) * U_F16 + 0x1p-25);
+                ok               = ok && (t < 0 || t >= tokens
+                                              ? std::isnan(got)
+                                              : std::fabs(got - v->get(i, t)) <= std::fabs(v->get(i, t)) * U_F16 + 0x1p-25);
             }
         }
         CHECK(ok, "rope_cache: caches");
@@ -416,7 +514,9 @@ void test_rope_modes_offsets_and_cache_write() {
 
 // ---- products ----
 
-const std::vector<tensor_type> WEIGHT_TYPES = { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_IQ4_NL, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K, TYPE_MXFP4 };
+const std::vector<tensor_type> WEIGHT_TYPES = { TYPE_F32,  TYPE_F16,  TYPE_BF16, TYPE_Q4_0,   TYPE_Q4_1,
+                                                TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_IQ4_NL, TYPE_Q2_K,
+                                                TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K,   TYPE_MXFP4 };
 
 // a weight and what it decodes to: random bytes where there is no encoder, with scales made harmless
 std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vector<int64_t> & ne, int64_t pad) {
@@ -430,7 +530,7 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
             CHECK(op_copy(ctx, source->t, w->t) == cudaSuccess, "quantize");
         } else {
             // K-quants: halves (d, dmin) get small values, all other bits are free
-            const size_t block = static_cast<size_t>(type_block_nbytes(type));
+            const size_t block   = static_cast<size_t>(type_block_nbytes(type));
             const size_t per_row = static_cast<size_t>(w->t.nb[1]) / block;
             for (size_t b = 0; b + block <= w->nbytes; b += block) {
                 if (b / block % per_row >= per_row - static_cast<size_t>(pad)) {
@@ -439,9 +539,12 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
                 for (size_t i = 0; i < block; i++) {
                     w->host[b + i] = static_cast<uint8_t>(random_source.bits());
                 }
-                const uint16_t small = to_f16(static_cast<float>(0.001 + 0.01 * random_source.unit()));
-                const std::vector<size_t> places = type == TYPE_Q2_K ? std::vector<size_t>{ 80, 82 } : type == TYPE_Q3_K ? std::vector<size_t>{ 108 } : type == TYPE_Q6_K ? std::vector<size_t>{ 208 } :
-                    type == TYPE_MXFP4 ? std::vector<size_t>{} : std::vector<size_t>{ 0, 2 };
+                const uint16_t            small  = to_f16(static_cast<float>(0.001 + 0.01 * random_source.unit()));
+                const std::vector<size_t> places = type == TYPE_Q2_K    ? std::vector<size_t>{ 80, 82 }
+                                                   : type == TYPE_Q3_K  ? std::vector<size_t>{ 108 }
+                                                   : type == TYPE_Q6_K  ? std::vector<size_t>{ 208 }
+                                                   : type == TYPE_MXFP4 ? std::vector<size_t>{}
+                                                                        : std::vector<size_t>{ 0, 2 };
                 for (const size_t p : places) {
                     memcpy(&w->host[b + p], &small, 2);
                 }
@@ -470,11 +573,20 @@ void test_products_of_every_type() {
         for (int k = 0; k < 18; k++) {
             const bool    tall  = k >= 14; // two rows to a warp
             const int64_t block = type_block_size(type);
-            const int64_t cols  = block > 1 ? block * pick({ 1, 2, 5 }) : tall ? 264 : pick({ 1, 7, 8, 33, 64, 256, 1000, 2048 });
-            const int64_t rows  = tall ? 128 * ctx.n_sm + 5 : pick({ 1, 3, 64, 130, 257, 512 }), n = tall ? std::max<int64_t>(1, (1 << (k - 14)) - pick({ 0, 1 })) : pick({ 1, 2, 3, 5, 8, 9, 33, 64, 130 });
+            const int64_t cols  = block > 1 ? block * pick({ 1, 2, 5 })
+                                  : tall    ? 264
+                                            : pick({ 1, 7, 8, 33, 64, 256, 1000, 2048 });
+            const int64_t rows  = tall ? 128 * ctx.n_sm + 5 : pick({ 1, 3, 64, 130, 257, 512 }),
+                          n     = tall ? std::max<int64_t>(1, (1 << (k - 14)) - pick({ 0, 1 }))
+                                       : pick({ 1, 2, 3, 5, 8, 9, 33, 64, 130 });
             const int64_t n2 = n < 64 && !tall ? pick({ 1, 1, 2 }) : 1, ratio = tall ? 1 : pick({ 1, 3 });
-            auto pair = make_weight(type, { cols, rows, n2 }, block > 1 ? 0 : pick({ 0, 0, 1, 8 }));
-            auto x = make(TYPE_F32, { cols, n, n2 * ratio }, cols % 4 == 0 ? pick({ 0, 4 }) : block > 1 ? 0 : 1, random_source.range(0, 1) != 0), y = make(TYPE_F32, { rows, n, n2 * ratio });
+            auto          pair = make_weight(type, { cols, rows, n2 }, block > 1 ? 0 : pick({ 0, 0, 1, 8 }));
+            auto          x    = make(TYPE_F32, { cols, n, n2 * ratio },
+                          cols % 4 == 0 ? pick({ 0, 4 })
+                                      : block > 1   ? 0
+                                                    : 1,
+                                      random_source.range(0, 1) != 0),
+                 y             = make(TYPE_F32, { rows, n, n2 * ratio });
             x->random();
             if (!op_mul_mat_supported(pair.first->t, x->t, y->t)) {
                 CHECK(false, "mul_mat type %d refused", type);
@@ -483,50 +595,58 @@ void test_products_of_every_type() {
             char * scratch = nullptr;
             cuda_ok(cudaMalloc(&scratch, op_mul_mat_scratch_nbytes(pair.first->t, x->t) + 256), "scratch");
             const double u = product_roundoff(type, n);
-            check("mul_mat type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " n " + std::to_string(n), op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch), *y,
-                [&](int64_t row, int64_t col, int64_t i2, int64_t) {
-                    double sum = 0, size = 0;
-                    for (int64_t i = 0; i < cols; i++) {
-                        const double product = pair.second->get(i, row, i2 / ratio) * x->get(i, col, i2);
-                        sum  += product;
-                        size += std::fabs(product);
-                    }
-                    return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0));
-                });
+            check("mul_mat type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) +
+                      " n " + std::to_string(n),
+                  op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch), *y,
+                  [&](int64_t row, int64_t col, int64_t i2, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t i = 0; i < cols; i++) {
+                          const double product = pair.second->get(i, row, i2 / ratio) * x->get(i, col, i2);
+                          sum += product;
+                          size += std::fabs(product);
+                      }
+                      return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) +
+                                                     (u > 0 ? 1e-6 : 0));
+                  });
             cudaFree(scratch);
         }
     }
 }
 
-// Chunks of 256 weights that do not fill, rows at every even address, the last rows of a tile, more chunks than warps; NaN behind each row (its padding)
+// Chunks of 256 weights that do not fill, rows at every even address, the last rows of a tile, more chunks than warps;
+// NaN behind each row (its padding)
 void test_quantized_columns_read_no_more_than_their_rows() {
     for (const tensor_type type : { TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K }) {
         for (int k = 0; k < 24; k++) {
-            const int64_t block = type_block_size(type), blocks = block == 256 ? pick({ 1, 2, 3, 17, 43 }) : pick({ 1, 3, 8, 9, 129, 130, 344 });
+            const int64_t block  = type_block_size(type),
+                          blocks = block == 256 ? pick({ 1, 2, 3, 17, 43 }) : pick({ 1, 3, 8, 9, 129, 130, 344 });
             const int64_t cols = block * blocks, rows = pick({ 1, 15, 17, 100, 16 * ctx.n_sm + 3 }), n = 1 + k % 8;
-            auto pair = make_weight(type, { cols, rows }, pick({ 0, 1, 2 }));
+            auto          pair = make_weight(type, { cols, rows }, pick({ 0, 1, 2 }));
             auto x = make(TYPE_F32, { cols, n }, pick({ 0, 4 })), y = make(TYPE_F32, { rows, n }, pick({ 0, 3 }));
             x->random();
-            check("columns type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) + " n " + std::to_string(n), op_mul_mat(ctx, pair.first->t, x->t, y->t, nullptr, nullptr, k % 3 != 0), *y,
-                [&](int64_t row, int64_t col, int64_t, int64_t) {
-                    double sum = 0, size = 0;
-                    for (int64_t i = 0; i < cols; i++) {
-                        const double product = pair.second->get(i, row) * x->get(i, col);
-                        sum  += product;
-                        size += std::fabs(product);
-                    }
-                    return std::make_pair(sum, size * U32 * (4 + 2 * std::sqrt(static_cast<double>(cols))));
-                });
+            check("columns type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) +
+                      " n " + std::to_string(n),
+                  op_mul_mat(ctx, pair.first->t, x->t, y->t, nullptr, nullptr, k % 3 != 0), *y,
+                  [&](int64_t row, int64_t col, int64_t, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t i = 0; i < cols; i++) {
+                          const double product = pair.second->get(i, row) * x->get(i, col);
+                          sum += product;
+                          size += std::fabs(product);
+                      }
+                      return std::make_pair(sum, size * U32 * (4 + 2 * std::sqrt(static_cast<double>(cols))));
+                  });
         }
     }
 }
 
 void test_products_keep_nan_and_survive_infinities() {
     for (const tensor_type type : { TYPE_F16, TYPE_BF16, TYPE_F32, TYPE_Q8_0 }) {
-        for (const int64_t n : { 3, 9, 70 }) { // float32 throughout, then tensor cores: cuBLAS, or our own kernel where it is not there
+        // float32 throughout, then tensor cores: cuBLAS, or our own kernel where it is not there
+        for (const int64_t n : { 3, 9, 70 }) {
             const int64_t cols = 512, rows = 300, with_nan = n / 2, with_infinity = n - 1;
-            auto pair = make_weight(type, { cols, rows }, 0);
-            auto x = make(TYPE_F32, { cols, n }), y = make(TYPE_F32, { rows, n });
+            auto          pair = make_weight(type, { cols, rows }, 0);
+            auto          x = make(TYPE_F32, { cols, n }), y = make(TYPE_F32, { rows, n });
             x->random();
             x->set(NAN, 77, with_nan), x->set(-INFINITY, 300, with_infinity);
             x->upload();
@@ -535,12 +655,15 @@ void test_products_keep_nan_and_survive_infinities() {
             CHECK(op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch) == cudaSuccess, "mul_mat");
             y->download("mul_mat of NaN");
             const bool saturates = type == TYPE_F16 && n > 8;
-            int64_t bad = 0;
+            int64_t    bad       = 0;
             y->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
                 const double v = y->get(i0, i1);
-                bad += i1 == with_nan ? !std::isnan(v) : i1 == with_infinity && !saturates ? std::isfinite(v) : !std::isfinite(v);
+                bad += i1 == with_nan                      ? !std::isnan(v)
+                       : i1 == with_infinity && !saturates ? std::isfinite(v)
+                                                           : !std::isfinite(v);
             });
-            CHECK(bad == 0, "mul_mat type %d, n %d: NaN lost, or where it does not belong: %d elements", type, static_cast<int>(n), static_cast<int>(bad));
+            CHECK(bad == 0, "mul_mat type %d, n %d: NaN lost, or where it does not belong: %d elements", type,
+                  static_cast<int>(n), static_cast<int>(bad));
             cudaFree(scratch);
         }
     }
@@ -551,24 +674,31 @@ void test_expert_products_with_strided_ids() {
         for (const int64_t tokens : { 1, 4, 9, 70 }) {
             const int64_t cols = 256, rows = pick({ 48, 200 }), experts = pick({ 4, 9 }), used = pick({ 1, 3 });
             const bool    shared = random_source.range(0, 1); // one x per token
-            auto pair = make_weight(type, { cols, rows, experts }, 0);
-            auto x = make(TYPE_F32, { cols, shared ? 1 : used, tokens }), ids = make(TYPE_I32, { used, tokens }, experts - used), y = make(TYPE_F32, { rows, used, tokens });
+            auto          pair   = make_weight(type, { cols, rows, experts }, 0);
+            auto          x      = make(TYPE_F32, { cols, shared ? 1 : used, tokens }),
+                 ids = make(TYPE_I32, { used, tokens }, experts - used), y = make(TYPE_F32, { rows, used, tokens });
             x->random();
-            ids->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { ids->set(static_cast<double>((random_source.range(0, experts - 1) + i0) % experts), i0, i1); });
+            ids->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                ids->set(static_cast<double>((random_source.range(0, experts - 1) + i0) % experts), i0, i1);
+            });
             ids->upload();
             CHECK(op_mul_mat_id_supported(pair.first->t, x->t, ids->t, y->t), "mul_mat_id");
             char * scratch = nullptr;
             cuda_ok(cudaMalloc(&scratch, op_mul_mat_id_scratch_nbytes(pair.first->t, x->t, ids->t) + 256), "scratch");
             const double u = product_roundoff(type, tokens);
-            check("mul_mat_id type " + std::to_string(type), op_mul_mat_id(ctx, pair.first->t, x->t, ids->t, y->t, scratch), *y, [&](int64_t row, int64_t slot, int64_t token, int64_t) {
-                double sum = 0, size = 0;
-                for (int64_t i = 0; i < cols; i++) {
-                    const double product = pair.second->get(i, row, static_cast<int64_t>(ids->get(slot, token))) * x->get(i, shared ? 0 : slot, token);
-                    sum  += product;
-                    size += std::fabs(product);
-                }
-                return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0));
-            });
+            check("mul_mat_id type " + std::to_string(type),
+                  op_mul_mat_id(ctx, pair.first->t, x->t, ids->t, y->t, scratch), *y,
+                  [&](int64_t row, int64_t slot, int64_t token, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t i = 0; i < cols; i++) {
+                          const double product = pair.second->get(i, row, static_cast<int64_t>(ids->get(slot, token))) *
+                                                 x->get(i, shared ? 0 : slot, token);
+                          sum += product;
+                          size += std::fabs(product);
+                      }
+                      return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) +
+                                                     (u > 0 ? 1e-6 : 0));
+                  });
             cudaFree(scratch);
         }
     }
@@ -578,23 +708,38 @@ void test_expert_products_with_strided_ids() {
 
 void test_attention_masks_groups_and_splits() {
     for (int k = 0; k < 80; k++) {
-        const tensor_type type = k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16;
-        const int64_t head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
-        const int64_t kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group, tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
-        const int64_t n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
-        auto q = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
-        auto keys = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0), values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
-        auto mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads }), dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
+        const tensor_type type     = k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16;
+        const int64_t     head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
+        const int64_t     kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group,
+                      tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
+        const int64_t n_kv =
+            tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
+        auto q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
+        auto keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0),
+             values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
+        auto mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads }),
+             dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
         q->random(), sinks->random();
-        const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2); // whole tiles hidden, as in a causal mask
-        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY : k % 9 == 5 ? -static_cast<double>(i0 % 32) : 0, i0, i1, i2, i3); });
+        // whole tiles hidden, as in a causal mask
+        const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY
+                      : k % 9 == 5                                                     ? -static_cast<double>(i0 % 32)
+                                                                                       : 0,
+                      i0, i1, i2, i3);
+        });
         mask->upload();
         attention_params p = {};
         p.q = q->t, p.k = keys.first->t, p.v = values.first->t, p.dst = dst->t;
         p.mask = k % 6 ? &mask->t : nullptr, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
-        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f, p.max_bias = k % 9 == 5 ? 8.0f : 0.0f;
+        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f,
+        p.max_bias          = k % 9 == 5 ? 8.0f : 0.0f;
         const double n_log2 = std::exp2(std::floor(std::log2(static_cast<double>(heads)))); // ALiBi's slopes
-        const auto   slope  = [&](double h) { return p.max_bias == 0 ? 1 : h < n_log2 ? std::exp2(-8 / n_log2 * (h + 1)) : std::exp2(-4 / n_log2 * (2 * (h - n_log2) + 1)); };
+        const auto   slope  = [&](double h) {
+            return p.max_bias == 0 ? 1
+                      : h < n_log2    ? std::exp2(-8 / n_log2 * (h + 1))
+                                      : std::exp2(-4 / n_log2 * (2 * (h - n_log2) + 1));
+        };
         if (!op_attention_supported(p)) {
             CHECK(false, "attention refused: head %d", static_cast<int>(head_dim));
             continue;
@@ -605,17 +750,17 @@ void test_attention_masks_groups_and_splits() {
         CHECK(error == cudaSuccess, "attention: %s", cudaGetErrorString(error));
         dst->download("attention");
         // tiles: q, K and weights are f16, so a score of size s moves by s * 2^-10, and its weight by as much
-        const double u = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
-        double worst = 0;
+        const double u     = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
+        double       worst = 0;
         for (int64_t s = 0; s < streams; s++) {
             for (int64_t h = 0; h < heads; h++) {
                 for (int64_t t = 0; t < tokens; t++) {
                     std::vector<double> score(static_cast<size_t>(n_kv));
-                    double max = p.sinks ? sinks->get(h) : -INFINITY, sum = 0, spread = 0;
+                    double              max = p.sinks ? sinks->get(h) : -INFINITY, sum = 0, spread = 0;
                     for (int64_t i = 0; i < n_kv; i++) {
                         double dot = 0, size = 0;
                         for (int64_t e = 0; e < head_dim; e++) {
-                            dot  += q->get(e, t, h, s) * keys.second->get(e, i, h / group, s);
+                            dot += q->get(e, t, h, s) * keys.second->get(e, i, h / group, s);
                             size += std::fabs(q->get(e, t, h, s) * keys.second->get(e, i, h / group, s));
                         }
                         dot *= static_cast<double>(p.scale);
@@ -623,7 +768,8 @@ void test_attention_masks_groups_and_splits() {
                         if (p.softcap != 0) {
                             dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
                         }
-                        score[static_cast<size_t>(i)] = dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
+                        score[static_cast<size_t>(i)] =
+                            dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
                         max = std::max(max, score[static_cast<size_t>(i)]);
                     }
                     for (auto & x : score) {
@@ -634,10 +780,12 @@ void test_attention_masks_groups_and_splits() {
                     for (int64_t e = 0; e < head_dim; e++) {
                         double z = 0, size = 0;
                         for (int64_t i = 0; i < n_kv; i++) {
-                            z    += score[static_cast<size_t>(i)] / sum * values.second->get(e, i, h / group, s);
-                            size += score[static_cast<size_t>(i)] / sum * std::fabs(values.second->get(e, i, h / group, s));
+                            z += score[static_cast<size_t>(i)] / sum * values.second->get(e, i, h / group, s);
+                            size +=
+                                score[static_cast<size_t>(i)] / sum * std::fabs(values.second->get(e, i, h / group, s));
                         }
-                        worst = std::max(worst, std::fabs(dst->get(e, h, t, s) - z) / (u * (size * (2 + 2 * spread)) + 1e-7));
+                        worst = std::max(worst,
+                                         std::fabs(dst->get(e, h, t, s) - z) / (u * (size * (2 + 2 * spread)) + 1e-7));
                         if (!(std::fabs(dst->get(e, h, t, s) - z) >= 0)) {
                             worst = INFINITY;
                         }
@@ -645,7 +793,9 @@ void test_attention_masks_groups_and_splits() {
                 }
             }
         }
-        CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(tokens), worst);
+        CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound",
+              static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(tokens),
+              worst);
         const auto first = dst->host; // the same bits again, whichever block came last
         for (int repeat = 0; repeat < 5; repeat++) {
             CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");
@@ -656,22 +806,31 @@ void test_attention_masks_groups_and_splits() {
     }
 }
 
-// Rows that the mask hides from a token may hold anything, NaN too: a weight of 0 must not meet them. A mask may also differ from head to head.
+// Rows that the mask hides from a token may hold anything, NaN too: a weight of 0 must not meet them. A mask may also
+// differ from head to head.
 void test_attention_does_not_read_hidden_rows() {
     for (int k = 0; k < 24; k++) {
-        const int64_t head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }), heads = kv_heads * group, tokens = pick({ 1, 3 }), n_kv = k < 6 ? 256 : random_source.range(2, 1400);
-        auto q = make(TYPE_F32, { head_dim, tokens, heads }, 0, true), keys = make(TYPE_F16, { head_dim, n_kv, kv_heads }), values = make(TYPE_F16, { head_dim, n_kv, kv_heads });
-        auto mask = make(TYPE_F16, { n_kv, tokens, k % 3 ? 1 : heads }), dst = make(TYPE_F32, { head_dim, heads, tokens });
+        const int64_t head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }),
+                      heads = kv_heads * group, tokens = pick({ 1, 3 }),
+                      n_kv = k < 6 ? 256 : random_source.range(2, 1400);
+        auto q             = make(TYPE_F32, { head_dim, tokens, heads }, 0, true),
+             keys = make(TYPE_F16, { head_dim, n_kv, kv_heads }), values = make(TYPE_F16, { head_dim, n_kv, kv_heads });
+        auto mask = make(TYPE_F16, { n_kv, tokens, k % 3 ? 1 : heads }),
+             dst  = make(TYPE_F32, { head_dim, heads, tokens });
         q->random(), keys->random(), values->random();
-        const int64_t    from = random_source.range(1, n_kv - 1);
+        const int64_t     from = random_source.range(1, n_kv - 1);
         std::vector<bool> hidden(static_cast<size_t>(n_kv)); // from everybody
         for (int64_t i = 1; i < n_kv; i++) {
             hidden[static_cast<size_t>(i)] = i >= from || random_source.range(0, 3) == 0;
         }
-        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) { mask->set(hidden[static_cast<size_t>(i0)] || (i0 && random_source.range(0, 3) == 0) ? -INFINITY : 0, i0, i1, i2, i3); });
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            mask->set(hidden[static_cast<size_t>(i0)] || (i0 && random_source.range(0, 3) == 0) ? -INFINITY : 0, i0, i1,
+                      i2, i3);
+        });
         mask->upload();
         attention_params p = {};
-        p.q = q->t, p.k = keys->t, p.v = values->t, p.dst = dst->t, p.mask = &mask->t, p.scale = 1 / std::sqrt(static_cast<float>(head_dim));
+        p.q = q->t, p.k = keys->t, p.v = values->t, p.dst = dst->t, p.mask = &mask->t,
+        p.scale        = 1 / std::sqrt(static_cast<float>(head_dim));
         char * scratch = nullptr;
         cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(p) + 256), "scratch");
         std::vector<uint8_t> first;
@@ -687,9 +846,12 @@ void test_attention_does_not_read_hidden_rows() {
             CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");
             dst->download("attention over hidden rows");
             first = first.empty() ? dst->host : first;
-            CHECK(dst->host == first, "attention reads hidden rows: head %d kv %d group %d", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group));
+            CHECK(dst->host == first, "attention reads hidden rows: head %d kv %d group %d", static_cast<int>(head_dim),
+                  static_cast<int>(n_kv), static_cast<int>(group));
         }
-        dst->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t) { CHECK(std::isfinite(dst->get(i0, i1, i2)), "attention over hidden rows is not finite"); });
+        dst->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t) {
+            CHECK(std::isfinite(dst->get(i0, i1, i2)), "attention over hidden rows is not finite");
+        });
         cudaFree(scratch);
     }
 }
@@ -697,15 +859,25 @@ void test_attention_does_not_read_hidden_rows() {
 // one token: against op_rope_cache and op_attention one after the other, which the tests above judge
 void test_rope_and_attention_in_one_launch() {
     for (int k = 0; k < 80; k++) {
-        const bool    each_warp = k < 32, many = k % 20 > 17; // the new row is another warp's in turn; more heads than there is room for clusters
-        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }), kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
-        const int64_t rows = 1100, n_kv = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) }), width = head_dim * kv_heads;
-        const int64_t row = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
-        rope_params r = {};
-        r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000, r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
-        auto q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 }), value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
-        auto pos = make(TYPE_I32, { 1 }), ids = make(TYPE_I64, { 1 }), factors = make(TYPE_F32, { head_dim / 2 }), mask = make(TYPE_F16, { n_kv, 1 }), sinks = make(TYPE_F32, { heads });
-        auto k_cache = make(TYPE_F16, { width, rows }), v_cache = make(TYPE_F16, { width, rows }), k_cache2 = make(TYPE_F16, { width, rows }), v_cache2 = make(TYPE_F16, { width, rows });
+        // the new row is another warp's in turn; more heads than there is room for clusters
+        const bool    each_warp = k < 32, many = k % 20 > 17;
+        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }),
+                      kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 }),
+                      heads = kv_heads * group;
+        const int64_t rows  = 1100,
+                      n_kv  = each_warp ? pick({ 256, 257, 600 })
+                                        : pick({ 32, 70, 256, 1100, random_source.range(1, 600) }),
+                      width = head_dim * kv_heads;
+        const int64_t row   = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
+        rope_params   r     = {};
+        r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000,
+        r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
+        auto q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 }),
+             value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
+        auto pos = make(TYPE_I32, { 1 }), ids = make(TYPE_I64, { 1 }), factors = make(TYPE_F32, { head_dim / 2 }),
+             mask = make(TYPE_F16, { n_kv, 1 }), sinks = make(TYPE_F32, { heads });
+        auto k_cache = make(TYPE_F16, { width, rows }), v_cache = make(TYPE_F16, { width, rows }),
+             k_cache2 = make(TYPE_F16, { width, rows }), v_cache2 = make(TYPE_F16, { width, rows });
         auto want = make(TYPE_F32, { head_dim, heads, 1 }), got = make(TYPE_F32, { head_dim, heads, 1 });
         q->random(), key->random(), value->random(), k_cache->random(), v_cache->random(), sinks->random();
         cuda_ok(cudaMemcpy(k_cache2->t.data, k_cache->t.data, k_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
@@ -714,19 +886,22 @@ void test_rope_and_attention_in_one_launch() {
         factors->upload();
         pos->set(static_cast<double>(random_source.range(0, 2000)), 0), pos->upload();
         ids->set(static_cast<double>(row), 0), ids->upload();
-        mask->each([&](int64_t i0, int64_t, int64_t, int64_t) { mask->set(i0 != row && (i0 > row || random_source.range(0, 5) == 0) ? -INFINITY : 0, i0); });
+        mask->each([&](int64_t i0, int64_t, int64_t, int64_t) {
+            mask->set(i0 != row && (i0 > row || random_source.range(0, 5) == 0) ? -INFINITY : 0, i0);
+        });
         mask->upload();
-        const op_tensor * f = k % 4 == 1 ? &factors->t : nullptr;
-        const auto * id = reinterpret_cast<const int64_t *>(ids->t.data);
-        const auto cache_view = [&](const device_tensor & cache) {
+        const op_tensor * f          = k % 4 == 1 ? &factors->t : nullptr;
+        const auto *      id         = reinterpret_cast<const int64_t *>(ids->t.data);
+        const auto        cache_view = [&](const device_tensor & cache) {
             op_tensor t = cache.t;
             t.ne[0] = head_dim, t.ne[1] = n_kv, t.ne[2] = kv_heads, t.ne[3] = 1;
             t.nb[2] = head_dim * 2, t.nb[3] = t.nb[1] * rows;
             return t;
         };
-        const auto attention = [&](const device_tensor & keys, const device_tensor & values, const device_tensor & out) {
+        const auto attention = [&](const device_tensor & keys, const device_tensor & values,
+                                   const device_tensor & out) {
             attention_params p = {};
-            p.q = q_dst->t;
+            p.q                = q_dst->t;
             std::swap(p.q.ne[1], p.q.ne[2]), std::swap(p.q.nb[1], p.q.nb[2]);
             p.k = cache_view(keys), p.v = cache_view(values), p.dst = out.t;
             p.mask = &mask->t, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
@@ -735,7 +910,7 @@ void test_rope_and_attention_in_one_launch() {
         };
         const rope_cache_params c  = { q->t, q_dst->t, key->t, k_cache->t, value->t, v_cache->t, id, id };
         const rope_cache_params c2 = { q->t, q_dst->t, key->t, k_cache2->t, value->t, v_cache2->t, id, id };
-        const attention_params  a  = attention(*k_cache, *v_cache, *want), a2 = attention(*k_cache2, *v_cache2, *got);
+        const attention_params  a = attention(*k_cache, *v_cache, *want), a2 = attention(*k_cache2, *v_cache2, *got);
         if (!op_rope_attention_supported(r, pos->t, f, c2, a2)) {
             CHECK(false, "rope and attention refused: head %d", static_cast<int>(head_dim));
             continue;
@@ -743,21 +918,28 @@ void test_rope_and_attention_in_one_launch() {
         char * scratch = nullptr;
         cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a) + 256), "scratch");
         CHECK(op_rope_attention(ctx, r, pos->t, f, c2, a2, scratch) == cudaSuccess, "rope and attention");
-        CHECK(op_rope_cache(ctx, r, pos->t, f, c) == cudaSuccess && op_attention(ctx, a, scratch) == cudaSuccess, "rope, attention");
+        CHECK(op_rope_cache(ctx, r, pos->t, f, c) == cudaSuccess && op_attention(ctx, a, scratch) == cudaSuccess,
+              "rope, attention");
         want->download("rope, attention"), got->download("rope and attention");
         k_cache->download("k"), k_cache2->download("k2"), v_cache->download("v"), v_cache2->download("v2");
-        CHECK(v_cache->host == v_cache2->host, "rope and attention: the values differ, head %d row %d", static_cast<int>(head_dim), static_cast<int>(row));
+        CHECK(v_cache->host == v_cache2->host, "rope and attention: the values differ, head %d row %d",
+              static_cast<int>(head_dim), static_cast<int>(row));
         double worst = 0;
-        k_cache->each([&](int64_t i0, int64_t i1, int64_t, int64_t) { // another order of the same operations: a last bit of the new row
+        // another order of the same operations: a last bit of the new row
+        k_cache->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
             const double difference = std::fabs(k_cache->get(i0, i1) - k_cache2->get(i0, i1));
-            worst = difference <= (i1 == row ? 2 * U_F16 * (std::fabs(k_cache->get(i0, i1)) + 0x1p-14) : 0) ? worst : INFINITY;
+            worst = difference <= (i1 == row ? 2 * U_F16 * (std::fabs(k_cache->get(i0, i1)) + 0x1p-14) : 0) ? worst
+                                                                                                            : INFINITY;
         });
-        CHECK(worst == 0, "rope and attention: the keys differ, head %d row %d", static_cast<int>(head_dim), static_cast<int>(row));
+        CHECK(worst == 0, "rope and attention: the keys differ, head %d row %d", static_cast<int>(head_dim),
+              static_cast<int>(row));
         want->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
             const double difference = std::fabs(got->get(i0, i1) - want->get(i0, i1));
-            worst = difference >= 0 ? std::max(worst, difference) : INFINITY;
+            worst                   = difference >= 0 ? std::max(worst, difference) : INFINITY;
         });
-        CHECK(worst <= 2e-3, "rope and attention: head %d kv %d group %d row %d: off by %.3g", static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(row), worst);
+        CHECK(worst <= 2e-3, "rope and attention: head %d kv %d group %d row %d: off by %.3g",
+              static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(row),
+              worst);
         cudaFree(scratch);
     }
 }
@@ -765,24 +947,26 @@ void test_rope_and_attention_in_one_launch() {
 // bytes at any place, several writes to one place: as one memcpy after the other
 void test_small_writes_in_one_launch() {
     constexpr size_t NBYTES = 6000;
-    rng random(11);
-    char * memory = nullptr;
+    rng              random(11);
+    char *           memory = nullptr;
     cuda_ok(cudaMalloc(reinterpret_cast<void **>(&memory), NBYTES), "memory");
     for (int i = 0; i < 50; i++) {
         std::vector<char> want(NBYTES, 0x5a), got(NBYTES);
         cuda_ok(cudaMemcpy(memory, want.data(), NBYTES, cudaMemcpyHostToDevice), "poison");
         small_writes w;
-        const int n = static_cast<int>(random.range(0, 20));
-        size_t padded = 0;
+        const int    n      = static_cast<int>(random.range(0, 20));
+        size_t       padded = 0;
         for (int k = 0; k < n; k++) {
-            const size_t size = static_cast<size_t>(random.unit() < 0.5 ? random.range(0, 9) : random.range(0, 900)), at = static_cast<size_t>(random.range(0, 4000));
+            const size_t size = static_cast<size_t>(random.unit() < 0.5 ? random.range(0, 9) : random.range(0, 900)),
+                         at   = static_cast<size_t>(random.range(0, 4000));
             std::vector<char> bytes(size);
             for (char & b : bytes) {
                 b = static_cast<char>(random.range(0, 255));
             }
-            const bool fits = k < small_writes::MAX && padded + (size + 3) / 4 * 4 <= small_writes::MAX_NBYTES;
+            const bool fits  = k < small_writes::MAX && padded + (size + 3) / 4 * 4 <= small_writes::MAX_NBYTES;
             const bool added = w.add(memory + at, bytes.data(), size);
-            CHECK(added == fits, "small writes: the one of %d bytes, number %d, was %s", static_cast<int>(size), k, added ? "taken" : "refused");
+            CHECK(added == fits, "small writes: the one of %d bytes, number %d, was %s", static_cast<int>(size), k,
+                  added ? "taken" : "refused");
             if (!added) {
                 break;
             }
@@ -815,7 +999,10 @@ int main(int argc, char ** argv) { // [NAME]: only this test
     ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
     const auto cublas = cublas_open();
     cuda_ok(cudaMalloc(&ctx.cublas_workspace, CUBLAS_WORKSPACE_NBYTES), "workspace");
-    const struct { const char * name; void (*run)(); } tests[] = {
+    const struct {
+        const char * name;
+        void (*run)();
+    } tests[] = {
         { "binary", test_binary_broadcast_and_in_place },
         { "glu", test_glu_halves_and_pairs },
         { "norm", test_rms_norm_with_sum_and_scale },

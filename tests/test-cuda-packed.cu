@@ -1,5 +1,7 @@
-// Packed matrices with quantized values on the GPU: the layout in host memory, then the kernels against float64 of the decoded weights, element by
-// element, over random shapes, densities, structures, value types, index codings and batches. Without a GPU: the layout only, and exit code 77.
+// Packed matrices with quantized values on the GPU: the layout in host memory, then the kernels against float64 of the
+// decoded weights, element by
+// element, over random shapes, densities, structures, value types, index codings and batches. Without a GPU: the layout
+// only, and exit code 77.
 #include "cuda/sparse/mul-mat.cuh"
 #include "test-cuda.h"
 
@@ -29,20 +31,22 @@ struct test_matrix {
     packed_view         view;
     std::vector<double> weights; // d * q
     blocks_shape        shape  = {};
-    void              * memory = nullptr;
+    void *              memory = nullptr;
     cuda_memory         outgrown;
     cuda_sparse_matrix  device = {};
 
     int64_t rows() const { return packed.desc.dense.rows; }
     int64_t cols() const { return packed.desc.dense.cols; }
 
-    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int value_type, int index_bits, double density, structure s) {
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int value_type, int index_bits, double density,
+                structure s) {
         std::vector<float> dense(static_cast<size_t>(rows * cols), 0.0f);
         for (int64_t r = 0; r < rows; r++) {
             const double row_density = random.unit() < 0.3 ? 0 : random.unit() < 0.1 ? 1 : density * random.unit() * 2;
             for (int64_t c = 0; c < cols; c++) {
                 if (random.unit() < density_at(s, density, row_density, c, cols)) {
-                    dense[static_cast<size_t>(r * cols + c)] = static_cast<float>(std::exp2(random.unit() * 6 - 6) * (random.unit() < 0.5 ? -1 : 1));
+                    dense[static_cast<size_t>(r * cols + c)] =
+                        static_cast<float>(std::exp2(random.unit() * 6 - 6) * (random.unit() < 0.5 ? -1 : 1));
                 }
             }
         }
@@ -50,7 +54,9 @@ struct test_matrix {
             STATUS_CHECK(pack(dense.data(), { { rows, cols, type, 4, 0 }, value_type, index_bits }, 2, &packed));
         } else {
             std::vector<uint16_t> bits(dense.size());
-            std::transform(dense.begin(), dense.end(), bits.begin(), [&](float f) { return type == GGML_MACKO_TYPE_F16 ? f16_of_float(f) : static_cast<uint16_t>(bits_of_float(f) >> 16); });
+            std::transform(dense.begin(), dense.end(), bits.begin(), [&](float f) {
+                return type == GGML_MACKO_TYPE_F16 ? f16_of_float(f) : static_cast<uint16_t>(bits_of_float(f) >> 16);
+            });
             STATUS_CHECK(pack(bits.data(), { { rows, cols, type, 4, 0 }, value_type, index_bits }, 2, &packed));
         }
         STATUS_CHECK(check_packed(packed.arrays(), 2, &view));
@@ -59,7 +65,9 @@ struct test_matrix {
             int64_t k = packed.row_ptr[static_cast<size_t>(r)];
             view.for_each_column(r, [&](int64_t c) {
                 const uint8_t * block = packed.values.data() + k / QUANT_BLOCK * quant_block_nbytes(value_type);
-                weights[static_cast<size_t>(r * cols + c)] = static_cast<double>(float_of_f16(quant_scale_bits(block))) * quant_at(block, value_type, k % QUANT_BLOCK);
+                weights[static_cast<size_t>(r * cols + c)] =
+                    static_cast<double>(float_of_f16(quant_scale_bits(block))) *
+                    quant_at(block, value_type, k % QUANT_BLOCK);
                 k++;
             });
         }
@@ -68,18 +76,21 @@ struct test_matrix {
     test_matrix(const test_matrix &) = delete;
 
     void upload(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
-        shape = cuda_blocks_shape(packed.desc, shared_nbytes);
-        const size_t n = static_cast<size_t>(cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes);
+        shape          = cuda_blocks_shape(packed.desc, shared_nbytes);
+        const size_t n = static_cast<size_t>(
+            cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes);
         CUDA_CHECK(cudaMalloc(&memory, n));
         CUDA_CHECK(cudaMemset(memory, 0xa5, n));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
         STATUS_CHECK(uploader.packed(view, shape, memory, 2, &device, &outgrown));
     }
     std::string name(uint64_t seed, int64_t n) const {
-        char text[200];
+        char                text[200];
         const packed_desc & d = packed.desc;
-        snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d values %d index %d, codes of %d bits, %d lanes, n %lld", static_cast<unsigned long long>(seed), static_cast<long long>(rows()),
-                 static_cast<long long>(cols()), d.dense.type, d.value_type, d.index_bits, device.delta_bits, device.lanes, static_cast<long long>(n));
+        snprintf(text, sizeof(text),
+                 "seed %llu: %lldx%lld type %d values %d index %d, codes of %d bits, %d lanes, n %lld",
+                 static_cast<unsigned long long>(seed), static_cast<long long>(rows()), static_cast<long long>(cols()),
+                 d.dense.type, d.value_type, d.index_bits, device.delta_bits, device.lanes, static_cast<long long>(n));
         return text;
     }
 };
@@ -89,18 +100,25 @@ static const int VALUES[] = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0, GGML_M
 static const int INDEX[]  = { 0, 2, 4, 8 };
 
 static std::unique_ptr<test_matrix> random_matrix(rng & random) {
-    const int64_t widths[] = { 1, 2, 31, 32, 33, 63, 97, 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
-    const int64_t cols = widths[random.range(0, 17)];
-    const int64_t rows = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
-    const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.05 ? 1.0 : random.unit() < 0.3 ? random.unit() * 0.1 : random.unit() * 0.9;
-    const structure s = random.unit() < 0.6 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-    const int index = s == UNIFORM || s == UNEVEN ? INDEX[random.range(0, 3)] : INDEX[random.range(0, 1) * 2];
-    return std::make_unique<test_matrix>(random, rows, cols, TYPES[random.range(0, 2)], VALUES[random.range(0, std::size(VALUES) - 1)], index, density, s);
+    const int64_t   widths[] = { 1,    2,    31,   32,   33,   63,   97,   300,   512,
+                                 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
+    const int64_t   cols     = widths[random.range(0, 17)];
+    const int64_t   rows     = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
+    const double    density  = random.unit() < 0.05   ? 0.0
+                               : random.unit() < 0.05 ? 1.0
+                               : random.unit() < 0.3  ? random.unit() * 0.1
+                                                      : random.unit() * 0.9;
+    const structure s     = random.unit() < 0.6 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+    const int       index = s == UNIFORM || s == UNEVEN ? INDEX[random.range(0, 3)] : INDEX[random.range(0, 1) * 2];
+    return std::make_unique<test_matrix>(random, rows, cols, TYPES[random.range(0, 2)],
+                                         VALUES[random.range(0, std::size(VALUES) - 1)], index, density, s);
 }
 
 // ---- the layout, read by the words of sparse-blocks.h ----
 
-static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) { return m.values + group / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2); }
+static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) {
+    return m.values + group / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2);
+}
 
 // base: of the tile's values or codes
 static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int word) {
@@ -116,13 +134,14 @@ static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int
 }
 
 static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
-    const int quad = k / 4, shift = k % 4 * 8;
+    const int       quad = k / 4, shift = k % 4 * 8;
     const uint8_t * codes = image_tile(m, group) + 32 * 4 * blocks_value_words(m.value_type);
-    const auto word = [&](int i) { return plane_word(codes, m.delta_bits, group, i) >> shift & 0xff; };
+    const auto      word  = [&](int i) { return plane_word(codes, m.delta_bits, group, i) >> shift & 0xff; };
     if (m.delta_bits == 8) {
         return static_cast<int>(word(quad));
     }
-    const uint32_t field = m.delta_bits == 3 && quad / 2 == 3 ? word(0) >> 6 | word(1) >> 6 << 2 | word(2) >> 6 << 4 : word(quad / 2);
+    const uint32_t field =
+        m.delta_bits == 3 && quad / 2 == 3 ? word(0) >> 6 | word(1) >> 6 << 2 | word(2) >> 6 << 4 : word(quad / 2);
     return static_cast<int>(field >> quad % 2 * m.delta_bits & ((1u << m.delta_bits) - 1));
 }
 
@@ -137,25 +156,27 @@ static int image_value(const cuda_sparse_matrix & m, int64_t group, int k) {
 
 static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
     uint16_t bits;
-    memcpy(&bits, image_tile(m, group) + 32 * 4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32), 2);
+    memcpy(&bits, image_tile(m, group) + 32 * 4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32),
+           2);
     return static_cast<double>(float_of_f16(bits));
 }
 
 // each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of segments
 static int64_t check_image(const test_matrix & t, const blocks_image & image, const std::string & name) {
-    const cuda_sparse_matrix & m = image.matrix;
-    const int64_t words = 32 * m.stripe - 1, overshoot = m.overshoot;
-    std::vector<int64_t> column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
+    const cuda_sparse_matrix & m     = image.matrix;
+    const int64_t              words = 32 * m.stripe - 1, overshoot = m.overshoot;
+    std::vector<int64_t>       column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
     for (int64_t place = 0; place < words; place++) {
         column_of[static_cast<size_t>(blocks_word(place, m.stripe))] = place % (m.lanes * m.stripe);
     }
-    bool inside = true, same = true;
-    int64_t spilled = 0, segments = 0; // of the rows so far
-    const int64_t end = m.codes - m.values, tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
+    bool          inside = true, same = true;
+    int64_t       spilled = 0, segments = 0; // of the rows so far
+    const int64_t end         = m.codes - m.values,
+                  tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
     std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_BLOCKS_TILE), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
-        const auto add = [&](int64_t word, double value) {
+        const auto          add = [&](int64_t word, double value) {
             const int64_t c = word >= 0 && word < words + overshoot ? column_of[static_cast<size_t>(word % words)] : -1;
             inside = inside && (value == 0 || (c >= 0 && c < m.cols)) && word < words + overshoot;
             if (value != 0 && inside) {
@@ -165,22 +186,29 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
         cuda_blocks_row head;
         memcpy(&head, blocks_row(m, r), sizeof(head));
         const int64_t groups = head.n_groups, rest = blocks_segments(head, m.lanes), segment = head.rest >> 8;
-        CHECK(head.first_spilled == spilled && (rest == 0 || segment == segments), "%s: row %lld begins elsewhere", name.c_str(), static_cast<long long>(r));
-        CHECK(rest <= m.lanes, "%s: row %lld has %lld segments", name.c_str(), static_cast<long long>(r), static_cast<long long>(rest));
-        spilled  += head.n_spilled;
+        CHECK(head.first_spilled == spilled && (rest == 0 || segment == segments), "%s: row %lld begins elsewhere",
+              name.c_str(), static_cast<long long>(r));
+        CHECK(rest <= m.lanes, "%s: row %lld has %lld segments", name.c_str(), static_cast<long long>(r),
+              static_cast<long long>(rest));
+        spilled += head.n_spilled;
         segments += rest;
         for (int64_t l = 0; l < m.lanes; l++) {
-            const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes, longer = skip - l * full;
+            const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes,
+                          longer = skip - l * full;
             uint16_t base;
             memcpy(&base, blocks_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
             int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
-                const int64_t slot = blocks_group(head, m.lanes, static_cast<int>(s), static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
-                inside = inside && slot >= 0 && slot < static_cast<int64_t>(uses.size()) && uses[static_cast<size_t>(slot)]++ == 0;
+                const int64_t slot =
+                    blocks_group(head, m.lanes, static_cast<int>(s),
+                                 static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
+                inside = inside && slot >= 0 && slot < static_cast<int64_t>(uses.size()) &&
+                         uses[static_cast<size_t>(slot)]++ == 0;
                 if (!inside) {
                     continue;
                 }
-                CHECK(s >= blocks_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes), "%s: row %lld is at another place of its unit's tile", name.c_str(), static_cast<long long>(r));
+                CHECK(s >= blocks_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes),
+                      "%s: row %lld is at another place of its unit's tile", name.c_str(), static_cast<long long>(r));
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;
@@ -196,14 +224,16 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
             int64_t at = s.word;
             for (int k = 0; k < 8; k++) {
                 at += 32 * (s.codes[k % 4] >> k / 4 * m.delta_bits & ((1 << m.delta_bits) - 1));
-                add(at, static_cast<double>(float_of_f16(s.scale)) * s.values[k] / (m.value_type == GGML_MACKO_TYPE_Q4_0 ? 16 : 1));
+                add(at, static_cast<double>(float_of_f16(s.scale)) * s.values[k] /
+                            (m.value_type == GGML_MACKO_TYPE_Q4_0 ? 16 : 1));
                 at += 32;
             }
         }
         for (int32_t e = head.first_spilled; e < head.first_spilled + head.n_spilled; e++) {
             add(m.spill[e].word, static_cast<double>(m.spill[e].value));
         }
-        same = same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
+        same =
+            same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
     }
     CHECK(inside, "%s: a word outside of x, or a group of nobody or of two rows", name.c_str());
     CHECK(same, "%s: the layout holds another matrix", name.c_str());
@@ -211,7 +241,8 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
     while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
         group--;
     }
-    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end, "%s: groups and segments overlap", name.c_str());
+    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end,
+          "%s: groups and segments overlap", name.c_str());
     return segments;
 }
 
@@ -220,7 +251,7 @@ constexpr int64_t SHARED_NBYTES = 232448;
 static void test_layout_holds_the_matrix(int n_cases) {
     int used[9] = {}, spilled = 0, rests = 0;
     for (int i = 0; i < n_cases; i++) {
-        rng random(static_cast<uint64_t>(i));
+        rng  random(static_cast<uint64_t>(i));
         auto t = random_matrix(random);
         for (double & w : t->weights) {
             w += 0.0; // no -0: sums have none
@@ -239,25 +270,32 @@ static void test_layout_holds_the_matrix(int n_cases) {
         rests += check_image(*t, image, t->name(static_cast<uint64_t>(i), 0)) > 0;
         t->device = {};
     }
-    CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 && spilled > n_cases / 20 && rests > n_cases / 20),
-          "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill, %d with segments", used[3], used[4], used[8], spilled, rests);
+    CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 &&
+                            spilled > n_cases / 20 && rests > n_cases / 20),
+          "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill, %d with segments", used[3], used[4], used[8],
+          spilled, rests);
 }
 
-// bytes that the device reserves against those of the file, for values that stay as they are, and enough of them: uniform masks never outgrow them
+// bytes that the device reserves against those of the file, for values that stay as they are, and enough of them:
+// uniform masks never outgrow them
 static void test_memory() {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const int64_t cols : { 4096, 11008 }) {
             for (const double density : { 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 }) {
-                rng random(static_cast<uint64_t>(cols + value_type));
-                test_matrix t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+                rng                random(static_cast<uint64_t>(cols + value_type));
+                test_matrix        t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
                 const blocks_shape shape = cuda_blocks_shape(t.packed.desc, SHARED_NBYTES);
                 const int64_t      room  = cuda_blocks_max_spill(t.packed.desc, shape);
-                blocks_image image;
+                blocks_image       image;
                 cuda_blocks_make(t.view, shape, room, 2, &image);
-                const double file  = static_cast<double>(t.packed.values.size() + t.packed.index.size() + t.packed.row_ptr.size() * 4);
+                const double file =
+                    static_cast<double>(t.packed.values.size() + t.packed.index.size() + t.packed.row_ptr.size() * 4);
                 const double ratio = static_cast<double>(image.matrix.nbytes) / file;
-                printf("memory: values %d, %lld columns, density %.1f: codes of %d bits, %d lanes, %.3f of the file's bytes\n", value_type, static_cast<long long>(cols), density, shape.bits, shape.lanes, ratio);
-                CHECK(image.n_spill <= room, "%lld spilled, room for %lld", static_cast<long long>(image.n_spill), static_cast<long long>(room));
+                printf("memory: values %d, %lld columns, density %.1f: codes of %d bits, %d lanes, %.3f of the file's "
+                       "bytes\n",
+                       value_type, static_cast<long long>(cols), density, shape.bits, shape.lanes, ratio);
+                CHECK(image.n_spill <= room, "%lld spilled, room for %lld", static_cast<long long>(image.n_spill),
+                      static_cast<long long>(room));
                 CHECK(ratio <= (density < 0.25 ? 1.5 : 1.35), "density %.1f: %.3f of the file's bytes", density, ratio);
             }
         }
@@ -280,16 +318,19 @@ static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool ex
 }
 
 // rows of W x in float64, and what may be off: float32 sums, and x rounded to multiples of max |x| / 32767
-static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x, const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y, std::vector<double> & bound) {
+static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
+                      const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
+                      std::vector<double> & bound) {
     std::vector<double> column(static_cast<size_t>(w.cols()));
-    double squares = 0, largest = 0;
+    double              squares = 0, largest = 0;
     for (size_t c = 0; c < column.size(); c++) {
         const double v = static_cast<double>(x[c]);
         squares += v * v;
         column[c] = norm.empty() ? v : v * static_cast<double>(norm[c]);
-        largest = std::max(largest, std::fabs(column[c]));
+        largest   = std::max(largest, std::fabs(column[c]));
     }
-    const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
+    const double scale =
+        norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(column.size()) + static_cast<double>(eps));
     y.assign(static_cast<size_t>(rows), 0.0);
     bound = y;
     for (int64_t r = 0; r < rows; r++) {
@@ -301,15 +342,17 @@ static void reference(const test_matrix & w, int64_t row0, int64_t rows, const f
             weights += std::fabs(weight);
         }
         y[static_cast<size_t>(r)] = sum * scale;
-        bound[static_cast<size_t>(r)] = (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / 65534 * 1.0001)) * scale + 1e-30;
+        bound[static_cast<size_t>(r)] =
+            (MAX_ERROR * magnitude + (exact ? 0 : weights * largest / 65534 * 1.0001)) * scale + 1e-30;
     }
 }
 
-static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o, const std::string & name) {
-    const bool exact = !o.norm && random.unit() < 0.5;
-    const int64_t cols = w[0]->cols(), ldx = cols + random.range(0, 3);
+static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
+                          const std::string & name) {
+    const bool               exact = !o.norm && random.unit() < 0.5;
+    const int64_t            cols = w[0]->cols(), ldx = cols + random.range(0, 3);
     const std::vector<float> x = random_x(random, ldx, n, exact);
-    std::vector<float> norm(static_cast<size_t>(o.norm ? cols : 0));
+    std::vector<float>       norm(static_cast<size_t>(o.norm ? cols : 0));
     for (float & v : norm) {
         v = static_cast<float>(random.unit() + 0.5);
     }
@@ -319,12 +362,12 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     dx.put();
     dnorm.put();
     cuda_sparse_mul_mat_params p = {};
-    p.x           = dx.data();
-    p.ldx         = ldx;
-    p.n           = n;
-    p.norm_weight = o.norm ? dnorm.data() : nullptr;
-    p.norm_eps    = 1e-5f;
-    p.silu_mul    = o.silu;
+    p.x                          = dx.data();
+    p.ldx                        = ldx;
+    p.n                          = n;
+    p.norm_weight                = o.norm ? dnorm.data() : nullptr;
+    p.norm_eps                   = 1e-5f;
+    p.silu_mul                   = o.silu;
     std::vector<const cuda_sparse_matrix *> devices;
     for (const test_matrix * m : w) {
         devices.push_back(&m->device);
@@ -333,9 +376,9 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     out.get(name);
     for (size_t i = 0; i < out.count(); i++) {
-        const int64_t m = out.rows(i);
-        double worst = 0;
-        int64_t worst_row = 0, worst_column = 0;
+        const int64_t m         = out.rows(i);
+        double        worst     = 0;
+        int64_t       worst_row = 0, worst_column = 0;
         for (int64_t j = 0; j < n; j++) {
             std::vector<double> want, bound, up, up_bound;
             reference(*w[i], p.row_begin[i], m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, want, bound);
@@ -343,21 +386,25 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
                 reference(*w[1], 0, m, &x[static_cast<size_t>(j * ldx)], norm, p.norm_eps, exact, up, up_bound);
             }
             for (int64_t r = 0; r < m; r++) {
-                const size_t k = static_cast<size_t>(r);
-                double expected = want[k], limit = bound[k];
+                const size_t k        = static_cast<size_t>(r);
+                double       expected = want[k], limit = bound[k];
                 if (o.silu) { // |silu'| <= 1.1
                     const double gate = want[k], s = gate / (1 + std::exp(-gate));
                     expected = s * up[k];
-                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) + MAX_ERROR * std::fabs(expected) + 1e-25;
+                    limit    = 1.1 * bound[k] * std::fabs(up[k]) + up_bound[k] * (std::fabs(s) + 1.1 * bound[k]) +
+                            MAX_ERROR * std::fabs(expected) + 1e-25;
                 }
                 limit += MAX_ERROR * (o.bias + o.residual);
-                const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - expected - out.added(i, r, j)) / limit;
+                const double error =
+                    std::fabs(static_cast<double>(out.at(i, r, j)) - expected - out.added(i, r, j)) / limit;
                 if (!(error <= worst)) { // NaN lands here too
                     worst = error, worst_row = r, worst_column = j;
                 }
             }
         }
-        CHECK(worst <= 1, "%s: matrix %zu, column %lld, row %lld: %.3g times the bound%s", name.c_str(), i, static_cast<long long>(worst_column), static_cast<long long>(worst_row), worst, exact ? " (exact x)" : "");
+        CHECK(worst <= 1, "%s: matrix %zu, column %lld, row %lld: %.3g times the bound%s", name.c_str(), i,
+              static_cast<long long>(worst_column), static_cast<long long>(worst_row), worst,
+              exact ? " (exact x)" : "");
     }
 }
 
@@ -371,11 +418,11 @@ static void check_unpack(const test_matrix & t, const std::string & name) {
 
 static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_cases) {
     const int64_t batches[] = { 1, 1, 1, 2, 3, 4, 5, 8, 9, 17, 40 };
-    int outgrown = 0;
+    int           outgrown  = 0;
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 1000 + static_cast<uint64_t>(i);
-        rng random(seed);
-        auto t = random_matrix(random);
+        rng            random(seed);
+        auto           t = random_matrix(random);
         t->upload(uploader, shared_nbytes);
         outgrown += t->outgrown != nullptr;
         int64_t n = batches[random.range(0, 10)];
@@ -391,18 +438,19 @@ static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes, uint64_t n_seeds) {
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
-        rng random(seed);
+        rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 11008, rows = random.range(50, 150);
-        const double density = seed % 4 == 0 ? 0.1 : seed % 4 == 1 ? 0.3 : 0.5;
-        const int value_type = VALUES[seed % std::size(VALUES)];
-        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 0, density, UNIFORM), b(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 2, density, UNIFORM);
+        const double  density    = seed % 4 == 0 ? 0.1 : seed % 4 == 1 ? 0.3 : 0.5;
+        const int     value_type = VALUES[seed % std::size(VALUES)];
+        test_matrix   a(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 0, density, UNIFORM),
+            b(random, rows, cols, GGML_MACKO_TYPE_F16, value_type, 2, density, UNIFORM);
         test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
         for (test_matrix * t : { &a, &b, &c }) {
             t->upload(uploader, shared_nbytes);
         }
         for (const int64_t n : { 1, 2, 4, 7 }) {
             options o;
-            o.norm = seed % 2;
+            o.norm     = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;
             check_product(random, { &a, &b, &c }, n, o, "three matrices, " + a.name(seed, n));
             o.silu = true;
@@ -416,23 +464,27 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t 
 // rows of an expert, ids from device memory, ids out of range
 static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     for (uint64_t seed = 1; seed <= 6; seed++) {
-        rng random(seed);
+        rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
-        test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % std::size(VALUES)], -1, 0.3, UNIFORM);
+        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, VALUES[seed % std::size(VALUES)], -1, 0.3,
+                        UNIFORM);
         w.upload(uploader, shared_nbytes);
         const std::vector<float> values = random_x(random, cols, N_EXPERT_COLUMNS, true);
-        guarded x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
+        guarded                  x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
         std::copy(values.begin(), values.end(), &x.at(0));
         x.put();
         multiply_experts(w.device, x, ldx, y);
         for (int64_t j = 0; j < N_EXPERT_COLUMNS; j++) {
             std::vector<double> want(static_cast<size_t>(rows), 0.0), bound(static_cast<size_t>(rows), 1e-30);
             if (expert_row(j, rows) >= 0) {
-                reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want, bound);
+                reference(w, expert_row(j, rows), rows, &values[static_cast<size_t>(j * ldx)], {}, 0, true, want,
+                          bound);
             }
             for (int64_t r = 0; r < rows; r++) {
                 const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want[static_cast<size_t>(r)]);
-                CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
+                CHECK(error <= bound[static_cast<size_t>(r)], "experts, seed %llu, column %lld, row %lld: off by %.3g",
+                      static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r),
+                      error);
             }
         }
     }
@@ -440,7 +492,7 @@ static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes)
 
 // NaN and infinities must not become numbers, zeros and tiny x not NaN
 static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
-    rng random(3);
+    rng         random(3);
     test_matrix w(random, 40, 1000, GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0, -1, 0.5, UNIFORM);
     w.upload(uploader, shared_nbytes);
     for (const int64_t n : { 1, 2, 4 }) {
@@ -454,13 +506,16 @@ static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbyte
             CUDA_CHECK(cuda_sparse_mul_mat(plain_product(w.device, x, y, n), nullptr));
             y.get();
             for (int64_t r = 0; r < 40; r++) {
-                const float got = y.at((n - 1) * 40 + r);
-                double want = 0;
+                const float got  = y.at((n - 1) * 40 + r);
+                double      want = 0;
                 for (int64_t c = 0; c < 1000; c++) {
                     want += w.weights[static_cast<size_t>(r * 1000 + c)] * static_cast<double>(odd);
                 }
-                CHECK(std::isfinite(odd) ? std::fabs(static_cast<double>(got) - want) <= 1e-2 * static_cast<double>(odd) + 0x1p-100 : !std::isfinite(got), "x of %g, n %lld, row %lld: %g", static_cast<double>(odd),
-                      static_cast<long long>(n), static_cast<long long>(r), static_cast<double>(got));
+                CHECK(std::isfinite(odd)
+                          ? std::fabs(static_cast<double>(got) - want) <= 1e-2 * static_cast<double>(odd) + 0x1p-100
+                          : !std::isfinite(got),
+                      "x of %g, n %lld, row %lld: %g", static_cast<double>(odd), static_cast<long long>(n),
+                      static_cast<long long>(r), static_cast<double>(got));
             }
         }
     }
@@ -469,7 +524,7 @@ static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbyte
 // the same bits every time, launched alone, as a dependent launch and from a graph
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_repeats) {
     for (const double density : { 0.5, 0.3, 0.1 }) {
-        rng random(9);
+        rng         random(9);
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, VALUES[density < 0.4], -1, density, UNIFORM);
         w.upload(uploader, shared_nbytes);
         for (const int64_t n : { 1, 4 }) {
@@ -487,12 +542,12 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int6
 static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const double density : { 0.5, 0.3, 0.1 }) { // codes of 3, 4, 8 bits
-            rng random(static_cast<uint64_t>(value_type + 100 * density));
+            rng         random(static_cast<uint64_t>(value_type + 100 * density));
             test_matrix w(random, 12, 300, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
             w.upload(uploader, shared_nbytes);
             for (const int64_t n : { 1, 2, 4 }) {
                 options o;
-                o.norm = n != 2;
+                o.norm     = n != 2;
                 o.residual = n != 1;
                 check_product(random, { &w }, n, o, w.name(0, n));
                 fprintf(stderr, "%s: done\n", w.name(0, n).c_str()); // how far a sanitizer came

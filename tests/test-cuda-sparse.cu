@@ -1,9 +1,10 @@
-// The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts and batches.
+// The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts
+// and batches.
 // Exit code 77 (skipped) without a GPU.
+#include "codec/macko/encode.h"
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat.cuh"
-#include "codec/macko/encode.h"
 #include "test-cuda.h"
 
 #include <algorithm>
@@ -18,16 +19,16 @@
 enum structure { UNIFORM, BANDED, UNEVEN, STRIPES, N_STRUCTURES, EQUAL_ROWS = N_STRUCTURES };
 
 struct test_matrix {
-    int64_t               rows, cols;
-    int                   type, delta_bits;
-    std::vector<uint8_t>  dense;    // elements of type
-    std::vector<double>   weights;  // the same in double
-    std::vector<uint8_t>  values, deltas;
-    std::vector<int32_t>  row_ptr;
-    ggml_macko_matrix     coded = {};
-    void                * memory = nullptr;
-    int64_t               nbytes = 0;
-    cuda_sparse_matrix    device = {};
+    int64_t              rows, cols;
+    int                  type, delta_bits;
+    std::vector<uint8_t> dense;   // elements of type
+    std::vector<double>  weights; // the same in double
+    std::vector<uint8_t> values, deltas;
+    std::vector<int32_t> row_ptr;
+    ggml_macko_matrix    coded  = {};
+    void *               memory = nullptr;
+    int64_t              nbytes = 0;
+    cuda_sparse_matrix   device = {};
 
     uint32_t bits(int64_t i) const {
         if (type == GGML_MACKO_TYPE_F32) {
@@ -41,7 +42,8 @@ struct test_matrix {
     }
 
     // nearly all values from 2^lowest on, within so many binades (powers of two)
-    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s, double binades = 12, double lowest = -8)
+    test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s,
+                double binades = 12, double lowest = -8)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
         const int64_t size = value_nbytes(type);
         dense.assign(static_cast<size_t>(rows * cols * size), 0);
@@ -58,7 +60,9 @@ struct test_matrix {
                 }
                 const bool in_band = s == BANDED ? (c / 97) % 3 == 0 : s == STRIPES ? c % 32 < 3 : true;
                 if (random.unit() < (in_band ? d : d / 50)) {
-                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : random_bits(random, type, lowest, binades); // some -0
+                    // some -0
+                    const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u)
+                                                             : random_bits(random, type, lowest, binades);
                     left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
@@ -79,11 +83,13 @@ struct test_matrix {
 
     macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
 
-    // blocks of rows in shuffled order, from two threads, from memory that ends where the block ends. False if the forced layout does not fit.
+    // blocks of rows in shuffled order, from two threads, from memory that ends where the block ends. False if the
+    // forced layout does not fit.
     bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0) {
         if (!memory) {
-            nbytes = std::max(cuda_sparse_nbytes(desc(), n_padded(coded.n_stored)),
-                              cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_STRIPED, 32, nullptr).nbytes);
+            nbytes = std::max(
+                cuda_sparse_nbytes(desc(), n_padded(coded.n_stored)),
+                cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_STRIPED, 32, nullptr).nbytes);
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
@@ -96,15 +102,18 @@ struct test_matrix {
             r = end;
         }
         std::shuffle(blocks.begin(), blocks.end(), random.engine);
-        int failed = 0;
-        const auto work = [&](size_t first) {
+        int        failed = 0;
+        const auto work   = [&](size_t first) {
             for (size_t i = first; i < blocks.size(); i += 2) {
                 const int64_t size = value_nbytes(type);
-                const int64_t base = row_ptr[static_cast<size_t>(blocks[i].first)] & ~7, end = row_ptr[static_cast<size_t>(blocks[i].second)];
+                const int64_t base = row_ptr[static_cast<size_t>(blocks[i].first)] & ~7,
+                              end  = row_ptr[static_cast<size_t>(blocks[i].second)];
                 const std::vector<uint8_t> v(values.begin() + base * size, values.begin() + end * size);
-                const std::vector<uint8_t> d(deltas.begin() + base * delta_bits / 8, deltas.begin() + (end * delta_bits + 7) / 8);
-                const macko_rows block = { desc(), blocks[i].first, blocks[i].second, row_ptr.data(), base, v.data(), d.data() };
-                macko_view view;
+                const std::vector<uint8_t> d(deltas.begin() + base * delta_bits / 8,
+                                               deltas.begin() + (end * delta_bits + 7) / 8);
+                const macko_rows           block = { desc(), blocks[i].first, blocks[i].second, row_ptr.data(),
+                                                     base,   v.data(),        d.data() };
+                macko_view                 view;
                 if (validate(block, &view) != GGML_MACKO_STATUS_OK || uploader.rows(view) != GGML_MACKO_STATUS_OK) {
                     fprintf(stderr, "block %zu: %s\n", i, ggml_macko_last_error());
                     failed = 1;
@@ -120,40 +129,48 @@ struct test_matrix {
             return false;
         }
         CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
-        CHECK(device.nbytes <= nbytes, "layout %d takes %lld bytes of %lld", device.layout, static_cast<long long>(device.nbytes), static_cast<long long>(nbytes));
+        CHECK(device.nbytes <= nbytes, "layout %d takes %lld bytes of %lld", device.layout,
+              static_cast<long long>(device.nbytes), static_cast<long long>(nbytes));
         return true;
     }
 };
 
-// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm, rounded to the type
-// of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the bound grows by that.
-static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx, int64_t n, const std::vector<float> & norm,
-                      float eps, bool rounds, std::vector<double> & y, std::vector<double> & magnitude) {
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm,
+// rounded to the type
+// of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the
+// bound grows by that.
+static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx,
+                      int64_t n, const std::vector<float> & norm, float eps, bool rounds, std::vector<double> & y,
+                      std::vector<double> & magnitude) {
     y.assign(static_cast<size_t>((end - begin) * n), 0.0);
     magnitude = y;
 #pragma omp parallel for schedule(static)
     for (int64_t j = 0; j < n; j++) {
         std::vector<double> column(static_cast<size_t>(w.cols)), slack(static_cast<size_t>(w.cols));
-        double squares = 0;
+        double              squares = 0;
         for (int64_t c = 0; c < w.cols; c++) {
             const double v = static_cast<double>(x[static_cast<size_t>(j * ldx + c)]);
             squares += v * v;
             column[static_cast<size_t>(c)] = norm.empty() ? v : v * static_cast<double>(norm[static_cast<size_t>(c)]);
         }
-        const double scale = norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(w.cols) + static_cast<double>(eps));
+        const double scale =
+            norm.empty() ? 1 : 1 / std::sqrt(squares / static_cast<double>(w.cols) + static_cast<double>(eps));
         for (size_t c = 0; c < column.size(); c++) {
             const double v = column[c] * scale;
-            column[c] = rounds ? round_to(v, w.type) : v;
-            slack[c]  = rounds && !norm.empty() ? std::fabs(round_to(v * (1 + 1e-6), w.type) - round_to(v * (1 - 1e-6), w.type)) / MAX_ERROR : 0;
+            column[c]      = rounds ? round_to(v, w.type) : v;
+            slack[c]       = rounds && !norm.empty()
+                                 ? std::fabs(round_to(v * (1 + 1e-6), w.type) - round_to(v * (1 - 1e-6), w.type)) / MAX_ERROR
+                                 : 0;
         }
         for (int64_t r = begin; r < end; r++) {
             double sum = 0, m = 0;
             for (int64_t c = 0; c < w.cols; c++) {
-                const double weight = w.weights[static_cast<size_t>(r * w.cols + c)], product = weight * column[static_cast<size_t>(c)];
+                const double weight  = w.weights[static_cast<size_t>(r * w.cols + c)],
+                             product = weight * column[static_cast<size_t>(c)];
                 sum += product;
                 m += std::fabs(product) + std::fabs(weight) * slack[static_cast<size_t>(c)];
             }
-            y[static_cast<size_t>(j * (end - begin) + r - begin)] = sum;
+            y[static_cast<size_t>(j * (end - begin) + r - begin)]         = sum;
             magnitude[static_cast<size_t>(j * (end - begin) + r - begin)] = m;
         }
     }
@@ -169,10 +186,12 @@ static void * x16_memory() {
     return memory;
 }
 
-// one product of one to three matrices that share x, checked element by element; half of them may use memory for x in 16 bits
-static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o, const std::string & name) {
-    const bool x16 = random.unit() < 0.5;
-    const int64_t cols = w[0]->cols, ldx = x16 ? cols + 4 * random.range(0, 1) : cols + random.range(0, 3);
+// one product of one to three matrices that share x, checked element by element; half of them may use memory for x in
+// 16 bits
+static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
+                          const std::string & name) {
+    const bool         x16  = random.unit() < 0.5;
+    const int64_t      cols = w[0]->cols, ldx = x16 ? cols + 4 * random.range(0, 1) : cols + random.range(0, 3);
     std::vector<float> x(static_cast<size_t>(ldx * n));
     for (float & v : x) {
         v = static_cast<float>((random.unit() - 0.5) * (random.unit() < 0.01 ? 40 : 2));
@@ -188,23 +207,24 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     dnorm.put();
 
     cuda_sparse_mul_mat_params p = {};
-    p.x           = dx.data();
-    p.ldx         = ldx;
-    p.n           = n;
-    p.norm_weight = o.norm ? dnorm.data() : nullptr;
-    p.norm_eps    = 1e-5f;
-    p.silu_mul    = o.silu;
-    p.x16         = x16 ? x16_memory() : nullptr;
+    p.x                          = dx.data();
+    p.ldx                        = ldx;
+    p.n                          = n;
+    p.norm_weight                = o.norm ? dnorm.data() : nullptr;
+    p.norm_eps                   = 1e-5f;
+    p.silu_mul                   = o.silu;
+    p.x16                        = x16 ? x16_memory() : nullptr;
     std::vector<const cuda_sparse_matrix *> devices;
     for (const test_matrix * m : w) {
         devices.push_back(&m->device);
     }
     outputs out(random, devices, o, p);
-    using arrays = std::vector<std::vector<double>>;
+    using arrays   = std::vector<std::vector<double>>;
     arrays refs[2] = { arrays(w.size()), arrays(w.size()) }, magnitudes[2] = { arrays(w.size()), arrays(w.size()) };
     for (size_t i = 0; i < w.size(); i++) {
         for (const bool rounds : { true, false }) {
-            reference(*w[i], p.row_begin[i], p.row_end[i], x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i], magnitudes[rounds][i]);
+            reference(*w[i], p.row_begin[i], p.row_end[i], x, ldx, n, norm, p.norm_eps, rounds, refs[rounds][i],
+                      magnitudes[rounds][i]);
         }
     }
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
@@ -212,41 +232,48 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     for (size_t i = 0; i < out.count(); i++) {
         const int64_t m = out.rows(i);
         for (int64_t j = 0; j < n; j++) {
-            // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32 values, may not
-            double  worst[2] = {};
+            // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32
+            // values, may not
+            double  worst[2]    = {};
             int64_t worst_at[2] = {};
             for (int64_t r = 0; r < m; r++) {
                 const size_t k = static_cast<size_t>(j * m + r);
                 for (const int rounds : { 0, 1 }) {
-                    const arrays & ref = refs[rounds], & magnitude = magnitudes[rounds];
-                    double want = ref[i][k], bound = magnitude[i][k];
+                    const arrays &ref = refs[rounds], &magnitude = magnitudes[rounds];
+                    double        want = ref[i][k], bound = magnitude[i][k];
                     if (o.silu) {
                         const double gate = ref[0][k], up = ref[1][k], s = 1 / (1 + std::exp(-gate));
-                        want  = gate * s * up;
-                        bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] + std::fabs(gate * s) * magnitude[1][k] + 1e-25; // exp(-gate) overflows
+                        want = gate * s * up;
+                        // exp(-gate) overflows
+                        bound = std::fabs(s * up) * (1 + std::fabs(gate)) * magnitude[0][k] +
+                                std::fabs(gate * s) * magnitude[1][k] + 1e-25;
                     }
-                    const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - want - out.added(i, r, j)) / (bound + o.bias + o.residual + 1e-30);
+                    const double error = std::fabs(static_cast<double>(out.at(i, r, j)) - want - out.added(i, r, j)) /
+                                         (bound + o.bias + o.residual + 1e-30);
                     if (!(error <= worst[rounds])) { // NaN lands here too
-                        worst[rounds] = error;
+                        worst[rounds]    = error;
                         worst_at[rounds] = r;
                     }
                 }
             }
             const bool rounded = n > 1 && w[i]->type != GGML_MACKO_TYPE_F32 && !(worst[0] <= MAX_ERROR);
-            CHECK(worst[rounded] <= MAX_ERROR, "%s: matrix %zu, column %lld, row %lld: relative error %.3g (limit %.1g)", name.c_str(), i, static_cast<long long>(j),
-                  static_cast<long long>(worst_at[rounded]), worst[rounded], MAX_ERROR);
+            CHECK(worst[rounded] <= MAX_ERROR,
+                  "%s: matrix %zu, column %lld, row %lld: relative error %.3g (limit %.1g)", name.c_str(), i,
+                  static_cast<long long>(j), static_cast<long long>(worst_at[rounded]), worst[rounded], MAX_ERROR);
         }
     }
 }
 
 static void check_unpack(const test_matrix & w, const std::string & name) {
-    check_unpacked(w.device, name, [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
+    check_unpacked(w.device, name,
+                   [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
     char text[160];
-    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d %s lanes %d n %lld", static_cast<unsigned long long>(seed),
-             static_cast<long long>(w.rows), static_cast<long long>(w.cols), w.type, w.delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.lanes, static_cast<long long>(n));
+    snprintf(text, sizeof(text), "seed %llu: %lldx%lld type %d delta_bits %d %s lanes %d n %lld",
+             static_cast<unsigned long long>(seed), static_cast<long long>(w.rows), static_cast<long long>(w.cols),
+             w.type, w.delta_bits, cuda_sparse_layout_name(w.device.layout), w.device.lanes, static_cast<long long>(n));
     return text;
 }
 
@@ -255,23 +282,28 @@ static const int BITS[]  = { 1, 2, 4, 8 };
 
 // every layout, type, code width and batch size, over shapes that do not divide evenly
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
-    const int64_t widths[] = { 1, 2, 7, 8, 31, 32, 33, 63, 64, 97, 128, 255, 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
+    const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
+                                300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
-    int used[5] = {};
+    int           used[5]   = {};
     for (int i = 0; i < n_cases; i++) {
-        const uint64_t seed = 1000 + static_cast<uint64_t>(i);
-        rng random(seed);
-        const int64_t cols = widths[random.range(0, 22)];
-        const int64_t rows = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
-        const double density = random.unit() < 0.05 ? 0.0 : random.unit() < 0.05 ? 1.0 : random.unit() < 0.3 ? random.unit() * 0.1 : random.unit() * 0.9;
+        const uint64_t  seed = 1000 + static_cast<uint64_t>(i);
+        rng             random(seed);
+        const int64_t   cols    = widths[random.range(0, 22)];
+        const int64_t   rows    = random.range(1, cols > 4100 ? 60 : cols > 1000 ? 200 : 400);
+        const double    density = random.unit() < 0.05   ? 0.0
+                                  : random.unit() < 0.05 ? 1.0
+                                  : random.unit() < 0.3  ? random.unit() * 0.1
+                                                         : random.unit() * 0.9;
         const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-        const int type = random.unit() < 0.2 ? GGML_MACKO_TYPE_F32 : TYPES[random.range(0, 1)];
-        test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
+        const int       type = random.unit() < 0.2 ? GGML_MACKO_TYPE_F32 : TYPES[random.range(0, 1)];
+        test_matrix     w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
         w.upload(random, uploader);
         if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another layout than the usual one, if it fits
             static const int32_t LANES[] = { 8, 16, 32 };
-            const int32_t layout = static_cast<int32_t>(random.range(w.delta_bits == 8 ? 1 : 0, w.delta_bits == 8 ? 1 : 2));
-            const int32_t lanes  = layout == CUDA_SPARSE_LAYOUT_RUNS && w.delta_bits < 8 ? 8 : LANES[random.range(0, 2)];
+            const int32_t        layout =
+                static_cast<int32_t>(random.range(w.delta_bits == 8 ? 1 : 0, w.delta_bits == 8 ? 1 : 2));
+            const int32_t lanes = layout == CUDA_SPARSE_LAYOUT_RUNS && w.delta_bits < 8 ? 8 : LANES[random.range(0, 2)];
             if (!w.upload(random, uploader, layout, lanes)) {
                 w.upload(random, uploader);
             }
@@ -292,25 +324,27 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
 
 // What the repack writes into a COMPACT group, and what the kernels and the count of places make of it
 template <int BITS> static void check_compact_group(rng & random) {
-    group_bits<compact_f16, BITS> group = {};
-    uint32_t * const words = &group.v.x;
-    constexpr int ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
-    uint32_t values[ENTRIES], codes[ENTRIES];
+    group_bits<compact_f16, BITS> group   = {};
+    uint32_t * const              words   = &group.v.x;
+    constexpr int                 ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
+    uint32_t                      values[ENTRIES], codes[ENTRIES];
     for (int k = 0; k < ENTRIES; k++) {
-        values[k] = static_cast<uint32_t>(random.range(0, compact_exponents(BITS))) << 10 | static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
-        codes[k]  = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
+        values[k] = static_cast<uint32_t>(random.range(0, compact_exponents(BITS))) << 10 |
+                    static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
+        codes[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
         set_compact_entry(k, values[k], codes[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
     }
     constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
-    uint32_t weight[8], sum = begin;
+    uint32_t           weight[8], sum                    = begin;
     set_compact_weights(weight, BITS, step);
-    const uint4 kept = group.words();
+    const uint4    kept      = group.words();
     const uint32_t halves[4] = { kept.x, kept.y, kept.z, kept.w };
-    const uint32_t last = group.walk(begin, weight, [&](auto entry, uint32_t to) {
+    const uint32_t last      = group.walk(begin, weight, [&](auto entry, uint32_t to) {
         const int k = decltype(entry)::value;
         sum += codes[k] * step;
         CHECK(to == sum, "codes of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
-        CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "codes of %d bits: value %d is %x, not %x", BITS, k, halves[k / 2], values[k]);
+        CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "codes of %d bits: value %d is %x, not %x", BITS,
+                   k, halves[k / 2], values[k]);
         CHECK(compact_code(words, k, BITS) == static_cast<int>(codes[k]), "codes of %d bits: code %d", BITS, k);
     });
     CHECK(last == sum, "codes of %d bits: the next group begins at %u, not %u", BITS, last, sum);
@@ -318,34 +352,41 @@ template <int BITS> static void check_compact_group(rng & random) {
 static void test_values_and_codes_of_a_group_overlap() {
     rng random(99);
     for (int i = 0; i < 500; i++) {
-        check_compact_group<2>(random), check_compact_group<3>(random), check_compact_group<4>(random), check_compact_group<6>(random);
+        check_compact_group<2>(random), check_compact_group<3>(random), check_compact_group<4>(random),
+            check_compact_group<6>(random);
     }
 }
 
-// A random matrix as COMPACT, if it fits; returns the bits of its codes, or 0. Codes of 2 bits in the file and values of 14; MIXED: both may be less or more;
+// A random matrix as COMPACT, if it fits; returns the bits of its codes, or 0. Codes of 2 bits in the file and values
+// of 14; MIXED: both may be less or more;
 // WIDE_CODES: codes of 4 or 8 bits
 enum compact_case { NARROW, MIXED, WIDE_CODES };
 static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, compact_case which) {
-    const int64_t widths[] = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
-    const int64_t batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
-    rng random(seed);
-    const int64_t cols = widths[random.range(0, 8)], rows = random.range(1, 150);
-    const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-    const double lowest  = static_cast<double>(random.range(-20, 2));
-    const double binades = which == MIXED && random.unit() < 0.5 ? 3.1 : 7.1;
-    const double density = 0.2 + random.unit() * 0.6;
-    test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, which == MIXED ? BITS[random.range(0, 2)] : which == WIDE_CODES ? BITS[random.range(2, 3)] : 2, density, s, binades, lowest);
+    const int64_t   widths[]  = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
+    const int64_t   batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
+    rng             random(seed);
+    const int64_t   cols = widths[random.range(0, 8)], rows = random.range(1, 150);
+    const structure s       = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+    const double    lowest  = static_cast<double>(random.range(-20, 2));
+    const double    binades = which == MIXED && random.unit() < 0.5 ? 3.1 : 7.1;
+    const double    density = 0.2 + random.unit() * 0.6;
+    test_matrix     w(random, rows, cols, GGML_MACKO_TYPE_F16,
+                  which == MIXED        ? BITS[random.range(0, 2)]
+                      : which == WIDE_CODES ? BITS[random.range(2, 3)]
+                                            : 2,
+                      density, s, binades, lowest);
     if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
         w.upload(random, uploader);
     }
-    const int64_t n = batches[random.range(0, 7)];
+    const int64_t     n    = batches[random.range(0, 7)];
     const std::string name = name_of(seed, w, n);
     check_unpack(w, name);
     check_product(random, { &w }, n, random_options(random), name);
     return w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT ? w.device.delta_bits : 0;
 }
 
-// Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices whose values are small (F16 subnormals
+// Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices
+// whose values are small (F16 subnormals
 // among them) and large, rows that spill much
 static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
     int compact = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a code
@@ -356,17 +397,19 @@ static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
         wide[check_compact(uploader, seed, WIDE_CODES)]++;
     }
     CHECK(compact > n_cases / 2 || n_cases < 50, "values were compact in %d of %d cases only", compact, n_cases);
-    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d", n_cases, used[2], used[3]);
-    CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases codes had 4 bits in %d, 6 in %d", n_cases, wide[4], wide[6]);
+    CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
+          n_cases, used[2], used[3]);
+    CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases codes had 4 bits in %d, 6 in %d",
+          n_cases, wide[4], wide[6]);
 }
 
 // which matrices get them: not those that spill much
 static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
-    const auto layout_of = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
-        rng random(static_cast<uint64_t>(lines + 5));
+    const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
+        rng         random(static_cast<uint64_t>(lines + 5));
         test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, delta_bits, density, UNIFORM, binades, -10);
-        int left = lines; // values of the last row that do not fit
+        int         left = lines; // values of the last row that do not fit
         for (int64_t k = w.row_ptr[299]; k < w.row_ptr[300] && left > 0; k++) {
             uint16_t v;
             memcpy(&v, &w.values[static_cast<size_t>(k) * 2], 2);
@@ -399,7 +442,11 @@ static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
             const double density = delta_bits == 8 ? 0.08 : delta_bits == 4 ? 0.3 : 0.5;
-            test_matrix w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s, delta_bits == 2 || delta_bits == 8 ? 7.1 : delta_bits == 4 ? 3.1 : 12, -8);
+            test_matrix  w(random, 16001, random.range(2, 40) * 8, GGML_MACKO_TYPE_F16, delta_bits, density, s,
+                          delta_bits == 2 || delta_bits == 8 ? 7.1
+                           : delta_bits == 4                  ? 3.1
+                                                              : 12,
+                           -8);
             if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
                 w.upload(random, uploader);
             }
@@ -411,7 +458,7 @@ static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
 // x that does not fit shared memory
 static void test_very_wide(cuda_sparse_uploader & uploader) {
     for (const int64_t cols : { int64_t(28672), int64_t(70001), int64_t(1) << 20 }) {
-        rng random(static_cast<uint64_t>(cols));
+        rng         random(static_cast<uint64_t>(cols));
         test_matrix w(random, 9, cols, GGML_MACKO_TYPE_F16, 4, 0.2, UNIFORM);
         w.upload(random, uploader);
         CHECK(cols < 50000 || w.device.layout == CUDA_SPARSE_LAYOUT_ROWS, "layout %d", w.device.layout);
@@ -422,19 +469,21 @@ static void test_very_wide(cuda_sparse_uploader & uploader) {
     }
 }
 
-// Products of many columns by tiles (sparse-tiles.cu): all widths of codes, rows of all lengths, any number of columns, more rows than one tile of each
+// Products of many columns by tiles (sparse-tiles.cu): all widths of codes, rows of all lengths, any number of columns,
+// more rows than one tile of each
 // multiprocessor, from narrow matrices to those of which 8 rows hardly fit shared memory
 static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824 };
-    int tiles = 0;
+    int           tiles    = 0;
     for (int i = 0; i < n_cases; i++) {
-        const uint64_t seed = 8000 + static_cast<uint64_t>(i);
-        rng random(seed);
-        const bool    many = i % 16 == 8;
-        const int64_t cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
-        const int64_t n    = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
-        const structure s  = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s, random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
+        const uint64_t  seed = 8000 + static_cast<uint64_t>(i);
+        rng             random(seed);
+        const bool      many = i % 16 == 8;
+        const int64_t   cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
+        const int64_t   n = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
+        const structure s = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s,
+                      random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
         if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
             w.upload(random, uploader);
         }
@@ -447,15 +496,17 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
     int n_compact = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
-        rng random(seed);
+        rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
-        const int bits = BITS[random.range(1, 3)];
+        const int     bits = BITS[random.range(1, 3)];
         const int64_t rows = random.range(50, 150);
-        test_matrix a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 2.9, -12), b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, 2.9, -9);
+        test_matrix   a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 2.9, -12),
+            b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, 2.9, -9);
         test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 2.9, -4);
-        const auto all = [&](int32_t layout, int32_t lanes) {
-            return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) && c.upload(random, uploader, layout, lanes) &&
-                cuda_sparse_same_kernel(a.device, b.device) && cuda_sparse_same_kernel(a.device, c.device);
+        const auto  all = [&](int32_t layout, int32_t lanes) {
+            return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) &&
+                   c.upload(random, uploader, layout, lanes) && cuda_sparse_same_kernel(a.device, b.device) &&
+                   cuda_sparse_same_kernel(a.device, c.device);
         };
         if (seed % 4 == 0) {
             all(CUDA_SPARSE_LAYOUT_ROWS, 0);
@@ -466,7 +517,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
-            o.norm = seed % 2;
+            o.norm     = seed % 2;
             o.residual = o.in_place = seed % 5 == 0;
             check_product(random, { &a, &b, &c }, n, o, "three matrices, " + name_of(seed, a, n));
             o.silu = true;
@@ -479,9 +530,9 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
 // rows of an expert, ids from device memory, ids out of range
 static void test_experts(cuda_sparse_uploader & uploader) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
-        rng random(seed);
+        rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
-        test_matrix w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
+        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
         w.upload(random, uploader);
         if (seed == 3) {
             w.upload(random, uploader, CUDA_SPARSE_LAYOUT_ROWS, 0);
@@ -496,12 +547,15 @@ static void test_experts(cuda_sparse_uploader & uploader) {
             for (int64_t r = 0; r < rows; r++) {
                 double want = 0, bound = 1e-30;
                 for (int64_t c = 0; c < cols && expert_row(j, rows) >= 0; c++) {
-                    const double product = w.weights[static_cast<size_t>((expert_row(j, rows) + r) * cols + c)] * static_cast<double>(x.at(j * ldx + c));
+                    const double product = w.weights[static_cast<size_t>((expert_row(j, rows) + r) * cols + c)] *
+                                           static_cast<double>(x.at(j * ldx + c));
                     want += product;
                     bound += std::fabs(product);
                 }
                 const double error = std::fabs(static_cast<double>(y.at(j * rows + r)) - want) / bound;
-                CHECK(error <= MAX_ERROR, "experts, seed %llu, column %lld, row %lld: error %.3g", static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r), error);
+                CHECK(error <= MAX_ERROR, "experts, seed %llu, column %lld, row %lld: error %.3g",
+                      static_cast<unsigned long long>(seed), static_cast<long long>(j), static_cast<long long>(r),
+                      error);
             }
         }
     }
@@ -509,7 +563,7 @@ static void test_experts(cuda_sparse_uploader & uploader) {
 
 // rows pruned to the same number of entries, as some methods do: 6 of 8 entries of each row's last group are empty here
 static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader) {
-    rng random(7);
+    rng         random(7);
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS);
     CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
     w.upload(random, uploader);
@@ -521,7 +575,7 @@ static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader
 // the same bits every time, launched alone, as a dependent launch and from a graph
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
-        rng random(static_cast<uint64_t>(bits));
+        rng         random(static_cast<uint64_t>(bits));
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, 7.1, -8);
         w.upload(random, uploader);
         CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT, "layout %d", w.device.layout);
@@ -532,7 +586,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
             }
             x.put();
             cuda_sparse_mul_mat_params p = plain_product(w.device, x, y, n);
-            p.x16 = n == 20 ? x16_memory() : nullptr;
+            p.x16                        = n == 20 ? x16_memory() : nullptr;
             check_repeats(p, y, n_repeats, "delta_bits " + std::to_string(bits));
         }
     }
@@ -542,23 +596,26 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
 static void test_memory_stays_near_the_file() {
     for (const int64_t cols : { 2048, 4096, 8192, 11008, 12288, 28672 }) {
         for (int percent = 5; percent <= 90; percent += 5) {
-            double smallest = 1e300;
-            int best = 0;
-            const double d = percent / 100.0;
+            double       smallest = 1e300;
+            int          best     = 0;
+            const double d        = percent / 100.0;
             for (const int b : BITS) { // paper, section 4.1
                 const double stored = d / (1 - std::pow(1 - d, 1 << b)) * static_cast<double>(cols);
                 if (stored * (16 + b) < smallest) {
                     smallest = stored * (16 + b);
-                    best = b;
+                    best     = b;
                 }
             }
-            const int64_t rows = 4096, padded = n_padded(static_cast<int64_t>(smallest / (16 + best) * static_cast<double>(rows)));
-            const macko_desc desc = { rows, cols, GGML_MACKO_TYPE_F16, best, static_cast<int64_t>(d * static_cast<double>(rows * cols)) };
-            const double file = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
-            const double ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
+            const int64_t rows     = 4096,
+                          padded   = n_padded(static_cast<int64_t>(smallest / (16 + best) * static_cast<double>(rows)));
+            const macko_desc desc  = { rows, cols, GGML_MACKO_TYPE_F16, best,
+                                       static_cast<int64_t>(d * static_cast<double>(rows * cols)) };
+            const double     file  = static_cast<double>(padded * 2 + deltas_nbytes(padded, best) + 4 * (rows + 1));
+            const double     ratio = static_cast<double>(cuda_sparse_nbytes(desc, padded)) / file;
             const double per_row = d * static_cast<double>(cols); // in short rows bases and half-full groups weigh more
-            const double limit = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.03 : per_row >= 200 ? 1.06 : 1.11;
-            CHECK(ratio <= limit, "%lld cols, density %.2f: %.4f of the file's bytes", static_cast<long long>(cols), d, ratio);
+            const double limit   = per_row >= 1000 ? 1.02 : per_row >= 400 ? 1.03 : per_row >= 200 ? 1.06 : 1.11;
+            CHECK(ratio <= limit, "%lld cols, density %.2f: %.4f of the file's bytes", static_cast<long long>(cols), d,
+                  ratio);
         }
     }
 }

@@ -1,4 +1,5 @@
-// What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones, products and what is around them.
+// What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones,
+// products and what is around them.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -15,28 +16,29 @@
 using namespace macko;
 using namespace macko::cuda;
 
-#define CUDA_CHECK(call)                                                             \
-    do {                                                                             \
-        const cudaError_t error = (call);                                            \
-        if (error != cudaSuccess) {                                                  \
+#define CUDA_CHECK(call)                                                                              \
+    do {                                                                                              \
+        const cudaError_t error = (call);                                                             \
+        if (error != cudaSuccess) {                                                                   \
             fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error)); \
-            exit(1);                                                                 \
-        }                                                                            \
+            exit(1);                                                                                  \
+        }                                                                                             \
     } while (0)
 
-#define STATUS_CHECK(call)                                                           \
-    do {                                                                             \
-        const int status = (call);                                                   \
-        if (status != GGML_MACKO_STATUS_OK) {                                        \
+#define STATUS_CHECK(call)                                                                          \
+    do {                                                                                            \
+        const int status = (call);                                                                  \
+        if (status != GGML_MACKO_STATUS_OK) {                                                       \
             fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, ggml_macko_last_error()); \
-            exit(1);                                                                 \
-        }                                                                            \
+            exit(1);                                                                                \
+        }                                                                                           \
     } while (0)
 
-// float32 sums of products in any order: a few units in the last place of the sum of magnitudes, growing slowly with the length
-static constexpr double MAX_ERROR = 3e-6;
-static constexpr float  POISON = -1.2345e30f;
-static constexpr int64_t GUARD = 64; // floats before and after each output
+// float32 sums of products in any order: a few units in the last place of the sum of magnitudes, growing slowly with
+// the length
+static constexpr double  MAX_ERROR = 3e-6;
+static constexpr float   POISON    = -1.2345e30f;
+static constexpr int64_t GUARD     = 64; // floats before and after each output
 
 // ---- values ----
 
@@ -61,10 +63,13 @@ inline double round_to(double v, int type) {
                                           : v;
 }
 
-inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) { // magnitudes from 2^lowest on
-    const float magnitude = static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1)); // with outliers
+// magnitudes from 2^lowest on
+inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) {
+    // with outliers
+    const float magnitude =
+        static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1));
     const float f = random.unit() < 0.5 ? -magnitude : magnitude;
-    uint32_t bits;
+    uint32_t    bits;
     memcpy(&bits, &f, sizeof(bits));
     if (type == GGML_MACKO_TYPE_F16) {
         return static_cast<__half_raw>(__float2half(f)).x;
@@ -76,7 +81,7 @@ inline uint32_t random_bits(rng & random, int type, double lowest = -8, double b
 
 struct guarded {
     std::vector<float> host;
-    float            * memory = nullptr;
+    float *            memory = nullptr;
     explicit guarded(int64_t n) : host(static_cast<size_t>(n + 2 * GUARD), POISON) {
         CUDA_CHECK(cudaMalloc(&memory, host.size() * 4));
         put();
@@ -85,9 +90,9 @@ struct guarded {
     guarded(const guarded &) = delete;
     float * data() { return memory + GUARD; }
     float & at(int64_t i) { return host[static_cast<size_t>(i + GUARD)]; }
-    void put() { CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * 4, cudaMemcpyHostToDevice)); }
-    void get() { CUDA_CHECK(cudaMemcpy(host.data(), memory, host.size() * 4, cudaMemcpyDeviceToHost)); }
-    bool guards_intact() const {
+    void    put() { CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * 4, cudaMemcpyHostToDevice)); }
+    void    get() { CUDA_CHECK(cudaMemcpy(host.data(), memory, host.size() * 4, cudaMemcpyDeviceToHost)); }
+    bool    guards_intact() const {
         for (int64_t i = 0; i < GUARD; i++) {
             if (host[static_cast<size_t>(i)] != POISON || host[host.size() - 1 - static_cast<size_t>(i)] != POISON) {
                 return false;
@@ -115,31 +120,35 @@ inline options random_options(rng & random) {
 // all rows of W times n columns, one behind the other in x and in y
 inline cuda_sparse_mul_mat_params plain_product(const cuda_sparse_matrix & w, guarded & x, guarded & y, int64_t n) {
     cuda_sparse_mul_mat_params p = {};
-    p.n_matrices = 1;
-    p.w[0]       = &w;
-    p.y[0]       = y.data();
-    p.ldy[0]     = w.rows;
-    p.row_end[0] = w.rows;
-    p.x          = x.data();
-    p.ldx        = w.cols;
-    p.n          = n;
+    p.n_matrices                 = 1;
+    p.w[0]                       = &w;
+    p.y[0]                       = y.data();
+    p.ldy[0]                     = w.rows;
+    p.row_end[0]                 = w.rows;
+    p.x                          = x.data();
+    p.ldx                        = w.cols;
+    p.n                          = n;
     return p;
 }
 
-// Where the products of matrices that share x go, with what is added to them: fills in p's matrices, rows (from one of the first three on) and outputs.
+// Where the products of matrices that share x go, with what is added to them: fills in p's matrices, rows (from one of
+// the first three on) and outputs.
 struct outputs {
-    const options & o;
-    const cuda_sparse_mul_mat_params & p;
+    const options &                       o;
+    const cuda_sparse_mul_mat_params &    p;
     std::vector<std::unique_ptr<guarded>> y, residual, bias;
 
-    outputs(rng & random, const std::vector<const cuda_sparse_matrix *> & w, const options & o, cuda_sparse_mul_mat_params & p) : o(o), p(p) {
+    outputs(rng & random, const std::vector<const cuda_sparse_matrix *> & w, const options & o,
+            cuda_sparse_mul_mat_params & p)
+        : o(o), p(p) {
         p.n_matrices = static_cast<int32_t>(w.size());
         for (size_t i = 0; i < w.size(); i++) {
-            const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)), m = w[i]->rows - begin;
-            p.w[i]         = w[i];
-            p.row_begin[i] = begin;
-            p.row_end[i]   = w[i]->rows;
-            p.ldy[i]       = m + random.range(0, 5);
+            const int64_t begin = o.silu ? 0 : random.range(0, std::min<int64_t>(2, w[i]->rows - 1)),
+                          m     = w[i]->rows - begin;
+            p.w[i]              = w[i];
+            p.row_begin[i]      = begin;
+            p.row_end[i]        = w[i]->rows;
+            p.ldy[i]            = m + random.range(0, 5);
             y.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
             residual.push_back(std::make_unique<guarded>(p.ldy[i] * p.n));
             bias.push_back(std::make_unique<guarded>(m));
@@ -164,7 +173,8 @@ struct outputs {
     int64_t rows(size_t i) const { return p.row_end[i] - p.row_begin[i]; }
     float   at(size_t i, int64_t row, int64_t column) const { return y[i]->at(column * p.ldy[i] + row); }
     double  added(size_t i, int64_t row, int64_t column) const {
-        return (o.bias ? static_cast<double>(bias[i]->at(row)) : 0.0) + (o.residual ? static_cast<double>(residual[i]->at(column * p.ldy[i] + row)) : 0.0);
+        return (o.bias ? static_cast<double>(bias[i]->at(row)) : 0.0) +
+               (o.residual ? static_cast<double>(residual[i]->at(column * p.ldy[i] + row)) : 0.0);
     }
     // after the product: brings the outputs back; what lies around them and between their columns has to be as before
     void get(const std::string & name) {
@@ -174,7 +184,8 @@ struct outputs {
             CHECK(y[i]->guards_intact(), "%s: wrote outside of y", name.c_str());
             for (int64_t j = 0; j < p.n; j++) {
                 for (int64_t r = rows(i); r < p.ldy[i]; r++) {
-                    CHECK(at(i, r, j) == (o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON), "%s: wrote between columns", name.c_str());
+                    CHECK(at(i, r, j) == (o.residual && o.in_place ? residual[i]->at(j * p.ldy[i] + r) : POISON),
+                          "%s: wrote between columns", name.c_str());
                 }
             }
         }
@@ -183,8 +194,8 @@ struct outputs {
 
 // the same bits every time: alone, as a dependent launch and from a graph of two such products. y: p's only output
 inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repeats, const std::string & name) {
-    cudaStream_t stream;
-    cudaGraph_t graph;
+    cudaStream_t    stream;
+    cudaGraph_t     graph;
     cudaGraphExec_t exec;
     CUDA_CHECK(cudaStreamCreate(&stream));
     p.programmatic = true;
@@ -201,18 +212,21 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
         CUDA_CHECK(cudaStreamSynchronize(stream));
         y.get();
         first = i ? first : y.host;
-        CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "%s, n %lld: repeat %d differs", name.c_str(), static_cast<long long>(p.n), i);
+        CHECK(memcmp(first.data(), y.host.data(), first.size() * 4) == 0, "%s, n %lld: repeat %d differs", name.c_str(),
+              static_cast<long long>(p.n), i);
     }
     CUDA_CHECK(cudaGraphExecDestroy(exec));
     CUDA_CHECK(cudaGraphDestroy(graph));
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// Rows of W from a third on, unpacked with rows ld elements apart: row(r) points to the bytes that row r must have, and nothing is written between rows
-template <typename ROW> void check_unpacked(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
-    const int64_t begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
+// Rows of W from a third on, unpacked with rows ld elements apart: row(r) points to the bytes that row r must have, and
+// nothing is written between rows
+template <typename ROW>
+void check_unpacked(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
+    const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
     std::vector<uint8_t> host(static_cast<size_t>((w.rows - begin) * ld * size), 0x7b);
-    uint8_t * dst;
+    uint8_t *            dst;
     CUDA_CHECK(cudaMalloc(&dst, host.size()));
     CUDA_CHECK(cudaMemset(dst, 0x7b, host.size()));
     CUDA_CHECK(cuda_sparse_unpack(w, begin, w.rows, w.type, dst, ld, nullptr));
@@ -221,8 +235,8 @@ template <typename ROW> void check_unpacked(const cuda_sparse_matrix & w, int64_
     bool same = true, kept = true;
     for (int64_t r = begin; r < w.rows; r++) {
         const uint8_t * got = &host[static_cast<size_t>((r - begin) * ld * size)];
-        same = same && memcmp(got, row(r), static_cast<size_t>(width)) == 0;
-        kept = kept && std::all_of(got + width, got + ld * size, [](uint8_t b) { return b == 0x7b; });
+        same                = same && memcmp(got, row(r), static_cast<size_t>(width)) == 0;
+        kept                = kept && std::all_of(got + width, got + ld * size, [](uint8_t b) { return b == 0x7b; });
     }
     CHECK(same, "%s: unpacked bits differ", name.c_str());
     CHECK(kept, "%s: unpack wrote between rows", name.c_str());
@@ -233,11 +247,14 @@ template <typename ROW> void check_unpacked(const cuda_sparse_matrix & w, const 
     check_unpacked(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
-// Experts: of seven columns, each with the rows of an expert whose id is on the device; ids are 2 apart there, and two of them are of no expert
+// Experts: of seven columns, each with the rows of an expert whose id is on the device; ids are 2 apart there, and two
+// of them are of no expert
 constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
 constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
 // the first row of column j's expert, or -1
-constexpr int64_t expert_row(int64_t j, int64_t rows) { return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1; }
+constexpr int64_t expert_row(int64_t j, int64_t rows) {
+    return EXPERT_IDS[2 * j] >= 0 && EXPERT_IDS[2 * j] < N_EXPERTS ? EXPERT_IDS[2 * j] * rows : -1;
+}
 // y: w.rows / N_EXPERTS rows per column
 inline void multiply_experts(const cuda_sparse_matrix & w, guarded & x, int64_t ldx, guarded & y) {
     int32_t * ids;
@@ -245,9 +262,9 @@ inline void multiply_experts(const cuda_sparse_matrix & w, guarded & x, int64_t 
     CUDA_CHECK(cudaMemcpy(ids, EXPERT_IDS, sizeof(EXPERT_IDS), cudaMemcpyHostToDevice));
     cuda_sparse_mul_mat_params p = plain_product(w, x, y, N_EXPERT_COLUMNS);
     p.expert_rows = p.ldy[0] = p.row_end[0] = w.rows / N_EXPERTS;
-    p.ldx = ldx;
-    p.expert_ids = ids;
-    p.expert_ids_stride = 2;
+    p.ldx                                   = ldx;
+    p.expert_ids                            = ids;
+    p.expert_ids_stride                     = 2;
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     y.get();
     CHECK(y.guards_intact(), "experts: wrote outside of y");

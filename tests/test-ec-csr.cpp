@@ -1,11 +1,12 @@
-// EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays: a mutant is refused, or it is a matrix that an independent
+// EC-CSR: extraction, arrays, refusals (FORMAT.md section 6), and mutated arrays: a mutant is refused, or it is a
+// matrix that an independent
 // decoder reads alike and that gives the same bytes when it is taken apart and put together again.
 //
 //     test-ec-csr [mutants = 60000] [seed = 1]
 //     test-ec-csr --bench [ROWSxCOLS [threads = 2]]   times and memory by shape
 #include "codec/ec-csr/cost.h"
-#include "codec/macko/encode.h"
 #include "codec/ec-csr/extract.h"
+#include "codec/macko/encode.h"
 #include "test.h"
 
 #include <algorithm>
@@ -28,7 +29,9 @@ struct dense_matrix {
     int32_t type;
     bytes   data;
     int64_t nbytes() const { return value_nbytes(type); }
-    void set(int64_t r, int64_t c, uint32_t bits) { memcpy(data.data() + (r * cols + c) * nbytes(), &bits, static_cast<size_t>(nbytes())); }
+    void    set(int64_t r, int64_t c, uint32_t bits) {
+        memcpy(data.data() + (r * cols + c) * nbytes(), &bits, static_cast<size_t>(nbytes()));
+    }
     uint32_t at(int64_t r, int64_t c) const {
         uint32_t bits = 0;
         memcpy(&bits, data.data() + (r * cols + c) * nbytes(), static_cast<size_t>(nbytes()));
@@ -51,7 +54,7 @@ static dense_matrix zeros(int64_t rows, int64_t cols, int32_t type) {
 static uint32_t random_value(rng & r, int32_t type) {
     for (;;) {
         const uint32_t bits = static_cast<uint32_t>(r.bits()) & (type == GGML_MACKO_TYPE_F32 ? 0xffffffffu : 0xffffu);
-        const uint32_t e    = type == GGML_MACKO_TYPE_F32 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u;
+        const uint32_t e = type == GGML_MACKO_TYPE_F32 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u;
         if (r.range(0, 19) == 0) {
             return type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u;
         }
@@ -62,9 +65,11 @@ static uint32_t random_value(rng & r, int32_t type) {
 }
 
 // n_patterns = 0: independent places; else rows follow one of so many patterns, and some of them half of one
-static dense_matrix random_matrix(rng & r, int64_t rows, int64_t cols, int32_t type, double density, int64_t n_patterns) {
-    dense_matrix m = zeros(rows, cols, type);
-    std::vector<std::vector<bool>> patterns(static_cast<size_t>(n_patterns), std::vector<bool>(static_cast<size_t>(cols)));
+static dense_matrix random_matrix(rng & r, int64_t rows, int64_t cols, int32_t type, double density,
+                                  int64_t n_patterns) {
+    dense_matrix                   m = zeros(rows, cols, type);
+    std::vector<std::vector<bool>> patterns(static_cast<size_t>(n_patterns),
+                                            std::vector<bool>(static_cast<size_t>(cols)));
     for (auto & p : patterns) {
         for (size_t c = 0; c < p.size(); c++) {
             p[c] = r.unit() < density;
@@ -88,7 +93,7 @@ static dense_matrix random_matrix(rng & r, int64_t rows, int64_t cols, int32_t t
 
 static int encode(const dense_matrix & d, int32_t bits, const extract_options & o, int n_threads, ec_csr_matrix * out) {
     const macko_desc desc = { d.rows, d.cols, d.type, bits, d.nnz() };
-    ec_csr_blocks blocks;
+    ec_csr_blocks    blocks;
     if (const int status = extract_blocks(desc, d.data.data(), o, n_threads, &blocks)) {
         return status;
     }
@@ -102,12 +107,15 @@ static int decode(const ec_csr_matrix & m, int n_threads, bytes * dense) {
     }
     const size_t nbytes = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type));
     dense->assign(static_cast<size_t>(m.desc.rows) * nbytes, 0xee);
-    return each_row(view, n_threads, [&](int64_t row, const void * elements) { memcpy(dense->data() + static_cast<size_t>(row) * nbytes, elements, nbytes); });
+    return each_row(view, n_threads, [&](int64_t row, const void * elements) {
+        memcpy(dense->data() + static_cast<size_t>(row) * nbytes, elements, nbytes);
+    });
 }
 
 static bool same_arrays(const ec_csr_matrix & a, const ec_csr_matrix & b) {
-    return a.sets.size() == b.sets.size() && !memcmp(a.sets.data(), b.sets.data(), a.sets.size() * sizeof(ec_csr_set)) && a.rows == b.rows && a.blk_ptr == b.blk_ptr &&
-           a.bases == b.bases && a.deltas == b.deltas && a.values == b.values;
+    return a.sets.size() == b.sets.size() &&
+           !memcmp(a.sets.data(), b.sets.data(), a.sets.size() * sizeof(ec_csr_set)) && a.rows == b.rows &&
+           a.blk_ptr == b.blk_ptr && a.bases == b.bases && a.deltas == b.deltas && a.values == b.values;
 }
 
 // ---- the other decoder: FORMAT.md section 6 word for word ----
@@ -115,12 +123,13 @@ static bool same_arrays(const ec_csr_matrix & a, const ec_csr_matrix & b) {
 // dense elements, and the blocks as rows and columns of non-zeros. What it assumes was checked by the library.
 static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
     const int64_t nb = value_nbytes(m.desc.type);
-    bytes dense(static_cast<size_t>(m.desc.rows * m.desc.cols * nb), 0);
-    size_t row = 0, ptr = 0, block = 0, col0 = 0, value0 = 0;
+    bytes         dense(static_cast<size_t>(m.desc.rows * m.desc.cols * nb), 0);
+    size_t        row = 0, ptr = 0, block = 0, col0 = 0, value0 = 0;
     for (const ec_csr_set & s : m.sets) {
         const size_t g = static_cast<size_t>(s.granularity), v = static_cast<size_t>(s.vector_size);
         for (int32_t b = 0; b < s.n_blocks; b++, block++, row += g) {
-            const size_t n = static_cast<size_t>(m.blk_ptr[ptr + 1 + static_cast<size_t>(b)] - m.blk_ptr[ptr + static_cast<size_t>(b)]);
+            const size_t n = static_cast<size_t>(m.blk_ptr[ptr + 1 + static_cast<size_t>(b)] -
+                                                 m.blk_ptr[ptr + static_cast<size_t>(b)]);
             std::vector<std::pair<int64_t, size_t>> columns(n); // of the list: column, place in the arrays
             for (size_t chunk = 0; chunk < n / (32 * v); chunk++) {
                 for (size_t lane = 0; lane < 32; lane++) {
@@ -129,24 +138,40 @@ static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
                     }
                 }
             }
-            ec_csr_block out = { s.granularity, s.vector_size, static_cast<int64_t>(blocks->rows.size()), static_cast<int64_t>(blocks->cols.size()), 0, static_cast<int64_t>(n) };
-            blocks->rows.insert(blocks->rows.end(), m.rows.begin() + static_cast<int64_t>(row), m.rows.begin() + static_cast<int64_t>(row + g));
+            ec_csr_block out = { s.granularity,
+                                 s.vector_size,
+                                 static_cast<int64_t>(blocks->rows.size()),
+                                 static_cast<int64_t>(blocks->cols.size()),
+                                 0,
+                                 static_cast<int64_t>(n) };
+            blocks->rows.insert(blocks->rows.end(), m.rows.begin() + static_cast<int64_t>(row),
+                                m.rows.begin() + static_cast<int64_t>(row + g));
             for (size_t i = 0; i < n; i++) {
                 const size_t at = (col0 + columns[i].second) * static_cast<size_t>(m.desc.delta_bits);
                 if (i % (n / 32) == 0) {
                     uint16_t base16;
                     int32_t  base32;
-                    memcpy(&base16, m.bases.data() + (block * 32 + i / (n / 32)) * static_cast<size_t>(ec_base_nbytes(m.desc.cols)), 2);
-                    memcpy(&base32, m.bases.data() + (block * 32 + i / (n / 32)) * static_cast<size_t>(ec_base_nbytes(m.desc.cols)), ec_base_nbytes(m.desc.cols) == 2 ? 2 : 4);
+                    memcpy(&base16,
+                           m.bases.data() +
+                               (block * 32 + i / (n / 32)) * static_cast<size_t>(ec_base_nbytes(m.desc.cols)),
+                           2);
+                    memcpy(&base32,
+                           m.bases.data() +
+                               (block * 32 + i / (n / 32)) * static_cast<size_t>(ec_base_nbytes(m.desc.cols)),
+                           ec_base_nbytes(m.desc.cols) == 2 ? 2 : 4);
                     columns[i].first = ec_base_nbytes(m.desc.cols) == 2 ? base16 : base32;
                 } else {
-                    columns[i].first = columns[i - 1].first + ((m.deltas[at / 8] >> (at % 8)) & ((1 << m.desc.delta_bits) - 1));
+                    columns[i].first =
+                        columns[i - 1].first + ((m.deltas[at / 8] >> (at % 8)) & ((1 << m.desc.delta_bits) - 1));
                 }
                 bool any = false;
                 for (size_t k = 0; k < g; k++) {
-                    const uint8_t * value = m.values.data() + (value0 + columns[i].second * g + k) * static_cast<size_t>(nb);
+                    const uint8_t * value =
+                        m.values.data() + (value0 + columns[i].second * g + k) * static_cast<size_t>(nb);
                     if (std::any_of(value, value + nb, [](uint8_t x) { return x != 0; })) {
-                        memcpy(dense.data() + (static_cast<int64_t>(m.rows[row + k]) * m.desc.cols + columns[i].first) * nb, value, static_cast<size_t>(nb));
+                        memcpy(dense.data() +
+                                   (static_cast<int64_t>(m.rows[row + k]) * m.desc.cols + columns[i].first) * nb,
+                               value, static_cast<size_t>(nb));
                         any = true;
                     }
                 }
@@ -156,7 +181,7 @@ static bytes take_apart(const ec_csr_matrix & m, ec_csr_blocks * blocks) {
                 }
             }
             blocks->blocks.push_back(out);
-            col0   += n;
+            col0 += n;
             value0 += n * g;
         }
         ptr += static_cast<size_t>(s.n_blocks) + 1;
@@ -168,7 +193,8 @@ static void check_accepted(const ec_csr_matrix & m, const bytes & decoded, const
     ec_csr_blocks blocks;
     CHECK(take_apart(m, &blocks) == decoded, "%s: decoded differently", what);
     ec_csr_matrix again;
-    CHECK(assemble(m.desc, decoded.data(), blocks, 1, &again) == 0 && same_arrays(m, again), "%s: accepted, but not canonical", what);
+    CHECK(assemble(m.desc, decoded.data(), blocks, 1, &again) == 0 && same_arrays(m, again),
+          "%s: accepted, but not canonical", what);
 }
 
 // ---- tests ----
@@ -183,14 +209,20 @@ static void test_example_of_the_specification() {
     ec_csr_matrix m;
     CHECK(encode(d, 4, DEFAULTS, 1, &m) == 0, "%s", ggml_macko_last_error());
     std::vector<uint16_t> bases(32, 40), values(32, 0);
-    const uint16_t first[] = { 3, 5, 20, 35 };
+    const uint16_t        first[] = { 3, 5, 20, 35 };
     std::copy(first, first + 4, bases.begin());
     values[0] = 0x3c00;
     values[1] = 0xbc00;
     values[4] = 0x4000;
-    CHECK(m.sets.size() == 1 && m.sets[0].granularity == 1 && m.sets[0].vector_size == 1 && m.sets[0].n_blocks == 1 && m.sets[0].n_cols == 32, "sets");
-    CHECK(m.rows == std::vector<int32_t>{ 0 } && m.blk_ptr == (std::vector<int32_t>{ 0, 32 }) && m.deltas == bytes(16, 0), "rows, blk_ptr or deltas");
-    CHECK(!memcmp(m.bases.data(), bases.data(), 64) && m.bases.size() == 64 && !memcmp(m.values.data(), values.data(), 64) && m.values.size() == 64, "bases or values");
+    CHECK(m.sets.size() == 1 && m.sets[0].granularity == 1 && m.sets[0].vector_size == 1 && m.sets[0].n_blocks == 1 &&
+              m.sets[0].n_cols == 32,
+          "sets");
+    CHECK(m.rows == std::vector<int32_t>{ 0 } && m.blk_ptr == (std::vector<int32_t>{ 0, 32 }) &&
+              m.deltas == bytes(16, 0),
+          "rows, blk_ptr or deltas");
+    CHECK(!memcmp(m.bases.data(), bases.data(), 64) && m.bases.size() == 64 &&
+              !memcmp(m.values.data(), values.data(), 64) && m.values.size() == 64,
+          "bases or values");
 }
 
 // a block with two rows and 256 columns: where each delta and value stands
@@ -202,31 +234,39 @@ static void test_order_in_memory() {
     }
     ec_csr_matrix m;
     CHECK(encode(d, 8, DEFAULTS, 1, &m) == 0, "%s", ggml_macko_last_error());
-    CHECK(m.sets.size() == 1 && m.sets[0].granularity == 2 && m.sets[0].n_blocks == 1 && m.rows == (std::vector<int32_t>{ 0, 2 }), "%zu sets", m.sets.size());
+    CHECK(m.sets.size() == 1 && m.sets[0].granularity == 2 && m.sets[0].n_blocks == 1 &&
+              m.rows == (std::vector<int32_t>{ 0, 2 }),
+          "%zu sets", m.sets.size());
     const auto * bases  = reinterpret_cast<const uint16_t *>(m.bases.data());
     const auto * values = reinterpret_cast<const uint16_t *>(m.values.data());
     for (int64_t c = 0; c < 256; c++) { // 8 columns per lane: two chunks of 4
         const int64_t lane = c / 8, k = c % 8, place = k / 4 * 128 + lane * 4 + k % 4;
-        CHECK(m.deltas[static_cast<size_t>(place)] == (k ? 2 : 0) && bases[lane] == 16 * lane, "delta or base of column %d", static_cast<int>(c));
-        CHECK(values[2 * place] == 1 + c && values[2 * place + 1] == 1001 + c, "values of column %d", static_cast<int>(c));
+        CHECK(m.deltas[static_cast<size_t>(place)] == (k ? 2 : 0) && bases[lane] == 16 * lane,
+              "delta or base of column %d", static_cast<int>(c));
+        CHECK(values[2 * place] == 1 + c && values[2 * place + 1] == 1001 + c, "values of column %d",
+              static_cast<int>(c));
     }
 }
 
 static void test_round_trips() {
-    rng r(5);
+    rng                           r(5);
     std::set<std::pair<int, int>> kinds; // g, v of the sets that came up
-    const int64_t shapes[][2] = { { 1, 1 }, { 1, 128 }, { 2, 127 }, { 3, 129 }, { 5, 33 }, { 7, 1000 }, { 40, 300 }, { 64, 513 }, { 33, 700 } };
+    const int64_t                 shapes[][2] = { { 1, 1 },    { 1, 128 },  { 2, 127 },  { 3, 129 }, { 5, 33 },
+                                                  { 7, 1000 }, { 40, 300 }, { 64, 513 }, { 33, 700 } };
     for (const auto & shape : shapes) {
         for (const double density : { 0.0, 0.004, 0.1, 0.3, 0.6, 1.0 }) {
             for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 }) {
                 const int64_t      patterns = shape[0] > 30 ? 3 : 0;
                 const dense_matrix d        = random_matrix(r, shape[0], shape[1], type, density, patterns);
                 for (const int32_t bits : { 4, 8 }) {
-                    for (const extract_options o : { DEFAULTS, extract_options { 1, 128, false, 0 }, extract_options { 64, 256, false, 9 } }) {
+                    for (const extract_options o :
+                         { DEFAULTS, extract_options{ 1, 128, false, 0 }, extract_options{ 64, 256, false, 9 } }) {
                         char what[96];
-                        snprintf(what, sizeof(what), "%dx%d at %g, type %d, %d bits, g %d", static_cast<int>(d.rows), static_cast<int>(d.cols), density, type, bits, o.max_granularity);
+                        snprintf(what, sizeof(what), "%dx%d at %g, type %d, %d bits, g %d", static_cast<int>(d.rows),
+                                 static_cast<int>(d.cols), density, type, bits, o.max_granularity);
                         ec_csr_matrix one, three;
-                        CHECK(encode(d, bits, o, 1, &one) == 0 && encode(d, bits, o, 3, &three) == 0, "%s: %s", what, ggml_macko_last_error());
+                        CHECK(encode(d, bits, o, 1, &one) == 0 && encode(d, bits, o, 3, &three) == 0, "%s: %s", what,
+                              ggml_macko_last_error());
                         CHECK(same_arrays(one, three), "%s: depends on the number of threads", what);
                         bytes back;
                         CHECK(decode(one, 3, &back) == 0, "%s: %s", what, ggml_macko_last_error());
@@ -261,7 +301,8 @@ static void test_wide_matrix() {
             for (const ec_csr_set & set : m.sets) {
                 n_blocks += static_cast<size_t>(set.n_blocks);
             }
-            CHECK(m.bases.size() == 32 * n_blocks * (cols > 65536 ? 4 : 2), "%d columns: %zu bytes of bases", static_cast<int>(cols), m.bases.size());
+            CHECK(m.bases.size() == 32 * n_blocks * (cols > 65536 ? 4 : 2), "%d columns: %zu bytes of bases",
+                  static_cast<int>(cols), m.bases.size());
             check_accepted(m, back, "wide");
         }
     }
@@ -281,7 +322,8 @@ static void test_gaps() {
                 }
                 ec_csr_matrix m;
                 bytes         back;
-                CHECK(encode(d, bits, DEFAULTS, 1, &m) == 0 && decode(m, 1, &back) == 0, "%d + %d, %d bits: %s", static_cast<int>(n_before), static_cast<int>(gap), bits, ggml_macko_last_error());
+                CHECK(encode(d, bits, DEFAULTS, 1, &m) == 0 && decode(m, 1, &back) == 0, "%d + %d, %d bits: %s",
+                      static_cast<int>(n_before), static_cast<int>(gap), bits, ggml_macko_last_error());
                 CHECK(back == d.data, "%d + %d, %d bits", static_cast<int>(n_before), static_cast<int>(gap), bits);
                 check_accepted(m, back, "gap");
             }
@@ -290,15 +332,23 @@ static void test_gaps() {
 }
 
 static void test_options() {
-    rng r(8);
+    rng                r(8);
     const dense_matrix d = random_matrix(r, 60, 900, GGML_MACKO_TYPE_F16, 0.5, 0);
-    for (const extract_options bad : { extract_options { 0, 128, true, 0 }, { 3, 128, true, 0 }, { 128, 128, true, 0 }, { 4, 0, true, 0 }, { 4, 64, true, 0 }, { 4, 129, true, 0 } }) {
+    for (const extract_options bad : { extract_options{ 0, 128, true, 0 },
+                                       { 3, 128, true, 0 },
+                                       { 128, 128, true, 0 },
+                                       { 4, 0, true, 0 },
+                                       { 4, 64, true, 0 },
+                                       { 4, 129, true, 0 } }) {
         ec_csr_matrix m;
-        CHECK(encode(d, 8, bad, 1, &m) == GGML_MACKO_STATUS_BAD_ARGUMENT, "g %d, min %d", bad.max_granularity, bad.min_columns);
+        CHECK(encode(d, 8, bad, 1, &m) == GGML_MACKO_STATUS_BAD_ARGUMENT, "g %d, min %d", bad.max_granularity,
+              bad.min_columns);
     }
     // a seed changes the blocks, and nothing else changes them
     ec_csr_matrix a, b, c;
-    CHECK(encode(d, 8, { 16, 128, true, 1 }, 2, &a) == 0 && encode(d, 8, { 16, 128, true, 2 }, 2, &b) == 0 && encode(d, 8, { 16, 128, true, 1 }, 1, &c) == 0, "%s", ggml_macko_last_error());
+    CHECK(encode(d, 8, { 16, 128, true, 1 }, 2, &a) == 0 && encode(d, 8, { 16, 128, true, 2 }, 2, &b) == 0 &&
+              encode(d, 8, { 16, 128, true, 1 }, 1, &c) == 0,
+          "%s", ggml_macko_last_error());
     CHECK(!same_arrays(a, b) && same_arrays(a, c), "seeds");
     // clipping: one long row among short ones
     dense_matrix uneven = random_matrix(r, 40, 4000, GGML_MACKO_TYPE_F16, 0.05, 0);
@@ -307,7 +357,9 @@ static void test_options() {
     }
     for (const int32_t g : { 1, 2 }) {
         ec_csr_matrix clipped, whole;
-        CHECK(encode(uneven, 8, { g, 128, true, 0 }, 1, &clipped) == 0 && encode(uneven, 8, { g, 128, false, 0 }, 1, &whole) == 0, "%s", ggml_macko_last_error());
+        CHECK(encode(uneven, 8, { g, 128, true, 0 }, 1, &clipped) == 0 &&
+                  encode(uneven, 8, { g, 128, false, 0 }, 1, &whole) == 0,
+              "%s", ggml_macko_last_error());
         int64_t n_nonempty = 0;
         for (int64_t row = 0; row < uneven.rows; row++) {
             bool any = false;
@@ -316,7 +368,7 @@ static void test_options() {
             }
             n_nonempty += any;
         }
-        const int64_t limit = (2 * uneven.nnz() / n_nonempty + 127) / 128 * 128;
+        const int64_t      limit       = (2 * uneven.nnz() / n_nonempty + 127) / 128 * 128;
         const ec_csr_set & rows_of_one = clipped.sets[g == 1 ? 0 : 1]; // long blocks, the longest first
         CHECK(rows_of_one.granularity == 1 && rows_of_one.vector_size == 4, "g %d: no long blocks", g);
         const int32_t n = clipped.blk_ptr[static_cast<size_t>(g == 1 ? 1 : clipped.sets[0].n_blocks + 2)];
@@ -330,46 +382,88 @@ static void test_recoded_to_macko() {
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F32 }) {
         for (const int32_t bits : { 4, 8 }) {
             const dense_matrix d = random_matrix(r, 50, 500, type, 0.1, 4);
-            ec_csr_matrix m;
-            macko_matrix  recoded;
-            ec_csr_view   view;
-            CHECK(encode(d, bits, DEFAULTS, 2, &m) == 0 && check_ec_csr(m.arrays(), &view) == 0 && recode(view, 3, &recoded) == 0, "%s", ggml_macko_last_error());
+            ec_csr_matrix      m;
+            macko_matrix       recoded;
+            ec_csr_view        view;
+            CHECK(encode(d, bits, DEFAULTS, 2, &m) == 0 && check_ec_csr(m.arrays(), &view) == 0 &&
+                      recode(view, 3, &recoded) == 0,
+                  "%s", ggml_macko_last_error());
             ggml_macko_count count = {};
             CHECK(count_dense(d.data.data(), type, d.rows, d.cols, 1, &count) == 0, "count");
             const int64_t n_stored = count.n_stored[bits == 4 ? 2 : 3];
-            bytes values(static_cast<size_t>(n_padded(n_stored) * d.nbytes())), deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)));
+            bytes         values(static_cast<size_t>(n_padded(n_stored) * d.nbytes())),
+                deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)));
             std::vector<int32_t> row_ptr(static_cast<size_t>(d.rows) + 1);
-            CHECK(encode(d.data.data(), { d.rows, d.cols, type, bits, count.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() }, 1) == 0, "encode");
-            CHECK(recoded.row_ptr == row_ptr && std::equal(values.begin(), values.end(), recoded.values.begin()) && std::equal(deltas.begin(), deltas.end(), recoded.deltas.begin()),
-                "type %d, %d bits: not what the MACKO encoder makes", type, bits);
-            CHECK(n_stored <= max_recoded(m.desc), "%d entries, bound %d", static_cast<int>(n_stored), static_cast<int>(max_recoded(m.desc)));
+            CHECK(encode(
+                      d.data.data(),
+                      { d.rows, d.cols, type, bits, count.nnz, n_stored, values.data(), deltas.data(), row_ptr.data() },
+                      1) == 0,
+                  "encode");
+            CHECK(recoded.row_ptr == row_ptr && std::equal(values.begin(), values.end(), recoded.values.begin()) &&
+                      std::equal(deltas.begin(), deltas.end(), recoded.deltas.begin()),
+                  "type %d, %d bits: not what the MACKO encoder makes", type, bits);
+            CHECK(n_stored <= max_recoded(m.desc), "%d entries, bound %d", static_cast<int>(n_stored),
+                  static_cast<int>(max_recoded(m.desc)));
         }
     }
 }
 
 // one lie each
 static void test_refusals() {
-    rng r(10);
+    rng                r(10);
     const dense_matrix d = random_matrix(r, 40, 700, GGML_MACKO_TYPE_F16, 0.5, 3);
-    ec_csr_matrix base;
+    ec_csr_matrix      base;
     CHECK(encode(d, 8, { 4, 128, false, 0 }, 1, &base) == 0, "%s", ggml_macko_last_error());
-    CHECK(base.sets.size() == 4 && base.sets[0].granularity == 4 && base.sets[1].granularity == 2 && base.sets[2].vector_size == 4 && base.sets[3].vector_size == 1 && base.sets[0].n_blocks > 2,
-        "the test needs a matrix with four sets");
+    CHECK(base.sets.size() == 4 && base.sets[0].granularity == 4 && base.sets[1].granularity == 2 &&
+              base.sets[2].vector_size == 4 && base.sets[3].vector_size == 1 && base.sets[0].n_blocks > 2,
+          "the test needs a matrix with four sets");
     const auto lie = [&](const char * what, int status, auto && change) {
         ec_csr_matrix m = base;
         change(m);
-        bytes back;
+        bytes     back;
         const int found = decode(m, 2, &back);
-        CHECK(found == status, "%s: %s, not %s (%s)", what, ggml_macko_status_name(found), ggml_macko_status_name(status), ggml_macko_last_error());
+        CHECK(found == status, "%s: %s, not %s (%s)", what, ggml_macko_status_name(found),
+              ggml_macko_status_name(status), ggml_macko_last_error());
     };
-    const auto ptr_of  = [&](size_t set) { size_t at = 0; for (size_t i = 0; i < set; i++) { at += static_cast<size_t>(base.sets[i].n_blocks) + 1; } return at; };
-    const auto row_of  = [&](size_t set) { size_t at = 0; for (size_t i = 0; i < set; i++) { at += static_cast<size_t>(base.sets[i].n_blocks * base.sets[i].granularity); } return at; };
-    const auto col_of  = [&](size_t set) { size_t at = 0; for (size_t i = 0; i < set; i++) { at += static_cast<size_t>(base.sets[i].n_cols); } return at; };
-    const auto base_of = [&](size_t set) { size_t at = 0; for (size_t i = 0; i < set; i++) { at += 32 * static_cast<size_t>(base.sets[i].n_blocks); } return at; };
-    const auto value_of = [&](size_t set) { size_t at = 0; for (size_t i = 0; i < set; i++) { at += static_cast<size_t>(base.sets[i].n_cols * base.sets[i].granularity); } return at; };
-    const auto set_base  = [](ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.bases.data() + 2 * i, &v, 2); };
-    const auto set_value = [](ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.values.data() + 2 * i, &v, 2); };
-    constexpr int BLOCK = GGML_MACKO_STATUS_BAD_BLOCK, COMPONENT = GGML_MACKO_STATUS_BAD_COMPONENT, CANONICAL = GGML_MACKO_STATUS_NOT_CANONICAL;
+    const auto ptr_of = [&](size_t set) {
+        size_t at = 0;
+        for (size_t i = 0; i < set; i++) {
+            at += static_cast<size_t>(base.sets[i].n_blocks) + 1;
+        }
+        return at;
+    };
+    const auto row_of = [&](size_t set) {
+        size_t at = 0;
+        for (size_t i = 0; i < set; i++) {
+            at += static_cast<size_t>(base.sets[i].n_blocks * base.sets[i].granularity);
+        }
+        return at;
+    };
+    const auto col_of = [&](size_t set) {
+        size_t at = 0;
+        for (size_t i = 0; i < set; i++) {
+            at += static_cast<size_t>(base.sets[i].n_cols);
+        }
+        return at;
+    };
+    const auto base_of = [&](size_t set) {
+        size_t at = 0;
+        for (size_t i = 0; i < set; i++) {
+            at += 32 * static_cast<size_t>(base.sets[i].n_blocks);
+        }
+        return at;
+    };
+    const auto value_of = [&](size_t set) {
+        size_t at = 0;
+        for (size_t i = 0; i < set; i++) {
+            at += static_cast<size_t>(base.sets[i].n_cols * base.sets[i].granularity);
+        }
+        return at;
+    };
+    const auto    set_base  = [](ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.bases.data() + 2 * i, &v, 2); };
+    const auto    set_value = [](ec_csr_matrix & m, size_t i, uint16_t v) { memcpy(m.values.data() + 2 * i, &v, 2); };
+    constexpr int BLOCK = GGML_MACKO_STATUS_BAD_BLOCK, COMPONENT = GGML_MACKO_STATUS_BAD_COMPONENT,
+                  CANONICAL = GGML_MACKO_STATUS_NOT_CANONICAL;
 
     lie("nothing", GGML_MACKO_STATUS_OK, [](ec_csr_matrix &) {});
     // the set table
@@ -427,7 +521,8 @@ static void test_refusals() {
     lie("two blocks over one element", GGML_MACKO_STATUS_OVERLAP, [&](ec_csr_matrix & m) {
         ec_csr_blocks blocks;
         const bytes   dense = take_apart(m, &blocks);
-        blocks.blocks.push_back(blocks.blocks.back()); // the last short block once more, with a first column less: another base
+        // the last short block once more, with a first column less: another base
+        blocks.blocks.push_back(blocks.blocks.back());
         blocks.blocks.back().cols++;
         blocks.blocks.back().n_cols--;
         const macko_desc desc = m.desc;
@@ -435,7 +530,8 @@ static void test_refusals() {
     });
     lie("base past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](ec_csr_matrix & m) { set_base(m, 31, 700); });
     lie("base 65535", GGML_MACKO_STATUS_BAD_COLUMN, [&](ec_csr_matrix & m) { set_base(m, 31, 65535); });
-    lie("deltas past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](ec_csr_matrix & m) { m.deltas[31 * 4 + 1] = m.deltas[31 * 4 + 2] = m.deltas[31 * 4 + 3] = 255; });
+    lie("deltas past the last column", GGML_MACKO_STATUS_BAD_COLUMN,
+        [&](ec_csr_matrix & m) { m.deltas[31 * 4 + 1] = m.deltas[31 * 4 + 2] = m.deltas[31 * 4 + 3] = 255; });
     lie("base of a lane too low", CANONICAL, [&](ec_csr_matrix & m) { set_base(m, 1, 0); });
     lie("base of a short block far off", CANONICAL, [&](ec_csr_matrix & m) { set_base(m, base_of(3) + 31, 0); });
     lie("first delta of a lane", CANONICAL, [](ec_csr_matrix & m) { m.deltas[0] = 1; });
@@ -448,7 +544,8 @@ static void test_refusals() {
     lie("zero first", CANONICAL, [&](ec_csr_matrix & m) { set_value(m, value_of(2), 0); });
     lie("value in padding", CANONICAL, [&](ec_csr_matrix & m) { set_value(m, m.values.size() / 2 - 1, 0x3c00); });
     lie("infinity", GGML_MACKO_STATUS_NOT_FINITE, [&](ec_csr_matrix & m) { set_value(m, 0, 0x7c00); });
-    lie("NaN in a long block", GGML_MACKO_STATUS_NOT_FINITE, [&](ec_csr_matrix & m) { set_value(m, value_of(2), 0xfe00); });
+    lie("NaN in a long block", GGML_MACKO_STATUS_NOT_FINITE,
+        [&](ec_csr_matrix & m) { set_value(m, value_of(2), 0xfe00); });
 
     // a whole unit of padding, and a matrix without non-zeros
     dense_matrix nothing = zeros(3, 40, GGML_MACKO_TYPE_F16);
@@ -465,7 +562,11 @@ static void test_refusals() {
         m.deltas.resize(32, 0);
         m.values.resize(128, 0);
     });
-    lie("a filler at the end", CANONICAL, [&](ec_csr_matrix & m) { for (size_t lane = 1; lane < 32; lane++) { set_base(m, lane, 22); } });
+    lie("a filler at the end", CANONICAL, [&](ec_csr_matrix & m) {
+        for (size_t lane = 1; lane < 32; lane++) {
+            set_base(m, lane, 22);
+        }
+    });
 }
 
 // ---- mutants ----
@@ -475,27 +576,48 @@ static void mutate(rng & r, ec_csr_matrix * m) {
         static const int64_t odd[] = { 0, 1, -1, 2, 4, 31, 32, 64, 127, 128, 255, 256, 65535, INT32_MAX, INT32_MIN };
         return r.range(0, 1) ? old + r.range(-2, 2) : r.range(0, 1) ? old + 32 * r.range(-4, 4) : odd[r.range(0, 14)];
     };
-    const auto pick = [&](size_t n) { return static_cast<size_t>(r.range(0, static_cast<int64_t>(n) - 1)); };
-    const size_t nb = static_cast<size_t>(value_nbytes(m->desc.type));
+    const auto   pick = [&](size_t n) { return static_cast<size_t>(r.range(0, static_cast<int64_t>(n) - 1)); };
+    const size_t nb   = static_cast<size_t>(value_nbytes(m->desc.type));
     switch (r.range(0, 11)) {
         case 0: {
             int32_t * field = reinterpret_cast<int32_t *>(m->sets.data()) + pick(4 * m->sets.size());
-            *field = static_cast<int32_t>(number(*field));
+            *field          = static_cast<int32_t>(number(*field));
             break;
         }
-        case 1: { int32_t & x = m->rows[pick(m->rows.size())]; x = static_cast<int32_t>(number(x)); break; }
+        case 1: {
+            int32_t & x = m->rows[pick(m->rows.size())];
+            x           = static_cast<int32_t>(number(x));
+            break;
+        }
         case 2: std::swap(m->rows[pick(m->rows.size())], m->rows[pick(m->rows.size())]); break;
-        case 3: { int32_t & x = m->blk_ptr[pick(m->blk_ptr.size())]; x = static_cast<int32_t>(number(x)); break; }
-        case 4: { const size_t at = 2 * pick(m->bases.size() / 2); uint16_t x; memcpy(&x, &m->bases[at], 2); x = static_cast<uint16_t>(number(x)); memcpy(&m->bases[at], &x, 2); break; }
+        case 3: {
+            int32_t & x = m->blk_ptr[pick(m->blk_ptr.size())];
+            x           = static_cast<int32_t>(number(x));
+            break;
+        }
+        case 4: {
+            const size_t at = 2 * pick(m->bases.size() / 2);
+            uint16_t     x;
+            memcpy(&x, &m->bases[at], 2);
+            x = static_cast<uint16_t>(number(x));
+            memcpy(&m->bases[at], &x, 2);
+            break;
+        }
         case 5: m->deltas[pick(m->deltas.size())] = static_cast<uint8_t>(r.bits()); break;
         case 6: m->deltas[pick(m->deltas.size())] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
-        case 7: { const size_t at = nb * pick(m->values.size() / nb); const uint64_t x = r.range(0, 2) ? 0 : r.bits(); memcpy(&m->values[at], &x, nb); break; }
-        case 8: { // lengths
-            bytes * array = std::vector<bytes *>{ &m->bases, &m->deltas, &m->values }[pick(3)];
-            array->resize(static_cast<size_t>(std::max<int64_t>(0, static_cast<int64_t>(array->size()) + 32 * r.range(-1, 1))));
+        case 7: {
+            const size_t   at = nb * pick(m->values.size() / nb);
+            const uint64_t x  = r.range(0, 2) ? 0 : r.bits();
+            memcpy(&m->values[at], &x, nb);
             break;
         }
-        case 9: m->desc.nnz += r.range(-1, 1); break;
+        case 8: { // lengths
+            bytes * array = std::vector<bytes *>{ &m->bases, &m->deltas, &m->values }[pick(3)];
+            array->resize(
+                static_cast<size_t>(std::max<int64_t>(0, static_cast<int64_t>(array->size()) + 32 * r.range(-1, 1))));
+            break;
+        }
+        case 9:  m->desc.nnz += r.range(-1, 1); break;
         default: { // another value: valid where one was
             const size_t at = nb * pick(m->values.size() / nb);
             if (std::any_of(&m->values[at], &m->values[at] + nb, [](uint8_t x) { return x != 0; })) {
@@ -508,13 +630,16 @@ static void mutate(rng & r, ec_csr_matrix * m) {
 }
 
 static void test_mutants(int64_t n_mutants, uint64_t seed) {
-    rng r(seed);
-    std::map<int, int64_t> statuses;
+    rng                        r(seed);
+    std::map<int, int64_t>     statuses;
     std::vector<ec_csr_matrix> bases;
     for (int i = 0; i < 12; i++) {
-        const dense_matrix d = random_matrix(r, r.range(1, 14), r.range(1, 700), i % 3 == 2 ? GGML_MACKO_TYPE_F32 : GGML_MACKO_TYPE_F16, r.unit() * 0.6, i % 2 ? 2 : 0);
+        const dense_matrix d =
+            random_matrix(r, r.range(1, 14), r.range(1, 700), i % 3 == 2 ? GGML_MACKO_TYPE_F32 : GGML_MACKO_TYPE_F16,
+                          r.unit() * 0.6, i % 2 ? 2 : 0);
         bases.emplace_back();
-        CHECK(encode(d, i % 4 < 2 ? 4 : 8, { 8, 128, i % 5 != 0, seed }, 1, &bases.back()) == 0, "%s", ggml_macko_last_error());
+        CHECK(encode(d, i % 4 < 2 ? 4 : 8, { 8, 128, i % 5 != 0, seed }, 1, &bases.back()) == 0, "%s",
+              ggml_macko_last_error());
     }
     for (int64_t i = 0; i < n_mutants; i++) {
         ec_csr_matrix m = bases[static_cast<size_t>(i) % bases.size()];
@@ -527,7 +652,8 @@ static void test_mutants(int64_t n_mutants, uint64_t seed) {
         bytes     back;
         const int status = decode(m, 1, &back);
         statuses[status]++;
-        CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT, "mutant %lld: status %d", static_cast<long long>(i), status);
+        CHECK(strcmp(ggml_macko_status_name(status), "unknown") != 0 && status != GGML_MACKO_STATUS_BAD_ARGUMENT,
+              "mutant %lld: status %d", static_cast<long long>(i), status);
         if (status == 0) {
             check_accepted(m, back, "mutant");
         }
@@ -535,7 +661,8 @@ static void test_mutants(int64_t n_mutants, uint64_t seed) {
     for (const auto & [status, n] : statuses) {
         printf("%10lld  %s\n", static_cast<long long>(n), ggml_macko_status_name(status));
     }
-    CHECK(n_mutants < 1000 || (statuses[0] > n_mutants / 20 && statuses[0] < n_mutants / 2), "%lld accepted: one side is hardly tested", static_cast<long long>(statuses[0]));
+    CHECK(n_mutants < 1000 || (statuses[0] > n_mutants / 20 && statuses[0] < n_mutants / 2),
+          "%lld accepted: one side is hardly tested", static_cast<long long>(statuses[0]));
 }
 
 // ---- which layout is faster on a GPU ----
@@ -554,9 +681,12 @@ static const measured_time TIMES[] = {
 };
 
 // One choice is known to miss by more than 5 %: 17.51 us for 16.59, some rows ten times denser (docs/notes-ec-csr.md)
-static double allowed(const measured_time & m) { return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056; }
+static double allowed(const measured_time & m) {
+    return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056;
+}
 
-// what the model takes costs at most 5 % more than the best: of the rows of a matrix and each of its variants in blocks, and of all that convert chooses
+// what the model takes costs at most 5 % more than the best: of the rows of a matrix and each of its variants in
+// blocks, and of all that convert chooses
 // from ("x" and "c" are how blocks are extracted for an ablation)
 static void test_the_model_takes_the_slower_layout() {
     int n_blocks = 0, n_rows = 0;
@@ -565,60 +695,69 @@ static void test_the_model_takes_the_slower_layout() {
         while (end < std::end(TIMES) && end->block_nbytes > 0) {
             end++;
         }
-        const measured_time * taken = rows, * best = rows;
+        const measured_time *taken = rows, *best = rows;
         for (const measured_time * b = rows + 1; b < end; b++) {
             const measured_time & one = b->model_us() < rows->model_us() ? *b : *rows;
-            CHECK(one.us <= allowed(*rows) * std::min(rows->us, b->us), "%s: took %.1f us; rows take %.1f, blocks %.1f", b->name, one.us, rows->us, b->us);
+            CHECK(one.us <= allowed(*rows) * std::min(rows->us, b->us), "%s: took %.1f us; rows take %.1f, blocks %.1f",
+                  b->name, one.us, rows->us, b->us);
             (&one == b ? n_blocks : n_rows)++;
             if (const char last = b->name[strlen(b->name) - 1]; last != 'x' && last != 'c') {
                 taken = b->model_us() < taken->model_us() ? b : taken;
                 best  = b->us < best->us ? b : best;
             }
         }
-        CHECK(taken->us <= allowed(*rows) * best->us, "%s: %.1f us, but %s takes %.1f", taken->name, taken->us, best->name, best->us);
+        CHECK(taken->us <= allowed(*rows) * best->us, "%s: %.1f us, but %s takes %.1f", taken->name, taken->us,
+              best->name, best->us);
         rows = end;
     }
-    CHECK(n_blocks > 50 && n_rows > 50, "blocks were taken %d times, rows %d times: one side is hardly tested", n_blocks, n_rows);
+    CHECK(n_blocks > 50 && n_rows > 50, "blocks were taken %d times, rows %d times: one side is hardly tested",
+          n_blocks, n_rows);
 }
 
 // ---- growth ----
 
 static void bench_one(int64_t rows, int64_t cols, int32_t bits, int n_threads) {
-    rng r(1);
+    rng          r(1);
     dense_matrix d = zeros(rows, cols, GGML_MACKO_TYPE_F16);
     for (int64_t i = 0; i < rows * cols; i++) {
         if (r.unit() < 0.3) {
             d.set(0, i, 0x3c00 + (static_cast<uint32_t>(r.bits()) & 0x3ff));
         }
     }
-    const auto now     = [] { return std::chrono::steady_clock::now(); };
-    const auto seconds = [](auto a, auto b) { return std::chrono::duration<double>(b - a).count(); };
-    const macko_desc desc = { rows, cols, d.type, bits, d.nnz() };
-    ec_csr_blocks blocks;
-    ec_csr_matrix m;
-    ec_csr_view   view;
-    const auto t0 = now();
+    const auto       now     = [] { return std::chrono::steady_clock::now(); };
+    const auto       seconds = [](auto a, auto b) { return std::chrono::duration<double>(b - a).count(); };
+    const macko_desc desc    = { rows, cols, d.type, bits, d.nnz() };
+    ec_csr_blocks    blocks;
+    ec_csr_matrix    m;
+    ec_csr_view      view;
+    const auto       t0 = now();
     CHECK(extract_blocks(desc, d.data.data(), DEFAULTS, n_threads, &blocks) == 0, "%s", ggml_macko_last_error());
     const auto t1 = now();
     CHECK(assemble(desc, d.data.data(), blocks, n_threads, &m) == 0, "%s", ggml_macko_last_error());
     const auto t2 = now();
-    CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, n_threads, [](int64_t, const void *) {}) == 0, "%s", ggml_macko_last_error());
-    const auto t3 = now();
+    CHECK(check_ec_csr(m.arrays(), &view) == 0 && each_row(view, n_threads, [](int64_t, const void *) {}) == 0, "%s",
+          ggml_macko_last_error());
+    const auto    t3 = now();
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    printf("| %lldx%lld | %d | %.2f | %.2f | %.3f | %.0f | %.0f |\n", static_cast<long long>(rows), static_cast<long long>(cols), bits, seconds(t0, t1), seconds(t1, t2), seconds(t2, t3),
-        seconds(t2, t3) * 1e12 / static_cast<double>(m.nbytes()), static_cast<double>(usage.ru_maxrss) / 1024 - static_cast<double>(d.data.size()) / 1048576);
+    printf("| %lldx%lld | %d | %.2f | %.2f | %.3f | %.0f | %.0f |\n", static_cast<long long>(rows),
+           static_cast<long long>(cols), bits, seconds(t0, t1), seconds(t1, t2), seconds(t2, t3),
+           seconds(t2, t3) * 1e12 / static_cast<double>(m.nbytes()),
+           static_cast<double>(usage.ru_maxrss) / 1024 - static_cast<double>(d.data.size()) / 1048576);
     fflush(stdout);
 }
 
 // shape: ROWSxCOLS, or null for the shapes of the notes. Each in a process of its own: the peak of its memory
 static void bench(const char * shape, int n_threads) {
-    std::vector<std::array<long long, 2>> shapes = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 }, { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };
+    std::vector<std::array<long long, 2>> shapes = { { 1024, 4096 }, { 2048, 4096 }, { 4096, 4096 }, { 8192, 4096 },
+                                                     { 4096, 1024 }, { 4096, 2048 }, { 4096, 8192 }, { 4096, 11008 } };
     if (shape) {
         shapes.resize(1);
         CHECK(sscanf(shape, "%lldx%lld", &shapes[0][0], &shapes[0][1]) == 2, "%s is not ROWSxCOLS", shape);
     }
-    printf("%d threads, density .3, blocks of 128 columns\n| shape | bits | extract s | assemble s | check s | check ms/GB | peak MiB above dense |\n|---|---|---|---|---|---|---|\n", n_threads);
+    printf("%d threads, density .3, blocks of 128 columns\n| shape | bits | extract s | assemble s | check s | check "
+           "ms/GB | peak MiB above dense |\n|---|---|---|---|---|---|---|\n",
+           n_threads);
     fflush(stdout);
     for (const auto & [rows, cols] : shapes) {
         for (const int32_t bits : { 4, 8 }) {

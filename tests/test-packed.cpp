@@ -1,4 +1,5 @@
-// The packed codec: encoded arrays against a slow decoder written from FORMAT.md section 7 alone, bounds of the quantization, every refusal,
+// The packed codec: encoded arrays against a slow decoder written from FORMAT.md section 7 alone, bounds of the
+// quantization, every refusal,
 // and mutated arrays, which are refused or decode as the slow decoder says.
 #include "codec/macko/encode.h"
 #include "test.h"
@@ -12,8 +13,10 @@ using namespace macko;
 
 static const int32_t all_types[]      = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int32_t all_index_bits[] = { 0, 2, 4, 8 };
-static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0, GGML_MACKO_TYPE_Q4_NL };
-static const int     levels[2][16]    = { // of Q4_NL
+static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
+                                          GGML_MACKO_TYPE_Q4_NL };
+static const int     levels[2][16]    = {
+    // of Q4_NL
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
@@ -21,9 +24,14 @@ static const int     levels[2][16]    = { // of Q4_NL
 static uint32_t random_value(rng & r, int32_t type) {
     const uint32_t sign = r.bits() & 1 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u) : 0;
     switch (r.range(0, 40)) {
-        case 0:  return sign | 1;                                                   // smallest subnormal
-        case 1:  return type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u;        // -0.0
-        case 2:  return sign | (type == GGML_MACKO_TYPE_F16 ? 0x7bffu : type == GGML_MACKO_TYPE_BF16 ? 0x477fu : 0x477fe000u); // about 65504
+        case 0: return sign | 1; // smallest subnormal
+        case 1:
+            return type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u; // -0.0
+        // about 65504
+        case 2:
+            return sign | (type == GGML_MACKO_TYPE_F16    ? 0x7bffu
+                           : type == GGML_MACKO_TYPE_BF16 ? 0x477fu
+                                                          : 0x477fe000u);
         default: break;
     }
     if (type == GGML_MACKO_TYPE_F16) {
@@ -45,7 +53,8 @@ static dense_matrix random_dense(rng & r, int32_t type, int64_t rows, int64_t co
     for (int64_t i = 0; i < rows * cols; i++) {
         const bool empty_row = rows > 2 && i / cols == 1;
         m.bits.push_back(!empty_row && r.unit() < density ? random_value(r, type) : 0);
-        m.bytes.insert(m.bytes.end(), reinterpret_cast<const uint8_t *>(&m.bits.back()), reinterpret_cast<const uint8_t *>(&m.bits.back()) + size);
+        m.bytes.insert(m.bytes.end(), reinterpret_cast<const uint8_t *>(&m.bits.back()),
+                       reinterpret_cast<const uint8_t *>(&m.bits.back()) + size);
         m.desc.nnz += m.bits.back() != 0;
     }
     return m;
@@ -61,9 +70,9 @@ struct slow_entry {
 
 // the places of a bitmap or of gap codes; false if they cannot be what row_ptr says
 static bool slow_places(const packed_arrays & a, std::vector<slow_entry> * out) {
-    const macko_desc & d = a.desc.dense;
-    const auto bit = [&](int64_t i) { return (a.index[i / 8] >> (i % 8)) & 1; };
-    int64_t at = 0;
+    const macko_desc & d   = a.desc.dense;
+    const auto         bit = [&](int64_t i) { return (a.index[i / 8] >> (i % 8)) & 1; };
+    int64_t            at  = 0;
     for (int64_t r = 0; r < d.rows; r++) {
         int64_t n = 0;
         if (a.desc.index_bits == 0) {
@@ -117,18 +126,23 @@ static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entri
         slow_entry & e = (*entries)[k];
         if (a.desc.value_type == a.desc.dense.type) {
             uint32_t bits = 0;
-            memcpy(&bits, bytes + k * static_cast<size_t>(value_nbytes(a.desc.dense.type)), static_cast<size_t>(value_nbytes(a.desc.dense.type)));
+            memcpy(&bits, bytes + k * static_cast<size_t>(value_nbytes(a.desc.dense.type)),
+                   static_cast<size_t>(value_nbytes(a.desc.dense.type)));
             e.value = value_of(bits, a.desc.dense.type);
             continue;
         }
-        const int       type   = a.desc.value_type;
-        const uint8_t * block  = bytes + k / 32 * (type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : 18);
-        const auto      nibble = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
-        const int       q      = type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + k % 32])
-                               : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16
-                               : type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)] : nibble(2) - 8;
-        e.d     = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
-        e.value = q == 0 ? 0 : e.d * q;
+        const int       type  = a.desc.value_type;
+        const uint8_t * block = bytes + k / 32 *
+                                            (type == GGML_MACKO_TYPE_Q8_0   ? 34
+                                             : type == GGML_MACKO_TYPE_Q5_0 ? 22
+                                                                            : 18);
+        const auto nibble = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
+        const int  q      = type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + k % 32])
+                            : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16
+                            : type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)]
+                                                            : nibble(2) - 8;
+        e.d               = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
+        e.value           = q == 0 ? 0 : e.d * q;
     }
 }
 
@@ -136,27 +150,32 @@ static double largest_of(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 65
 
 // the fast decoder's rows against the slow entries
 static void check_decoded(const packed_view & view) {
-    const packed_arrays   & a = view.arrays();
-    const macko_desc      & d = a.desc.dense;
+    const packed_arrays &   a = view.arrays();
+    const macko_desc &      d = a.desc.dense;
     std::vector<slow_entry> entries;
-    CHECK(slow_places(a, &entries) && static_cast<int64_t>(entries.size()) == d.nnz, "accepted, but the slow decoder finds %zu places, not %ld", entries.size(), (long) d.nnz);
+    CHECK(slow_places(a, &entries) && static_cast<int64_t>(entries.size()) == d.nnz,
+          "accepted, but the slow decoder finds %zu places, not %ld", entries.size(), (long)d.nnz);
     slow_values(a, &entries);
     std::vector<uint8_t> row(static_cast<size_t>(d.cols * value_nbytes(d.type)));
-    size_t next = 0;
+    size_t               next = 0;
     for (int64_t r = 0; r < d.rows; r++) {
         memset(row.data(), 0xee, row.size());
         view.decode_row(r, row.data());
         for (int64_t c = 0; c < d.cols; c++) {
             uint32_t bits = 0;
             memcpy(&bits, row.data() + c * value_nbytes(d.type), static_cast<size_t>(value_nbytes(d.type)));
-            const bool stored = next < entries.size() && entries[next].row == r && entries[next].col == c;
-            const double want = stored ? entries[next++].value : 0;
-            const double got  = value_of(bits, d.type);
+            const bool   stored = next < entries.size() && entries[next].row == r && entries[next].col == c;
+            const double want   = stored ? entries[next++].value : 0;
+            const double got    = value_of(bits, d.type);
             // quantized values are rounded to the dense type: half of 2^-10, 2^-7, or exact
-            const double slack = a.desc.value_type == d.type || d.type == GGML_MACKO_TYPE_F32 ? 0 : std::fabs(want) * (d.type == GGML_MACKO_TYPE_F16 ? 0x1p-11 : 0x1p-8) + 0x1p-25;
-            const bool   right = std::fabs(want) > largest_of(d.type) ? std::fabs(got) == largest_of(d.type) : std::fabs(got - want) <= slack;
-            CHECK(right && (stored ? want != 0 || a.desc.value_type == d.type || bits == 0 : bits == 0), "type %d values %d bits %d row %ld column %ld: %g, not %g",
-                d.type, a.desc.value_type, a.desc.index_bits, (long) r, (long) c, got, want);
+            const double slack = a.desc.value_type == d.type || d.type == GGML_MACKO_TYPE_F32
+                                     ? 0
+                                     : std::fabs(want) * (d.type == GGML_MACKO_TYPE_F16 ? 0x1p-11 : 0x1p-8) + 0x1p-25;
+            const bool   right = std::fabs(want) > largest_of(d.type) ? std::fabs(got) == largest_of(d.type)
+                                                                      : std::fabs(got - want) <= slack;
+            CHECK(right && (stored ? want != 0 || a.desc.value_type == d.type || bits == 0 : bits == 0),
+                  "type %d values %d bits %d row %ld column %ld: %g, not %g", d.type, a.desc.value_type,
+                  a.desc.index_bits, (long)r, (long)c, got, want);
         }
     }
 }
@@ -171,14 +190,17 @@ static void test_round_trip() {
                 for (const double density : { 0.0, 0.02, 0.1, 0.3, 0.9, 1.0 }) {
                     for (const int64_t cols : { 1, 7, 8, 9, 31, 64, 65, 300 }) {
                         const dense_matrix m = random_dense(r, type, r.range(1, 20), cols, density);
-                        packed_matrix out;
-                        const int status = pack(m.bytes.data(), { m.desc, value_type, bits }, static_cast<int>(r.range(1, 4)), &out);
+                        packed_matrix      out;
+                        const int          status =
+                            pack(m.bytes.data(), { m.desc, value_type, bits }, static_cast<int>(r.range(1, 4)), &out);
                         if (status == GGML_MACKO_STATUS_NOT_FINITE && type != GGML_MACKO_TYPE_F16) {
-                            continue; // a scale of 65504 / 127 always fits, one of 65504 / 8 too: nothing else may happen
+                            // a scale of 65504 / 127 always fits, one of 65504 / 8 too: nothing else may happen
+                            continue;
                         }
                         CHECK(status == 0, "%s", ggml_macko_last_error());
                         packed_view view;
-                        CHECK(check_packed(out.arrays(), 2, &view) == 0, "type %d values %d bits %d cols %ld: %s", type, value_type, bits, (long) cols, ggml_macko_last_error());
+                        CHECK(check_packed(out.arrays(), 2, &view) == 0, "type %d values %d bits %d cols %ld: %s", type,
+                              value_type, bits, (long)cols, ggml_macko_last_error());
                         check_decoded(view);
                         std::vector<slow_entry> entries;
                         CHECK(slow_places(out.arrays(), &entries), "places");
@@ -188,27 +210,37 @@ static void test_round_trip() {
                             if (m.bits[i] == 0) {
                                 continue;
                             }
-                            CHECK(k < entries.size() && entries[k].row * cols + entries[k].col == static_cast<int64_t>(i), "non-zero %zu is in another place", k);
+                            CHECK(k < entries.size() &&
+                                      entries[k].row * cols + entries[k].col == static_cast<int64_t>(i),
+                                  "non-zero %zu is in another place", k);
                             const double w = value_of(m.bits[i], type), error = std::fabs(entries[k].value - w);
-                            // half a step of Q8_0, a whole one of the others (of Q4_0 the largest q is 7, the extreme value's is -8), and the rounding of d itself
+                            // half a step of Q8_0, a whole one of the others (of Q4_0 the largest q is 7, the extreme
+                            // value's is -8), and the rounding of d itself
                             const double d = std::fabs(entries[k].d), d_error = d * 0x1p-11 + 0x1p-25;
-                            double bound = value_type == type ? 0 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error : d * 1.0001 + 17 * d_error;
-                            if (value_type == GGML_MACKO_TYPE_Q4_NL) { // the nearest level; scales may be too small for a block's largest values
+                            double       bound = value_type == type                   ? 0
+                                                 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error
+                                                                                      : d * 1.0001 + 17 * d_error;
+                            // the nearest level; scales may be too small for a block's largest values
+                            if (value_type == GGML_MACKO_TYPE_Q4_NL) {
                                 bound = 1e300;
                                 for (const int level : levels[out.values[k / 32 * 18] & 1]) {
                                     bound = std::min(bound, std::fabs(level * entries[k].d - w));
                                 }
                                 bound += 1e-4 * d + 512 * d_error; // a bit of d is the table
                             }
-                            CHECK(error <= bound, "type %d values %d: %g became %g, scale %g", type, value_type, w, entries[k].value, d);
+                            CHECK(error <= bound, "type %d values %d: %g became %g, scale %g", type, value_type, w,
+                                  entries[k].value, d);
                             k++;
                         }
                         packed_matrix again;
-                        CHECK(pack(m.bytes.data(), { m.desc, value_type, bits }, 3, &again) == 0 && again.values == out.values && again.index == out.index && again.row_ptr == out.row_ptr,
-                            "the number of threads shows");
+                        CHECK(pack(m.bytes.data(), { m.desc, value_type, bits }, 3, &again) == 0 &&
+                                  again.values == out.values && again.index == out.index &&
+                                  again.row_ptr == out.row_ptr,
+                              "the number of threads shows");
                         if (value_type == type) {
                             macko_matrix recoded;
-                            CHECK(recode(view, 2, &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s", ggml_macko_last_error());
+                            CHECK(recode(view, 2, &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s",
+                                  ggml_macko_last_error());
                         }
                     }
                 }
@@ -221,11 +253,13 @@ static void test_smallest_index_is_chosen() {
     rng r(2);
     for (const double density : { 0.0, 0.01, 0.05, 0.2, 0.3, 0.6 }) {
         const dense_matrix m = random_dense(r, GGML_MACKO_TYPE_F16, 40, 512, density);
-        packed_matrix best;
+        packed_matrix      best;
         CHECK(pack(m.bytes.data(), { m.desc, GGML_MACKO_TYPE_Q8_0, -1 }, 1, &best) == 0, "%s", ggml_macko_last_error());
         for (const int32_t bits : all_index_bits) {
             packed_matrix other;
-            CHECK(pack(m.bytes.data(), { m.desc, GGML_MACKO_TYPE_Q8_0, bits }, 1, &other) == 0 && best.index.size() <= other.index.size(), "density %g: %d bits are smaller", density, bits);
+            CHECK(pack(m.bytes.data(), { m.desc, GGML_MACKO_TYPE_Q8_0, bits }, 1, &other) == 0 &&
+                      best.index.size() <= other.index.size(),
+                  "density %g: %d bits are smaller", density, bits);
         }
     }
 }
@@ -233,38 +267,48 @@ static void test_smallest_index_is_chosen() {
 // exact bits of a block that FORMAT.md and ggml's reference quantizers determine
 static void test_reference_rounding() {
     std::vector<uint32_t> bits(32, 0x3f800000u); // 1.0
-    const float extreme[] = { -127.0f, 0.5f, 1.5f, 2.5f, -0.5f };
+    const float           extreme[] = { -127.0f, 0.5f, 1.5f, 2.5f, -0.5f };
     memcpy(bits.data(), extreme, sizeof(extreme));
     packed_matrix out;
-    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) == 0, "%s",
+          ggml_macko_last_error());
     const int8_t q8[] = { -127, 1, 2, 3, -1, 1 }; // d = 1; ties go away from zero
     CHECK(out.values[0] == 0x00 && out.values[1] == 0x3c && memcmp(out.values.data() + 2, q8, sizeof(q8)) == 0, "Q8_0");
     const float four[] = { 8.0f, 7.0f, -7.6f, 0.4f, -8.0f };
     memcpy(bits.data(), four, sizeof(four));
-    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q4_0, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
-    // d = -1 (the first of the two extremes decides): q + 8 = trunc(8.5 - x), at most 15; value 16 ... in the high nibbles are 1.0
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q4_0, 0 }, 1, &out) == 0, "%s",
+          ggml_macko_last_error());
+    // d = -1 (the first of the two extremes decides): q + 8 = trunc(8.5 - x), at most 15; value 16 ... in the high
+    // nibbles are 1.0
     const uint8_t q4[] = { 0x70, 0x71, 0x7f, 0x78, 0x7f, 0x77 };
-    CHECK(out.values[0] == 0x00 && out.values[1] == 0xbc && memcmp(out.values.data() + 2, q4, sizeof(q4)) == 0, "Q4_0: %02x %02x %02x %02x %02x", out.values[2], out.values[3], out.values[4], out.values[5], out.values[6]);
+    CHECK(out.values[0] == 0x00 && out.values[1] == 0xbc && memcmp(out.values.data() + 2, q4, sizeof(q4)) == 0,
+          "Q4_0: %02x %02x %02x %02x %02x", out.values[2], out.values[3], out.values[4], out.values[5], out.values[6]);
     const float five[] = { 16.0f, 15.0f, -15.6f, 0.4f, -16.0f };
     memcpy(bits.data(), five, sizeof(five));
-    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q5_0, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q5_0, 0 }, 1, &out) == 0, "%s",
+          ggml_macko_last_error());
     // d = -1: q + 16 = trunc(16.5 - x) = 0, 1, 31, 16, 31, then 15: the fifth bits of values 2, 3 and 4 are set
     const uint8_t q5[] = { 0x00, 0xbc, 0x1c, 0x00, 0x00, 0x00, 0xf0, 0xf1, 0xff, 0xf0, 0xff, 0xff };
-    CHECK(memcmp(out.values.data(), q5, sizeof(q5)) == 0, "Q5_0: %02x %02x %02x %02x", out.values[2], out.values[6], out.values[7], out.values[8]);
+    CHECK(memcmp(out.values.data(), q5, sizeof(q5)) == 0, "Q5_0: %02x %02x %02x %02x", out.values[2], out.values[6],
+          out.values[7], out.values[8]);
     const uint8_t nl[] = { 0x00, 0xbc, 0x70, 0x71, 0xff, 0x7f, 0x77 };
     for (size_t i = 0; i < 32; i++) { // levels of the first table, which d = -1 leaves as they are
         const float v = i == 0 ? 127.0f : i == 1 ? 100.0f : i == 2 || i == 3 || i == 18 ? -121.0f : 17.0f;
         memcpy(&bits[i], &v, 4);
     }
-    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q4_NL, 0 }, 1, &out) == 0, "%s", ggml_macko_last_error());
-    CHECK(memcmp(out.values.data(), nl, sizeof(nl)) == 0, "Q4_NL: %02x%02x %02x %02x %02x %02x", out.values[1], out.values[0], out.values[2], out.values[3], out.values[4], out.values[5]);
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q4_NL, 0 }, 1, &out) == 0, "%s",
+          ggml_macko_last_error());
+    CHECK(memcmp(out.values.data(), nl, sizeof(nl)) == 0, "Q4_NL: %02x%02x %02x %02x %02x %02x", out.values[1],
+          out.values[0], out.values[2], out.values[3], out.values[4], out.values[5]);
     const float huge[] = { 1e37f };
     memcpy(bits.data(), huge, sizeof(huge));
-    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) == GGML_MACKO_STATUS_NOT_FINITE, "a scale beyond F16");
+    CHECK(pack(bits.data(), { { 1, 32, GGML_MACKO_TYPE_F32, 4, 32 }, GGML_MACKO_TYPE_Q8_0, 0 }, 1, &out) ==
+              GGML_MACKO_STATUS_NOT_FINITE,
+          "a scale beyond F16");
 }
 
 static void test_refusals() {
-    rng r(3);
+    rng          r(3);
     dense_matrix m = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
     while (m.desc.nnz % 32 == 0) { // there is padding to spoil
         m = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
@@ -277,42 +321,69 @@ static void test_refusals() {
         packed_view view;
         return check_packed(a, 2, &view);
     };
-    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0, Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
+    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0,
+                  Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
     const auto nnz = static_cast<size_t>(m.desc.nnz);
-    using P = packed_matrix;
-    using A = packed_arrays;
-    const struct { const char * what; int want, got; } cases[] = {
-        { "unchanged",         0,                                 status_of(Q8, 0, [](P &, A &) {}) },
-        { "value type",        GGML_MACKO_STATUS_BAD_FORMAT,      status_of(Q8, 0, [](P &, A & a) { a.desc.value_type = 3; }) },
-        { "another dense type", GGML_MACKO_STATUS_BAD_FORMAT,     status_of(F16, 0, [](P &, A & a) { a.desc.value_type = GGML_MACKO_TYPE_BF16; }) },
-        { "index bits",        GGML_MACKO_STATUS_BAD_FORMAT,      status_of(Q8, 0, [](P &, A & a) { a.desc.index_bits = 1; }) },
-        { "nnz",               GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz += 32; }) },
-        { "nnz, same length",  GGML_MACKO_STATUS_BAD_ROW_PTR,     status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz -= 1; }) },
-        { "values",            GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 0, [](P &, A & a) { a.n_values += 32; }) },
-        { "row_ptr length",    GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 0, [](P &, A & a) { a.n_row_ptr -= 1; }) },
-        { "bitmap length",     GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 0, [](P &, A & a) { a.n_index -= 4; }) },
-        { "codes cut",         GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 4, [](P &, A & a) { a.n_index -= 4; }) },
-        { "codes odd length",  GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 4, [](P &, A & a) { a.n_index -= 1; }) },
-        { "codes too long",    GGML_MACKO_STATUS_BAD_COMPONENT,   status_of(Q8, 4, [](P & p, A & a) { p.index.resize(p.index.size() + 4); a = p.arrays(); }) },
-        { "rows decrease",     GGML_MACKO_STATUS_BAD_ROW_PTR,     status_of(Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; }) },
-        { "rows from 1",       GGML_MACKO_STATUS_BAD_ROW_PTR,     status_of(Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; }) },
-        { "a bit more",        GGML_MACKO_STATUS_BAD_ROW_PTR,     status_of(Q8, 0, [](P & p, A &) { p.index[8] ^= 1; }) },
-        { "a bit past cols",   GGML_MACKO_STATUS_BAD_COLUMN,      status_of(Q8, 0, [](P & p, A &) { p.index[7] |= 0x80; }) },
-        { "behind the rows",   GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q8, 8, [](P & p, A &) { p.index.back() |= 1; }) },
-        { "past the last column", GGML_MACKO_STATUS_BAD_COLUMN,   status_of(Q8, 4, [](P & p, A &) { for (size_t i = 0; i < 4; i++) { p.index[i] = 0xff; } }) },
-        { "scale Inf",         GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; }) },
-        { "scale NaN",         GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; }) },
-        { "padding Q8_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q8, 0, [](P & p, A &) { p.values.back() = 1; }) },
-        { "scale of Q5_0",     GGML_MACKO_STATUS_NOT_FINITE,      status_of(Q5, 0, [](P & p, A &) { p.values[22 + 1] = 0xfc; }) },
-        { "padding Q5_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q5, 0, [](P & p, A &) { p.values.back() = 0x10; }) },
-        { "padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL,  status_of(Q5, 0, [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; }) },
-        { "padding Q4_0",      GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(Q4, 0, [](P & p, A &) { p.values.back() = 0x08; }) },
-        { "scale of Q4_NL",    GGML_MACKO_STATUS_NOT_FINITE,      status_of(NL, 0, [](P & p, A &) { p.values[18 + 1] = 0x7c; }) },
-        { "padding Q4_NL",     GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(NL, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
-        { "I8 as value type",  GGML_MACKO_STATUS_BAD_FORMAT,      status_of(NL, 0, [](P &, A & a) { a.desc.value_type = 24; }) },
-        { "padding F16",       GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
-        { "a zero",            GGML_MACKO_STATUS_NOT_CANONICAL,   status_of(F16, 0, [&](P & p, A &) { p.values[2 * nnz - 2] = p.values[2 * nnz - 1] = 0; }) },
-        { "NaN",               GGML_MACKO_STATUS_NOT_FINITE,      status_of(F16, 0, [](P & p, A &) { p.values[1] = 0x7e; }) },
+    using P        = packed_matrix;
+    using A        = packed_arrays;
+    const struct {
+        const char * what;
+        int          want, got;
+    } cases[] = {
+        { "unchanged", 0, status_of(Q8, 0, [](P &, A &) {}) },
+        { "value type", GGML_MACKO_STATUS_BAD_FORMAT, status_of(Q8, 0, [](P &, A & a) { a.desc.value_type = 3; }) },
+        { "another dense type", GGML_MACKO_STATUS_BAD_FORMAT,
+          status_of(F16, 0, [](P &, A & a) { a.desc.value_type = GGML_MACKO_TYPE_BF16; }) },
+        { "index bits", GGML_MACKO_STATUS_BAD_FORMAT, status_of(Q8, 0, [](P &, A & a) { a.desc.index_bits = 1; }) },
+        { "nnz", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz += 32; }) },
+        { "nnz, same length", GGML_MACKO_STATUS_BAD_ROW_PTR,
+          status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz -= 1; }) },
+        { "values", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_values += 32; }) },
+        { "row_ptr length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_row_ptr -= 1; }) },
+        { "bitmap length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_index -= 4; }) },
+        { "codes cut", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 4, [](P &, A & a) { a.n_index -= 4; }) },
+        { "codes odd length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 4, [](P &, A & a) { a.n_index -= 1; }) },
+        { "codes too long", GGML_MACKO_STATUS_BAD_COMPONENT,
+          status_of(Q8, 4,
+                    [](P & p, A & a) {
+                        p.index.resize(p.index.size() + 4);
+                        a = p.arrays();
+                    }) },
+        { "rows decrease", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; }) },
+        { "rows from 1", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; }) },
+        { "a bit more", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.index[8] ^= 1; }) },
+        { "a bit past cols", GGML_MACKO_STATUS_BAD_COLUMN, status_of(Q8, 0, [](P & p, A &) { p.index[7] |= 0x80; }) },
+        { "behind the rows", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(Q8, 8, [](P & p, A &) { p.index.back() |= 1; }) },
+        { "past the last column", GGML_MACKO_STATUS_BAD_COLUMN,
+          status_of(Q8, 4,
+                    [](P & p, A &) {
+                        for (size_t i = 0; i < 4; i++) {
+                            p.index[i] = 0xff;
+                        }
+                    }) },
+        { "scale Inf", GGML_MACKO_STATUS_NOT_FINITE, status_of(Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; }) },
+        { "scale NaN", GGML_MACKO_STATUS_NOT_FINITE, status_of(Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; }) },
+        { "padding Q8_0", GGML_MACKO_STATUS_NOT_CANONICAL, status_of(Q8, 0, [](P & p, A &) { p.values.back() = 1; }) },
+        { "scale of Q5_0", GGML_MACKO_STATUS_NOT_FINITE,
+          status_of(Q5, 0, [](P & p, A &) { p.values[22 + 1] = 0xfc; }) },
+        { "padding Q5_0", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(Q5, 0, [](P & p, A &) { p.values.back() = 0x10; }) },
+        { "padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(Q5, 0, [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; }) },
+        { "padding Q4_0", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(Q4, 0, [](P & p, A &) { p.values.back() = 0x08; }) },
+        { "scale of Q4_NL", GGML_MACKO_STATUS_NOT_FINITE,
+          status_of(NL, 0, [](P & p, A &) { p.values[18 + 1] = 0x7c; }) },
+        { "padding Q4_NL", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(NL, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
+        { "I8 as value type", GGML_MACKO_STATUS_BAD_FORMAT,
+          status_of(NL, 0, [](P &, A & a) { a.desc.value_type = 24; }) },
+        { "padding F16", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(F16, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
+        { "a zero", GGML_MACKO_STATUS_NOT_CANONICAL,
+          status_of(F16, 0, [&](P & p, A &) { p.values[2 * nnz - 2] = p.values[2 * nnz - 1]   = 0; }) },
+        { "NaN", GGML_MACKO_STATUS_NOT_FINITE, status_of(F16, 0, [](P & p, A &) { p.values[1] = 0x7e; }) },
     };
     for (const auto & c : cases) {
         CHECK(c.got == c.want, "%s: %s, not %s", c.what, ggml_macko_status_name(c.got), ggml_macko_status_name(c.want));
@@ -321,13 +392,13 @@ static void test_refusals() {
 
 // bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
 static void test_mutants() {
-    rng r(static_cast<uint64_t>(4));
+    rng     r(static_cast<uint64_t>(4));
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
-        const int32_t type = all_types[r.range(0, 2)], bits = all_index_bits[r.range(0, 3)];
-        const int32_t value_types[] = { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] };
-        const dense_matrix m = random_dense(r, type, r.range(1, 6), r.range(1, 70), r.unit());
-        packed_matrix p;
+        const int32_t      type = all_types[r.range(0, 2)], bits = all_index_bits[r.range(0, 3)];
+        const int32_t      value_types[] = { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] };
+        const dense_matrix m             = random_dense(r, type, r.range(1, 6), r.range(1, 70), r.unit());
+        packed_matrix      p;
         if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 4)], bits }, 1, &p) != 0) {
             continue;
         }
@@ -336,11 +407,19 @@ static void test_mutants() {
             switch (r.range(0, 7)) {
                 case 0: a.desc.dense.nnz += r.range(-2, 2); break;
                 case 1: a.n_index = std::max<int64_t>(0, a.n_index + r.range(-1, 0) * 4); break;
-                case 2: p.row_ptr[static_cast<size_t>(r.range(0, m.desc.rows))] += static_cast<int32_t>(r.range(-2, 2)); break;
+                case 2:
+                    p.row_ptr[static_cast<size_t>(r.range(0, m.desc.rows))] += static_cast<int32_t>(r.range(-2, 2));
+                    break;
                 case 3: p.row_ptr[static_cast<size_t>(r.range(0, m.desc.rows))] = static_cast<int32_t>(r.bits()); break;
-                case 4: p.index[static_cast<size_t>(r.range(0, static_cast<int64_t>(p.index.size()) - 1))] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
+                case 4:
+                    p.index[static_cast<size_t>(r.range(0, static_cast<int64_t>(p.index.size()) - 1))] ^=
+                        static_cast<uint8_t>(1 << r.range(0, 7));
+                    break;
                 case 5: a.desc.dense.cols += r.range(0, 1); break;
-                default: p.values[static_cast<size_t>(r.range(0, static_cast<int64_t>(p.values.size()) - 1))] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
+                default:
+                    p.values[static_cast<size_t>(r.range(0, static_cast<int64_t>(p.values.size()) - 1))] ^=
+                        static_cast<uint8_t>(1 << r.range(0, 7));
+                    break;
             }
         }
         packed_view view;
@@ -350,7 +429,7 @@ static void test_mutants() {
         }
     }
     const double share = static_cast<double>(n_accepted) / static_cast<double>(n_all);
-    printf("%ld mutants, %.1f %% accepted\n", (long) n_all, 100 * share);
+    printf("%ld mutants, %.1f %% accepted\n", (long)n_all, 100 * share);
     CHECK(share > 0.05 && share < 0.7, "%.3f accepted: one side is hardly tested", share);
 }
 

@@ -1,4 +1,5 @@
-// The row operations of every kernel set against float64, element by element: odd lengths, results on top of operands, extreme arguments.
+// The row operations of every kernel set against float64, element by element: odd lengths, results on top of operands,
+// extreme arguments.
 // All memory ends at a page without access.
 #include "cpu/dispatch.h"
 #include "guarded.h"
@@ -18,19 +19,23 @@ struct rows {
     guarded a, b, other;
     float * y;
 
-    rows(rng & r, int64_t n, int y_is) : a(n * 4), b(n * 4), other(n * 4), y(y_is == 0 ? other.floats() : y_is == 1 ? a.floats() : b.floats()) {
+    rows(rng & r, int64_t n, int y_is)
+        : a(n * 4),
+          b(n * 4),
+          other(n * 4),
+          y(y_is == 0   ? other.floats()
+            : y_is == 1 ? a.floats()
+                        : b.floats()) {
         for (int64_t i = 0; i < n; i++) {
             const double scale = std::ldexp(1, static_cast<int>(r.range(-12, 5)));
-            a.floats()[i] = static_cast<float>((r.unit() * 2 - 1) * scale * 3);
-            b.floats()[i] = static_cast<float>((r.unit() * 2 - 1) * scale);
+            a.floats()[i]      = static_cast<float>((r.unit() * 2 - 1) * scale * 3);
+            b.floats()[i]      = static_cast<float>((r.unit() * 2 - 1) * scale);
         }
     }
     bool intact() const { return a.intact() && b.intact() && other.intact(); }
 };
 
-static double silu(double x) {
-    return x / (1 + std::exp(-x));
-}
+static double silu(double x) { return x / (1 + std::exp(-x)); }
 
 // e^x is off by 4 units at most, the division and the product by half a unit each
 static constexpr double SILU_BOUND = 6 * 2 * EPSILON;
@@ -38,9 +43,10 @@ static constexpr double SILU_BOUND = 6 * 2 * EPSILON;
 static constexpr double SILU_FLOOR = 96 * 32 * 6.1e-39;
 
 template <typename F, typename G>
-static void check(rng & r, const kernel_set & set, const char * name, int64_t n, double bound, double floor, F call, G expected) {
+static void check(rng & r, const kernel_set & set, const char * name, int64_t n, double bound, double floor, F call,
+                  G expected) {
     for (const int y_is : { 0, 1, 2 }) {
-        rows m(r, n, y_is);
+        rows                m(r, n, y_is);
         std::vector<double> want(static_cast<size_t>(n));
         for (int64_t i = 0; i < n; i++) {
             want[static_cast<size_t>(i)] = expected(m, i);
@@ -48,23 +54,29 @@ static void check(rng & r, const kernel_set & set, const char * name, int64_t n,
         call(m);
         for (int64_t i = 0; i < n; i++) {
             const double w = want[static_cast<size_t>(i)], got = static_cast<double>(m.y[i]);
-            CHECK(std::fabs(got - w) <= bound * std::fabs(w) + floor, "%s %s, %ld of %ld: %.9g, not %.9g", set.name, name, (long) i, (long) n, got, w);
+            CHECK(std::fabs(got - w) <= bound * std::fabs(w) + floor, "%s %s, %ld of %ld: %.9g, not %.9g", set.name,
+                  name, (long)i, (long)n, got, w);
         }
-        CHECK(m.intact(), "%s %s, n = %ld", set.name, name, (long) n);
+        CHECK(m.intact(), "%s %s, n = %ld", set.name, name, (long)n);
     }
 }
 
 static void test_rows_against_float64(rng & r, const kernel_set & set, int64_t n) {
     const auto a = [](const rows & m, int64_t i) { return static_cast<double>(m.a.floats()[i]); };
     const auto b = [](const rows & m, int64_t i) { return static_cast<double>(m.b.floats()[i]); };
-    check(r, set, "add", n, EPSILON, 1e-45, [&](rows & m) { set.rows.add(m.a.floats(), m.b.floats(), m.y, n); },
+    check(
+        r, set, "add", n, EPSILON, 1e-45, [&](rows & m) { set.rows.add(m.a.floats(), m.b.floats(), m.y, n); },
         [&](const rows & m, int64_t i) { return a(m, i) + b(m, i); });
-    check(r, set, "mul", n, EPSILON, 1e-45, [&](rows & m) { set.rows.mul(m.a.floats(), m.b.floats(), m.y, n); },
+    check(
+        r, set, "mul", n, EPSILON, 1e-45, [&](rows & m) { set.rows.mul(m.a.floats(), m.b.floats(), m.y, n); },
         [&](const rows & m, int64_t i) { return a(m, i) * b(m, i); });
-    check(r, set, "silu_mul", n, SILU_BOUND, SILU_FLOOR, [&](rows & m) { set.rows.silu_mul(m.a.floats(), m.b.floats(), m.y, n); },
+    check(
+        r, set, "silu_mul", n, SILU_BOUND, SILU_FLOOR,
+        [&](rows & m) { set.rows.silu_mul(m.a.floats(), m.b.floats(), m.y, n); },
         [&](const rows & m, int64_t i) { return silu(a(m, i)) * b(m, i); });
     const float eps = 1e-5f;
-    check(r, set, "rms_norm", n, 3 * EPSILON, 1e-45, [&](rows & m) { set.rows.rms_norm(m.a.floats(), m.y, n, eps); },
+    check(
+        r, set, "rms_norm", n, 3 * EPSILON, 1e-45, [&](rows & m) { set.rows.rms_norm(m.a.floats(), m.y, n, eps); },
         [&](const rows & m, int64_t i) {
             double sum = 0;
             for (int64_t k = 0; k < n; k++) {
@@ -78,14 +90,17 @@ static void test_silu_at_its_ends(const kernel_set & set) {
     const float one[] = { 1 };
     for (int k = -3000; k <= 3000; k++) {
         const float x[] = { static_cast<float>(k) * 0.03f }; // |x| to 90
-        float y;
+        float       y;
         set.rows.silu_mul(x, one, &y, 1);
         const double want = silu(static_cast<double>(x[0]));
-        CHECK(std::fabs(static_cast<double>(y) - want) <= SILU_BOUND * std::fabs(want) + SILU_FLOOR, "%s silu(%g): %.9g, not %.9g", set.name, x[0], y, want);
+        CHECK(std::fabs(static_cast<double>(y) - want) <= SILU_BOUND * std::fabs(want) + SILU_FLOOR,
+              "%s silu(%g): %.9g, not %.9g", set.name, x[0], y, want);
     }
     const float inf = std::numeric_limits<float>::infinity(), largest = std::numeric_limits<float>::max();
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    const struct { float x, y; } ends[] = { { largest, largest }, { inf, inf }, { 0, 0 }, { -1000, 0 } };
+    const struct {
+        float x, y;
+    } ends[] = { { largest, largest }, { inf, inf }, { 0, 0 }, { -1000, 0 } };
     for (const auto & e : ends) {
         float y;
         set.rows.silu_mul(&e.x, one, &y, 1);

@@ -9,18 +9,18 @@
 inline int n_failed = 0;
 inline int n_passed = 0;
 
-#define CHECK(condition, ...)                                                        \
-    do {                                                                             \
-        if (condition) {                                                             \
-            n_passed++;                                                              \
-        } else {                                                                     \
-            fprintf(stderr, "%s:%d: failed: %s: ", __FILE__, __LINE__, #condition);  \
-            fprintf(stderr, __VA_ARGS__);                                            \
-            fputc('\n', stderr);                                                     \
-            if (++n_failed >= 20) {                                                  \
-                exit(1);                                                             \
-            }                                                                        \
-        }                                                                            \
+#define CHECK(condition, ...)                                                       \
+    do {                                                                            \
+        if (condition) {                                                            \
+            n_passed++;                                                             \
+        } else {                                                                    \
+            fprintf(stderr, "%s:%d: failed: %s: ", __FILE__, __LINE__, #condition); \
+            fprintf(stderr, __VA_ARGS__);                                           \
+            fputc('\n', stderr);                                                    \
+            if (++n_failed >= 20) {                                                 \
+                exit(1);                                                            \
+            }                                                                       \
+        }                                                                           \
     } while (0)
 
 // the last line of main: exit code, and a count that shows the test did something
@@ -32,7 +32,8 @@ inline int test_summary(const char * name) {
 struct rng {
     std::mt19937_64 engine;
     explicit rng(uint64_t seed) : engine(seed) {}
-    uint64_t bits()                       { return engine(); }
-    int64_t  range(int64_t lo, int64_t hi) { return std::uniform_int_distribution<int64_t>(lo, hi)(engine); } // inclusive
-    double   unit()                       { return std::uniform_real_distribution<double>(0, 1)(engine); }
+    uint64_t bits() { return engine(); }
+    // inclusive
+    int64_t range(int64_t lo, int64_t hi) { return std::uniform_int_distribution<int64_t>(lo, hi)(engine); }
+    double  unit() { return std::uniform_real_distribution<double>(0, 1)(engine); }
 };

@@ -16,7 +16,7 @@ inline double value_of(uint32_t bits, int32_t type) {
         return bits & 0x8000 ? -v : v;
     }
     const uint32_t u = type == GGML_MACKO_TYPE_BF16 ? bits << 16 : bits;
-    float f;
+    float          f;
     memcpy(&f, &u, sizeof(f));
     return f;
 }

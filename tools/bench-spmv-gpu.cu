@@ -1,12 +1,19 @@
-// Times the sparse products of the GPU over random matrices: against dense F16 products of cuBLAS and CSR products of cuSPARSE (both
-// loaded if they are there), with bytes, fraction of the measured read bandwidth, and speedup. Every result is checked against float64; its
-// x have eight bits, so that rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed (FORMAT.md section 7).
+// Times the sparse products of the GPU over random matrices: against dense F16 products of cuBLAS and CSR products of
+// cuSPARSE (both
+// loaded if they are there), with bytes, fraction of the measured read bandwidth, and speedup. Every result is checked
+// against float64; its
+// x have eight bits, so that rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed
+// (FORMAT.md section 7).
 //
-//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]
-//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]     bench-ec-csr.cuh
+//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values
+//   f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]
+//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]
+//   bench-ec-csr.cuh
 //
-// A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough copies that none is
-// in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic dependent launch), as in
+// A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough
+// copies that none is
+// in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic
+// dependent launch), as in
 // the device's token graph.
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/mul-mat.cuh"
@@ -40,16 +47,22 @@ static void check_status(int status) {
 }
 #define CHECKED(call) check((call), #call)
 
-struct shape { int64_t rows, cols; };
+struct shape {
+    int64_t rows, cols;
+};
 
 // MACKO paper, appendix H
 static const shape PAPER[] = {
-    { 4096, 4096 },   { 8192, 8192 },   { 8192, 29568 },  { 32000, 5120 },  { 32000, 8192 },  { 28672, 8192 },  { 5120, 5120 },   { 5120, 13824 },
-    { 3584, 20480 },  { 4096, 11008 },  { 13824, 5120 },  { 18944, 3584 },  { 14336, 4096 },  { 4096, 14336 },  { 8192, 28672 },  { 11008, 4096 },
-    { 32000, 4096 },  { 20480, 3584 },  { 3584, 18944 },  { 21504, 7168 },  { 7168, 7168 },   { 28672, 7168 },  { 7168, 28672 },  { 27648, 9216 },
-    { 9216, 9216 },   { 36864, 9216 },  { 9216, 36864 },  { 36864, 12288 }, { 12288, 12288 }, { 49152, 12288 }, { 12288, 49152 },
+    { 4096, 4096 },   { 8192, 8192 },  { 8192, 29568 }, { 32000, 5120 },  { 32000, 8192 },  { 28672, 8192 },
+    { 5120, 5120 },   { 5120, 13824 }, { 3584, 20480 }, { 4096, 11008 },  { 13824, 5120 },  { 18944, 3584 },
+    { 14336, 4096 },  { 4096, 14336 }, { 8192, 28672 }, { 11008, 4096 },  { 32000, 4096 },  { 20480, 3584 },
+    { 3584, 18944 },  { 21504, 7168 }, { 7168, 7168 },  { 28672, 7168 },  { 7168, 28672 },  { 27648, 9216 },
+    { 9216, 9216 },   { 36864, 9216 }, { 9216, 36864 }, { 36864, 12288 }, { 12288, 12288 }, { 49152, 12288 },
+    { 12288, 49152 },
 };
-static const shape ACCEPTANCE[] = { { 36864, 12288 }, { 8192, 28672 }, { 11008, 4096 }, { 4096, 11008 }, { 4096, 4096 } };
+static const shape ACCEPTANCE[] = {
+    { 36864, 12288 }, { 8192, 28672 }, { 11008, 4096 }, { 4096, 11008 }, { 4096, 4096 }
+};
 
 // ---- random matrices in the file's encoding ----
 
@@ -71,13 +84,13 @@ static uint64_t xorshift(uint64_t & s) {
 
 // the code width that makes the file smallest (paper, section 4.1)
 static int best_delta_bits(double density) {
-    int best = 1;
+    int    best     = 1;
     double smallest = 1e300;
     for (const int bits : { 1, 2, 4, 8 }) {
         const double nbits = (16 + bits) / (1 - std::pow(1 - density, 1 << bits));
         if (nbits < smallest) {
             smallest = nbits;
-            best = bits;
+            best     = bits;
         }
     }
     return best;
@@ -85,27 +98,30 @@ static int best_delta_bits(double density) {
 
 // bits of a normal number of deviation 1/64, as weights are; never 0
 static uint16_t normal_f16(uint64_t random) {
-    const double u = (static_cast<double>(random >> 32) + 0.5) * 0x1p-32, v = static_cast<double>(random & 0xffffffffu) * 0x1p-32;
-    const uint16_t bits = f16_of_float(static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v) / 64));
+    const double u = (static_cast<double>(random >> 32) + 0.5) * 0x1p-32,
+                 v = static_cast<double>(random & 0xffffffffu) * 0x1p-32;
+    const uint16_t bits =
+        f16_of_float(static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v) / 64));
     return bits & 0x7fff ? bits : 1;
 }
 
 static random_matrix make_random(int64_t rows, int64_t cols, double density) {
-    random_matrix m;
-    const int bits = best_delta_bits(density), reach = 1 << bits;
-    const uint64_t threshold = static_cast<uint64_t>(density * 4294967296.0);
+    random_matrix        m;
+    const int            bits = best_delta_bits(density), reach = 1 << bits;
+    const uint64_t       threshold = static_cast<uint64_t>(density * 4294967296.0);
     std::vector<int64_t> nnz(static_cast<size_t>(rows));
     m.desc = { rows, cols, GGML_MACKO_TYPE_F16, bits, 0 };
     m.row_ptr.assign(static_cast<size_t>(rows + 1), 0);
     const auto seed_of = [&](int64_t r) {
-        uint64_t s = static_cast<uint64_t>(r + 1) * 0x9e3779b97f4a7c15ull ^ static_cast<uint64_t>(cols + 7) * 0xbf58476d1ce4e5b9ull;
+        uint64_t s = static_cast<uint64_t>(r + 1) * 0x9e3779b97f4a7c15ull ^
+                     static_cast<uint64_t>(cols + 7) * 0xbf58476d1ce4e5b9ull;
         xorshift(s), xorshift(s), xorshift(s);
         return s;
     };
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
-        uint64_t s = seed_of(r);
-        int64_t last = -1, n = 0;
+        uint64_t s    = seed_of(r);
+        int64_t  last = -1, n = 0;
         for (int64_t c = 0; c < cols; c++) {
             if (xorshift(s) >> 32 < threshold) {
                 n += 1 + (c - last - 1) / reach;
@@ -126,8 +142,8 @@ static random_matrix make_random(int64_t rows, int64_t cols, double density) {
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         uint64_t s = seed_of(r), t = s * 77 + 5;
-        int64_t last = -1;
-        size_t k = static_cast<size_t>(m.row_ptr[static_cast<size_t>(r)]);
+        int64_t  last = -1;
+        size_t   k    = static_cast<size_t>(m.row_ptr[static_cast<size_t>(r)]);
         for (int64_t c = 0; c < cols; c++) {
             if (xorshift(s) >> 32 < threshold) {
                 int64_t gap = c - last - 1;
@@ -136,14 +152,15 @@ static random_matrix make_random(int64_t rows, int64_t cols, double density) {
                 }
                 codes[k]      = static_cast<uint8_t>(gap);
                 m.values[k++] = normal_f16(xorshift(t));
-                last = c;
+                last          = c;
             }
         }
     }
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < m.padded / 8; i++) { // 8 codes fill whole bytes
         for (int64_t k = i * 8; k < i * 8 + 8; k++) {
-            m.deltas[static_cast<size_t>(k * bits / 8)] |= static_cast<uint8_t>(codes[static_cast<size_t>(k)] << (k * bits % 8));
+            m.deltas[static_cast<size_t>(k * bits / 8)] |=
+                static_cast<uint8_t>(codes[static_cast<size_t>(k)] << (k * bits % 8));
         }
     }
     return m;
@@ -171,7 +188,8 @@ struct reference {
         CHECKED(cudaMemcpy(got.data(), device_y, got.size() * 4, cudaMemcpyDeviceToHost));
         for (size_t r = 0; r < y.size(); r++) {
             if (!(std::fabs(static_cast<double>(got[r]) - y[r]) <= bound[r])) {
-                fprintf(stderr, "bench-spmv-gpu: %s: row %zu is %.9g, should be %.9g, at most %.3g off\n", what, r, static_cast<double>(got[r]), y[r], bound[r]);
+                fprintf(stderr, "bench-spmv-gpu: %s: row %zu is %.9g, should be %.9g, at most %.3g off\n", what, r,
+                        static_cast<double>(got[r]), y[r], bound[r]);
                 exit(1);
             }
         }
@@ -182,8 +200,8 @@ static reference reference_of(const random_matrix & m, const float * x) {
     reference want(m.desc.rows);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < m.desc.rows; r++) {
-        int64_t c = -1;
-        double sum = 0, magnitude = 0;
+        int64_t c   = -1;
+        double  sum = 0, magnitude = 0;
         for (int64_t k = m.row_ptr[static_cast<size_t>(r)]; k < m.row_ptr[static_cast<size_t>(r + 1)]; k++) {
             c += delta_code(m.deltas.data(), k, m.desc.delta_bits) + 1;
             const double product = f16_to_double(m.values[static_cast<size_t>(k)]) * static_cast<double>(x[c]);
@@ -198,13 +216,14 @@ static reference reference_of(const random_matrix & m, const float * x) {
 // ---- a matrix as the file has it, and as the device gets it ----
 
 struct file_matrix {
-    random_matrix  m;
-    int32_t        value_type;
-    packed_matrix  packed; // of quantized values, as what follows
-    packed_view    view;
-    blocks_shape   shape = {};
+    random_matrix m;
+    int32_t       value_type;
+    packed_matrix packed; // of quantized values, as what follows
+    packed_view   view;
+    blocks_shape  shape = {};
 
-    file_matrix(int64_t rows, int64_t cols, double density, int32_t type, int64_t shared_nbytes) : m(make_random(rows, cols, density)), value_type(type) {
+    file_matrix(int64_t rows, int64_t cols, double density, int32_t type, int64_t shared_nbytes)
+        : m(make_random(rows, cols, density)), value_type(type) {
         if (!is_quant_type(type)) {
             return;
         }
@@ -223,17 +242,26 @@ struct file_matrix {
     }
     file_matrix(const file_matrix &) = delete;
 
-    bool quantized() const { return !packed.values.empty(); }
-    int64_t file_nbytes() const { return quantized() ? static_cast<int64_t>(packed.values.size() + packed.index.size() + packed.row_ptr.size() * 4) : m.file_nbytes(); }
+    bool    quantized() const { return !packed.values.empty(); }
+    int64_t file_nbytes() const {
+        return quantized()
+                   ? static_cast<int64_t>(packed.values.size() + packed.index.size() + packed.row_ptr.size() * 4)
+                   : m.file_nbytes();
+    }
     int64_t nbytes() const {
-        return quantized() ? cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes : cuda_sparse_nbytes(m.desc, m.padded);
+        return quantized()
+                   ? cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes
+                   : cuda_sparse_nbytes(m.desc, m.padded);
     }
 
     // milliseconds on the host, and until the matrix is complete
     void upload(cuda_sparse_uploader & uploader, void * dst, cuda_sparse_matrix * out, double ms[2]) const {
-        const auto now = [] { return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count(); };
+        const auto now = [] {
+            return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch())
+                .count();
+        };
         const double t0 = now();
-        double t1 = t0;
+        double       t1 = t0;
         if (quantized()) {
             cuda_memory outgrown;
             check_status(uploader.packed(view, shape, dst, N_THREADS, out, &outgrown));
@@ -243,7 +271,7 @@ struct file_matrix {
             }
         } else {
             const macko_rows all = { m.desc, 0, m.desc.rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() };
-            macko_view checked;
+            macko_view       checked;
             check_status(validate(all, &checked));
             check_status(uploader.begin(m.desc, m.padded, dst));
             check_status(uploader.rows(checked));
@@ -258,15 +286,19 @@ struct file_matrix {
         if (!quantized()) {
             return reference_of(m, x);
         }
-        const double rounding = static_cast<double>(*std::max_element(x, x + m.desc.cols, [](float u, float v) { return std::fabs(u) < std::fabs(v); })) / 65534 * 1.0001;
+        const double rounding = static_cast<double>(*std::max_element(
+                                    x, x + m.desc.cols, [](float u, float v) { return std::fabs(u) < std::fabs(v); })) /
+                                65534 * 1.0001;
         reference want(m.desc.rows);
 #pragma omp parallel for schedule(static)
         for (int64_t r = 0; r < m.desc.rows; r++) {
-            int64_t k = packed.row_ptr[static_cast<size_t>(r)];
-            double sum = 0, magnitude = 0, weights = 0;
+            int64_t k   = packed.row_ptr[static_cast<size_t>(r)];
+            double  sum = 0, magnitude = 0, weights = 0;
             view.for_each_column(r, [&](int64_t c) {
                 const uint8_t * block = packed.values.data() + k / QUANT_BLOCK * quant_block_nbytes(value_type);
-                const double w = static_cast<double>(float_of_f16(quant_scale_bits(block))) * quant_at(block, value_type, k++ % QUANT_BLOCK), product = w * static_cast<double>(x[c]);
+                const double    w     = static_cast<double>(float_of_f16(quant_scale_bits(block))) *
+                                 quant_at(block, value_type, k++ % QUANT_BLOCK),
+                             product = w * static_cast<double>(x[c]);
                 sum += product;
                 magnitude += std::fabs(product);
                 weights += std::fabs(w);
@@ -289,11 +321,13 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
         for (int64_t r = 0; r < w.rows; r++) {
             cuda_blocks_row head;
             memcpy(&head, records.data() + r * blocks_row_nbytes(w.lanes), sizeof(head));
-            groups   += head.n_groups;
+            groups += head.n_groups;
             segments += blocks_segments(head, w.lanes);
-            spilled  += head.n_spilled;
+            spilled += head.n_spilled;
         }
-        return static_cast<double>(groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) + w.rows * blocks_row_nbytes(w.lanes) +
+        return static_cast<double>(groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) +
+                                   segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) +
+                                   w.rows * blocks_row_nbytes(w.lanes) +
                                    spilled * static_cast<int64_t>(sizeof(cuda_sparse_spilled)));
     }
     int32_t end = 0;
@@ -312,14 +346,22 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
 }
 
 // the same matrix, copied as it is to another place
-template <typename T> static void move(T *& pointer, int64_t nbytes) { pointer = pointer ? reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr; }
+template <typename T> static void move(T *& pointer, int64_t nbytes) {
+    pointer = pointer ? reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr;
+}
 static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
-    move(w.values, nbytes), move(w.codes, nbytes), move(w.bases, nbytes), move(w.tails, nbytes), move(w.row_ptr, nbytes), move(w.spill, nbytes);
+    move(w.values, nbytes), move(w.codes, nbytes), move(w.bases, nbytes), move(w.tails, nbytes),
+        move(w.row_ptr, nbytes), move(w.spill, nbytes);
     return w;
 }
 
-struct value_type { const char * name; int32_t type; };
-static const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16 }, { "q8_0", GGML_MACKO_TYPE_Q8_0 }, { "q4_0", GGML_MACKO_TYPE_Q4_0 } };
+struct value_type {
+    const char * name;
+    int32_t      type;
+};
+static const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16 },
+                                          { "q8_0", GGML_MACKO_TYPE_Q8_0 },
+                                          { "q4_0", GGML_MACKO_TYPE_Q4_0 } };
 
 // ---- timing ----
 
@@ -329,10 +371,10 @@ static int n_copies(double nbytes) { return std::max(2, static_cast<int>(std::ce
 
 // median microseconds of one call of run(i); i goes through 0 ... n-1
 static double time_us(cudaStream_t stream, int n, const std::function<void(int)> & run) {
-    constexpr int REPEATS = 11;
-    cudaGraph_t graph;
+    constexpr int   REPEATS = 11;
+    cudaGraph_t     graph;
     cudaGraphExec_t exec;
-    const int calls = std::max(n, 8);
+    const int       calls = std::max(n, 8);
     CHECKED(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
     for (int i = 0; i < calls; i++) {
         run(i % n);
@@ -362,7 +404,7 @@ static double time_us(cudaStream_t stream, int n, const std::function<void(int)>
 }
 
 __global__ void read_kernel(const uint4 * p, int64_t n, uint32_t * out) {
-    uint32_t sum = 0;
+    uint32_t      sum    = 0;
     const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i + 7 * stride < n; i += 8 * stride) {
         uint4 v[8];
@@ -382,7 +424,8 @@ __global__ void read_kernel(const uint4 * p, int64_t n, uint32_t * out) {
 
 // pairs of F16 values of both signs, magnitudes 1/2 ... 1: zeros would flatter the dense products
 __global__ void fill_kernel(uint32_t * p, int64_t n) {
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
         uint32_t h = static_cast<uint32_t>(i) * 2654435761u;
         h ^= h >> 15;
         p[i] = (h & 0x83ff83ffu) | 0x38003800u;
@@ -391,7 +434,7 @@ __global__ void fill_kernel(uint32_t * p, int64_t n) {
 
 static double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
     constexpr int64_t NBYTES = int64_t(2) << 30;
-    uint32_t * p;
+    uint32_t *        p;
     CHECKED(cudaMalloc(&p, static_cast<size_t>(NBYTES + 16)));
     fill_kernel<<<4096, 256, 0, stream>>>(p, NBYTES / 4);
     cuda_device_info device;
@@ -400,9 +443,10 @@ static double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
     for (const int blocks : { 2, 4, 8 }) {
         for (const int threads : { 512, 1024 }) {
             const double t = time_us(stream, 1, [&](int) {
-                read_kernel<<<static_cast<unsigned>(blocks * device.multiprocessors), static_cast<unsigned>(threads), 0, stream>>>(reinterpret_cast<uint4 *>(p), NBYTES / 16, p + NBYTES / 4);
+                read_kernel<<<static_cast<unsigned>(blocks * device.multiprocessors), static_cast<unsigned>(threads), 0,
+                              stream>>>(reinterpret_cast<uint4 *>(p), NBYTES / 16, p + NBYTES / 4);
             });
-            best = std::max(best, static_cast<double>(NBYTES) / t);
+            best           = std::max(best, static_cast<double>(NBYTES) / t);
         }
     }
     CHECKED(cudaFree(p));
@@ -421,19 +465,22 @@ static void * open_library(const std::vector<const char *> & names) {
 }
 
 struct dense_product {
-    void * library = open_library({ "libcublas.so.13", "libcublas.so.12", "libcublas.so" });
-    void * handle  = nullptr;
+    void * library   = open_library({ "libcublas.so.13", "libcublas.so.12", "libcublas.so" });
+    void * handle    = nullptr;
     void * workspace = nullptr;
 
     template <typename F> F * get(const char * name) { return reinterpret_cast<F *>(dlsym(library, name)); }
 
     // best of gemm both ways and gemv: y = W x for n columns, F16 or F32, in microseconds; 0 without cuBLAS
     double time(cudaStream_t stream, int64_t rows, int64_t cols, int64_t n, bool f32 = false) {
-        using gemm_type = int(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int, const void *, void *, int, int, int, int);
-        using gemv_type = int(void *, int, int, int, const float *, const void *, int, long long, const void *, int, long long, const float *, void *, int, long long, int);
-        using sgemv_type = int(void *, int, int, int, const float *, const void *, int, const void *, int, const float *, void *, int);
+        using gemm_type = int(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int,
+                              int, const void *, void *, int, int, int, int);
+        using gemv_type = int(void *, int, int, int, const float *, const void *, int, long long, const void *, int,
+                              long long, const float *, void *, int, long long, int);
+        using sgemv_type =
+            int(void *, int, int, int, const float *, const void *, int, const void *, int, const float *, void *, int);
         constexpr int COMPUTE_F32 = 68, NO_TRANSPOSE = 0, TRANSPOSE = 1, DEFAULT_ALGORITHM = -1;
-        const int type = f32 ? 0 : 2; // CUDA_R_32F, CUDA_R_16F
+        const int     type = f32 ? 0 : 2; // CUDA_R_32F, CUDA_R_16F
         const int64_t size = f32 ? 4 : 2;
         if (!library) {
             return 0;
@@ -444,25 +491,37 @@ struct dense_product {
         }
         get<int(void *, cudaStream_t)>("cublasSetStream_v2")(handle, stream);
         get<int(void *, void *, size_t)>("cublasSetWorkspace_v2")(handle, workspace, 64 << 20);
-        const auto gemm = get<gemm_type>("cublasGemmEx");
-        const auto gemv = get<gemv_type>("cublasHSHgemvStridedBatched");
-        const int copies = n_copies(static_cast<double>(rows * cols * size)), r = static_cast<int>(rows), c = static_cast<int>(cols), k = static_cast<int>(n);
-        uint8_t * w, * x, * y;
+        const auto gemm   = get<gemm_type>("cublasGemmEx");
+        const auto gemv   = get<gemv_type>("cublasHSHgemvStridedBatched");
+        const int  copies = n_copies(static_cast<double>(rows * cols * size)), r = static_cast<int>(rows),
+                  c = static_cast<int>(cols), k = static_cast<int>(n);
+        uint8_t *w, *x, *y;
         CHECKED(cudaMalloc(&w, static_cast<size_t>(rows * cols * size * copies)));
         CHECKED(cudaMalloc(&x, static_cast<size_t>(cols * n * size + 64)));
         CHECKED(cudaMalloc(&y, static_cast<size_t>(rows * n * 4)));
         fill_kernel<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(w), rows * cols * copies * size / 4);
         fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), cols * n * size / 4);
         const float one = 1, zero = 0;
-        int failed = 0;
-        const auto copy = [&](int i) { return w + rows * cols * size * i; };
-        double best = time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, r, k, c, &one, copy(i), type, c, x, type, c, &zero, y, type, r, COMPUTE_F32, DEFAULT_ALGORITHM); });
-        best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, k, r, c, &one, x, type, c, copy(i), type, c, &zero, y, type, k, COMPUTE_F32, DEFAULT_ALGORITHM); }));
+        int         failed = 0;
+        const auto  copy   = [&](int i) { return w + rows * cols * size * i; };
+        double      best   = time_us(stream, copies, [&](int i) {
+            failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, r, k, c, &one, copy(i), type, c, x, type, c, &zero, y, type,
+                                  r, COMPUTE_F32, DEFAULT_ALGORITHM);
+        });
+        best               = std::min(best, time_us(stream, copies, [&](int i) {
+                            failed |= gemm(handle, TRANSPOSE, NO_TRANSPOSE, k, r, c, &one, x, type, c, copy(i), type, c,
+                                                         &zero, y, type, k, COMPUTE_F32, DEFAULT_ALGORITHM);
+                        }));
         if (n == 1 && f32) {
             const auto sgemv = get<sgemv_type>("cublasSgemv_v2");
-            best = std::min(best, time_us(stream, copies, [&](int i) { failed |= sgemv(handle, TRANSPOSE, c, r, &one, copy(i), c, x, 1, &zero, y, 1); }));
+            best             = std::min(best, time_us(stream, copies, [&](int i) {
+                                failed |= sgemv(handle, TRANSPOSE, c, r, &one, copy(i), c, x, 1, &zero, y, 1);
+                            }));
         } else if (n == 1 && gemv) {
-            best = std::min(best, time_us(stream, copies, [&](int i) { failed |= gemv(handle, TRANSPOSE, c, r, &one, copy(i), c, 0, x, 1, 0, &zero, y, 1, 0, 1); }));
+            best = std::min(best, time_us(stream, copies, [&](int i) {
+                                failed |=
+                                    gemv(handle, TRANSPOSE, c, r, &one, copy(i), c, 0, x, 1, 0, &zero, y, 1, 0, 1);
+                            }));
         }
         CHECKED(cudaFree(w));
         CHECKED(cudaFree(x));
@@ -480,8 +539,8 @@ struct csr_product {
     // F16 or F32 values, 32-bit columns; 0 without cuSPARSE
     double time(cudaStream_t stream, const random_matrix & m, bool f32 = false) {
         constexpr int F32 = 0, INDEX_32 = 2, BASE_ZERO = 0, NO_TRANSPOSE = 0, DEFAULT_ALGORITHM = 0;
-        const int type = f32 ? F32 : 2; // CUDA_R_16F
-        const size_t size = f32 ? 4 : 2;
+        const int     type = f32 ? F32 : 2; // CUDA_R_16F
+        const size_t  size = f32 ? 4 : 2;
         if (!library) {
             return 0;
         }
@@ -489,10 +548,16 @@ struct csr_product {
             get<int(void **)>("cusparseCreate")(&handle);
         }
         get<int(void *, cudaStream_t)>("cusparseSetStream")(handle, stream);
-        const auto create_csr = get<int(void **, int64_t, int64_t, int64_t, void *, void *, void *, int, int, int, int)>("cusparseCreateCsr");
+        const auto create_csr =
+            get<int(void **, int64_t, int64_t, int64_t, void *, void *, void *, int, int, int, int)>(
+                "cusparseCreateCsr");
         const auto create_vec = get<int(void **, int64_t, void *, int)>("cusparseCreateDnVec");
-        const auto buffer     = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, size_t *)>("cusparseSpMV_bufferSize");
-        const auto spmv       = get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, void *)>("cusparseSpMV");
+        const auto buffer =
+            get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, size_t *)>(
+                "cusparseSpMV_bufferSize");
+        const auto spmv =
+            get<int(void *, int, const void *, const void *, const void *, const void *, void *, int, int, void *)>(
+                "cusparseSpMV");
         std::vector<int32_t> row_ptr(1, 0), columns;
         std::vector<uint8_t> values;
         for (int64_t r = 0; r < m.desc.rows; r++) {
@@ -501,35 +566,46 @@ struct csr_product {
                 c += static_cast<int32_t>(delta_code(m.deltas.data(), k, m.desc.delta_bits)) + 1;
                 if (m.values[static_cast<size_t>(k)]) {
                     columns.push_back(c);
-                    const uint32_t bits = f32 ? 0x3f000000u | m.values[static_cast<size_t>(k)] : m.values[static_cast<size_t>(k)]; // some value: only its time counts
-                    values.insert(values.end(), reinterpret_cast<const uint8_t *>(&bits), reinterpret_cast<const uint8_t *>(&bits) + size);
+                    // some value: only its time counts
+                    const uint32_t bits =
+                        f32 ? 0x3f000000u | m.values[static_cast<size_t>(k)] : m.values[static_cast<size_t>(k)];
+                    values.insert(values.end(), reinterpret_cast<const uint8_t *>(&bits),
+                                  reinterpret_cast<const uint8_t *>(&bits) + size);
                 }
             }
             row_ptr.push_back(static_cast<int32_t>(columns.size()));
         }
-        const size_t nbytes_values = (values.size() + 255) & ~size_t(255), nbytes_columns = (columns.size() * 4 + 255) & ~size_t(255);
-        const size_t nbytes = nbytes_values + nbytes_columns + ((row_ptr.size() * 4 + 255) & ~size_t(255));
-        const int copies = n_copies(static_cast<double>(nbytes));
-        uint8_t * memory, * x, * y, * scratch = nullptr;
+        const size_t nbytes_values  = (values.size() + 255) & ~size_t(255),
+                     nbytes_columns = (columns.size() * 4 + 255) & ~size_t(255);
+        const size_t nbytes         = nbytes_values + nbytes_columns + ((row_ptr.size() * 4 + 255) & ~size_t(255));
+        const int    copies         = n_copies(static_cast<double>(nbytes));
+        uint8_t *    memory, *x, *y, *scratch = nullptr;
         CHECKED(cudaMalloc(&memory, nbytes * static_cast<size_t>(copies)));
         CHECKED(cudaMalloc(&x, static_cast<size_t>(m.desc.cols * 4 + 64)));
         CHECKED(cudaMalloc(&y, static_cast<size_t>(m.desc.rows * 4)));
         fill_kernel<<<64, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(x), m.desc.cols);
         std::vector<void *> matrices(static_cast<size_t>(copies));
-        void * vec_x, * vec_y;
+        void *              vec_x, *vec_y;
         int failed = create_vec(&vec_x, m.desc.cols, x, type) | create_vec(&vec_y, m.desc.rows, y, type);
         for (int i = 0; i < copies; i++) {
             uint8_t * at = memory + nbytes * static_cast<size_t>(i);
             CHECKED(cudaMemcpy(at, values.data(), values.size(), cudaMemcpyHostToDevice));
             CHECKED(cudaMemcpy(at + nbytes_values, columns.data(), columns.size() * 4, cudaMemcpyHostToDevice));
-            CHECKED(cudaMemcpy(at + nbytes_values + nbytes_columns, row_ptr.data(), row_ptr.size() * 4, cudaMemcpyHostToDevice));
-            failed |= create_csr(&matrices[static_cast<size_t>(i)], m.desc.rows, m.desc.cols, static_cast<int64_t>(columns.size()), at + nbytes_values + nbytes_columns, at + nbytes_values, at, INDEX_32, INDEX_32, BASE_ZERO, type);
+            CHECKED(cudaMemcpy(at + nbytes_values + nbytes_columns, row_ptr.data(), row_ptr.size() * 4,
+                               cudaMemcpyHostToDevice));
+            failed |= create_csr(&matrices[static_cast<size_t>(i)], m.desc.rows, m.desc.cols,
+                                 static_cast<int64_t>(columns.size()), at + nbytes_values + nbytes_columns,
+                                 at + nbytes_values, at, INDEX_32, INDEX_32, BASE_ZERO, type);
         }
         const float one = 1, zero = 0;
-        size_t scratch_nbytes = 0;
-        failed |= buffer(handle, NO_TRANSPOSE, &one, matrices[0], vec_x, &zero, vec_y, F32, DEFAULT_ALGORITHM, &scratch_nbytes);
+        size_t      scratch_nbytes = 0;
+        failed |= buffer(handle, NO_TRANSPOSE, &one, matrices[0], vec_x, &zero, vec_y, F32, DEFAULT_ALGORITHM,
+                         &scratch_nbytes);
         CHECKED(cudaMalloc(&scratch, scratch_nbytes + 256));
-        const double t = failed ? 0 : time_us(stream, copies, [&](int i) { failed |= spmv(handle, NO_TRANSPOSE, &one, matrices[static_cast<size_t>(i)], vec_x, &zero, vec_y, F32, DEFAULT_ALGORITHM, scratch); });
+        const double t = failed ? 0 : time_us(stream, copies, [&](int i) {
+            failed |= spmv(handle, NO_TRANSPOSE, &one, matrices[static_cast<size_t>(i)], vec_x, &zero, vec_y, F32,
+                           DEFAULT_ALGORITHM, scratch);
+        });
         for (void * matrix : matrices) {
             get<int(void *)>("cusparseDestroySpMat")(matrix);
         }
@@ -545,22 +621,31 @@ struct csr_product {
 
 // ---- the products of one decoder layer, fused as the device fuses them ----
 
-// Llama2-7B shape: norm + q, k, v; o + residual; norm + gate, up + SiLU; down + residual. Prints microseconds of each and of the layer.
-static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density, const value_type & values, int64_t shared_nbytes) {
+// Llama2-7B shape: norm + q, k, v; o + residual; norm + gate, up + SiLU; down + residual. Prints microseconds of each
+// and of the layer.
+static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density, const value_type & values,
+                       int64_t shared_nbytes) {
     constexpr int64_t EMBD = 4096, FF = 11008;
-    struct product { const char * name; int n_matrices; int64_t rows, cols; bool norm, residual, silu; };
-    static const product products[] = { { "qkv", 3, EMBD, EMBD, true, false, false }, { "o", 1, EMBD, EMBD, false, true, false },
-                                        { "gate, up", 2, FF, EMBD, true, false, true }, { "down", 1, EMBD, FF, false, true, false } };
-    constexpr int LAYERS = 8;
-    float * x, * y, * norm;
+    struct product {
+        const char * name;
+        int          n_matrices;
+        int64_t      rows, cols;
+        bool         norm, residual, silu;
+    };
+    static const product products[] = { { "qkv", 3, EMBD, EMBD, true, false, false },
+                                        { "o", 1, EMBD, EMBD, false, true, false },
+                                        { "gate, up", 2, FF, EMBD, true, false, true },
+                                        { "down", 1, EMBD, FF, false, true, false } };
+    constexpr int        LAYERS     = 8;
+    float *              x, *y, *norm;
     CHECKED(cudaMalloc(&x, FF * 4));
     CHECKED(cudaMalloc(&y, 3 * FF * 4));
     CHECKED(cudaMalloc(&norm, FF * 4));
     CHECKED(cudaMemset(x, 0, FF * 4));
     CHECKED(cudaMemset(norm, 0, FF * 4));
-    std::vector<uint8_t *> memory;
+    std::vector<uint8_t *>                  memory;
     std::vector<cuda_sparse_mul_mat_params> calls;
-    std::vector<cuda_sparse_matrix> matrices;
+    std::vector<cuda_sparse_matrix>         matrices;
     matrices.reserve(LAYERS * 7);
     std::vector<std::unique_ptr<file_matrix>> files;
     for (const product & f : products) {
@@ -568,9 +653,9 @@ static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, dou
     }
     for (int l = 0; l < LAYERS; l++) {
         for (const product & f : products) {
-            const file_matrix & file = *files[static_cast<size_t>(&f - products)];
-            cuda_sparse_mul_mat_params p = {};
-            p.n_matrices = f.n_matrices;
+            const file_matrix &        file = *files[static_cast<size_t>(&f - products)];
+            cuda_sparse_mul_mat_params p    = {};
+            p.n_matrices                    = f.n_matrices;
             for (int i = 0; i < f.n_matrices; i++) {
                 uint8_t * dst;
                 CHECKED(cudaMalloc(&dst, static_cast<size_t>(file.nbytes())));
@@ -597,10 +682,14 @@ static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, dou
     constexpr int N = 4;
     printf("layer, %s, density %.2f:", values.name, density);
     for (int f = 0; f < N; f++) {
-        const double t = time_us(stream, LAYERS, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i * N + f)], stream)); });
+        const double t = time_us(stream, LAYERS, [&](int i) {
+            CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i * N + f)], stream));
+        });
         printf(" %s %.2f us,", products[f].name, t);
     }
-    printf(" all in turn %.2f us\n", N * time_us(stream, LAYERS * N, [&](int i) { CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i)], stream)); }));
+    printf(" all in turn %.2f us\n", N * time_us(stream, LAYERS * N, [&](int i) {
+                                         CHECKED(cuda_sparse_mul_mat(calls[static_cast<size_t>(i)], stream));
+                                     }));
     for (uint8_t * m : memory) {
         CHECKED(cudaFree(m));
     }
@@ -626,13 +715,13 @@ static std::vector<std::string> split(const char * text) {
 }
 
 int main(int argc, char ** argv) {
-    std::vector<shape> shapes(std::begin(ACCEPTANCE), std::end(ACCEPTANCE));
-    std::vector<double> densities = { 0.5, 0.3, 0.1 };
-    std::vector<int64_t> columns  = { 1 };
-    std::vector<value_type> types = { VALUE_TYPES[0] };
-    bool csr = false, unpack = false, layer = false;
-    const char * ec_csr = nullptr, * variants = "4,8", * ec_csr_types = "f16";
-    FILE * json = nullptr;
+    std::vector<shape>      shapes(std::begin(ACCEPTANCE), std::end(ACCEPTANCE));
+    std::vector<double>     densities = { 0.5, 0.3, 0.1 };
+    std::vector<int64_t>    columns   = { 1 };
+    std::vector<value_type> types     = { VALUE_TYPES[0] };
+    bool                    csr = false, unpack = false, layer = false;
+    const char *            ec_csr = nullptr, *variants = "4,8", *ec_csr_types = "f16";
+    FILE *                  json = nullptr;
     for (int i = 1; i < argc; i++) {
         const bool more = i + 1 < argc;
         if (!strcmp(argv[i], "--shapes") && more) {
@@ -680,7 +769,8 @@ int main(int argc, char ** argv) {
         } else if (!strcmp(argv[i], "--json") && more) {
             json = fopen(argv[++i], "w");
         } else {
-            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]\n");
+            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
+                            "[--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]\n");
             return 2;
         }
     }
@@ -689,21 +779,24 @@ int main(int argc, char ** argv) {
     cudaDeviceProp device;
     CHECKED(cudaGetDeviceProperties(&device, 0));
     const int64_t shared_nbytes = static_cast<int64_t>(device.sharedMemPerBlockOptin);
-    int driver = 0, runtime = 0;
+    int           driver = 0, runtime = 0;
     CHECKED(cudaDriverGetVersion(&driver));
     CHECKED(cudaRuntimeGetVersion(&runtime));
     const double bandwidth = read_bandwidth(stream);
-    char date[32];
+    char         date[32];
     const time_t now = time(nullptr);
     strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
-    printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000, driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
-    printf("%14s %6s %7s %3s %4s %-9s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n", "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
-    dense_product dense;
-    csr_product   sparse;
+    printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
+           driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
+    printf("%14s %6s %7s %3s %4s %-9s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n", "bits",
+           "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+    dense_product                         dense;
+    csr_product                           sparse;
     std::unique_ptr<cuda_sparse_uploader> uploader;
     check_status(cuda_sparse_uploader::create(0, &uploader));
     if (ec_csr) {
-        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), split(ec_csr_types), bandwidth, json);
+        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), split(ec_csr_types),
+                     bandwidth, json);
         return 0;
     }
     if (layer) {
@@ -725,43 +818,49 @@ int main(int argc, char ** argv) {
             const value_type & values  = types[dt % types.size()];
             const file_matrix  file(s.rows, s.cols, density, values.type, shared_nbytes);
             const int64_t      nbytes = file.nbytes();
-            const int copies = n_copies(static_cast<double>(nbytes));
-            uint8_t * memory;
+            const int          copies = n_copies(static_cast<double>(nbytes));
+            uint8_t *          memory;
             CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * copies)));
             cuda_sparse_matrix first;
-            double ms[2];
+            double             ms[2];
             file.upload(*uploader, memory, &first, ms);
             if (unpack) {
-                printf("%lldx%lld %s density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, ms[0], ms[1]);
+                printf("%lldx%lld %s density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n",
+                       static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, ms[0],
+                       ms[1]);
             }
             std::vector<cuda_sparse_matrix> w;
             for (int i = 0; i < copies; i++) {
                 if (i) {
-                    CHECKED(cudaMemcpy(memory + nbytes * i, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
+                    CHECKED(
+                        cudaMemcpy(memory + nbytes * i, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
                 }
                 w.push_back(moved(first, nbytes * i));
             }
             const double read = read_nbytes(first);
             if (unpack) { // back to dense, a panel of at most 96 MiB at a time, as for products with many columns
                 const int64_t panel = std::max<int64_t>(1, std::min(s.rows, (int64_t(48) << 20) / s.cols));
-                uint16_t * dst;
+                uint16_t *    dst;
                 CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * s.cols * 2)));
                 const double t = time_us(stream, copies, [&](int i) {
                     for (int64_t r = 0; r < s.rows; r += panel) {
-                        CHECKED(cuda_sparse_unpack(w[static_cast<size_t>(i)], r, std::min(s.rows, r + panel), first.type, dst, s.cols, stream));
+                        CHECKED(cuda_sparse_unpack(w[static_cast<size_t>(i)], r, std::min(s.rows, r + panel),
+                                                   first.type, dst, s.cols, stream));
                     }
                 });
-                printf("%lldx%lld %s density %.2f: unpack %.1f us, %.0f G elements/s\n", static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, t, static_cast<double>(s.rows * s.cols) / t * 1e-3);
+                printf("%lldx%lld %s density %.2f: unpack %.1f us, %.0f G elements/s\n", static_cast<long long>(s.rows),
+                       static_cast<long long>(s.cols), values.name, density, t,
+                       static_cast<double>(s.rows * s.cols) / t * 1e-3);
                 CHECKED(cudaFree(dst));
             }
             const double csr_us = csr && !file.quantized() ? sparse.time(stream, file.m) : 0;
             for (size_t c = 0; c < columns.size(); c++) {
-                const int64_t n = columns[c];
+                const int64_t      n = columns[c];
                 std::vector<float> x(static_cast<size_t>(s.cols * n));
                 for (size_t i = 0; i < x.size(); i++) {
                     x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
                 }
-                float * device_x, * y;
+                float *device_x, *y;
                 void * x16;
                 CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
                 CHECKED(cudaMalloc(&device_x, x.size() * 4));
@@ -769,36 +868,49 @@ int main(int argc, char ** argv) {
                 CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
                 CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(s.rows * n * 4)));
                 cuda_sparse_mul_mat_params p = {};
-                p.n_matrices = 1;
-                p.y[0]       = y;
-                p.ldy[0]     = s.rows;
-                p.row_end[0] = s.rows;
-                p.x          = device_x;
-                p.ldx        = s.cols;
-                p.n          = n;
-                p.x16        = x16;
-                const auto run = [&](int i) {
+                p.n_matrices                 = 1;
+                p.y[0]                       = y;
+                p.ldy[0]                     = s.rows;
+                p.row_end[0]                 = s.rows;
+                p.x                          = device_x;
+                p.ldx                        = s.cols;
+                p.n                          = n;
+                p.x16                        = x16;
+                const auto run               = [&](int i) {
                     p.w[0] = &w[static_cast<size_t>(i)];
                     CHECKED(cuda_sparse_mul_mat(p, stream));
                 };
                 run(copies - 1);
                 CHECKED(cudaStreamSynchronize(stream));
                 char what[96];
-                snprintf(what, sizeof(what), "%lldx%lld %s density %.2f, column %lld", static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n));
+                snprintf(what, sizeof(what), "%lldx%lld %s density %.2f, column %lld", static_cast<long long>(s.rows),
+                         static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n));
                 file.product(x.data() + (n - 1) * s.cols).compare(y + (n - 1) * s.rows, what);
-                const double alone = time_us(stream, copies, run);
-                p.programmatic = true;
+                const double alone   = time_us(stream, copies, run);
+                p.programmatic       = true;
                 const double chained = time_us(stream, copies, run);
                 const double best = std::min(alone, chained), speedup = dense_us[c] / best;
                 log_speedup[dt * columns.size() + c] += std::log(speedup > 0 ? speedup : 1);
                 char text[32];
-                snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows), static_cast<long long>(s.cols));
-                printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text, values.name, density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout), first.lanes,
-                       read * 1e-6, static_cast<double>(nbytes) / static_cast<double>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, 100 * read / best / bandwidth);
+                snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows),
+                         static_cast<long long>(s.cols));
+                printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text,
+                       values.name, density, static_cast<long long>(n), first.delta_bits,
+                       cuda_sparse_layout_name(first.layout), first.lanes, read * 1e-6,
+                       static_cast<double>(nbytes) / static_cast<double>(file.file_nbytes()), dense_us[c], csr_us,
+                       alone, chained, speedup, 100 * read / best / bandwidth);
                 fflush(stdout);
                 if (json) {
-                    fprintf(json, "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", \"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, \"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, \"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
-                            device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout), first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone, chained, speedup, read / best * 1e6, bandwidth * 1e6);
+                    fprintf(
+                        json,
+                        "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", "
+                        "\"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, "
+                        "\"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, "
+                        "\"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
+                        device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name,
+                        density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout),
+                        first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone,
+                        chained, speedup, read / best * 1e6, bandwidth * 1e6);
                     fflush(json); // a run that is cut off keeps what it has measured
                 }
                 CHECKED(cudaFree(device_x));
@@ -810,7 +922,9 @@ int main(int argc, char ** argv) {
     }
     for (size_t dt = 0; dt < densities.size() * types.size(); dt++) {
         for (size_t c = 0; c < columns.size(); c++) {
-            printf("geometric mean of the speedup of %s at density %.2f, n = %lld: %.3f\n", types[dt % types.size()].name, densities[dt / types.size()], static_cast<long long>(columns[c]), std::exp(log_speedup[dt * columns.size() + c] / static_cast<double>(shapes.size())));
+            printf("geometric mean of the speedup of %s at density %.2f, n = %lld: %.3f\n",
+                   types[dt % types.size()].name, densities[dt / types.size()], static_cast<long long>(columns[c]),
+                   std::exp(log_speedup[dt * columns.size() + c] / static_cast<double>(shapes.size())));
         }
     }
     if (json) {

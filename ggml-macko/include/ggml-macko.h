@@ -1,7 +1,8 @@
 // ggml-macko: sparse weights for stock llama.cpp. The whole C API; no ggml type appears here, so cffi can bind it.
 //
 // Conventions
-//   - Functions return ggml_macko_status unless said otherwise; on an error ggml_macko_last_error() has one line of text,
+//   - Functions return ggml_macko_status unless said otherwise; on an error ggml_macko_last_error() has one line of
+//   text,
 //     valid until the next call of this library on the same thread. Nothing throws, aborts or prints.
 //   - Matrices are row-major, rows x cols, cols = ggml's ne[0]. Types are ggml type ids (enum ggml_macko_type).
 //   - n_threads <= 0 means all cores.
@@ -20,36 +21,36 @@
 #endif
 
 enum ggml_macko_status {
-    GGML_MACKO_STATUS_OK                = 0,
+    GGML_MACKO_STATUS_OK = 0,
     // the call
-    GGML_MACKO_STATUS_BAD_ARGUMENT      = 1,  // a null pointer, a negative count, a shape that does not fit
-    GGML_MACKO_STATUS_OUT_OF_MEMORY     = 2,
-    GGML_MACKO_STATUS_VERSION_MISMATCH  = 3,  // the running llama.cpp is not the one the plugin was built for
-    GGML_MACKO_STATUS_CANCELLED         = 4,  // a progress callback said stop
-    GGML_MACKO_STATUS_LOAD_FAILED       = 5,  // llama.cpp refused a model that passed our checks
+    GGML_MACKO_STATUS_BAD_ARGUMENT     = 1, // a null pointer, a negative count, a shape that does not fit
+    GGML_MACKO_STATUS_OUT_OF_MEMORY    = 2,
+    GGML_MACKO_STATUS_VERSION_MISMATCH = 3, // the running llama.cpp is not the one the plugin was built for
+    GGML_MACKO_STATUS_CANCELLED        = 4, // a progress callback said stop
+    GGML_MACKO_STATUS_LOAD_FAILED      = 5, // llama.cpp refused a model that passed our checks
     // the file system
-    GGML_MACKO_STATUS_IO                = 10, // errno text is in the message
-    GGML_MACKO_STATUS_NOT_A_FILE        = 11, // directory, FIFO, device
-    GGML_MACKO_STATUS_TRUNCATED         = 12, // the file ends before what its header declares
-    GGML_MACKO_STATUS_FILE_CHANGED      = 13, // size, inode or mtime changed while it was read
+    GGML_MACKO_STATUS_IO           = 10, // errno text is in the message
+    GGML_MACKO_STATUS_NOT_A_FILE   = 11, // directory, FIFO, device
+    GGML_MACKO_STATUS_TRUNCATED    = 12, // the file ends before what its header declares
+    GGML_MACKO_STATUS_FILE_CHANGED = 13, // size, inode or mtime changed while it was read
     // GGUF structure
-    GGML_MACKO_STATUS_BAD_MAGIC         = 20,
-    GGML_MACKO_STATUS_BAD_GGUF_VERSION  = 21, // other than 3, or big-endian
-    GGML_MACKO_STATUS_LIMIT             = 22, // beyond a limit of FORMAT.md section 4
-    GGML_MACKO_STATUS_BAD_KEY           = 23, // malformed or reserved key
-    GGML_MACKO_STATUS_DUPLICATE_KEY     = 24,
-    GGML_MACKO_STATUS_BAD_KEY_TYPE      = 25, // wrong value type for a known key
-    GGML_MACKO_STATUS_BAD_KEY_VALUE     = 26, // value out of the range that llama.cpp survives
-    GGML_MACKO_STATUS_MISSING_KEY       = 27,
-    GGML_MACKO_STATUS_BAD_ALIGNMENT     = 28,
-    GGML_MACKO_STATUS_BAD_NAME          = 29, // tensor name empty, too long or not printable
-    GGML_MACKO_STATUS_DUPLICATE_TENSOR  = 30, // the same name twice, or both dense X and sparse X.*
-    GGML_MACKO_STATUS_BAD_TYPE          = 31, // unknown ggml type
-    GGML_MACKO_STATUS_BAD_SHAPE         = 32,
-    GGML_MACKO_STATUS_BAD_OFFSET        = 33, // hole, overlap or misalignment in the data section
-    GGML_MACKO_STATUS_TRAILING_DATA     = 34,
-    GGML_MACKO_STATUS_SPLIT_FILE        = 35,
-    GGML_MACKO_STATUS_UNSUPPORTED_ARCH  = 36,
+    GGML_MACKO_STATUS_BAD_MAGIC        = 20,
+    GGML_MACKO_STATUS_BAD_GGUF_VERSION = 21, // other than 3, or big-endian
+    GGML_MACKO_STATUS_LIMIT            = 22, // beyond a limit of FORMAT.md section 4
+    GGML_MACKO_STATUS_BAD_KEY          = 23, // malformed or reserved key
+    GGML_MACKO_STATUS_DUPLICATE_KEY    = 24,
+    GGML_MACKO_STATUS_BAD_KEY_TYPE     = 25, // wrong value type for a known key
+    GGML_MACKO_STATUS_BAD_KEY_VALUE    = 26, // value out of the range that llama.cpp survives
+    GGML_MACKO_STATUS_MISSING_KEY      = 27,
+    GGML_MACKO_STATUS_BAD_ALIGNMENT    = 28,
+    GGML_MACKO_STATUS_BAD_NAME         = 29, // tensor name empty, too long or not printable
+    GGML_MACKO_STATUS_DUPLICATE_TENSOR = 30, // the same name twice, or both dense X and sparse X.*
+    GGML_MACKO_STATUS_BAD_TYPE         = 31, // unknown ggml type
+    GGML_MACKO_STATUS_BAD_SHAPE        = 32,
+    GGML_MACKO_STATUS_BAD_OFFSET       = 33, // hole, overlap or misalignment in the data section
+    GGML_MACKO_STATUS_TRAILING_DATA    = 34,
+    GGML_MACKO_STATUS_SPLIT_FILE       = 35,
+    GGML_MACKO_STATUS_UNSUPPORTED_ARCH = 36,
     // sparse description
     GGML_MACKO_STATUS_NOT_SPARSE        = 40, // no macko.version key
     GGML_MACKO_STATUS_FORMAT_VERSION    = 41, // written by a newer version
@@ -57,23 +58,24 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_MISSING_COMPONENT = 43,
     GGML_MACKO_STATUS_BAD_COMPONENT     = 44, // wrong type, rank, length or place; unknown suffix
     // payload
-    GGML_MACKO_STATUS_BAD_ROW_PTR       = 50,
-    GGML_MACKO_STATUS_BAD_COLUMN        = 51, // deltas walk past the last column
-    GGML_MACKO_STATUS_NOT_CANONICAL     = 52,
-    GGML_MACKO_STATUS_NOT_FINITE        = 53,
-    GGML_MACKO_STATUS_BAD_NNZ           = 54,
-    GGML_MACKO_STATUS_BAD_BLOCK         = 55, // EC-CSR: a set, block pointer or row index
-    GGML_MACKO_STATUS_OVERLAP           = 56, // EC-CSR: two blocks hold one element
+    GGML_MACKO_STATUS_BAD_ROW_PTR   = 50,
+    GGML_MACKO_STATUS_BAD_COLUMN    = 51, // deltas walk past the last column
+    GGML_MACKO_STATUS_NOT_CANONICAL = 52,
+    GGML_MACKO_STATUS_NOT_FINITE    = 53,
+    GGML_MACKO_STATUS_BAD_NNZ       = 54,
+    GGML_MACKO_STATUS_BAD_BLOCK     = 55, // EC-CSR: a set, block pointer or row index
+    GGML_MACKO_STATUS_OVERLAP       = 56, // EC-CSR: two blocks hold one element
 };
 
-// the type ids that values may have, ggml's but for Q4_NL (FORMAT.md section 7); the quantized ones only in packed matrices
+// the type ids that values may have, ggml's but for Q4_NL (FORMAT.md section 7); the quantized ones only in packed
+// matrices
 enum ggml_macko_type {
-    GGML_MACKO_TYPE_F32  = 0,
-    GGML_MACKO_TYPE_F16  = 1,
-    GGML_MACKO_TYPE_Q4_0 = 2,
-    GGML_MACKO_TYPE_Q5_0 = 6,
-    GGML_MACKO_TYPE_Q8_0 = 8,
-    GGML_MACKO_TYPE_BF16 = 30,
+    GGML_MACKO_TYPE_F32   = 0,
+    GGML_MACKO_TYPE_F16   = 1,
+    GGML_MACKO_TYPE_Q4_0  = 2,
+    GGML_MACKO_TYPE_Q5_0  = 6,
+    GGML_MACKO_TYPE_Q8_0  = 8,
+    GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004, // this library's own; in a file its blocks are bytes (I8)
 };
 
@@ -100,7 +102,7 @@ struct ggml_macko_matrix {
     int32_t         delta_bits; // 1, 2, 4 or 8
     int64_t         nnz;        // non-zeros
     int64_t         n_stored;   // non-zeros and fillers
-    const void    * values;     // n_padded elements
+    const void *    values;     // n_padded elements
     const uint8_t * deltas;     // ggml_macko_deltas_nbytes()
     const int32_t * row_ptr;    // rows + 1
 };
@@ -115,14 +117,20 @@ struct ggml_macko_count {
     int64_t n_stored[4]; // for delta_bits 1, 2, 4, 8
     int64_t n_nonfinite; // Inf and NaN: such a tensor stays dense
 };
-GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, struct ggml_macko_count * count);
-// fills values (n_padded), deltas and row_ptr (rows + 1), whose sizes follow from ggml_macko_count_dense; m's pointers must be set,
-// and m->rows, cols, type, delta_bits, nnz, n_stored as counted. Fails with BAD_ARGUMENT if the counts are not those of the matrix.
+GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
+                                          struct ggml_macko_count * count);
+// fills values (n_padded), deltas and row_ptr (rows + 1), whose sizes follow from ggml_macko_count_dense; m's pointers
+// must be set,
+// and m->rows, cols, type, delta_bits, nnz, n_stored as counted. Fails with BAD_ARGUMENT if the counts are not those of
+// the matrix.
 GGML_MACKO_API int ggml_macko_encode(const void * dense, const struct ggml_macko_matrix * m, int n_threads);
-// full check of an untrusted matrix; n_values, n_deltas, n_row_ptr are the lengths really there (elements, bytes, elements)
-GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads);
+// full check of an untrusted matrix; n_values, n_deltas, n_row_ptr are the lengths really there (elements, bytes,
+// elements)
+GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
+                                       int64_t n_row_ptr, int n_threads);
 // validates, then writes rows * cols dense elements; lengths as above
-GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, void * dense, int n_threads);
+GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
+                                     int64_t n_row_ptr, void * dense, int n_threads);
 
 // ---- EC-CSR codec (FORMAT.md section 6; EC-SpMV paper sections 4-6) ----
 
@@ -133,9 +141,9 @@ struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
     int32_t         delta_bits; // 4 or 8
     int64_t         nnz;
     int64_t         n_values, n_deltas, n_bases, n_blk_ptr, n_block_rows, n_sets;
-    const void    * values;
+    const void *    values;
     const uint8_t * deltas;
-    const void    * bases;      // uint16_t if cols <= 65536, else int32_t
+    const void *    bases; // uint16_t if cols <= 65536, else int32_t
     const int32_t * blk_ptr;
     const int32_t * block_rows; // X.rows
     const int32_t * sets;       // n_sets: its elements, four per set
@@ -143,28 +151,34 @@ struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
 
 // how blocks are extracted; NULL means { 16, 0, true, 0 }
 struct ggml_macko_ec_csr_options {
-    int32_t  max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
-    int32_t  min_columns;     // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
-                              // extraction at all if that is smaller
-    bool     clip;            // cut blocks with more than twice the elements of an average row
-    uint64_t seed;            // of the order in which rows look for partners: the result depends on nothing else
+    int32_t max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
+    // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
+    int32_t min_columns;
+    // extraction at all if that is smaller
+    bool     clip; // cut blocks with more than twice the elements of an average row
+    uint64_t seed; // of the order in which rows look for partners: the result depends on nothing else
 };
 
 // an encoded matrix; owns its memory
 struct ggml_macko_ec_csr_matrix;
 // extracts blocks and encodes them. NOT_FINITE if a value is Inf or NaN, LIMIT if there are too many entries.
-GGML_MACKO_API int  ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t delta_bits, const struct ggml_macko_ec_csr_options * options, int n_threads, struct ggml_macko_ec_csr_matrix ** out);
+GGML_MACKO_API int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols,
+                                            int32_t delta_bits, const struct ggml_macko_ec_csr_options * options,
+                                            int n_threads, struct ggml_macko_ec_csr_matrix ** out);
 // its arrays, valid until it is freed
-GGML_MACKO_API int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m, struct ggml_macko_ec_csr * arrays);
+GGML_MACKO_API int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m,
+                                             struct ggml_macko_ec_csr *              arrays);
 GGML_MACKO_API void ggml_macko_ec_csr_free(struct ggml_macko_ec_csr_matrix * m);
 // full check of an untrusted matrix
-GGML_MACKO_API int  ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
+GGML_MACKO_API int ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
 // checks, and writes rows * cols dense elements; on an error some of them may have been written
-GGML_MACKO_API int  ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
+GGML_MACKO_API int ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
 
-// Model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: kept in the matrix's blocks (infinite if it would not
+// Model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: kept in the matrix's
+// blocks (infinite if it would not
 // be), and as MACKO's rows with the best width. Checks like ggml_macko_ec_csr_validate.
-GGML_MACKO_API int  ggml_macko_ec_csr_gpu_us(const struct ggml_macko_ec_csr * m, int n_threads, double * blocks_us, double * rows_us);
+GGML_MACKO_API int ggml_macko_ec_csr_gpu_us(const struct ggml_macko_ec_csr * m, int n_threads, double * blocks_us,
+                                            double * rows_us);
 
 // ---- packed codec: non-zeros without fillers, plain or quantized (FORMAT.md section 7) ----
 
@@ -176,40 +190,52 @@ struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
     int32_t         index_bits; // 0: a bitmap; 2, 4, 8: gap codes
     int64_t         nnz;
     int64_t         n_values, n_index, n_row_ptr;
-    const void    * values;
+    const void *    values;
     const uint8_t * index;
     const int32_t * row_ptr;
 };
 
 // an encoded matrix; owns its memory
 struct ggml_macko_packed_matrix;
-// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl. NOT_FINITE if a value is Inf or NaN, or too large
+// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does; to Q4_NL as
+// ggml_macko_quantize_q4_nl. NOT_FINITE if a value is Inf or NaN, or too large
 // for a scale in F16; LIMIT if there are too many non-zeros.
-GGML_MACKO_API int  ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type, int32_t index_bits, int n_threads, struct ggml_macko_packed_matrix ** out);
+GGML_MACKO_API int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols,
+                                            int32_t value_type, int32_t index_bits, int n_threads,
+                                            struct ggml_macko_packed_matrix ** out);
 // its arrays, valid until it is freed
-GGML_MACKO_API int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m, struct ggml_macko_packed * arrays);
+GGML_MACKO_API int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m,
+                                             struct ggml_macko_packed *              arrays);
 GGML_MACKO_API void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
 // full check of an untrusted matrix
-GGML_MACKO_API int  ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
+GGML_MACKO_API int ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
 // checks, and writes rows * cols dense elements of m->type
-GGML_MACKO_API int  ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
-// n non-zeros as Q4_NL: for each block of 32 the scale that leaves the least sum of weights[i] * error^2, of those tried; blocks has 18 bytes for each 32
-// begun, at least 18. weights are not negative; NULL: all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
-GGML_MACKO_API int  ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks);
+GGML_MACKO_API int ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
+// n non-zeros as Q4_NL: for each block of 32 the scale that leaves the least sum of weights[i] * error^2, of those
+// tried; blocks has 18 bytes for each 32
+// begun, at least 18. weights are not negative; NULL: all alike. NOT_FINITE if a value is too large for a scale in F16.
+// Same bytes for any n_threads.
+GGML_MACKO_API int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads,
+                                             void * blocks);
 
 // ---- CPU kernels on plain arrays ----
 
 // a matrix in the layout that is fastest on this CPU; owns its memory
 struct ggml_macko_cpu_matrix;
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init_packed(const struct ggml_macko_packed * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
+                                               int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads,
+                                                      struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API int  ggml_macko_cpu_matrix_init_packed(const struct ggml_macko_packed * m, int n_threads,
+                                                      struct ggml_macko_cpu_matrix ** out);
 GGML_MACKO_API void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
 GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
 // y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
-GGML_MACKO_API int  ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads);
+GGML_MACKO_API int ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n,
+                                          int n_threads);
 // name of the kernel set in use ("avx512-vbmi2", "avx512", "avx2", "portable"). Chosen once from the CPU, or by the
-// environment variable GGML_MACKO_FORCE; an unknown or unsupported name there makes the plugin refuse to load any sparse model.
+// environment variable GGML_MACKO_FORCE; an unknown or unsupported name there makes the plugin refuse to load any
+// sparse model.
 GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
 
 // ---- files ----
@@ -217,9 +243,9 @@ GGML_MACKO_API const char * ggml_macko_cpu_kernels(void);
 struct ggml_macko_file; // a GGUF file, dense or sparse, whose header passed all checks
 
 // require_model: also vet the model metadata that llama.cpp reads (FORMAT.md section 5), and refuse split files
-GGML_MACKO_API int  ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
-GGML_MACKO_API void ggml_macko_file_close(struct ggml_macko_file * file);
-GGML_MACKO_API bool ggml_macko_file_is_sparse(const struct ggml_macko_file * file);
+GGML_MACKO_API int     ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
+GGML_MACKO_API void    ggml_macko_file_close(struct ggml_macko_file * file);
+GGML_MACKO_API bool    ggml_macko_file_is_sparse(const struct ggml_macko_file * file);
 GGML_MACKO_API int64_t ggml_macko_file_size(const struct ggml_macko_file * file);
 GGML_MACKO_API int64_t ggml_macko_file_alignment(const struct ggml_macko_file * file);
 
@@ -227,13 +253,14 @@ struct ggml_macko_tensor_info { // a tensor of the file's own tensor table (comp
     const char * name;          // owned by the file
     int32_t      type;          // ggml type id
     int32_t      n_dims;
-    int64_t      ne[4];         // unused dimensions 1
-    int64_t      offset;        // of the data, from the start of the file
+    int64_t      ne[4];  // unused dimensions 1
+    int64_t      offset; // of the data, from the start of the file
     int64_t      nbytes;
-    int64_t      sparse_index;  // index of the sparse matrix it is a component of, or -1
+    int64_t      sparse_index; // index of the sparse matrix it is a component of, or -1
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_tensors(const struct ggml_macko_file * file);
-GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_tensor_info * info);
+GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * file, int64_t i,
+                                              struct ggml_macko_tensor_info * info);
 
 struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
@@ -244,17 +271,19 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape
     int64_t      nnz;
-    int64_t      nbytes;        // of all components
+    int64_t      nbytes; // of all components
     int64_t      nbytes_dense;
-    int64_t      first_tensor;  // of its components in the tensor table; FORMAT.md sections 3, 6 and 7 have their order
+    int64_t      first_tensor; // of its components in the tensor table; FORMAT.md sections 3, 6 and 7 have their order
     int64_t      n_components;
 };
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
-GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i, struct ggml_macko_sparse_info * info);
+GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i,
+                                              struct ggml_macko_sparse_info * info);
 // validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
-GGML_MACKO_API int     ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
+GGML_MACKO_API int ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
-// What llama.cpp does with a weight of this name: only multiplied weights may be stored sparse (a product's weight alone is what devices hold sparse)
+// What llama.cpp does with a weight of this name: only multiplied weights may be stored sparse (a product's weight
+// alone is what devices hold sparse)
 enum ggml_macko_weight_use {
     GGML_MACKO_WEIGHT_OTHER = 0, // looked up, added, or too small to matter
     GGML_MACKO_WEIGHT_BLOCK = 1, // multiplied, in a block; 3-D: the weights of its experts
@@ -272,12 +301,18 @@ enum ggml_macko_load_flags {
 };
 
 struct ggml_macko_load;
-// vets the file (a split model: its first, with the others beside it) and makes it this thread's current load; *stream is the virtual dense GGUF (owned by the load).
-// NOT_SPARSE: the file is llama.cpp's to judge, good or bad, or has nothing to compress; call llama_model_load_from_file
-GGML_MACKO_API int ggml_macko_load_begin(const char * path, int32_t flags, struct ggml_macko_load ** out, FILE ** stream);
-// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for params.vocab_only and no_alloc.
-// On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of ours, or LOAD_FAILED
+// vets the file (a split model: its first, with the others beside it) and makes it this thread's current load; *stream
+// is the virtual dense GGUF (owned by the load).
+// NOT_SPARSE: the file is llama.cpp's to judge, good or bad, or has nothing to compress; call
+// llama_model_load_from_file
+GGML_MACKO_API int ggml_macko_load_begin(const char * path, int32_t flags, struct ggml_macko_load ** out,
+                                         FILE ** stream);
+// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for
+// params.vocab_only and no_alloc.
+// On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of
+// ours, or LOAD_FAILED
 // if there is no model) free the model, if there is one, and report the message.
 GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load, bool model_loaded, bool with_weights);
-// OK if ggml_version (ggml_version() of the running libggml-base) is the one the plugin was built for; else VERSION_MISMATCH naming both
+// OK if ggml_version (ggml_version() of the running libggml-base) is the one the plugin was built for; else
+// VERSION_MISMATCH naming both
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);

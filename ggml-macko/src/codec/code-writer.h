@@ -5,10 +5,12 @@
 
 namespace macko {
 
-// Starts at any bit. The first and the last byte of a range may belong to two threads: they are or-ed into zeroed memory.
+// Starts at any bit. The first and the last byte of a range may belong to two threads: they are or-ed into zeroed
+// memory.
 class code_writer {
 public:
-    code_writer(uint8_t * codes, int64_t bit) : out_(codes + bit / 8), n_bits_(static_cast<int>(bit & 7)), shared_(true) {}
+    code_writer(uint8_t * codes, int64_t bit)
+        : out_(codes + bit / 8), n_bits_(static_cast<int>(bit & 7)), shared_(true) {}
     void put(uint32_t code, int bits) {
         buffer_ |= code << n_bits_;
         n_bits_ += bits;
@@ -22,6 +24,7 @@ public:
             flush();
         }
     }
+
 private:
     void flush() {
         if (shared_) {

@@ -1,4 +1,5 @@
-// Compiled without contraction: ggml's reference quantizers and the NumPy twin (python/ggml_macko/packed.py) get the same bytes.
+// Compiled without contraction: ggml's reference quantizers and the NumPy twin (python/ggml_macko/packed.py) get the
+// same bytes.
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
 
@@ -7,7 +8,8 @@
 
 namespace macko {
 
-// One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value / -8, and
+// One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value
+// / -8, and
 // q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. Returns the scale.
 static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
     float extreme = 0;
@@ -25,7 +27,7 @@ static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
         }
         const int q       = std::min(2 * half - 1, static_cast<int>(x[i] * inverse + static_cast<float>(half) + 0.5f));
         uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
-        nibbles[i % 16] = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
+        nibbles[i % 16]   = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
         if (type == GGML_MACKO_TYPE_Q5_0) {
             block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | q >> 4 << (i % 8));
         }
@@ -45,7 +47,8 @@ constexpr nearest_table make_nearest_table() {
         const int8_t * levels = Q4_NL_LEVELS[table];
         for (int h = -256; h < 256; h++) {
             for (int k = 0; k < 15; k++) {
-                t.number[table][256 + h] = static_cast<uint8_t>(t.number[table][256 + h] + (levels[k] + levels[k + 1] <= h));
+                t.number[table][256 + h] =
+                    static_cast<uint8_t>(t.number[table][256 + h] + (levels[k] + levels[k + 1] <= h));
             }
         }
     }
@@ -56,9 +59,10 @@ constexpr nearest_table NEAREST = make_nearest_table();
 // numbers of the levels nearest to x / d
 static void nearest_levels(const float * x, float d, int table, uint8_t * number) {
     const float inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
-    int halves[QUANT_BLOCK];
+    int         halves[QUANT_BLOCK];
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        halves[i] = static_cast<int>(std::max(-128.0f, std::min(127.5f, x[i] * inverse)) * 2 + 256); // a NaN becomes 127.5
+        // a NaN becomes 127.5
+        halves[i] = static_cast<int>(std::max(-128.0f, std::min(127.5f, x[i] * inverse)) * 2 + 256);
     }
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
         number[i] = NEAREST.number[table][halves[i]];
@@ -71,7 +75,8 @@ struct table_scale {
     double gain; // what d * q takes from the sum of w * x^2
 };
 
-// With both tables, scales of both signs that put the largest magnitude at .78 to 1.14 times the outermost level are tried; each is replaced by
+// With both tables, scales of both signs that put the largest magnitude at .78 to 1.14 times the outermost level are
+// tried; each is replaced by
 // the best one for the levels that it leads to, twice. Sums have eight parts, so that they fit vectors.
 constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 of them leave 0.3 % less error
 
@@ -107,7 +112,7 @@ static table_scale search_scale(const float * x, const float * weights) {
                 if (!(wqq[0] > 0)) {
                     break;
                 }
-                d = static_cast<float>(wxq[0] / wqq[0]);
+                d                 = static_cast<float>(wxq[0] / wqq[0]);
                 const double gain = wxq[0] * (wxq[0] / wqq[0]);
                 if (gain > best.gain) {
                     best = { table, d, gain };
@@ -126,13 +131,15 @@ static uint16_t scale_with_table(float d, int table) {
     }
     const auto below = static_cast<uint16_t>(h - 1), above = static_cast<uint16_t>(h + 1); // of magnitude
     const bool has_below = (h & 0x7fff) != 0, has_above = (above & 0x7fff) != 0x7c00;
-    return has_below && (!has_above || std::fabs(float_of_f16(below) - d) <= std::fabs(float_of_f16(above) - d)) ? below : above;
+    return has_below && (!has_above || std::fabs(float_of_f16(below) - d) <= std::fabs(float_of_f16(above) - d))
+               ? below
+               : above;
 }
 
 static uint16_t search_block(const float * x, const float * weights, int64_t n, uint8_t * block) {
     const table_scale found = search_scale(x, weights);
     const uint16_t    scale = scale_with_table(found.d, found.table);
-    uint8_t number[QUANT_BLOCK];
+    uint8_t           number[QUANT_BLOCK];
     nearest_levels(x, float_of_f16(scale), found.table, number);
     for (int64_t i = 0; i < n; i++) {
         block[2 + i % 16] = static_cast<uint8_t>(block[2 + i % 16] | number[i] << (i / 16 * 4));
@@ -142,24 +149,27 @@ static uint16_t search_block(const float * x, const float * weights, int64_t n, 
 
 int quantize(const float * values, const float * weights, int64_t n, int32_t type, int n_threads, uint8_t * blocks) {
     const int64_t n_blocks = packed_n_values(n) / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
-    int64_t       bad      = n_blocks;
+    int64_t       bad = n_blocks;
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : bad)
     for (int64_t i = 0; i < n_blocks; i++) {
-        const int64_t there = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
-        float x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
+        const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
+        float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
         for (int64_t k = 0; k < there; k++) {
             x[k] = values[i * QUANT_BLOCK + k];
             w[k] = weights ? weights[i * QUANT_BLOCK + k] : 1;
         }
         uint8_t * block = blocks + i * nbytes;
         memset(block, 0, static_cast<size_t>(nbytes));
-        const uint16_t scale = type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
+        const uint16_t scale =
+            type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
         memcpy(block, &scale, 2);
         if ((scale & 0x7c00) == 0x7c00) {
             bad = std::min(bad, i);
         }
     }
-    return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16", static_cast<long long>(bad)) : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
+                                 static_cast<long long>(bad))
+                          : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 } // namespace macko

@@ -15,7 +15,10 @@ constexpr int64_t QUANT_BLOCK = 32; // values that share a scale
 //   Q5_0: 32 bits, those with value 16 of q + 16, and 16 bytes with the others, as in Q4_0;
 //   Q4_NL: as Q4_0, with the number of a level in place of q + 8; the lowest bit of the scale says in which table.
 constexpr int64_t quant_block_nbytes(int32_t type) {
-    return type == GGML_MACKO_TYPE_Q8_0 ? 34 : type == GGML_MACKO_TYPE_Q5_0 ? 22 : type == GGML_MACKO_TYPE_Q4_0 || type == GGML_MACKO_TYPE_Q4_NL ? 18 : 0;
+    return type == GGML_MACKO_TYPE_Q8_0                                    ? 34
+           : type == GGML_MACKO_TYPE_Q5_0                                  ? 22
+           : type == GGML_MACKO_TYPE_Q4_0 || type == GGML_MACKO_TYPE_Q4_NL ? 18
+                                                                           : 0;
 }
 // q of Q4_NL: non-zeros of a pruned matrix have a hole around zero, narrow or wide, and so have the levels
 alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
@@ -24,10 +27,20 @@ alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
 };
 constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
 // n values, a multiple of QUANT_BLOCK if quantized
-constexpr int64_t values_nbytes(int32_t type, int64_t n) { return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type); }
+constexpr int64_t values_nbytes(int32_t type, int64_t n) {
+    return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type);
+}
 
-inline uint32_t bits_of_float(float f)    { uint32_t u; memcpy(&u, &f, sizeof(u)); return u; }
-inline float    float_of_bits(uint32_t u) { float f; memcpy(&f, &u, sizeof(f)); return f; }
+inline uint32_t bits_of_float(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof(u));
+    return u;
+}
+inline float float_of_bits(uint32_t u) {
+    float f;
+    memcpy(&f, &u, sizeof(f));
+    return f;
+}
 
 inline float float_of_f16(uint16_t h) {
     const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ffu;
@@ -52,8 +65,10 @@ inline uint16_t f16_of_float(float f) {
     return static_cast<uint16_t>(sign | (((u + 0xfffu + ((u >> 13) & 1)) >> 13) - 0x1c000u)); // exponents are 112 lower
 }
 
-inline float    float_of_value(uint16_t bits, int32_t type) { return type == GGML_MACKO_TYPE_F16 ? float_of_f16(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16); }
-inline float    float_of_value(uint32_t bits, int32_t)      { return float_of_bits(bits); }
+inline float float_of_value(uint16_t bits, int32_t type) {
+    return type == GGML_MACKO_TYPE_F16 ? float_of_f16(bits) : float_of_bits(static_cast<uint32_t>(bits) << 16);
+}
+inline float float_of_value(uint32_t bits, int32_t) { return float_of_bits(bits); }
 
 // q of value i of a block, and its scale
 inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
@@ -68,7 +83,8 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[block[0] & 1][nibble] : nibble - 8;
 }
 // q behind the last non-zero
-constexpr int padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; } // number 0 of either table
+// number 0 of either table
+constexpr int   padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; }
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 
 // d * q as bits of the dense type: rounded to nearest even, finite, +0 if it is 0

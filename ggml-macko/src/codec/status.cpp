@@ -9,7 +9,7 @@ namespace macko {
 static thread_local char last_error[512] = "no error";
 
 int fail(int status, const char * format, ...) {
-    char text[sizeof(last_error)]; // the arguments may point into last_error
+    char    text[sizeof(last_error)]; // the arguments may point into last_error
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
@@ -18,9 +18,7 @@ int fail(int status, const char * format, ...) {
     return status;
 }
 
-void prefix_error(const char * prefix) {
-    (void) !fail(GGML_MACKO_STATUS_OK, "%s: %s", prefix, last_error);
-}
+void prefix_error(const char * prefix) { (void)!fail(GGML_MACKO_STATUS_OK, "%s: %s", prefix, last_error); }
 
 printable::printable(const char * name, size_t n) {
     char * out = text;
@@ -39,21 +37,51 @@ printable::printable(const char * name) : printable(name, strlen(name)) {}
 
 } // namespace macko
 
-const char * ggml_macko_last_error(void) {
-    return macko::last_error;
-}
+const char * ggml_macko_last_error(void) { return macko::last_error; }
 
 const char * ggml_macko_status_name(int status) {
     switch (status) {
-#define CASE(name) case GGML_MACKO_STATUS_##name: return "GGML_MACKO_STATUS_" #name
-        CASE(OK); CASE(BAD_ARGUMENT); CASE(OUT_OF_MEMORY); CASE(VERSION_MISMATCH); CASE(CANCELLED); CASE(LOAD_FAILED);
-        CASE(IO); CASE(NOT_A_FILE); CASE(TRUNCATED); CASE(FILE_CHANGED);
-        CASE(BAD_MAGIC); CASE(BAD_GGUF_VERSION); CASE(LIMIT); CASE(BAD_KEY); CASE(DUPLICATE_KEY); CASE(BAD_KEY_TYPE);
-        CASE(BAD_KEY_VALUE); CASE(MISSING_KEY); CASE(BAD_ALIGNMENT); CASE(BAD_NAME); CASE(DUPLICATE_TENSOR); CASE(BAD_TYPE);
-        CASE(BAD_SHAPE); CASE(BAD_OFFSET); CASE(TRAILING_DATA); CASE(SPLIT_FILE); CASE(UNSUPPORTED_ARCH);
-        CASE(NOT_SPARSE); CASE(FORMAT_VERSION); CASE(BAD_FORMAT); CASE(MISSING_COMPONENT); CASE(BAD_COMPONENT);
-        CASE(BAD_ROW_PTR); CASE(BAD_COLUMN); CASE(NOT_CANONICAL); CASE(NOT_FINITE); CASE(BAD_NNZ);
-        CASE(BAD_BLOCK); CASE(OVERLAP);
+#define CASE(name) \
+    case GGML_MACKO_STATUS_##name: return "GGML_MACKO_STATUS_" #name
+        CASE(OK);
+        CASE(BAD_ARGUMENT);
+        CASE(OUT_OF_MEMORY);
+        CASE(VERSION_MISMATCH);
+        CASE(CANCELLED);
+        CASE(LOAD_FAILED);
+        CASE(IO);
+        CASE(NOT_A_FILE);
+        CASE(TRUNCATED);
+        CASE(FILE_CHANGED);
+        CASE(BAD_MAGIC);
+        CASE(BAD_GGUF_VERSION);
+        CASE(LIMIT);
+        CASE(BAD_KEY);
+        CASE(DUPLICATE_KEY);
+        CASE(BAD_KEY_TYPE);
+        CASE(BAD_KEY_VALUE);
+        CASE(MISSING_KEY);
+        CASE(BAD_ALIGNMENT);
+        CASE(BAD_NAME);
+        CASE(DUPLICATE_TENSOR);
+        CASE(BAD_TYPE);
+        CASE(BAD_SHAPE);
+        CASE(BAD_OFFSET);
+        CASE(TRAILING_DATA);
+        CASE(SPLIT_FILE);
+        CASE(UNSUPPORTED_ARCH);
+        CASE(NOT_SPARSE);
+        CASE(FORMAT_VERSION);
+        CASE(BAD_FORMAT);
+        CASE(MISSING_COMPONENT);
+        CASE(BAD_COMPONENT);
+        CASE(BAD_ROW_PTR);
+        CASE(BAD_COLUMN);
+        CASE(NOT_CANONICAL);
+        CASE(NOT_FINITE);
+        CASE(BAD_NNZ);
+        CASE(BAD_BLOCK);
+        CASE(OVERLAP);
 #undef CASE
         default: return "unknown";
     }

@@ -5,26 +5,28 @@
 
 namespace macko::cpu {
 
-static int64_t align_part(int64_t n) {
-    return (n + BITMAP_ALIGNMENT - 1) & ~(BITMAP_ALIGNMENT - 1);
-}
+static int64_t align_part(int64_t n) { return (n + BITMAP_ALIGNMENT - 1) & ~(BITMAP_ALIGNMENT - 1); }
 
-static int64_t masks_nbytes(const macko_desc & desc)   { return align_part(desc.rows * mask_words(desc.cols) * 8); }
+static int64_t masks_nbytes(const macko_desc & desc) { return align_part(desc.rows * mask_words(desc.cols) * 8); }
 static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
-static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) { return is_quant_type(value_type) ? align_part(desc.rows * 4) : 0; }
+static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) {
+    return is_quant_type(value_type) ? align_part(desc.rows * 4) : 0;
+}
 
 static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }
 
 static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
-    return is_quant_type(value_type) ? n_groups(desc) * quant_group_nbytes(value_type) : values_nbytes(value_type, desc.nnz);
+    return is_quant_type(value_type) ? n_groups(desc) * quant_group_nbytes(value_type)
+                                     : values_nbytes(value_type, desc.nnz);
 }
 
 int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
-    return masks_nbytes(desc) + row_off_nbytes(desc) + row_sums_nbytes(desc, value_type) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+    return masks_nbytes(desc) + row_off_nbytes(desc) + row_sums_nbytes(desc, value_type) +
+           align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
 }
 
 bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory) {
-    uint8_t * base = static_cast<uint8_t *>(memory);
+    uint8_t *     base = static_cast<uint8_t *>(memory);
     bitmap_matrix m;
     m.rows    = desc.rows;
     m.cols    = desc.cols;
@@ -39,7 +41,8 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
 
 // the mask of entries first ... last-1 of a row; fillers advance the column and set no bit
 template <int BITS, typename T>
-static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, int64_t last, uint64_t * mask, int64_t words) {
+static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, int64_t last, uint64_t * mask,
+                      int64_t words) {
     int64_t  col  = -1;
     int64_t  at   = 0; // word that `bits` belongs to
     uint64_t bits = 0;
@@ -47,7 +50,7 @@ static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, i
         col += delta_code(deltas, k, BITS) + 1;
         if (col >> 6 != at) { // taken once in 64 columns, not per entry
             mask[at++] = bits;
-            bits = 0;
+            bits       = 0;
             for (; at < col >> 6; at++) {
                 mask[at] = 0;
             }
@@ -56,7 +59,7 @@ static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, i
     }
     for (; at < words; at++) {
         mask[at] = bits;
-        bits = 0;
+        bits     = 0;
     }
 }
 
@@ -79,15 +82,16 @@ template <typename T> static int64_t pack_values(const T * values, int64_t n, T 
     return m;
 }
 
-template <int BITS, typename T> static void pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst) {
+template <int BITS, typename T>
+static void pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst) {
     const macko_rows & rows   = view.rows();
     const int64_t      words  = mask_words(dst.cols);
-    const T          * values = static_cast<const T *>(rows.values);
-    T                * out    = reinterpret_cast<T *>(dst.values) + first_value;
+    const T *          values = static_cast<const T *>(rows.values);
+    T *                out    = reinterpret_cast<T *>(dst.values) + first_value;
     for (int64_t r = rows.row_begin; r < rows.row_end; r++) {
         const int64_t first = rows.row_ptr[r] - rows.base;
         const int64_t last  = rows.row_ptr[r + 1] - rows.base;
-        dst.row_off[r] = static_cast<uint32_t>(out - reinterpret_cast<T *>(dst.values));
+        dst.row_off[r]      = static_cast<uint32_t>(out - reinterpret_cast<T *>(dst.values));
         pack_mask<BITS>(rows.deltas, values, first, last, dst.masks + r * words, words);
         if (last > first) {
             out += pack_values(values + first, last - first, out);
@@ -120,8 +124,8 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
 
 // block = nullptr: one that is not there, all zeros
 static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
-    uint8_t * q = group + GROUP_SCALES_NBYTES;
-    const uint32_t d = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
+    uint8_t *      q                          = group + GROUP_SCALES_NBYTES;
+    const uint32_t d                          = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
     reinterpret_cast<uint32_t *>(group)[half] = block && type == GGML_MACKO_TYPE_Q4_NL ? d | (block[0] & 1) : d;
     if (type == GGML_MACKO_TYPE_Q8_0) {
         for (int64_t i = 0; i < QUANT_BLOCK; i++) {
@@ -132,8 +136,8 @@ static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * g
     const uint8_t * nibbles = block ? block + quant_block_nbytes(type) - 16 : nullptr;
     for (int64_t i = 0; i < 16; i++) {
         const unsigned both = nibbles ? nibbles[i] : 0;
-        q[i]      = static_cast<uint8_t>(half ? q[i]      | (both & 15) << 4 : both & 15);
-        q[i + 16] = static_cast<uint8_t>(half ? q[i + 16] | (both & 0xf0)    : both >> 4);
+        q[i]                = static_cast<uint8_t>(half ? q[i] | (both & 15) << 4 : both & 15);
+        q[i + 16]           = static_cast<uint8_t>(half ? q[i + 16] | (both & 0xf0) : both >> 4);
     }
     for (int64_t i = 0; type == GGML_MACKO_TYPE_Q5_0 && i < 4; i++) {
         q[32 + half * 4 + i] = block ? block[2 + i] : 0;
@@ -143,12 +147,13 @@ static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * g
 static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values) {
     const int32_t   type     = a.desc.value_type;
     const int64_t   n_blocks = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(type), n = n_groups(a.desc.dense);
-    const uint8_t * blocks   = static_cast<const uint8_t *>(a.values);
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t g = 0; g < n; g++) {
         for (int half = 0; half < 2; half++) {
             const int64_t block = 2 * g + half;
-            put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half, values + g * quant_group_nbytes(type));
+            put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half,
+                      values + g * quant_group_nbytes(type));
         }
     }
 }
@@ -170,14 +175,15 @@ static double sum_of_row(const packed_arrays & a, int64_t row) {
 
 // value k as bits of the dense type
 template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, int32_t dense_type) {
-    const int64_t   i      = k % QUANT_GROUP, half = i / QUANT_BLOCK;
-    uint8_t       * group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);
+    const int64_t   i = k % QUANT_GROUP, half = i / QUANT_BLOCK;
+    uint8_t *       group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);
     const uint8_t * q      = group + GROUP_SCALES_NBYTES;
     const uint32_t  d      = reinterpret_cast<const uint32_t *>(group)[half];
     const int       nibble = m.type == GGML_MACKO_TYPE_Q8_0 ? 0 : (q[i % QUANT_BLOCK] >> (4 * half)) & 15;
-    const int       value  = m.type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(q[i])
-                           : m.type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
-                           : m.type == GGML_MACKO_TYPE_Q4_0 ? nibble - 8 : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
+    const int       value  = m.type == GGML_MACKO_TYPE_Q8_0    ? static_cast<int8_t>(q[i])
+                             : m.type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[d & 1][nibble]
+                             : m.type == GGML_MACKO_TYPE_Q4_0  ? nibble - 8
+                                                               : nibble + ((q[32 + i / 8] >> (i % 8)) & 1) * 16 - 16;
     return dense_of_quant<T>(float_of_bits(d & ~1u), value, dense_type);
 }
 
@@ -201,7 +207,7 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
         }
     }
     dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);
-    const auto nbytes = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
+    const auto nbytes     = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
     if (is_quant_type(dst.type)) {
         pack_groups(a, n_threads, dst.values);
     } else {
@@ -210,7 +216,8 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
     memset(dst.values + nbytes, 0, VALUES_SLACK);
 }
 
-template <typename T> static void unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
+template <typename T>
+static void unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
     const int64_t words     = mask_words(m.cols);
     const bool    quantized = is_quant_type(m.type);
     for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
@@ -219,7 +226,8 @@ template <typename T> static void unpack(const bitmap_matrix & m, int32_t dense_
         memset(dense, 0, static_cast<size_t>(m.cols) * sizeof(T));
         for (int64_t word = 0; word < words; word++) {
             for (uint64_t bits = mask[word]; bits; bits &= bits - 1, k++) {
-                dense[word * 64 + __builtin_ctzll(bits)] = quantized ? group_value<T>(m, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
+                dense[word * 64 + __builtin_ctzll(bits)] =
+                    quantized ? group_value<T>(m, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
             }
         }
     }

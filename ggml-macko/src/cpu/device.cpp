@@ -1,13 +1,15 @@
-// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them and does the small
+// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them
+// and does the small
 // operations in between (cpu-steps.h).
-// Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise: so it needs no
+// Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise:
+// so it needs no
 // compute buffers, copies nothing between splits and does not touch models that are not sparse.
-#include "cpu/graph-plan.h"
 #include "cpu/device.h"
+#include "cpu/graph-plan.h"
+#include "cpu/stored-matrix.h"
 #include "host/load-session.h"
 #include "host/log.h"
 #include "host/planned-buffer.h"
-#include "cpu/stored-matrix.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -21,13 +23,9 @@ namespace {
 
 // ---- buffer ----
 
-void buffer_free_buffer(ggml_backend_buffer_t buffer) {
-    free(buffer->context);
-}
+void buffer_free_buffer(ggml_backend_buffer_t buffer) { free(buffer->context); }
 
-void * buffer_get_base(ggml_backend_buffer_t buffer) {
-    return buffer->context;
-}
+void * buffer_get_base(ggml_backend_buffer_t buffer) { return buffer->context; }
 
 void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, size_t, size_t) {
     log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
@@ -36,18 +34,18 @@ void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, 
 void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     struct pack : payload_consumer {
         bitmap_matrix bitmap;
-        int consume(const macko_view & view, int64_t first_value) override {
+        int           consume(const macko_view & view, int64_t first_value) override {
             bitmap_pack(view, first_value, bitmap);
             return GGML_MACKO_STATUS_OK;
         }
         bool wants_first_value() const override { return true; }
         bool takes_packed() const override { return true; }
-        int consume_packed(const packed_view & view) override {
+        int  consume_packed(const packed_view & view) override {
             bitmap_pack(view, omp_get_max_threads(), bitmap);
             return GGML_MACKO_STATUS_OK;
         }
     };
-    load                * current = load::current();
+    load *                current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
     if (!matrix) {
         log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
@@ -57,7 +55,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return; // the first piece had the handle; the stream has nothing more of a sparse tensor
     }
     auto * m = static_cast<stored_matrix *>(tensor->data);
-    *m = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
+    *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
     pack consumer;
     consumer.bitmap = m->bitmap();
     if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
@@ -76,16 +74,14 @@ void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void *
     std::vector<uint8_t> row(nbytes_row);
     for (size_t done = 0; done < size;) {
         const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
-        const auto   r  = static_cast<int64_t>(at / nbytes_row);
+        const auto   r = static_cast<int64_t>(at / nbytes_row);
         bitmap_unpack(m->bitmap(), m->desc.type, r, r + 1, row.data());
         memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
         done += n;
     }
 }
 
-void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    memset(buffer->context, value, buffer->size);
-}
+void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) { memset(buffer->context, value, buffer->size); }
 
 const ggml_backend_buffer_i buffer_iface = {
     /* .free_buffer   = */ buffer_free_buffer,
@@ -103,22 +99,21 @@ const ggml_backend_buffer_i buffer_iface = {
 
 // ---- buffer type ----
 
-const char * buft_get_name(ggml_backend_buffer_type_t) {
-    return "MACKO_CPU";
-}
+const char * buft_get_name(ggml_backend_buffer_type_t) { return "MACKO_CPU"; }
 
-size_t buft_get_alignment(ggml_backend_buffer_type_t) {
-    return BITMAP_ALIGNMENT;
-}
+size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT; }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    if (!load::current()) { // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the CPU's to compute
+    // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the
+    // CPU's to compute
+    if (!load::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
     constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
-    void * memory = nullptr;
+    void *           memory    = nullptr;
     if (posix_memalign(&memory, huge_page, size)) {
-        load::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights", static_cast<double>(size) / 1024 / 1024);
+        load::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights",
+                                 static_cast<double>(size) / 1024 / 1024);
         return nullptr;
     }
     madvise(memory, size, MADV_HUGEPAGE);
@@ -131,19 +126,18 @@ size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
 
 // known from the header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
-    const load          * current = load::current();
+    const load *          current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
     return matrix ? matrix_nbytes(buft, *matrix) : ggml_nbytes(tensor);
 }
 
-bool buft_is_host(ggml_backend_buffer_type_t) {
-    return false;
-}
+bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
 
 // ---- backend ----
 
 bool is_no_op(const ggml_tensor * node) {
-    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
+           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
@@ -167,9 +161,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     }
 }
 
-const char * backend_get_name(ggml_backend_t) {
-    return "MACKO";
-}
+const char * backend_get_name(ggml_backend_t) { return "MACKO"; }
 
 // not asynchronous at all: see device_get_props
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
@@ -203,35 +195,31 @@ const ggml_backend_i backend_iface = {
 };
 
 ggml_guid_t backend_guid() {
-    static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x63, 0x70, 0x75, 0x2d, 0x31, 0x9e, 0x47, 0x5b, 0x20, 0x11 };
+    static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x63, 0x70,
+                              0x75, 0x2d, 0x31, 0x9e, 0x47, 0x5b, 0x20, 0x11 };
     return &guid;
 }
 
 // ---- device ----
 
-const char * device_get_name(ggml_backend_dev_t) {
-    return "MACKO_CPU";
-}
+const char * device_get_name(ggml_backend_dev_t) { return "MACKO_CPU"; }
 
-const char * device_get_description(ggml_backend_dev_t) {
-    return "sparse weights on the CPU";
-}
+const char * device_get_description(ggml_backend_dev_t) { return "sparse weights on the CPU"; }
 
 void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     *free  = 0; // host memory: the CPU device reports it
     *total = 0;
 }
 
-enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) {
-    return GGML_BACKEND_DEVICE_TYPE_ACCEL;
-}
+enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
 
 void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     *props             = {};
     props->name        = device_get_name(dev);
     props->description = device_get_description(dev);
     props->type        = device_get_type(dev);
-    // With these, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the dense tensor. There is nothing in a
+    // With these, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the dense tensor.
+    // There is nothing in a
     // sparse tensor's bytes but a handle, and touching fresh memory for the rest took most of the load time.
     props->caps.async       = load::current() != nullptr;
     props->caps.host_buffer = props->caps.async;
@@ -243,18 +231,16 @@ ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t) {
 }
 
 ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
-    return new (std::nothrow) ggml_backend_event { dev, nullptr };
+    return new (std::nothrow) ggml_backend_event{ dev, nullptr };
 }
 
-void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
-    delete event;
-}
+void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) { delete event; }
 
 void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto * context = new (std::nothrow) cpu_steps;
-    return context ? new ggml_backend { backend_guid(), backend_iface, dev, context } : nullptr;
+    return context ? new ggml_backend{ backend_guid(), backend_iface, dev, context } : nullptr;
 }
 
 ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
@@ -278,7 +264,8 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     if (!current) {
         return ggml_backend_cpu_buffer_type();
     }
-    return current->no_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true) : sparse_buffer_type(dev);
+    return current->no_alloc() ? planned_buffer_type(sparse_buffer_type(dev), *current, matrix_nbytes, true)
+                               : sparse_buffer_type(dev);
 }
 
 // Once a weight is ours, its products are never refused: the scheduler would read it as dense.
@@ -291,24 +278,25 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     if (load::current() && !load::current()->find(w)) {
         return false; // dense in this file
     }
-    return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) && op->nb[0] == sizeof(float);
+    return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&
+           op->nb[0] == sizeof(float);
 }
 
-// What lies between two sparse products of a layer is ours too: each change of the backend costs 5 to 10 us. Only next to sparse products:
+// What lies between two sparse products of a layer is ours too: each change of the backend costs 5 to 10 us. Only next
+// to sparse products:
 // a dense model in the same process would be cut into pieces.
 bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
     switch (op->op) {
         case GGML_OP_MUL_MAT:
-        case GGML_OP_MUL_MAT_ID:
-            return product_is_ours(dev, op);
+        case GGML_OP_MUL_MAT_ID: return product_is_ours(dev, op);
         case GGML_OP_ADD:
         case GGML_OP_MUL:
         case GGML_OP_RMS_NORM:
         case GGML_OP_GLU:
-            return depth > 0 && is_row_op(op)
-                && (follows_sparse_product(dev, op->src[0], depth - 1) || (op->src[1] && follows_sparse_product(dev, op->src[1], depth - 1)));
-        default:
-            return false;
+            return depth > 0 && is_row_op(op) &&
+                   (follows_sparse_product(dev, op->src[0], depth - 1) ||
+                    (op->src[1] && follows_sparse_product(dev, op->src[1], depth - 1)));
+        default: return false;
     }
 }
 

@@ -1,4 +1,5 @@
-// Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the instruction set.
+// Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the
+// instruction set.
 #include "cpu/dispatch.h"
 
 #include <algorithm>
@@ -32,24 +33,28 @@ static bool cpu_has_f16c() {
 
 static const candidate * candidates(int * n) {
 #if defined(__x86_64__)
-    static const bool avx2   = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c()
-                            && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
-    static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-                            && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    static const bool vbmi2  = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2")
-                            && __builtin_cpu_supports("avx512vnni"); // all CPUs with VBMI2 have it
+    static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
+                             __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                             __builtin_cpu_supports("popcnt");
+    static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    static const bool vbmi2 = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+                              __builtin_cpu_supports("avx512vnni"); // all CPUs with VBMI2 have it
     static const candidate all[] = {
-        { &kernels_avx512_vbmi2, vbmi2 }, { &kernels_avx512, avx512 }, { &kernels_avx2, avx2 }, { &kernels_portable, true },
+        { &kernels_avx512_vbmi2, vbmi2 },
+        { &kernels_avx512, avx512 },
+        { &kernels_avx2, avx2 },
+        { &kernels_portable, true },
     };
 #else
-    static const candidate all[] = {{ &kernels_portable, true }};
+    static const candidate all[] = { { &kernels_portable, true } };
 #endif
     *n = static_cast<int>(sizeof(all) / sizeof(all[0]));
     return all;
 }
 
 const kernel_set * supported_kernel_set(int i) {
-    int n;
+    int               n;
     const candidate * all = candidates(&n);
     for (int k = 0; k < n; k++) {
         if (all[k].supported && i-- == 0) {
@@ -76,7 +81,7 @@ static const selection & select_once() {
             return;
         }
         strncpy(chosen.forced, forced, sizeof(chosen.forced) - 1);
-        int n;
+        int               n;
         const candidate * all = candidates(&n);
         for (int k = 0; k < n; k++) {
             if (strcmp(forced, all[k].set->name) == 0) {
@@ -91,8 +96,9 @@ static const selection & select_once() {
 int cpu_kernels_select(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: portable, avx2, avx512, avx512-vbmi2",
-            printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set");
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
+                    "GGML_MACKO_FORCE=%s: %s; valid names: portable, avx2, avx512, avx512-vbmi2",
+                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set");
     }
     *name = chosen.set->name;
     return GGML_MACKO_STATUS_OK;
@@ -101,11 +107,12 @@ int cpu_kernels_select(const char ** name) {
 // ---- work ----
 
 static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & p) {
-    const bitmap_matrix & w = p.w;
-    const float density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin])
-                        / (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
+    const bitmap_matrix & w       = p.w;
+    const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
+                          (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
-        const bool faster = is_quant_type(w.type) ? cost.narrow_below > 0 : value_nbytes(w.type) == 2 && density < cost.narrow_below;
+        const bool faster =
+            is_quant_type(w.type) ? cost.narrow_below > 0 : value_nbytes(w.type) == 2 && density < cost.narrow_below;
         return faster && p.round_x ? x_layout::narrow : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
@@ -119,30 +126,34 @@ constexpr int64_t COUNTER_NBYTES = 64;
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
     constexpr int64_t widest = 16; // panels are padded to whole vectors
-    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) + COUNTER_NBYTES;
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
+           COUNTER_NBYTES;
 }
 
 // the next part to be done, shared by the threads of a multiplication; behind what the kernels use of scratch
 static int * part_counter(const mul_mat_params & p) {
-    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) - COUNTER_NBYTES);
+    return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
+                                   COUNTER_NBYTES);
 }
 
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (p.n <= 0 || p.row_begin >= p.row_end) {
         return; // all threads see the same params, so none waits at a barrier
     }
-    const x_layout layout = choose_layout(set.costs, p);
-    int * counter = part_counter(p);
+    const x_layout layout  = choose_layout(set.costs, p);
+    int *          counter = part_counter(p);
     if (ith == 0) {
         *counter = 0;
     }
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
-    // More parts than threads, taken as threads get free: cores do not run equally fast, nor are rows equally long. Panels are read once a
+    // More parts than threads, taken as threads get free: cores do not run equally fast, nor are rows equally long.
+    // Panels are read once a
     // part, so these are larger; parts of a small matrix take longer to hand out than to multiply, so it has few.
     constexpr int64_t part_nbytes = 16384;
-    const int64_t n_rows  = p.row_end - p.row_begin;
-    const int64_t nbytes  = n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
+    const int64_t     n_rows      = p.row_end - p.row_begin;
+    const int64_t     nbytes =
+        n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
     const int64_t most    = nth * (layout == x_layout::panels ? 4 : 16);
     const int64_t n_parts = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / part_nbytes, nth, most);
     const int64_t step    = (n_rows + n_parts - 1) / n_parts;
@@ -158,12 +169,8 @@ static const kernel_set & set_in_use() {
     return set ? *set : kernels_portable;
 }
 
-void mul_mat_thread(const mul_mat_params & p, int ith, int nth) {
-    mul_mat_thread_with(set_in_use(), p, ith, nth);
-}
+void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
 
-const row_ops & cpu_row_ops() {
-    return set_in_use().rows;
-}
+const row_ops & cpu_row_ops() { return set_in_use().rows; }
 
 } // namespace macko::cpu

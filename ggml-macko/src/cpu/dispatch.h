@@ -1,4 +1,5 @@
-// The kernel sets that this build has, one per instruction set. Internal: kernels.h is what other layers use; tests compare sets.
+// The kernel sets that this build has, one per instruction set. Internal: kernels.h is what other layers use; tests
+// compare sets.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -8,16 +9,20 @@ namespace macko::cpu {
 
 // how x lies in the scratch memory, and with it the kernel that reads it
 enum class x_layout {
-    narrow, // one x as padded_cols 16-bit numbers of the value type, or integers for quantized weights (n = 1, round_x); sets without it
-            // (narrow_below 0) read `rows`
+    // one x as padded_cols 16-bit numbers of the value type, or integers for quantized weights (n = 1, round_x); sets
+    // without it
+    narrow,
+    // (narrow_below 0) read `rows`
     rows,   // n rows of padded_cols floats: weights are expanded once for up to 8 x (decode)
     panels, // tiles of tokens, each [padded_cols][tokens of the tile]: each non-zero meets a vector of tokens (prefill)
 };
 
-// What a multiplication costs per matrix column (of every row), in ticks of one clock: only ratios matter. Measured with rows that
+// What a multiplication costs per matrix column (of every row), in ticks of one clock: only ratios matter. Measured
+// with rows that
 // lie in L2 (docs/notes-cpu-kernels.md); dispatch.cpp compares the layouts with it.
 struct kernel_costs {
-    float narrow_below; // density below which `narrow` is faster than `rows` at n = 1; quantized weights: at any density, unless this is 0
+    // density below which `narrow` is faster than `rows` at n = 1; quantized weights: at any density, unless this is 0
+    float narrow_below;
     int   vector_width; // tokens in a vector
     float group, x;     // rows: expanding weights for a group of up to 8 x; each x
     float column;       // panels: each column,

@@ -1,7 +1,7 @@
 #include "cpu/graph-plan.h"
-#include "host/log.h"
-#include "cpu/stored-matrix.h"
 #include "cpu/row-ops.h"
+#include "cpu/stored-matrix.h"
+#include "host/log.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +13,8 @@ namespace {
 
 const float * row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     const char * data = static_cast<const char *>(t->data);
-    return reinterpret_cast<const float *>(data + i1 * static_cast<int64_t>(t->nb[1]) + i2 * static_cast<int64_t>(t->nb[2]) + i3 * static_cast<int64_t>(t->nb[3]));
+    return reinterpret_cast<const float *>(data + i1 * static_cast<int64_t>(t->nb[1]) +
+                                           i2 * static_cast<int64_t>(t->nb[2]) + i3 * static_cast<int64_t>(t->nb[3]));
 }
 
 float * y_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
@@ -26,12 +27,13 @@ const float * repeated_row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int
 }
 
 // Columns begin ... begin+n-1 of one row. The destination may lie on an operand.
-void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const float * b, float * y, int64_t begin, int64_t n) {
+void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const float * b, float * y, int64_t begin,
+            int64_t n) {
     switch (dst->op) {
         case GGML_OP_ADD: ops.add(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_MUL: ops.mul(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_GLU: ops.silu_mul(a + begin, b + begin, y + begin, n); break;
-        default: { // RMS_NORM, of a whole row
+        default:          { // RMS_NORM, of a whole row
             float eps;
             memcpy(&eps, dst->op_params, sizeof(eps));
             ops.rms_norm(a, y, n, eps);
@@ -42,7 +44,7 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
 // Thread ith's share: whole rows, or of a single row some columns.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     const ggml_tensor * b     = dst->src[1];
-    const row_ops     & ops   = cpu_row_ops();
+    const row_ops &     ops   = cpu_row_ops();
     const int64_t       cols  = dst->ne[0];
     const int64_t       rows  = ggml_nrows(dst);
     const bool          share = rows < nth && dst->op != GGML_OP_RMS_NORM;
@@ -50,14 +52,12 @@ void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     const int64_t       begin = share ? std::min(step * ith, cols) : 0;
     for (int64_t r = share ? 0 : rows * ith / nth; r < (share ? rows : rows * (ith + 1) / nth); r++) {
         const int64_t i1 = r % dst->ne[1], i2 = r / dst->ne[1] % dst->ne[2], i3 = r / (dst->ne[1] * dst->ne[2]);
-        row_op(ops, dst, row_at(dst->src[0], i1, i2, i3), b ? repeated_row_at(b, i1, i2, i3) : nullptr, y_at(dst, i1, i2, i3), begin,
-            std::min(step, cols - begin));
+        row_op(ops, dst, row_at(dst->src[0], i1, i2, i3), b ? repeated_row_at(b, i1, i2, i3) : nullptr,
+               y_at(dst, i1, i2, i3), begin, std::min(step, cols - begin));
     }
 }
 
-bool has_plain_rows(const ggml_tensor * t) {
-    return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float);
-}
+bool has_plain_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
 
 } // namespace
 
@@ -70,8 +70,8 @@ bool is_row_op(const ggml_tensor * op) {
     if (op->op == GGML_OP_RMS_NORM) {
         return true;
     }
-    return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a)
-        && (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
+    return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a) &&
+           (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
 }
 
 cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_matrix * m, int64_t matrix) {
@@ -108,18 +108,20 @@ void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
     }
 }
 
-// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids. False on a bad id.
+// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids.
+// False on a bad id.
 bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst) {
-    const ggml_tensor * w   = dst->src[0];
-    const ggml_tensor * x   = dst->src[1];
-    const ggml_tensor * ids = dst->src[2];
-    const size_t first = n_steps;
+    const ggml_tensor * w     = dst->src[0];
+    const ggml_tensor * x     = dst->src[1];
+    const ggml_tensor * ids   = dst->src[2];
+    const size_t        first = n_steps;
     for (int64_t e = 0; e < w->ne[2]; e++) {
         next_step(nullptr, m, e);
     }
     for (int64_t token = 0; token < ids->ne[1]; token++) {
         for (int64_t used = 0; used < ids->ne[0]; used++) {
-            const char * at = static_cast<const char *>(ids->data) + token * static_cast<int64_t>(ids->nb[1]) + used * static_cast<int64_t>(ids->nb[0]);
+            const char * at = static_cast<const char *>(ids->data) + token * static_cast<int64_t>(ids->nb[1]) +
+                              used * static_cast<int64_t>(ids->nb[0]);
             int32_t e;
             memcpy(&e, at, sizeof(e));
             if (e < 0 || e >= w->ne[2]) {
@@ -155,7 +157,8 @@ void cpu_steps::reserve_scratch() {
     int64_t nbytes = 0;
     for (size_t i = 0; i < n_steps; i++) {
         if (steps[i].m) {
-            nbytes = std::max(nbytes, mul_mat_scratch_nbytes(steps[i].m->desc.cols, static_cast<int64_t>(steps[i].x.size())));
+            nbytes = std::max(nbytes,
+                              mul_mat_scratch_nbytes(steps[i].m->desc.cols, static_cast<int64_t>(steps[i].x.size())));
         }
     }
     if (nbytes > scratch_nbytes) {
@@ -180,8 +183,14 @@ void cpu_steps::run() {
 #pragma omp barrier
         } else if (!s.x.empty()) {
             const int64_t        row = s.matrix * s.m->rows_per_matrix;
-            const mul_mat_params p   = { s.m->bitmap(), row, row + s.m->rows_per_matrix, static_cast<int64_t>(s.x.size()), s.x.data(), s.y.data(),
-                                         s.m->desc.type != GGML_MACKO_TYPE_F32, scratch.get() };
+            const mul_mat_params p   = { s.m->bitmap(),
+                                         row,
+                                         row + s.m->rows_per_matrix,
+                                         static_cast<int64_t>(s.x.size()),
+                                         s.x.data(),
+                                         s.y.data(),
+                                         s.m->desc.type != GGML_MACKO_TYPE_F32,
+                                         scratch.get() };
             mul_mat_thread(p, ith, nth);
         }
     }

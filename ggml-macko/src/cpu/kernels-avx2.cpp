@@ -1,4 +1,5 @@
-// Kernels for AVX2 + FMA + F16C + BMI2: eight columns at a time, spread by a permutation that a table gives for each mask byte.
+// Kernels for AVX2 + FMA + F16C + BMI2: eight columns at a time, spread by a permutation that a table gives for each
+// mask byte.
 #include "cpu/dispatch.h"
 
 #include <immintrin.h>
@@ -6,7 +7,8 @@
 namespace macko::cpu {
 namespace {
 
-// for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i is clear
+// for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i
+// is clear
 struct spread_tables {
     alignas(64) uint8_t words[256][16]; // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
     alignas(64) uint8_t lanes[256][8];  // for vpermps
@@ -17,10 +19,10 @@ constexpr spread_tables make_spread_tables() {
     for (int m = 0; m < 256; m++) {
         int k = 0;
         for (int i = 0; i < 8; i++) {
-            const bool set = (m >> i) & 1;
-            t.words[m][2 * i]     = set ? static_cast<uint8_t>(2 * k)     : 0x80;
+            const bool set        = (m >> i) & 1;
+            t.words[m][2 * i]     = set ? static_cast<uint8_t>(2 * k) : 0x80;
             t.words[m][2 * i + 1] = set ? static_cast<uint8_t>(2 * k + 1) : 0x80;
-            t.lanes[m][i]         = set ? static_cast<uint8_t>(k)         : 0x80;
+            t.lanes[m][i]         = set ? static_cast<uint8_t>(k) : 0x80;
             if (set) {
                 t.places[m][k++] = static_cast<uint8_t>(i);
             }
@@ -33,38 +35,38 @@ constexpr spread_tables tables = make_spread_tables();
 struct simd {
     using vec = __m256;
 
-    static constexpr int width     = 8;
-    static constexpr int tile_vecs = 8;
-    template <int TYPE> static constexpr int step         = 8;
-    template <int TYPE> static constexpr bool narrows     = false;
-    template <int NX>   static constexpr int rows_at_once = 1;
+    static constexpr int                      width        = 8;
+    static constexpr int                      tile_vecs    = 8;
+    template <int TYPE> static constexpr int  step         = 8;
+    template <int TYPE> static constexpr bool narrows      = false;
+    template <int NX> static constexpr int    rows_at_once = 1;
 
-    static vec   zero()                   { return _mm256_setzero_ps(); }
-    static vec   set1(float a)            { return _mm256_set1_ps(a); }
-    static vec   load(const float * p)    { return _mm256_loadu_ps(p); }
-    static void  store(float * p, vec v)  { _mm256_storeu_ps(p, v); }
-    static vec   add(vec a, vec b)        { return _mm256_add_ps(a, b); }
+    static vec   zero() { return _mm256_setzero_ps(); }
+    static vec   set1(float a) { return _mm256_set1_ps(a); }
+    static vec   load(const float * p) { return _mm256_loadu_ps(p); }
+    static void  store(float * p, vec v) { _mm256_storeu_ps(p, v); }
+    static vec   add(vec a, vec b) { return _mm256_add_ps(a, b); }
     static vec   fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
     static float sum(vec v) {
         __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
     static void zip(vec a, vec b, vec & lo, vec & hi) {
         const vec l = _mm256_unpacklo_ps(a, b);
         const vec h = _mm256_unpackhi_ps(a, b);
-        lo = _mm256_permute2f128_ps(l, h, 0x20);
-        hi = _mm256_permute2f128_ps(l, h, 0x31);
+        lo          = _mm256_permute2f128_ps(l, h, 0x20);
+        hi          = _mm256_permute2f128_ps(l, h, 0x31);
     }
 
     static vec round_f16(vec v) {
         return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }
     static vec round_bf16(vec v) {
-        const __m256i u    = _mm256_castps_si256(v);
-        const __m256i odd  = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-        const __m256i r    = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-        const vec     rf   = _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+        const __m256i u   = _mm256_castps_si256(v);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+        const __m256i r   = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        const vec     rf  = _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
         return _mm256_blendv_ps(rf, v, _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     }
 
@@ -77,27 +79,32 @@ struct simd {
     }
     // half of a group
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
-        const vec       scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
-        const vec       d = TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
+        const vec scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
+        const vec d =
+            TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         for (int i = 0; i < 2; i++) { // 16 values each
-            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
-            const __m128i low   = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
-            __m128i       v     = bytes;
+            const __m128i bytes = _mm_loadu_si128(
+                reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
+            const __m128i low = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
+            __m128i       v   = bytes;
             if constexpr (TYPE == GGML_MACKO_TYPE_Q4_0) {
                 v = _mm_sub_epi8(low, _mm_set1_epi8(8));
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                v = _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
+                v = _mm_shuffle_epi8(
+                    _mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 uint16_t fifth; // a bit per value, spread to bytes that are 0 or all ones
                 __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
                 const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
-                const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth), _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
+                const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth),
+                                                        _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
                 const __m128i is_set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
-                v = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
+                v                    = _mm_sub_epi8(low, _mm_andnot_si128(is_set, _mm_set1_epi8(16)));
             }
-            _mm256_storeu_ps(out + 16 * i,     _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v))));
-            _mm256_storeu_ps(out + 16 * i + 8, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))));
+            _mm256_storeu_ps(out + 16 * i, _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v))));
+            _mm256_storeu_ps(out + 16 * i + 8,
+                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))));
         }
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {
@@ -109,17 +116,21 @@ struct simd {
     }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
-            const __m256i lanes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[bits])));
-            const vec     all   = _mm256_permutevar8x32_ps(load_values<TYPE>(values), lanes);
-            w[0] = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
+            const __m256i lanes =
+                _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[bits])));
+            const vec all = _mm256_permutevar8x32_ps(load_values<TYPE>(values), lanes);
+            w[0]          = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
         } else {
             const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
-            w[0] = widen<TYPE>(_mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[bits]))));
+            w[0]                 = widen<TYPE>(
+                _mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[bits]))));
         }
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
-        const __m256i places = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.places[bits])));
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int>(base))));
+        const __m256i places =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.places[bits])));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
+                            _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int>(base))));
     }
 };
 
@@ -129,4 +140,6 @@ struct simd {
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {"avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {
+    "avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS
+};

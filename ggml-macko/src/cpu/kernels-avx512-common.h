@@ -1,10 +1,12 @@
-// Vector operations of the two AVX-512 kernel sets. Included by kernels-avx512*.cpp only, inside their own unnamed namespaces.
+// Vector operations of the two AVX-512 kernel sets. Included by kernels-avx512*.cpp only, inside their own unnamed
+// namespaces.
 #pragma once
 
 #include "cpu/dispatch.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// gcc 12 takes undefined vectors inside its own AVX-512 intrinsics for mistakes (GCC bug 105593); reported where they are inlined.
+// gcc 12 takes undefined vectors inside its own AVX-512 intrinsics for mistakes (GCC bug 105593); reported where they
+// are inlined.
 // Without optimization some intrinsics are macros that pass -1 as a mask.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -20,21 +22,24 @@ struct avx512 {
 
     static constexpr int width     = 16;
     static constexpr int tile_vecs = 8;
-    static constexpr int prefetch_bytes = 3072; // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
-    template <int TYPE> static constexpr int step         = 16;
-    template <int TYPE> static constexpr bool narrows     = false;
-    template <int NX>   static constexpr int rows_at_once = NX == 1 ? 1 : 2; // each x vector is loaded once for both rows
+    // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
+    static constexpr int                      prefetch_bytes = 3072;
+    template <int TYPE> static constexpr int  step           = 16;
+    template <int TYPE> static constexpr bool narrows        = false;
+    // each x vector is loaded once for both rows
+    template <int NX> static constexpr int rows_at_once = NX == 1 ? 1 : 2;
 
-    static vec   zero()                   { return _mm512_setzero_ps(); }
-    static vec   set1(float a)            { return _mm512_set1_ps(a); }
-    static vec   load(const float * p)    { return _mm512_loadu_ps(p); }
-    static void  store(float * p, vec v)  { _mm512_storeu_ps(p, v); }
-    static vec   add(vec a, vec b)        { return _mm512_add_ps(a, b); }
+    static vec   zero() { return _mm512_setzero_ps(); }
+    static vec   set1(float a) { return _mm512_set1_ps(a); }
+    static vec   load(const float * p) { return _mm512_loadu_ps(p); }
+    static void  store(float * p, vec v) { _mm512_storeu_ps(p, v); }
+    static vec   add(vec a, vec b) { return _mm512_add_ps(a, b); }
     static vec   fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-    static float sum(vec v)               { return _mm512_reduce_add_ps(v); }
-    static void zip(vec a, vec b, vec & lo, vec & hi) {
+    static float sum(vec v) { return _mm512_reduce_add_ps(v); }
+    static void  zip(vec a, vec b, vec & lo, vec & hi) {
         lo = _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
-        hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), b);
+        hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
+                                     b);
     }
 
     static vec round_f16(vec v) {
@@ -62,7 +67,9 @@ struct avx512 {
         return _mm512_set1_ps(d);
     }
     // without the number of a table
-    template <int TYPE> static vec only_scale(vec d) { return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d; }
+    template <int TYPE> static vec only_scale(vec d) {
+        return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d;
+    }
     template <int TYPE> static __m256i quants(const uint8_t * group, int half) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -75,7 +82,9 @@ struct avx512 {
                 __builtin_memcpy(&fifth, q + 32 + 4 * half, sizeof(fifth));
                 return _mm256_mask_sub_epi8(low, _cvtu32_mask32(~fifth), low, _mm256_set1_epi8(16));
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1]))), low);
+                return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(
+                                               reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1]))),
+                                           low);
             } else {
                 return _mm256_sub_epi8(low, _mm256_set1_epi8(8));
             }
@@ -84,7 +93,7 @@ struct avx512 {
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const vec     d = only_scale<TYPE>(half_scale(group, half));
         const __m256i q = quants<TYPE>(group, half);
-        store(out,      _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
+        store(out, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(q)))));
         store(out + 16, _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(q, 1)))));
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {
@@ -94,19 +103,23 @@ struct avx512 {
             return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
         }
     }
-    // Hides from the compiler where v comes from. Expand and compress need it twice on AMD (Zen 5): with a memory operand they are
-    // microcoded, and with zero-masking they wait for the old content of their destination (three times slower); a zero source avoids it.
+    // Hides from the compiler where v comes from. Expand and compress need it twice on AMD (Zen 5): with a memory
+    // operand they are
+    // microcoded, and with zero-masking they wait for the old content of their destination (three times slower); a zero
+    // source avoids it.
     template <typename V> static V in_register(V v) {
         __asm__("" : "+v"(v));
         return v;
     }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
-        w[0] = _mm512_mask_expand_ps(in_register(zero()), static_cast<__mmask16>(bits), in_register(load_values<TYPE>(values)));
+        w[0] = _mm512_mask_expand_ps(in_register(zero()), static_cast<__mmask16>(bits),
+                                     in_register(load_values<TYPE>(values)));
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
         const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i all   = _mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(base)), lanes);
-        _mm512_storeu_si512(out, _mm512_mask_compress_epi32(in_register(_mm512_setzero_si512()), static_cast<__mmask16>(bits), all));
+        _mm512_storeu_si512(
+            out, _mm512_mask_compress_epi32(in_register(_mm512_setzero_si512()), static_cast<__mmask16>(bits), all));
     }
 };
 

@@ -16,9 +16,10 @@ constexpr places_table make_places_table() {
 }
 constexpr places_table places_0_63 = make_places_table();
 
-// both tables of Q4_NL in one vector, and 16 for the values of a group that are in the second: in neither block, the first, the second, both
+// both tables of Q4_NL in one vector, and 16 for the values of a group that are in the second: in neither block, the
+// first, the second, both
 struct level_vectors {
-    alignas(64) int8_t  levels[64];
+    alignas(64) int8_t levels[64];
     alignas(64) uint8_t second_of[4][64];
 };
 constexpr level_vectors make_level_vectors() {
@@ -34,7 +35,7 @@ constexpr level_vectors make_level_vectors() {
 constexpr level_vectors level_tables = make_level_vectors();
 
 struct simd : avx512 {
-    template <int TYPE> static constexpr int  step  = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
+    template <int TYPE> static constexpr int  step    = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
     template <int TYPE> static constexpr bool narrows = TYPE != GGML_MACKO_TYPE_F32;
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
@@ -43,29 +44,34 @@ struct simd : avx512 {
         } else {
             const __m512i packed = in_register(_mm512_loadu_si512(values));
             const __m512i all    = _mm512_mask_expand_epi16(in_register(_mm512_setzero_si512()), bits, packed);
-            w[0] = widen<TYPE>(_mm512_castsi512_si256(all));
-            w[1] = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
+            w[0]                 = widen<TYPE>(_mm512_castsi512_si256(all));
+            w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // A row's product with one x. For each group of 64 columns the places of its non-zeros, compressed from 0 ... 63 by the mask, pick their
-    // x from the group's two registers, lane by lane beside the packed values. FEW: rarely more than 16 non-zeros in a group.
-    template <int TYPE, bool FEW> static float dot_narrow(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
-        constexpr int PREFETCH = 4096; // bytes ahead in the values
-        const __m512i places = _mm512_load_si512(places_0_63.place);
-        vec acc[4] = { zero(), zero(), zero(), zero() };
-        const auto add_group = [&](int64_t word, int a) __attribute__((always_inline)) {
+    // A row's product with one x. For each group of 64 columns the places of its non-zeros, compressed from 0 ... 63 by
+    // the mask, pick their
+    // x from the group's two registers, lane by lane beside the packed values. FEW: rarely more than 16 non-zeros in a
+    // group.
+    template <int TYPE, bool FEW>
+    static float dot_narrow(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
+        constexpr int PREFETCH  = 4096; // bytes ahead in the values
+        const __m512i places    = _mm512_load_si512(places_0_63.place);
+        vec           acc[4]    = { zero(), zero(), zero(), zero() };
+        const auto    add_group = [&](int64_t word, int a) __attribute__((always_inline)) {
             const uint64_t bits = mask[word];
             const int      n    = __builtin_popcountll(bits);
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
             const __m512i  lo   = _mm512_load_si512(x + word * 128);
             const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
-            // entries first ... first+31 of the group, whose places are given; x past the last is zero, and what follows in the values is finite
+            // entries first ... first+31 of the group, whose places are given; x past the last is zero, and what
+            // follows in the values is finite
             const auto add_entries = [&](int first, __m256i places_of_them) __attribute__((always_inline)) {
                 const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
-                const __m512i   xs   = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(places_of_them), hi);
+                const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(places_of_them), hi);
                 acc[a] = fma(load_values<TYPE>(values + first * 2), widen<TYPE>(_mm512_castsi512_si256(xs)), acc[a]);
                 if (!FEW || __builtin_expect(n - first > 16, 0)) {
-                    acc[a + 2] = fma(load_values<TYPE>(values + first * 2 + 32), widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
+                    acc[a + 2] = fma(load_values<TYPE>(values + first * 2 + 32),
+                                        widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
                 }
             };
             add_entries(0, _mm512_castsi512_si256(at));
@@ -78,7 +84,7 @@ struct simd : avx512 {
         for (; word + 4 <= words; word += 4) {
             __builtin_prefetch(values + PREFETCH);
             __builtin_prefetch(mask + word + 256);
-            add_group(word,     0);
+            add_group(word, 0);
             add_group(word + 1, 1);
             if (!FEW) {
                 __builtin_prefetch(values + PREFETCH);
@@ -91,11 +97,13 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // Lines up the x of the non-zeros of some words behind n zeros, n < 64, and zeros up to a whole group behind them. Returns how many there
+    // Lines up the x of the non-zeros of some words behind n zeros, n < 64, and zeros up to a whole group behind them.
+    // Returns how many there
     // are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
-    template <bool FEW, typename LINED> static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, LINED & lined) {
+    template <bool FEW, typename LINED>
+    static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, LINED & lined) {
         const __m512i places = _mm512_load_si512(places_0_63.place);
-        _mm512_store_si512(lined.low,  _mm512_setzero_si512());
+        _mm512_store_si512(lined.low, _mm512_setzero_si512());
         _mm512_store_si512(lined.high, _mm512_setzero_si512());
         // what is stored behind the last of them is overwritten by the next
         const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
@@ -110,11 +118,11 @@ struct simd : avx512 {
             const uint64_t bits = mask[word];
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
             const int      here = __builtin_popcountll(bits);
-            put(lined.low  + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)),      here);
+            put(lined.low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
             put(lined.high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
             n += here;
         }
-        _mm512_storeu_si512(lined.low  + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(lined.low + n, _mm512_setzero_si512());
         _mm512_storeu_si512(lined.high + n, _mm512_setzero_si512());
         return n;
     }
@@ -125,37 +133,45 @@ struct simd : avx512 {
             return _mm512_loadu_si512(q);
         } else {
             const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q));
-            const __m512i low  = _mm512_and_si512(_mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), _mm512_set1_epi8(15));
+            const __m512i low  = _mm512_and_si512(
+                _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1), _mm512_set1_epi8(15));
             if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 uint64_t fifth;
                 __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
                 return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                const __m512i places = _mm512_or_si512(low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
+                const __m512i places = _mm512_or_si512(
+                    low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
                 return _mm512_permutexvar_epi8(places, _mm512_load_si512(level_tables.levels));
             } else {
                 return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
             }
         }
     }
-    // sum of d * q * x over whole groups: four products of bytes are added at a time, so that a vector has eight sums of each half
+    // sum of d * q * x over whole groups: four products of bytes are added at a time, so that a vector has eight sums
+    // of each half
     template <int TYPE, typename LINED> static float dot_groups(const uint8_t * group, int64_t n, const LINED & lined) {
         constexpr int PREFETCH = 4096; // bytes ahead
-        vec total = zero();
+        vec           total    = zero();
         for (int64_t i = 0; i < n; i++, group += quant_group_nbytes(TYPE)) {
             __builtin_prefetch(group + PREFETCH);
             const __m512i q    = all_quants<TYPE>(group);
             const __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(lined.high + i * 64), q);
-            const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(lined.low + i * 64), q); // below 2^25
-            total = fma(_mm512_cvtepi32_ps(both), only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
+            // below 2^25
+            const __m512i both =
+                _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(lined.low + i * 64), q);
+            total =
+                fma(_mm512_cvtepi32_ps(both),
+                    only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
         }
         return sum(total);
     }
     static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
-    static float largest(vec v)              { return _mm512_reduce_max_ps(v); }
+    static float largest(vec v) { return _mm512_reduce_max_ps(v); }
     static void  store_integers(uint8_t * out, vec v, float inverse) {
-        const __m512i x = _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
-        _mm_store_si128(reinterpret_cast<__m128i *>(out),      _mm512_cvtepi32_epi8(x));
+        const __m512i x =
+            _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
         _mm_store_si128(reinterpret_cast<__m128i *>(out + 64), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
     }
     // v, which has TYPE's precision, as 16-bit numbers
@@ -176,4 +192,6 @@ struct simd : avx512 {
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {"avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
+    "avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+};

@@ -12,4 +12,6 @@ using simd = avx512;
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512 = {"avx512", prepare, multiply, { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_avx512 = {
+    "avx512", prepare, multiply, { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+};

@@ -1,17 +1,24 @@
-// The kernels, once, for every instruction set and value type. Each kernels-*.cpp defines `struct simd` (a thin layer of vector
+// The kernels, once, for every instruction set and value type. Each kernels-*.cpp defines `struct simd` (a thin layer
+// of vector
 // operations) in an unnamed namespace, includes this file, and is compiled with its own -m flags.
 //
-// Everything here has internal linkage and calls no function of another header, std:: templates included: such a function could be
+// Everything here has internal linkage and calls no function of another header, std:: templates included: such a
+// function could be
 // emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
 //
-// Quantized weights are dequantized some half groups (32 values, one scale) at a time and then treated as F32, but for one x in the narrow layout (integers).
+// Quantized weights are dequantized some half groups (32 values, one scale) at a time and then treated as F32, but for
+// one x in the narrow layout (integers).
 //
-// narrow layout (one x, low density or quantized): work in proportion to groups of 64 columns; the instruction set's own dot_narrow(),
+// narrow layout (one x, low density or quantized): work in proportion to groups of 64 columns; the instruction set's
+// own dot_narrow(),
 //                       or line_up() and dot_groups().
-// rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector lanes (zero where
+// rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector
+// lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
-// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of columns (x chunk in L1),
-//                       a row's bits become a list of columns and float weights; each entry is broadcast against the tokens of its
+// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of
+// columns (x chunk in L1),
+//                       a row's bits become a list of columns and float weights; each entry is broadcast against the
+//                       tokens of its
 //                       column. Work is in proportion to density, and a row is decoded once for a whole tile.
 #pragma once
 
@@ -24,41 +31,45 @@
 namespace macko::cpu {
 namespace {
 
-using vec = simd::vec;
+using vec       = simd::vec;
 constexpr int W = simd::width; // floats in a vector
 
-constexpr int TILE_VECS   = simd::tile_vecs;  // vectors of tokens in a full tile
-constexpr int TILE        = TILE_VECS * W;    // tokens in a full tile
-constexpr int MAX_CHUNK   = 512;              // columns
-constexpr int CHUNK_SIZE  = 8192;             // floats of an x panel that stay in L1 (32 KiB): of 16 ... 256 KiB the best at density 1/2
-constexpr int BLOCK_SIZE  = 32768;            // floats of accumulators that stay in L2, on the stack (128 KiB)
+constexpr int TILE_VECS = simd::tile_vecs; // vectors of tokens in a full tile
+constexpr int TILE      = TILE_VECS * W;   // tokens in a full tile
+constexpr int MAX_CHUNK = 512;             // columns
+// floats of an x panel that stay in L1 (32 KiB): of 16 ... 256 KiB the best at density 1/2
+constexpr int CHUNK_SIZE = 8192;
+constexpr int BLOCK_SIZE = 32768; // floats of accumulators that stay in L2, on the stack (128 KiB)
 // with NV vectors of tokens: mask words of a chunk, rows of a block
-template <int NV> constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
-template <int NV> constexpr int BLOCK_ROWS  = BLOCK_SIZE / (NV * W) / W * W;
+template <int NV>
+constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
+template <int NV> constexpr int BLOCK_ROWS = BLOCK_SIZE / (NV * W) / W * W;
 static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
 
 constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost half its speed at density 1/2
 
 constexpr int GROUP = 8; // x that meet an expanded row at once
 
-template <int TYPE> constexpr bool    is_quant   = is_quant_type(TYPE);
-template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE; // what expand() and load_values() get
+template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
+// what expand() and load_values() get
+template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE;
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
 template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 
-INLINE int64_t words_of(int64_t cols)          { return (cols + 63) / 64; }
-INLINE int64_t smaller(int64_t a, int64_t b)   { return a < b ? a : b; }
+INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // the s-th STEP bits of a mask word
 template <int STEP> INLINE uint32_t piece(uint64_t bits, int s) {
     return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
 }
 
-// Reads a row's values from front to back: next(n) says where the next n lie as PLAIN<TYPE>; buffer has BUFFER<n> floats. Up to 64 values
+// Reads a row's values from front to back: next(n) says where the next n lie as PLAIN<TYPE>; buffer has BUFFER<n>
+// floats. Up to 64 values
 // behind them are read too, and not used.
 template <int TYPE> struct plain_reader {
-    const uint8_t * at;
-    INLINE void start(const bitmap_matrix & w, int64_t first) { at = w.values + first * value_size<TYPE>; }
+    const uint8_t *        at;
+    INLINE void            start(const bitmap_matrix & w, int64_t first) { at = w.values + first * value_size<TYPE>; }
     INLINE const uint8_t * next(int64_t n, float *) {
         const uint8_t * values = at;
         at += n * value_size<TYPE>;
@@ -68,7 +79,7 @@ template <int TYPE> struct plain_reader {
 template <int TYPE> struct quant_reader {
     const uint8_t * at;   // a group
     int64_t         skip; // its values that are done
-    INLINE void start(const bitmap_matrix & w, int64_t first) {
+    INLINE void     start(const bitmap_matrix & w, int64_t first) {
         at   = w.values + first / 64 * group_size<TYPE>;
         skip = first % 64;
     }
@@ -77,14 +88,18 @@ template <int TYPE> struct quant_reader {
         for (int64_t i = first / 32 * 32; i < last; i += 32) { // a half that ends in the next call is dequantized twice
             simd::template dequantize<TYPE>(at + i / 64 * group_size<TYPE>, static_cast<int>(i / 32 % 2), buffer + i);
         }
-        at  += last / 64 * group_size<TYPE>;
+        at += last / 64 * group_size<TYPE>;
         skip = last % 64;
         return reinterpret_cast<const uint8_t *>(buffer + first);
     }
 };
-template <bool QUANT> struct reader_of                { template <int TYPE> using type = plain_reader<TYPE>; };
-template <>           struct reader_of<true>          { template <int TYPE> using type = quant_reader<TYPE>; };
-template <int TYPE> using reader = typename reader_of<is_quant<TYPE>>::template type<TYPE>;
+template <bool QUANT> struct reader_of {
+    template <int TYPE> using type = plain_reader<TYPE>;
+};
+template <> struct reader_of<true> {
+    template <int TYPE> using type = quant_reader<TYPE>;
+};
+template <int TYPE> using reader                = typename reader_of<is_quant<TYPE>>::template type<TYPE>;
 template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
 
 // ---- x into scratch ----
@@ -140,13 +155,14 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
     for (int64_t t = 0; t < p.n; t += TILE) {
         const int64_t tokens = smaller(TILE, p.n - t);
         const int64_t stride = (tokens + W - 1) / W * W;
-        float * dst = static_cast<float *>(p.scratch) + t * padded;
+        float *       dst    = static_cast<float *>(p.scratch) + t * padded;
         for (int64_t c = col_begin; c < col_end; c += W) {
             const int64_t left = p.w.cols - c;
             for (int64_t g = 0; g < tokens; g += W) {
                 vec v[W];
                 for (int i = 0; i < W; i++) {
-                    v[i] = left > 0 && g + i < tokens ? load_x<TYPE>(p.x[t + g + i] + c, left, p.round_x) : simd::zero();
+                    v[i] =
+                        left > 0 && g + i < tokens ? load_x<TYPE>(p.x[t + g + i] + c, left, p.round_x) : simd::zero();
                 }
                 transpose(v);
                 for (int i = 0; i < W; i++) {
@@ -160,10 +176,14 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
 // ---- narrow layout ----
 // S = simd, as a parameter, so that its functions are looked up only for the sets that have them
 
-// For quantized weights x becomes 16-bit integers, so that products are exact in int32: x / scale + OFFSET, which is not negative, as its low
-// bytes and its high bytes, 64 columns each. What OFFSET adds to a product is known: OFFSET times the row's sum. The scale stands behind them.
+// For quantized weights x becomes 16-bit integers, so that products are exact in int32: x / scale + OFFSET, which is
+// not negative, as its low
+// bytes and its high bytes, 64 columns each. What OFFSET adds to a product is known: OFFSET times the row's sum. The
+// scale stands behind them.
 constexpr float OFFSET = 32768;
-INLINE float * scale_of_x(const mul_mat_params & p) { return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128); }
+INLINE float *  scale_of_x(const mul_mat_params & p) {
+    return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
+}
 
 template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     const int64_t cols = p.w.cols;
@@ -173,10 +193,11 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     }
     const float largest = S::largest(most);
     const float inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // not Inf
-    uint8_t   * dst     = static_cast<uint8_t *>(p.scratch);
+    uint8_t *   dst     = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = cols - c;
-        S::store_integers(dst + c / 64 * 128 + c % 64, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
+        S::store_integers(dst + c / 64 * 128 + c % 64,
+                          load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
     }
     if (col_begin == 0 && col_end > 0) {
         *scale_of_x(p) = largest / 32767.0f;
@@ -184,26 +205,29 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
 }
 
 constexpr int64_t PIECE = 64; // words
-struct lined_x { // of a piece: up to 63 zeros in front, the x of its non-zeros, zeros that fill a group, and room that stores may touch
-    alignas(64) uint8_t low [PIECE * 64 + 64 + 64];
+// of a piece: up to 63 zeros in front, the x of its non-zeros, zeros that fill a group, and room that stores may touch
+struct lined_x {
+    alignas(64) uint8_t low[PIECE * 64 + 64 + 64];
     alignas(64) uint8_t high[PIECE * 64 + 64 + 64];
 };
 
-// Two steps: the x of a piece of a row are lined up, then they meet whole groups of weights, zeros for those of other pieces. The second
-// step is one piece behind: a load that spans stores that are still under way waits for them (2.0 against 1.5 ns per 64 columns at density .3).
+// Two steps: the x of a piece of a row are lined up, then they meet whole groups of weights, zeros for those of other
+// pieces. The second
+// step is one piece behind: a load that spans stores that are still under way waits for them (2.0 against 1.5 ns per 64
+// columns at density .3).
 template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     struct piece_of_row {
         const uint8_t * groups;
         int64_t         n; // groups
-        float         * y;
+        float *         y;
     };
     lined_x         lined[2];
-    const int64_t   words = words_of(p.w.cols);
-    const uint8_t * x     = static_cast<const uint8_t *>(p.scratch);
-    const float     scale = *scale_of_x(p);
-    piece_of_row    last  = { nullptr, 0, nullptr };
-    int             now   = 0;
-    const auto multiply_last = [&] {
+    const int64_t   words         = words_of(p.w.cols);
+    const uint8_t * x             = static_cast<const uint8_t *>(p.scratch);
+    const float     scale         = *scale_of_x(p);
+    piece_of_row    last          = { nullptr, 0, nullptr };
+    int             now           = 0;
+    const auto      multiply_last = [&] {
         if (last.y) {
             *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, lined[now ^ 1]);
         }
@@ -211,19 +235,21 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
     for (int64_t row = row_begin; row < row_end; row++) {
         const uint64_t * mask = p.w.masks + row * words;
         int64_t          at   = p.w.row_off[row];
-        const bool       few  = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8; // rarely more than 32 in 64 columns
-        float          * y    = p.y[0] + (row - p.row_begin);
-        *y = -OFFSET * scale * p.w.row_sums[row];
+        // rarely more than 32 in 64 columns
+        const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8;
+        float *    y   = p.y[0] + (row - p.row_begin);
+        *y             = -OFFSET * scale * p.w.row_sums[row];
         for (int64_t word = 0; word < words; word += PIECE, now ^= 1) {
             const int64_t n_words = smaller(PIECE, words - word);
             for (int64_t line = 0; line < n_words; line += 8) {
                 __builtin_prefetch(mask + word + 256 + line);
             }
-            const int64_t n = few ? S::template line_up<true> (mask + word, n_words, x + word * 128, at % 64, lined[now])
-                                  : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 64, lined[now]);
+            const int64_t n =
+                few ? S::template line_up<true>(mask + word, n_words, x + word * 128, at % 64, lined[now])
+                    : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 64, lined[now]);
             multiply_last();
             last = { p.w.values + at / 64 * group_size<TYPE>, (n + 63) / 64, y };
-            at  += n - at % 64;
+            at += n - at % 64;
         }
     }
     multiply_last();
@@ -244,19 +270,19 @@ template <int TYPE, typename S> void multiply_narrow(const mul_mat_params & p, i
         const uint8_t * x      = static_cast<const uint8_t *>(p.scratch);
         // few entries in most groups: 64 columns have 9.6 on average at this density
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1] - p.w.row_off[row]) * 20 <= p.w.cols * 3;
-        p.y[0][row - p.row_begin] = few ? S::template dot_narrow<TYPE, true> (p.w.masks + row * words, words, values, x)
-                                        : S::template dot_narrow<TYPE, false>(p.w.masks + row * words, words, values, x);
+        p.y[0][row - p.row_begin] =
+            few ? S::template dot_narrow<TYPE, true>(p.w.masks + row * words, words, values, x)
+                : S::template dot_narrow<TYPE, false>(p.w.masks + row * words, words, values, x);
     }
 }
 
 // ---- rows layout ----
 
 // NR rows times NX x. A row's result does not depend on the rows beside it: same operations in the same order.
-template <
-    int TYPE, // of values
-    int NX,   // x at once
-    int NR    // rows at once: each x vector is loaded once for all
->
+template <int TYPE, // of values
+          int NX,   // x at once
+          int NR    // rows at once: each x vector is loaded once for all
+          >
 void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
@@ -264,14 +290,14 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;
-    const float * x = static_cast<const float *>(p.scratch) + first_x * padded;
+    const float * x      = static_cast<const float *>(p.scratch) + first_x * padded;
 
-    const uint64_t  * mask[NR];
+    const uint64_t *  mask[NR];
     reader<TYPE>      values[NR];
     alignas(64) float buffer[NR][BUFFER<TYPE, 64>];
-    vec acc[NR][NX][ACCS];
+    vec               acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
-        mask[r]   = p.w.masks + (row + r) * words;
+        mask[r] = p.w.masks + (row + r) * words;
         values[r].start(p.w, p.w.row_off[row + r]);
         for (int i = 0; i < NX; i++) {
             for (int a = 0; a < ACCS; a++) {
@@ -311,7 +337,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 #pragma GCC unroll 4
                     for (int r = 0; r < NR; r++) {
                         vec & sum = acc[r][i][(s * VECS + v) % ACCS];
-                        sum = simd::fma(w[r][v], xv, sum);
+                        sum       = simd::fma(w[r][v], xv, sum);
                     }
                 }
             }
@@ -329,9 +355,10 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     }
 }
 
-template <int TYPE, int NX> void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+template <int TYPE, int NX>
+void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
     constexpr int NR = simd::rows_at_once<NX>;
-    int64_t r = 0;
+    int64_t       r  = 0;
     for (; r + NR <= n_rows; r += NR) {
         dot_rows<TYPE, NX, NR>(p, row + r, first_x);
     }
@@ -342,7 +369,7 @@ template <int TYPE, int NX> void multiply_group(const mul_mat_params & p, int64_
 
 template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     constexpr int64_t BLOCK = 8; // rows that stay in L1 from one group of x to the next
-    const int64_t step = p.n <= GROUP ? row_end - row_begin : BLOCK;
+    const int64_t     step  = p.n <= GROUP ? row_end - row_begin : BLOCK;
     for (int64_t row = row_begin; row < row_end; row += step) {
         const int64_t n_rows = smaller(step, row_end - row);
         for (int64_t i = 0; i < p.n; i += GROUP) {
@@ -362,15 +389,16 @@ template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_beg
 
 // ---- panels layout ----
 
-struct entries { // the non-zeros of a row in a chunk
-    alignas(64) uint32_t col[MAX_CHUNK + 64];    // within the chunk
-    alignas(64) float    weight[MAX_CHUNK + 64];
+struct entries {                              // the non-zeros of a row in a chunk
+    alignas(64) uint32_t col[MAX_CHUNK + 64]; // within the chunk
+    alignas(64) float weight[MAX_CHUNK + 64];
 };
 
 // fills list, then zero entries up to a multiple of `multiple` (at most W); returns the number with them
-template <int TYPE> INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, entries & list) {
+template <int TYPE>
+INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, entries & list) {
     alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
-    int n = 0;
+    int               n = 0;
     for (int word = 0; word < n_words; word++) {
         const uint64_t bits = mask[word];
         for (int s = 0; s < 64 / W; s++) {
@@ -390,7 +418,8 @@ template <int TYPE> INLINE int decode_chunk(const uint64_t * mask, int n_words, 
     return n;
 }
 
-// acc[NV] += sum of weight * x[col][NV] over the list. SETS entries at a time, each with its own accumulators, so that FMAs overlap.
+// acc[NV] += sum of weight * x[col][NV] over the list. SETS entries at a time, each with its own accumulators, so that
+// FMAs overlap.
 template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
 
 template <int NV> INLINE void accumulate(const float * x, const entries & list, int n, float * acc) {
@@ -425,7 +454,8 @@ template <int NV> INLINE void accumulate(const float * x, const entries & list, 
 
 // acc is [row][NV * W]; y wants [token][row]
 template <int NV>
-void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token, int64_t n_tokens) {
+void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token,
+                 int64_t n_tokens) {
     for (int64_t r = 0; r < n_rows; r += W) {
         for (int g = 0; g < NV; g++) {
             vec v[W];
@@ -451,9 +481,9 @@ void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64
 
 template <int TYPE, int NV>
 void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
-    constexpr int     STRIDE      = NV * W;
-    const int64_t     words       = words_of(p.w.cols);
-    const float     * x           = static_cast<const float *>(p.scratch) + token * words * 64;
+    constexpr int     STRIDE = NV * W;
+    const int64_t     words  = words_of(p.w.cols);
+    const float *     x      = static_cast<const float *>(p.scratch) + token * words * 64;
     alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
     reader<TYPE>      values[BLOCK_ROWS<NV>];
     entries           list;
@@ -469,7 +499,8 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
         for (int64_t word = 0; word < words; word += CHUNK_WORDS<NV>) {
             const int n_words = static_cast<int>(smaller(CHUNK_WORDS<NV>, words - word));
             for (int64_t r = 0; r < n_rows; r++) {
-                const int n = decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, values[r], list);
+                const int n =
+                    decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, values[r], list);
                 __builtin_prefetch(values[r].at + 64, 0, 2); // for the next chunk, n_rows lists from now
                 accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
             }
@@ -480,7 +511,8 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
 
 // multiply_tile with NV = vecs
 template <int TYPE, int NV>
-void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token, int64_t n_tokens) {
+void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token,
+                      int64_t n_tokens) {
     if (vecs == NV) {
         multiply_tile<TYPE, NV>(p, row_begin, row_end, token, n_tokens);
     } else if constexpr (NV > 1) {
@@ -491,7 +523,8 @@ void multiply_tile_of(int vecs, const mul_mat_params & p, int64_t row_begin, int
 template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     for (int64_t token = 0; token < p.n; token += TILE) {
         const int64_t n_tokens = smaller(TILE, p.n - token);
-        multiply_tile_of<TYPE, TILE_VECS>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token, n_tokens);
+        multiply_tile_of<TYPE, TILE_VECS>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token,
+                                          n_tokens);
     }
 }
 
@@ -519,13 +552,13 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
     switch (p.w.type) {
-        case GGML_MACKO_TYPE_F16:  prepare_type<GGML_MACKO_TYPE_F16> (p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_BF16: prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q8_0: prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q5_0: prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
-        case GGML_MACKO_TYPE_Q4_0: prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_F16:   prepare_type<GGML_MACKO_TYPE_F16>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_BF16:  prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q8_0:  prepare_type<GGML_MACKO_TYPE_Q8_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q5_0:  prepare_type<GGML_MACKO_TYPE_Q5_0>(p, layout, begin, end); break;
+        case GGML_MACKO_TYPE_Q4_0:  prepare_type<GGML_MACKO_TYPE_Q4_0>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_Q4_NL: prepare_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, begin, end); break;
-        default:                   prepare_type<GGML_MACKO_TYPE_F32> (p, layout, begin, end); break;
+        default:                    prepare_type<GGML_MACKO_TYPE_F32>(p, layout, begin, end); break;
     }
 }
 
@@ -548,13 +581,13 @@ template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout
 
 void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
     switch (p.w.type) {
-        case GGML_MACKO_TYPE_F16:  multiply_type<GGML_MACKO_TYPE_F16> (p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_BF16: multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q8_0: multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q5_0: multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
-        case GGML_MACKO_TYPE_Q4_0: multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_F16:   multiply_type<GGML_MACKO_TYPE_F16>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_BF16:  multiply_type<GGML_MACKO_TYPE_BF16>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q8_0:  multiply_type<GGML_MACKO_TYPE_Q8_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q5_0:  multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_Q4_0:  multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_NL: multiply_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, row_begin, row_end); break;
-        default:                   multiply_type<GGML_MACKO_TYPE_F32> (p, layout, row_begin, row_end); break;
+        default:                    multiply_type<GGML_MACKO_TYPE_F32>(p, layout, row_begin, row_end); break;
     }
 }
 

@@ -1,4 +1,5 @@
-// Kernels for any CPU (arm64 among them): compilers turn the four-float vectors into whatever the target has. The slow reference
+// Kernels for any CPU (arm64 among them): compilers turn the four-float vectors into whatever the target has. The slow
+// reference
 // among the sets, kept simple.
 #include "cpu/dispatch.h"
 
@@ -8,28 +9,40 @@ namespace {
 struct simd {
     typedef float vec __attribute__((vector_size(16)));
 
-    static constexpr int width     = 4;
-    static constexpr int tile_vecs = 8;
-    template <int TYPE> static constexpr int step         = 8; // columns that expand() handles
-    template <int TYPE> static constexpr bool narrows     = false;
-    template <int NX>   static constexpr int rows_at_once = 1;
+    static constexpr int                      width        = 4;
+    static constexpr int                      tile_vecs    = 8;
+    template <int TYPE> static constexpr int  step         = 8; // columns that expand() handles
+    template <int TYPE> static constexpr bool narrows      = false;
+    template <int NX> static constexpr int    rows_at_once = 1;
 
-    static vec   zero()                      { return vec{0, 0, 0, 0}; }
-    static vec   set1(float a)               { return vec{a, a, a, a}; }
-    static vec   load(const float * p)       { vec v; __builtin_memcpy(&v, p, sizeof(v)); return v; }
-    static void  store(float * p, vec v)     { __builtin_memcpy(p, &v, sizeof(v)); }
-    static vec   add(vec a, vec b)           { return a + b; }
-    static vec   fma(vec a, vec b, vec c)    { return a * b + c; }
-    static float sum(vec v)                  { return (v[0] + v[1]) + (v[2] + v[3]); }
+    static vec zero() { return vec{ 0, 0, 0, 0 }; }
+    static vec set1(float a) { return vec{ a, a, a, a }; }
+    static vec load(const float * p) {
+        vec v;
+        __builtin_memcpy(&v, p, sizeof(v));
+        return v;
+    }
+    static void  store(float * p, vec v) { __builtin_memcpy(p, &v, sizeof(v)); }
+    static vec   add(vec a, vec b) { return a + b; }
+    static vec   fma(vec a, vec b, vec c) { return a * b + c; }
+    static float sum(vec v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
     // lo = a0 b0 a1 b1, hi = a2 b2 a3 b3
     static void zip(vec a, vec b, vec & lo, vec & hi) {
-        lo = vec{a[0], b[0], a[1], b[1]};
-        hi = vec{a[2], b[2], a[3], b[3]};
+        lo = vec{ a[0], b[0], a[1], b[1] };
+        hi = vec{ a[2], b[2], a[3], b[3] };
     }
 
-    static uint32_t bits_of(float f)         { uint32_t u; __builtin_memcpy(&u, &f, sizeof(u)); return u; }
-    static float    float_of(uint32_t u)     { float f; __builtin_memcpy(&f, &u, sizeof(f)); return f; }
+    static uint32_t bits_of(float f) {
+        uint32_t u;
+        __builtin_memcpy(&u, &f, sizeof(u));
+        return u;
+    }
+    static float float_of(uint32_t u) {
+        float f;
+        __builtin_memcpy(&f, &u, sizeof(f));
+        return f;
+    }
 
     // to the nearest F16 (ties to even) and back
     static float round_f16(float f) {
@@ -54,8 +67,10 @@ struct simd {
         }
         return float_of((u + 0x7fffu + ((u >> 16) & 1)) & 0xffff0000u);
     }
-    static vec round_f16(vec v)  { return vec{round_f16(v[0]), round_f16(v[1]), round_f16(v[2]), round_f16(v[3])}; }
-    static vec round_bf16(vec v) { return vec{round_bf16(v[0]), round_bf16(v[1]), round_bf16(v[2]), round_bf16(v[3])}; }
+    static vec round_f16(vec v) { return vec{ round_f16(v[0]), round_f16(v[1]), round_f16(v[2]), round_f16(v[3]) }; }
+    static vec round_bf16(vec v) {
+        return vec{ round_bf16(v[0]), round_bf16(v[1]), round_bf16(v[2]), round_bf16(v[3]) };
+    }
 
     template <int TYPE> static float value(const uint8_t * p) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -79,7 +94,7 @@ struct simd {
     // half of a group
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        uint32_t bits;
+        uint32_t        bits;
         __builtin_memcpy(&bits, group + 4 * half, sizeof(bits));
         const float d = float_of(TYPE == GGML_MACKO_TYPE_Q4_NL ? bits & ~1u : bits);
         for (int i = 0; i < 32; i++) {
@@ -97,11 +112,11 @@ struct simd {
     }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         constexpr int size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
-        return vec{value<TYPE>(p), value<TYPE>(p + size), value<TYPE>(p + 2 * size), value<TYPE>(p + 3 * size)};
+        return vec{ value<TYPE>(p), value<TYPE>(p + size), value<TYPE>(p + 2 * size), value<TYPE>(p + 3 * size) };
     }
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
-        constexpr int size = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
-        float lanes[step<TYPE>] = {};
+        constexpr int size              = TYPE == GGML_MACKO_TYPE_F32 ? 4 : 2;
+        float         lanes[step<TYPE>] = {};
         for (; bits; bits &= bits - 1, values += size) {
             lanes[__builtin_ctz(bits)] = value<TYPE>(values);
         }
@@ -122,4 +137,6 @@ struct simd {
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_portable = {"portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS};
+const macko::cpu::kernel_set macko::cpu::kernels_portable = {
+    "portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
+};

@@ -1,4 +1,5 @@
-// row-ops.h, once for every instruction set: included after kernels-impl.h by each kernels-*.cpp, under the same rules (internal linkage,
+// row-ops.h, once for every instruction set: included after kernels-impl.h by each kernels-*.cpp, under the same rules
+// (internal linkage,
 // no call into another header). Vectors are the compiler's own (+, *, /, comparisons).
 #pragma once
 
@@ -7,16 +8,18 @@ namespace {
 
 typedef int32_t int_vec __attribute__((vector_size(sizeof(vec))));
 
-// e^x to 4 units in the last place for -86 <= x <= 88, clamped outside: 2^n e^r with |r| <= ln 2 / 2, and seven terms of the series
+// e^x to 4 units in the last place for -86 <= x <= 88, clamped outside: 2^n e^r with |r| <= ln 2 / 2, and seven terms
+// of the series
 INLINE vec exp_vec(vec x) {
     const vec low = simd::set1(-86.0f), high = simd::set1(88.0f);
-    x = x < low ? low : x; // NaN passes
-    x = x > high ? high : x;
-    const vec     shift  = simd::set1(0x1.8p23f); // adding it rounds to an integer, which ends up in the low bits
-    const vec     biased = simd::fma(x, simd::set1(0x1.715476p+0f), shift);
-    const vec     n      = biased - shift;
-    const vec     r      = simd::fma(n, simd::set1(-0x1.7f7d1cp-20f), simd::fma(n, simd::set1(-0x1.62e4p-1f), x)); // ln 2 in two parts
-    vec p = simd::set1(1.0f / 5040);
+    x                = x < low ? low : x; // NaN passes
+    x                = x > high ? high : x;
+    const vec shift  = simd::set1(0x1.8p23f); // adding it rounds to an integer, which ends up in the low bits
+    const vec biased = simd::fma(x, simd::set1(0x1.715476p+0f), shift);
+    const vec n      = biased - shift;
+    // ln 2 in two parts
+    const vec r = simd::fma(n, simd::set1(-0x1.7f7d1cp-20f), simd::fma(n, simd::set1(-0x1.62e4p-1f), x));
+    vec       p = simd::set1(1.0f / 5040);
     for (const float c : { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f }) {
         p = simd::fma(p, r, simd::set1(c));
     }
@@ -56,7 +59,7 @@ void silu_mul_rows(const float * a, const float * b, float * y, int64_t n) {
 
 void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
     double  sums[8] = {};
-    int64_t i = 0;
+    int64_t i       = 0;
     for (; i + 8 <= n; i += 8) {
         for (int k = 0; k < 8; k++) {
             sums[k] += static_cast<double>(x[i + k]) * static_cast<double>(x[i + k]);
@@ -65,9 +68,10 @@ void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
     for (; i < n; i++) {
         sums[0] += static_cast<double>(x[i]) * static_cast<double>(x[i]);
     }
-    const double sum   = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-    const float  scale = static_cast<float>(1.0 / __builtin_sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
-    const vec    s     = simd::set1(scale);
+    const double sum = ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    const float  scale =
+        static_cast<float>(1.0 / __builtin_sqrt(sum / static_cast<double>(n) + static_cast<double>(eps)));
+    const vec s = simd::set1(scale);
     map(x, x, y, n, [s](vec p, vec) { return p * s; });
 }
 

@@ -1,6 +1,9 @@
-// Vets the metadata and the tensor types that llama.cpp trusts: values on which it asserts, divides by zero, throws through C,
-// or computes NaN. Written against the llama.cpp of the pinned llama-cpp-python (pyproject.toml): only keys that this version reads
-// for these architectures are listed; it ignores all others, so they pass. Tensor shapes are not checked: it refuses wrong ones cleanly.
+// Vets the metadata and the tensor types that llama.cpp trusts: values on which it asserts, divides by zero, throws
+// through C,
+// or computes NaN. Written against the llama.cpp of the pinned llama-cpp-python (pyproject.toml): only keys that this
+// version reads
+// for these architectures are listed; it ignores all others, so they pass. Tensor shapes are not checked: it refuses
+// wrong ones cleanly.
 #include "load/model-file.h"
 
 #include <algorithm>
@@ -14,33 +17,41 @@ namespace macko {
 // ---- architectures ----
 
 enum arch_bit : uint32_t {
-    ARCH_LLAMA = 1, ARCH_MISTRAL3 = 2, ARCH_QWEN2 = 4, ARCH_QWEN3 = 8, ARCH_QWEN3MOE = 16, ARCH_GEMMA2 = 32, ARCH_GEMMA3 = 64,
-    ARCH_PHI3 = 128, ARCH_GPT_OSS = 256,
-    ARCH_ALL = 511,
+    ARCH_LLAMA    = 1,
+    ARCH_MISTRAL3 = 2,
+    ARCH_QWEN2    = 4,
+    ARCH_QWEN3    = 8,
+    ARCH_QWEN3MOE = 16,
+    ARCH_GEMMA2   = 32,
+    ARCH_GEMMA3   = 64,
+    ARCH_PHI3     = 128,
+    ARCH_GPT_OSS  = 256,
+    ARCH_ALL      = 511,
 };
 
 enum experts_rule { EXPERTS_NONE, EXPERTS_OPTIONAL, EXPERTS_REQUIRED };
-enum window_rule  { WINDOW_UNUSED, WINDOW_OPTIONAL, WINDOW_ALWAYS };
+enum window_rule { WINDOW_UNUSED, WINDOW_OPTIONAL, WINDOW_ALWAYS };
 
 struct arch_rules {
     const char * name;
     arch_bit     bit;
     experts_rule experts;
-    window_rule  window;        // sliding-window attention: ALWAYS has a KV cache that asserts on at least one such layer
-    bool         rope_is_head;  // the graph asserts that RoPE covers whole heads
-    bool         heads_are_embd; // query tensors are embedding_length wide, whatever the head size
+    // sliding-window attention: ALWAYS has a KV cache that asserts on at least one such layer
+    window_rule window;
+    bool        rope_is_head;   // the graph asserts that RoPE covers whole heads
+    bool        heads_are_embd; // query tensors are embedding_length wide, whatever the head size
 };
 
 static const arch_rules ARCHS[] = {
-    { "llama",    ARCH_LLAMA,    EXPERTS_OPTIONAL, WINDOW_UNUSED,   true,  false },
-    { "mistral3", ARCH_MISTRAL3, EXPERTS_OPTIONAL, WINDOW_UNUSED,   true,  false },
-    { "qwen2",    ARCH_QWEN2,    EXPERTS_NONE,     WINDOW_UNUSED,   true,  true  },
-    { "qwen3",    ARCH_QWEN3,    EXPERTS_NONE,     WINDOW_UNUSED,   true,  false },
-    { "qwen3moe", ARCH_QWEN3MOE, EXPERTS_REQUIRED, WINDOW_UNUSED,   true,  false },
-    { "gemma2",   ARCH_GEMMA2,   EXPERTS_NONE,     WINDOW_ALWAYS,   false, false },
-    { "gemma3",   ARCH_GEMMA3,   EXPERTS_NONE,     WINDOW_OPTIONAL, false, false },
-    { "phi3",     ARCH_PHI3,     EXPERTS_NONE,     WINDOW_UNUSED,   false, true  },
-    { "gpt-oss",  ARCH_GPT_OSS,  EXPERTS_REQUIRED, WINDOW_ALWAYS,   true,  false },
+    { "llama", ARCH_LLAMA, EXPERTS_OPTIONAL, WINDOW_UNUSED, true, false },
+    { "mistral3", ARCH_MISTRAL3, EXPERTS_OPTIONAL, WINDOW_UNUSED, true, false },
+    { "qwen2", ARCH_QWEN2, EXPERTS_NONE, WINDOW_UNUSED, true, true },
+    { "qwen3", ARCH_QWEN3, EXPERTS_NONE, WINDOW_UNUSED, true, false },
+    { "qwen3moe", ARCH_QWEN3MOE, EXPERTS_REQUIRED, WINDOW_UNUSED, true, false },
+    { "gemma2", ARCH_GEMMA2, EXPERTS_NONE, WINDOW_ALWAYS, false, false },
+    { "gemma3", ARCH_GEMMA3, EXPERTS_NONE, WINDOW_OPTIONAL, false, false },
+    { "phi3", ARCH_PHI3, EXPERTS_NONE, WINDOW_UNUSED, false, true },
+    { "gpt-oss", ARCH_GPT_OSS, EXPERTS_REQUIRED, WINDOW_ALWAYS, true, false },
 };
 
 // ---- the table ----
@@ -48,9 +59,9 @@ static const arch_rules ARCHS[] = {
 constexpr uint32_t REQUIRED  = 1u << 30; // flags beside the architectures
 constexpr uint32_t PER_LAYER = 1u << 29; // or an array of block_count elements, which must all be equal
 
-constexpr double MAX_LAYERS       = 512;  // llama.cpp's arrays
+constexpr double MAX_LAYERS       = 512; // llama.cpp's arrays
 constexpr double MAX_EXPERTS      = 1024;
-constexpr double MAX_EXPERTS_USED = 16;   // per token: two graph nodes each, and the graph has 8 per tensor
+constexpr double MAX_EXPERTS_USED = 16; // per token: two graph nodes each, and the graph has 8 per tensor
 constexpr double MAX_U32          = 4294967295.0;
 constexpr double MAX_WIDTH        = 1 << 20;
 constexpr double MAX_HEAD         = 1 << 14;
@@ -58,11 +69,12 @@ constexpr double MAX_HEAD         = 1 << 14;
 struct key_rule {
     const char * name; // "%" is the architecture
     gguf_type    type;
-    double       min;  // of numbers; inclusive; NaN never passes
+    double       min; // of numbers; inclusive; NaN never passes
     double       max;
     uint32_t     flags;
 };
 
+// clang-format off: a table
 static const key_rule RULES[] = {
     { "general.name",                            GGUF_STRING, 0, 0, ARCH_ALL },
     { "general.type",                            GGUF_STRING, 0, 0, ARCH_ALL },
@@ -76,7 +88,8 @@ static const key_rule RULES[] = {
     { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_ALL | REQUIRED },
     { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_ALL | REQUIRED },
     { "%.embedding_length_out",                  GGUF_U32,    0, 0, ARCH_ALL },
-    { "%.feed_forward_length",                   GGUF_U32,    1, 1 << 24, (ARCH_ALL & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER },
+    { "%.feed_forward_length",                   GGUF_U32,    1, 1 << 24,
+      (ARCH_ALL & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER },
     { "%.feed_forward_length",                   GGUF_U32,    0, 1 << 24, ARCH_QWEN3MOE | ARCH_GPT_OSS | PER_LAYER },
     { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_QWEN3MOE | PER_LAYER },
     { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_GPT_OSS | REQUIRED | PER_LAYER },
@@ -86,7 +99,8 @@ static const key_rule RULES[] = {
     { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_ALL | PER_LAYER },
     { "%.expert_group_count",                    GGUF_U32,    0, 0, ARCH_ALL },
     { "%.expert_group_used_count",               GGUF_U32,    0, 0, ARCH_ALL },
-    { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_ALL }, // none, mean, cls, last; rank needs a classifier
+    // none, mean, cls, last; rank needs a classifier
+    { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_ALL },
     { "%.classifier.pooling_type",               GGUF_U32,    0, 3, ARCH_ALL },
     { "%.final_logit_softcapping",               GGUF_F32,    0, 1e6, ARCH_GEMMA2 | ARCH_GEMMA3 },
     { "%.attn_logit_softcapping",                GGUF_F32,    1e-3, 1e6, ARCH_GEMMA2 },
@@ -112,7 +126,8 @@ static const key_rule RULES[] = {
     { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_ALL },
     { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_ALL },
     { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_ALL },
-    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_ALL }, // scales keys, which are kept as F16
+    // scales keys, which are kept as F16
+    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_ALL },
     { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_ALL },
     { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_ALL },
     { "%.rope.scaling.yarn_log_multiplier",      GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },
@@ -131,6 +146,7 @@ static const key_rule RULES[] = {
     { "tokenizer.ggml.normalizer.strip_accents", GGUF_BOOL,   0, 1, ARCH_ALL },
     { "tokenizer.chat_template",                 GGUF_STRING, 0, 0, ARCH_ALL },
 };
+// clang-format on
 
 static std::string with_arch(const char * name, const arch_rules & arch) {
     return name[0] == '%' ? std::string(arch.name) + (name + 1) : std::string(name);
@@ -144,7 +160,8 @@ static int missing(const std::string & name) {
     return fail(GGML_MACKO_STATUS_MISSING_KEY, "key %s is missing", name.c_str());
 }
 
-static int check_number(const gguf_header & header, const gguf_key & key, uint64_t i, const key_rule & rule, double * out) {
+static int check_number(const gguf_header & header, const gguf_key & key, uint64_t i, const key_rule & rule,
+                        double * out) {
     int64_t integer = 0;
     if (header.get_int(key, i, &integer)) {
         *out = static_cast<double>(integer);
@@ -152,7 +169,8 @@ static int check_number(const gguf_header & header, const gguf_key & key, uint64
         return wrong_type(key.name);
     }
     if (!(*out >= rule.min && *out <= rule.max)) { // NaN fails too
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is out of range (%g vs %g...%g)", key.name.c_str(), *out, rule.min, rule.max);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is out of range (%g vs %g...%g)", key.name.c_str(), *out,
+                    rule.min, rule.max);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -160,17 +178,19 @@ static int check_number(const gguf_header & header, const gguf_key & key, uint64
 // layers of the model; 0 if the key is not there or wrong, which its own rule reports
 static uint64_t block_count(const gguf_header & header, const arch_rules & arch) {
     const gguf_key * key = header.find(with_arch("%.block_count", arch).c_str());
-    int64_t n = 0;
+    int64_t          n   = 0;
     return key && key->type == GGUF_U32 && header.get_int(*key, 0, &n) ? static_cast<uint64_t>(n) : 0;
 }
 
-static int check_per_layer(const gguf_header & header, const gguf_key & key, const key_rule & rule, const arch_rules & arch) {
+static int check_per_layer(const gguf_header & header, const gguf_key & key, const key_rule & rule,
+                           const arch_rules & arch) {
     if (key.element_type != GGUF_U32 && key.element_type != GGUF_I32) {
         return wrong_type(key.name);
     }
     const uint64_t n = block_count(header, arch);
     if (key.n != n || n == 0) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per layer (%" PRIu64 " vs %" PRIu64 ")", key.name.c_str(), key.n, n);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per layer (%" PRIu64 " vs %" PRIu64 ")",
+                    key.name.c_str(), key.n, n);
     }
     double first = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -182,7 +202,8 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
             first = value;
         }
         if (value != first) { // llama.cpp sizes these graphs by the first layer and asserts in the others
-            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s differs between layers (%g vs %g)", key.name.c_str(), value, first);
+            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s differs between layers (%g vs %g)", key.name.c_str(),
+                        value, first);
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -190,7 +211,7 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
 
 static int check_rule(const gguf_header & header, const key_rule & rule, const arch_rules & arch) {
     const std::string name = with_arch(rule.name, arch);
-    const gguf_key * key = header.find(name.c_str());
+    const gguf_key *  key  = header.find(name.c_str());
     if (key == nullptr) {
         return rule.flags & REQUIRED ? missing(name) : GGML_MACKO_STATUS_OK;
     }
@@ -210,17 +231,18 @@ namespace {
 
 struct hparams {
     const gguf_header & header;
-    const arch_rules  & arch;
+    const arch_rules &  arch;
 
     bool has(const char * name) const { return header.find(with_arch(name, arch).c_str()) != nullptr; }
     // first element of a key that the table has checked; otherwise a default
     int64_t get(const char * name, int64_t otherwise) const {
-        const gguf_key * key = header.find(with_arch(name, arch).c_str());
-        int64_t value = otherwise;
+        const gguf_key * key   = header.find(with_arch(name, arch).c_str());
+        int64_t          value = otherwise;
         return key && header.get_int(*key, 0, &value) ? value : otherwise;
     }
     int bad(const char * name, int64_t value, const char * rule, int64_t limit) const {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s %s (%" PRId64 " vs %" PRId64 ")", with_arch(name, arch).c_str(), rule, value, limit);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s %s (%" PRId64 " vs %" PRId64 ")",
+                    with_arch(name, arch).c_str(), rule, value, limit);
     }
 };
 
@@ -236,9 +258,9 @@ static int check_heads(const hparams & hp) {
     if (n_embd % n_head != 0 && !(hp.has("%.attention.key_length") && hp.has("%.attention.value_length"))) {
         return hp.bad("%.attention.head_count", n_head, "does not divide embedding_length", n_embd);
     }
-    const int64_t key   = hp.get("%.attention.key_length",   n_embd / n_head);
+    const int64_t key   = hp.get("%.attention.key_length", n_embd / n_head);
     const int64_t value = hp.get("%.attention.value_length", n_embd / n_head);
-    const int64_t rope  = hp.get("%.rope.dimension_count",   key);
+    const int64_t rope  = hp.get("%.rope.dimension_count", key);
     if (key != value) {
         return hp.bad("%.attention.value_length", value, "differs from key_length", key);
     }
@@ -254,7 +276,8 @@ static int check_heads(const hparams & hp) {
         }
     }
     if (hp.get("%.rope.dimension_count_swa", rope) != rope) {
-        return hp.bad("%.rope.dimension_count_swa", hp.get("%.rope.dimension_count_swa", rope), "differs from dimension_count", rope);
+        return hp.bad("%.rope.dimension_count_swa", hp.get("%.rope.dimension_count_swa", rope),
+                      "differs from dimension_count", rope);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -276,20 +299,22 @@ static int check_experts(const hparams & hp) {
 
 // true layers of %.attention.sliding_window_pattern; its scalar form p makes every p-th layer dense
 static int check_window(const hparams & hp) {
-    const bool window = hp.arch.window == WINDOW_ALWAYS || (hp.arch.window == WINDOW_OPTIONAL && hp.get("%.attention.sliding_window", 0) > 0);
+    const bool window = hp.arch.window == WINDOW_ALWAYS ||
+                        (hp.arch.window == WINDOW_OPTIONAL && hp.get("%.attention.sliding_window", 0) > 0);
     const std::string name = with_arch("%.attention.sliding_window_pattern", hp.arch);
-    const gguf_key * key = hp.header.find(name.c_str());
+    const gguf_key *  key  = hp.header.find(name.c_str());
     if (!window) {
         return GGML_MACKO_STATUS_OK;
     }
-    const int64_t n_layer = hp.get("%.block_count", 0);
-    int64_t n_window = n_layer;
+    const int64_t n_layer  = hp.get("%.block_count", 0);
+    int64_t       n_window = n_layer;
     if (key != nullptr && key->type == GGUF_ARRAY) {
         if (key->element_type != GGUF_BOOL && key->element_type != GGUF_U32 && key->element_type != GGUF_I32) {
             return wrong_type(name);
         }
         if (key->n != static_cast<uint64_t>(n_layer)) {
-            return hp.bad("%.attention.sliding_window_pattern", static_cast<int64_t>(key->n), "has one element per layer", n_layer);
+            return hp.bad("%.attention.sliding_window_pattern", static_cast<int64_t>(key->n),
+                          "has one element per layer", n_layer);
         }
         n_window = 0;
         for (uint64_t i = 0; i < key->n; i++) {
@@ -306,12 +331,13 @@ static int check_window(const hparams & hp) {
         }
         n_window = pattern == 1 ? 0 : n_layer;
     }
-    return n_window > 0 ? GGML_MACKO_STATUS_OK : hp.bad("%.attention.sliding_window_pattern", n_window, "leaves no layer with a window", 1);
+    return n_window > 0 ? GGML_MACKO_STATUS_OK
+                        : hp.bad("%.attention.sliding_window_pattern", n_window, "leaves no layer with a window", 1);
 }
 
 static int check_rope_scaling(const hparams & hp) {
     const gguf_key * key = hp.header.find(with_arch("%.rope.scaling.type", hp.arch).c_str());
-    std::string type;
+    std::string      type;
     if (key == nullptr || !hp.header.get_string(*key, 0, &type)) {
         return GGML_MACKO_STATUS_OK;
     }
@@ -320,13 +346,15 @@ static int check_rope_scaling(const hparams & hp) {
             return GGML_MACKO_STATUS_OK;
         }
     }
-    return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is unknown ('%s')", key->name.c_str(), printable(type.c_str(), type.size()).text);
+    return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is unknown ('%s')", key->name.c_str(),
+                printable(type.c_str(), type.size()).text);
 }
 
 static int check_labels(const hparams & hp) {
     const std::string name = with_arch("%.classifier.output_labels", hp.arch);
-    const gguf_key * key = hp.header.find(name.c_str());
-    return key && (key->type != GGUF_ARRAY || key->element_type != GGUF_STRING) ? wrong_type(name) : GGML_MACKO_STATUS_OK;
+    const gguf_key *  key  = hp.header.find(name.c_str());
+    return key && (key->type != GGUF_ARRAY || key->element_type != GGUF_STRING) ? wrong_type(name)
+                                                                                : GGML_MACKO_STATUS_OK;
 }
 
 // ---- the vocabulary ----
@@ -334,7 +362,8 @@ static int check_labels(const hparams & hp) {
 enum { TOKEN_TYPE_BYTE = 6, TOKEN_TYPE_MAX = 6 };
 
 // an array key; *out is null if it is absent and not required
-static int find_array(const gguf_header & header, const char * name, bool required, std::initializer_list<gguf_type> types, const gguf_key ** out) {
+static int find_array(const gguf_header & header, const char * name, bool required,
+                      std::initializer_list<gguf_type> types, const gguf_key ** out) {
     *out = header.find(name);
     if (*out == nullptr) {
         return required ? missing(name) : GGML_MACKO_STATUS_OK;
@@ -346,7 +375,8 @@ static int find_array(const gguf_header & header, const char * name, bool requir
 }
 
 static int bad_token(uint64_t i, const std::string & token, const char * what) {
-    return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.tokens: token %" PRIu64 " '%s' %s", i, printable(token.c_str(), token.size()).text, what);
+    return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.tokens: token %" PRIu64 " '%s' %s", i,
+                printable(token.c_str(), token.size()).text, what);
 }
 
 // llama.cpp cuts a token at a NUL and names an empty one; it asserts that no two are equal after that
@@ -369,7 +399,8 @@ static int check_tokens_differ(std::vector<std::string> tokens) {
 }
 
 static bool is_byte_token(const std::string & token) {
-    return token.size() == 6 && token.compare(0, 3, "<0x") == 0 && isxdigit(static_cast<unsigned char>(token[3])) && isxdigit(static_cast<unsigned char>(token[4])) && token[5] == '>';
+    return token.size() == 6 && token.compare(0, 3, "<0x") == 0 && isxdigit(static_cast<unsigned char>(token[3])) &&
+           isxdigit(static_cast<unsigned char>(token[4])) && token[5] == '>';
 }
 
 static int check_token_types(const gguf_header & header, const std::vector<std::string> & tokens) {
@@ -381,12 +412,15 @@ static int check_token_types(const gguf_header & header, const std::vector<std::
         return GGML_MACKO_STATUS_OK;
     }
     if (key->n != tokens.size()) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %zu)", key->name.c_str(), key->n, tokens.size());
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %zu)",
+                    key->name.c_str(), key->n, tokens.size());
     }
     for (uint64_t i = 0; i < key->n; i++) {
         int64_t type = 0;
         if (!header.get_int(*key, i, &type) || type < 0 || type > TOKEN_TYPE_MAX) {
-            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s: type of token %" PRIu64 " is unknown (%" PRId64 " vs 0...%d)", key->name.c_str(), i, type, TOKEN_TYPE_MAX);
+            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE,
+                        "key %s: type of token %" PRIu64 " is unknown (%" PRId64 " vs 0...%d)", key->name.c_str(), i,
+                        type, TOKEN_TYPE_MAX);
         }
         if (type == TOKEN_TYPE_BYTE && !is_byte_token(tokens[i])) {
             return bad_token(i, tokens[i], "is a byte token, but not of the form <0xHH>");
@@ -404,12 +438,14 @@ static int check_scores(const gguf_header & header, uint64_t n_tokens) {
         return GGML_MACKO_STATUS_OK;
     }
     if (key->n != n_tokens) {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %" PRIu64 ")", key->name.c_str(), key->n, n_tokens);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %" PRIu64 ")",
+                    key->name.c_str(), key->n, n_tokens);
     }
     for (uint64_t i = 0; i < key->n; i++) {
         double score = 0; // NaN would break the order of the tokenizer's heap
         if (header.get_float(*key, i, &score) && !std::isfinite(score)) {
-            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s: score of token %" PRIu64 " is not finite", key->name.c_str(), i);
+            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s: score of token %" PRIu64 " is not finite",
+                        key->name.c_str(), i);
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -422,21 +458,24 @@ static int check_byte_fallback(std::vector<std::string> tokens) {
         char fallback[8];
         snprintf(fallback, sizeof(fallback), "<0x%02X>", static_cast<unsigned>(byte));
         const std::string single(1, static_cast<char>(byte));
-        if (!std::binary_search(tokens.begin(), tokens.end(), fallback) && (byte == 0 || !std::binary_search(tokens.begin(), tokens.end(), single))) {
+        if (!std::binary_search(tokens.begin(), tokens.end(), fallback) &&
+            (byte == 0 || !std::binary_search(tokens.begin(), tokens.end(), single))) {
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.tokens has no token for byte %d", byte);
         }
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-// tokenizer.ggml.*_token_id; the defaults of the first two must exist as well, because a missing one asserts when text is tokenized
+// tokenizer.ggml.*_token_id; the defaults of the first two must exist as well, because a missing one asserts when text
+// is tokenized
 static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_tokens) {
-    static const char * const names[] = { "bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "cls", "mask", "fim_pre", "fim_suf", "fim_mid",
-        "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle" };
+    static const char * const names[] = { "bos",     "eos",     "eot",     "eom",     "unknown", "seperator",
+                                          "padding", "cls",     "mask",    "fim_pre", "fim_suf", "fim_mid",
+                                          "fim_pad", "fim_rep", "fim_sep", "prefix",  "suffix",  "middle" };
     for (const char * name : names) {
         const std::string key_name = "tokenizer.ggml." + std::string(name) + "_token_id";
-        const gguf_key * key = header.find(key_name.c_str());
-        int64_t id = -1;
+        const gguf_key *  key      = header.find(key_name.c_str());
+        int64_t           id       = -1;
         if (key == nullptr) {
             const bool is_bos = strcmp(name, "bos") == 0;
             if (!is_bos && strcmp(name, "eos") != 0) {
@@ -450,7 +489,9 @@ static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_t
             return wrong_type(key_name);
         }
         if (static_cast<uint64_t>(id) >= n_tokens) {
-            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is not in the vocabulary (%" PRId64 " vs %" PRIu64 " tokens)", key_name.c_str(), id, n_tokens);
+            return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE,
+                        "key %s is not in the vocabulary (%" PRId64 " vs %" PRIu64 " tokens)", key_name.c_str(), id,
+                        n_tokens);
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -461,7 +502,8 @@ static int check_vocab(const gguf_header & header) {
     header.get_string(*header.find("tokenizer.ggml.model"), 0, &model); // required by the table
     const bool is_spm = model == "llama";
     if (!is_spm && model != "gpt2") {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.model is not llama or gpt2 ('%s')", printable(model.c_str(), model.size()).text);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.model is not llama or gpt2 ('%s')",
+                    printable(model.c_str(), model.size()).text);
     }
     const gguf_key * key = nullptr;
     if (const int status = find_array(header, "tokenizer.ggml.tokens", true, { GGUF_STRING }, &key)) {
@@ -487,7 +529,8 @@ static int check_vocab(const gguf_header & header) {
     if (const int status = find_array(header, "tokenizer.ggml.merges", !is_spm, { GGUF_STRING }, &key)) {
         return status;
     }
-    if (const int status = find_array(header, "tokenizer.ggml.precompiled_charsmap", false, { GGUF_U8, GGUF_I8 }, &key)) {
+    if (const int status =
+            find_array(header, "tokenizer.ggml.precompiled_charsmap", false, { GGUF_U8, GGUF_I8 }, &key)) {
         return status;
     }
     if (const int status = find_array(header, "tokenizer.ggml.suppress_tokens", false, { GGUF_I32 }, &key)) {
@@ -513,7 +556,8 @@ static int find_arch(const gguf_header & header, const arch_rules ** out) {
             return GGML_MACKO_STATUS_OK;
         }
     }
-    return fail(GGML_MACKO_STATUS_UNSUPPORTED_ARCH, "architecture '%s' is not supported by this version", printable(name.c_str(), name.size()).text);
+    return fail(GGML_MACKO_STATUS_UNSUPPORTED_ARCH, "architecture '%s' is not supported by this version",
+                printable(name.c_str(), name.size()).text);
 }
 
 int check_model_keys(const gguf_header & header) {
@@ -529,9 +573,10 @@ int check_model_keys(const gguf_header & header) {
         }
     }
     const gguf_key * type = header.find("general.type");
-    std::string type_name;
+    std::string      type_name;
     if (type && header.get_string(*type, 0, &type_name) && type_name != "model") {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key general.type is not model ('%s')", printable(type_name.c_str(), type_name.size()).text);
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key general.type is not model ('%s')",
+                    printable(type_name.c_str(), type_name.size()).text);
     }
     const hparams hp = { header, *arch };
     if (const int status = check_heads(hp)) {
@@ -563,15 +608,17 @@ static bool ends_with(std::string_view s, std::string_view suffix) {
 }
 
 int check_model_tensors(const std::vector<gguf_tensor> & tensors) {
-    bool has_output = false;
+    bool has_output       = false;
     bool has_output_scale = false;
     for (const gguf_tensor & t : tensors) {
-        has_output       |= t.name == "output.weight";
+        has_output |= t.name == "output.weight";
         has_output_scale |= t.name == "output.scale" || t.name == "output.input_scale";
-        // norms, biases, scales, RoPE factors: ggml-cpu aborts unless they are F32. Matrices end in .weight and have several rows.
+        // norms, biases, scales, RoPE factors: ggml-cpu aborts unless they are F32. Matrices end in .weight and have
+        // several rows.
         const bool is_matrix = t.ne[1] * t.ne[2] * t.ne[3] > 1 && ends_with(t.name, ".weight");
         if (is_matrix ? !is_matrix_type(t.type) : t.type != GGML_MACKO_TYPE_F32) {
-            return fail(GGML_MACKO_STATUS_BAD_TYPE, "%s: llama.cpp cannot compute with this tensor's type (%d)", t.name.c_str(), t.type);
+            return fail(GGML_MACKO_STATUS_BAD_TYPE, "%s: llama.cpp cannot compute with this tensor's type (%d)",
+                        t.name.c_str(), t.type);
         }
     }
     if (has_output_scale && !has_output) { // asserts if the tied embedding is NVFP4

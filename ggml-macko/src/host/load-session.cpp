@@ -1,6 +1,6 @@
 #include "host/load-session.h"
-#include "host/log.h"
 #include "cpu/kernels.h"
+#include "host/log.h"
 
 #include <cstdarg>
 #include <cstring>
@@ -12,9 +12,7 @@ namespace macko {
 
 static thread_local load * current_load = nullptr;
 
-load * load::current() {
-    return current_load;
-}
+load * load::current() { return current_load; }
 
 const sparse_matrix * load::find(const ggml_tensor * tensor) const {
     const auto it = by_name_.find(tensor->name);
@@ -31,7 +29,8 @@ int load::receive(const ggml_tensor * tensor, const void * data, size_t size, pa
         const sparse_matrix * matrix = find(tensor);
         const int64_t         index  = virtual_->match_handle(data, size);
         if (!matrix || index != matrix - file_->sparse.data()) {
-            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file", printable(tensor->name).text);
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
+                        printable(tensor->name).text);
         }
         if (const int bad = read_payload(*file_, file_->header, *matrix, omp_get_max_threads(), consumer)) {
             return bad;
@@ -53,7 +52,7 @@ void load::keep_error(int status) {
 }
 
 void load::keep_out_of_memory(const char * format, ...) {
-    char text[512];
+    char    text[512];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
@@ -71,11 +70,13 @@ using namespace macko;
 static void log_compressed(const model_file & file) {
     int64_t dense = 0, sparse = 0;
     for (const sparse_matrix & m : file.sparse) {
-        dense  += m.nbytes_dense;
-        sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) + 4 * (m.desc.rows + 1);
+        dense += m.nbytes_dense;
+        sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) +
+                  4 * (m.desc.rows + 1);
     }
-    log_info("ggml-macko: %s: compressing %zu of %zu tensors while loading: %.1f MiB -> %.1f MiB\n", file.path.c_str(), file.sparse.size(), file.header.tensors.size(),
-             static_cast<double>(dense) / 1048576, static_cast<double>(sparse) / 1048576);
+    log_info("ggml-macko: %s: compressing %zu of %zu tensors while loading: %.1f MiB -> %.1f MiB\n", file.path.c_str(),
+             file.sparse.size(), file.header.tensors.size(), static_cast<double>(dense) / 1048576,
+             static_cast<double>(sparse) / 1048576);
 }
 
 int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** out, FILE ** stream) {
@@ -87,7 +88,7 @@ int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** o
         if (load::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
-        auto l = std::make_unique<ggml_macko_load>();
+        auto l       = std::make_unique<ggml_macko_load>();
         l->no_alloc_ = flags & GGML_MACKO_LOAD_NO_ALLOC;
         if (const int status = model_file_open_sparse(path, compress, &l->file_)) {
             if (compress && status == GGML_MACKO_STATUS_NOT_SPARSE && !l->no_alloc_) {
@@ -114,9 +115,9 @@ int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** o
             prefix_error(path);
             return GGML_MACKO_STATUS_IO;
         }
-        *stream              = l->stream_;
-        macko::current_load  = l.get();
-        *out                 = l.release();
+        *stream             = l->stream_;
+        macko::current_load = l.get();
+        *out                = l.release();
         return GGML_MACKO_STATUS_OK;
     });
 }
@@ -140,13 +141,16 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
             return status;
         }
         if (!model_loaded) {
-            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why", path.c_str());
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why",
+                        path.c_str());
         }
         for (size_t i = 0; with_weights && i < l->loaded_.size(); i++) {
-            if (!l->loaded_[i]) { // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
-                return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
-                            "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)", path.c_str(),
-                            l->file_->sparse[i].name.c_str());
+            // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
+            if (!l->loaded_[i]) {
+                return fail(GGML_MACKO_STATUS_LOAD_FAILED,
+                            "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
+                            "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)",
+                            path.c_str(), l->file_->sparse[i].name.c_str());
             }
         }
         return GGML_MACKO_STATUS_OK;
@@ -155,16 +159,14 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
 
 int ggml_macko_check_ggml(const char * ggml_version) {
     if (!ggml_version || strcmp(ggml_version, GGML_MACKO_GGML_VERSION) != 0) {
-        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "ggml-macko %s was built for ggml %s (llama-cpp-python %s), but ggml %s is running", ggml_macko_version(),
-                    GGML_MACKO_GGML_VERSION, GGML_MACKO_LLAMA_CPP_PYTHON_VERSION, ggml_version ? printable(ggml_version).text : "(none)");
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
+                    "ggml-macko %s was built for ggml %s (llama-cpp-python %s), but ggml %s is running",
+                    ggml_macko_version(), GGML_MACKO_GGML_VERSION, GGML_MACKO_LLAMA_CPP_PYTHON_VERSION,
+                    ggml_version ? printable(ggml_version).text : "(none)");
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-const char * ggml_macko_built_for_llama_cpp_python(void) {
-    return GGML_MACKO_LLAMA_CPP_PYTHON_VERSION;
-}
+const char * ggml_macko_built_for_llama_cpp_python(void) { return GGML_MACKO_LLAMA_CPP_PYTHON_VERSION; }
 
-const char * ggml_macko_built_for_ggml(void) {
-    return GGML_MACKO_GGML_VERSION;
-}
+const char * ggml_macko_built_for_ggml(void) { return GGML_MACKO_GGML_VERSION; }

@@ -2,9 +2,9 @@
 // One load per thread at a time; nothing is keyed by tensor name outside a load, so models with equal names never mix.
 #pragma once
 
-#include "load/model-file.h"
-#include "load/dense-stream.h"
 #include "ggml.h"
+#include "load/dense-stream.h"
+#include "load/model-file.h"
 
 #include <unordered_map>
 
@@ -16,13 +16,15 @@ public:
     static load * current();
 
     // matrix that a tensor of the dense model stands for (same name, type and shape), or nullptr
-    const sparse_matrix * find(const ggml_tensor * tensor) const;
+    const sparse_matrix *              find(const ggml_tensor * tensor) const;
     const std::vector<sparse_matrix> & matrices() const { return file_->sparse; }
     // llama.cpp asks for sizes only (params.no_alloc)
     bool no_alloc() const { return no_alloc_; }
 
-    // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this load's handle of the
-    // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded, or an error, which is also kept
+    // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this
+    // load's handle of the
+    // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded,
+    // or an error, which is also kept
     // for ggml_macko_load_end.
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
     // keeps an error of a device (the current message) for ggml_macko_load_end; the first one wins
@@ -39,7 +41,7 @@ private:
 
     std::unique_ptr<model_file>                            file_;
     std::unique_ptr<virtual_file>                          virtual_;
-    FILE                                                 * stream_ = nullptr;
+    FILE *                                                 stream_   = nullptr;
     bool                                                   no_alloc_ = false;
     std::unordered_map<std::string, const sparse_matrix *> by_name_;
     std::vector<bool>                                      loaded_; // by index into file_->sparse

@@ -12,7 +12,7 @@ inline void log_text(ggml_log_level level, const char * format, va_list args) {
     char text[1024];
     vsnprintf(text, sizeof(text), format, args);
     ggml_log_callback callback  = nullptr;
-    void            * user_data = nullptr;
+    void *            user_data = nullptr;
     ggml_log_get(&callback, &user_data);
     if (callback) {
         callback(level, text, user_data);

@@ -13,22 +13,16 @@ struct planned : ggml_backend_buffer_type {
     std::unordered_map<std::string, size_t> nbytes; // of sparse matrices, by name
 };
 
-const planned & planned_of(ggml_backend_buffer_type_t buft) {
-    return *static_cast<const planned *>(buft);
-}
+const planned & planned_of(ggml_backend_buffer_type_t buft) { return *static_cast<const planned *>(buft); }
 
-const char * get_name(ggml_backend_buffer_type_t buft) {
-    return ggml_backend_buft_name(planned_of(buft).real);
-}
+const char * get_name(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_name(planned_of(buft).real); }
 
 // for what is put beside the model's weights: they themselves get a buffer of 0 bytes, which ggml makes
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return ggml_backend_buft_alloc_buffer(planned_of(buft).real, size);
 }
 
-size_t get_alignment(ggml_backend_buffer_type_t buft) {
-    return ggml_backend_buft_get_alignment(planned_of(buft).real);
-}
+size_t get_alignment(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_get_alignment(planned_of(buft).real); }
 
 size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     const planned & p  = planned_of(buft);
@@ -36,21 +30,20 @@ size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tenso
     return it != p.nbytes.end() ? it->second : ggml_backend_buft_get_alloc_size(p.real, tensor);
 }
 
-bool is_host(ggml_backend_buffer_type_t buft) {
-    return planned_of(buft).host;
-}
+bool is_host(ggml_backend_buffer_type_t buft) { return planned_of(buft).host; }
 
-bool is_planned(ggml_backend_buffer_type_t buft) {
-    return buft && buft->iface.get_alloc_size == get_alloc_size;
-}
+bool is_planned(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_alloc_size == get_alloc_size; }
 
 } // namespace
 
-ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load & current, matrix_nbytes_t nbytes, bool host) {
+ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load & current,
+                                               matrix_nbytes_t nbytes, bool host) {
     static std::mutex                            mutex;
     static std::vector<std::unique_ptr<planned>> all;
-    auto p = std::make_unique<planned>();
-    *static_cast<ggml_backend_buffer_type *>(p.get()) = { { get_name, alloc_buffer, get_alignment, nullptr, get_alloc_size, is_host }, real->device, real->context };
+    auto                                         p    = std::make_unique<planned>();
+    *static_cast<ggml_backend_buffer_type *>(p.get()) = {
+        { get_name, alloc_buffer, get_alignment, nullptr, get_alloc_size, is_host }, real->device, real->context
+    };
     p->real = real;
     p->host = host;
     for (const sparse_matrix & m : current.matrices()) {

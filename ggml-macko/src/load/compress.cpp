@@ -18,10 +18,11 @@ static bool is_word(char c) {
 // blk.N.attn_X.weight or blk.N.ffn_X.weight -> X
 static bool block_part(std::string_view name, std::string_view * part) {
     constexpr std::string_view prefix = "blk.", suffix = ".weight";
-    if (name.substr(0, prefix.size()) != prefix || name.size() < prefix.size() + suffix.size() || name.substr(name.size() - suffix.size()) != suffix) {
+    if (name.substr(0, prefix.size()) != prefix || name.size() < prefix.size() + suffix.size() ||
+        name.substr(name.size() - suffix.size()) != suffix) {
         return false;
     }
-    name = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
+    name                = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
     const size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
     if (digits == 0 || digits == name.size() || name[digits] != '.') {
         return false;
@@ -36,7 +37,8 @@ static bool block_part(std::string_view name, std::string_view * part) {
     return false;
 }
 
-// Norms and biases are 1-D; token_embd is read row by row; a router (ffn_gate_inp) is tiny and decides where tokens go; relative-position tables are looked up.
+// Norms and biases are 1-D; token_embd is read row by row; a router (ffn_gate_inp) is tiny and decides where tokens go;
+// relative-position tables are looked up.
 int weight_use(const std::string & name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
@@ -45,7 +47,7 @@ int weight_use(const std::string & name, int n_dims) {
     if (!block_part(name, &part)) {
         return GGML_MACKO_WEIGHT_OTHER;
     }
-    const auto has = [&](std::string_view text) { return part.find(text) != std::string_view::npos; };
+    const auto has       = [&](std::string_view text) { return part.find(text) != std::string_view::npos; };
     const bool is_router = has("_inp_") || (part.size() >= 4 && part.substr(part.size() - 4) == "_inp");
     if (is_router || has("norm") || has("_rel_b") || has("_sinks") || has("_exp_probs")) {
         return GGML_MACKO_WEIGHT_OTHER;
@@ -67,10 +69,11 @@ struct tensor_count {
 
 } // namespace
 
-static int count_tensor(const model_file & file, const gguf_tensor & t, const macko_desc & desc, std::vector<uint8_t> & slab, tensor_count * count) {
+static int count_tensor(const model_file & file, const gguf_tensor & t, const macko_desc & desc,
+                        std::vector<uint8_t> & slab, tensor_count * count) {
     const int64_t row_nbytes = desc.cols * value_nbytes(desc.type);
     const int64_t rows_slab  = std::max<int64_t>(1, SLAB_NBYTES / row_nbytes);
-    count->total = {};
+    count->total             = {};
     count->rows.resize(static_cast<size_t>(desc.rows));
     slab.resize(std::max(slab.size(), static_cast<size_t>(std::min(rows_slab, desc.rows) * row_nbytes)));
     for (int64_t row = 0; row < desc.rows; row += rows_slab) {
@@ -79,7 +82,8 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
             return status;
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c, &count->rows[static_cast<size_t>(row)])) {
+        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c,
+                                           &count->rows[static_cast<size_t>(row)])) {
             return status;
         }
         add(count->total, c);
@@ -90,11 +94,13 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
 // bytes in a file (FORMAT.md section 3), components aligned
 static int64_t file_nbytes(const macko_desc & desc, int64_t n_stored, int32_t bits, int64_t alignment) {
     const auto align = [&](int64_t n) { return (n + alignment - 1) & ~(alignment - 1); };
-    return align(n_padded(n_stored) * value_nbytes(desc.type)) + align(deltas_nbytes(n_padded(n_stored), bits)) + align(4 * (desc.rows + 1));
+    return align(n_padded(n_stored) * value_nbytes(desc.type)) + align(deltas_nbytes(n_padded(n_stored), bits)) +
+           align(4 * (desc.rows + 1));
 }
 
 // index of the best delta_bits, or -1 if dense is as small
-static int best_width(const macko_desc & desc, const ggml_macko_count & total, int64_t nbytes_dense, int64_t alignment) {
+static int best_width(const macko_desc & desc, const ggml_macko_count & total, int64_t nbytes_dense,
+                      int64_t alignment) {
     int     best   = -1;
     int64_t nbytes = (nbytes_dense + alignment - 1) & ~(alignment - 1);
     for (int i = 0; i < 4; i++) {
@@ -110,8 +116,9 @@ static int best_width(const macko_desc & desc, const ggml_macko_count & total, i
 // *m is filled if the tensor shrinks; m->format stays nullptr if not
 static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab, sparse_matrix * m) {
     macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4, 0 }; // read_gguf_header: no overflow
-    m->format = nullptr;
-    if (!is_value_type(t.type) || weight_use(t.name, t.n_dims) == GGML_MACKO_WEIGHT_OTHER || check_desc(desc) != GGML_MACKO_STATUS_OK) {
+    m->format       = nullptr;
+    if (!is_value_type(t.type) || weight_use(t.name, t.n_dims) == GGML_MACKO_WEIGHT_OTHER ||
+        check_desc(desc) != GGML_MACKO_STATUS_OK) {
         return GGML_MACKO_STATUS_OK;
     }
     tensor_count count;
@@ -128,7 +135,17 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vect
     }
     desc.delta_bits = 1 << width;
     desc.nnz        = count.total.nnz;
-    *m = { t.name, &FORMAT_DENSE, desc, desc.type, 0, t.n_dims, { t.ne[0], t.ne[1], t.ne[2], t.ne[3] }, n_padded(count.total.n_stored[width]), t.nbytes, 0, std::move(row_ptr) };
+    *m              = { t.name,
+                        &FORMAT_DENSE,
+                        desc,
+                        desc.type,
+                        0,
+                        t.n_dims,
+                        { t.ne[0], t.ne[1], t.ne[2], t.ne[3] },
+                        n_padded(count.total.n_stored[width]),
+                        t.nbytes,
+                        0,
+                        std::move(row_ptr) };
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -161,14 +178,17 @@ struct found_matrices {
 } // namespace
 
 static bool is_same(const struct stat & a, const struct stat & b) {
-    return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size && a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
+    return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size &&
+           a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
 }
 
 int compress_weights(model_file * file) {
-    static found_matrices last;
+    static found_matrices             last;
     const std::lock_guard<std::mutex> lock(last.mutex);
-    const bool known = last.files.size() == file->parts.size() &&
-        std::equal(last.files.begin(), last.files.end(), file->parts.begin(), [](const struct stat & a, const file_part & part) { return is_same(a, part.opened); });
+    const bool                        known =
+        last.files.size() == file->parts.size() &&
+        std::equal(last.files.begin(), last.files.end(), file->parts.begin(),
+                   [](const struct stat & a, const file_part & part) { return is_same(a, part.opened); });
     if (!known) {
         last.files.clear();
         last.matrices.clear();

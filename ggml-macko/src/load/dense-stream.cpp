@@ -1,4 +1,5 @@
-// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles and what nobody reads, zeros. See virtual-file.h.
+// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles and what nobody reads,
+// zeros. See virtual-file.h.
 #include "load/dense-stream.h"
 
 #include <algorithm>
@@ -16,13 +17,15 @@ static_assert(sizeof(tensor_handle) == 24, "the handle is copied byte for byte")
 
 namespace {
 
-constexpr size_t  STREAM_NBYTES = 4 << 20; // stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+// stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_UNREAD, SEGMENT_ZERO }; // UNREAD: the rest of a sparse tensor
+// UNREAD: the rest of a sparse tensor
+enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
-    int64_t      begin;  // in the virtual file; a segment ends where the next one begins
+    int64_t      begin; // in the virtual file; a segment ends where the next one begins
     segment_kind kind;
     int64_t      source; // HEADER: offset in header bytes; FILE: offset in the sparse file; HANDLE: matrix index
 };
@@ -30,10 +33,10 @@ struct segment {
 } // namespace
 
 struct virtual_file::impl {
-    const model_file   & file;
+    const model_file &   file;
     std::vector<uint8_t> header;
     std::vector<segment> segments; // ascending, first at 0
-    int64_t              size = 0;
+    int64_t              size      = 0;
     uint8_t              nonce[16] = {};
 
     std::vector<std::unique_ptr<char[]>> stream_buffers; // stdio's, one per stream
@@ -50,10 +53,15 @@ struct virtual_file::impl {
             size += n;
         }
     }
-    std::vector<segment>::const_iterator find(int64_t offset) const { // segments start at 0: there is one at or before offset
-        return std::upper_bound(segments.begin(), segments.end(), offset, [](int64_t at, const segment & s) { return at < s.begin; }) - 1;
+    // segments start at 0: there is one at or before offset
+    std::vector<segment>::const_iterator find(int64_t offset) const {
+        return std::upper_bound(segments.begin(), segments.end(), offset,
+                                [](int64_t at, const segment & s) { return at < s.begin; }) -
+               1;
     }
-    int64_t end(std::vector<segment>::const_iterator s) const { return s + 1 == segments.end() ? size : (s + 1)->begin; }
+    int64_t end(std::vector<segment>::const_iterator s) const {
+        return s + 1 == segments.end() ? size : (s + 1)->begin;
+    }
     int  read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const;
     void record_error(int status) noexcept;
 };
@@ -68,12 +76,15 @@ template <typename T> static void put(std::vector<uint8_t> * out, T value) {
 
 // not of the dense model: how its file stores it
 static bool describes_storage(const std::string & key, bool split) {
-    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 || (split && key.compare(0, 6, "split.") == 0);
+    return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
+           (split && key.compare(0, 6, "split.") == 0);
 }
 
-// header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data section
-static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors, const std::vector<int64_t> & offsets) {
-    const gguf_header & h = file.header;
+// header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data
+// section
+static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors,
+                                         const std::vector<int64_t> & offsets) {
+    const gguf_header &  h = file.header;
     std::vector<uint8_t> out(h.bytes.begin(), h.bytes.begin() + 8); // magic, version
     out.reserve(h.bytes.size() + static_cast<size_t>(h.alignment));
     put<uint64_t>(&out, tensors.size());
@@ -82,7 +93,8 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     uint64_t n_keys = 0;
     for (const gguf_key & key : h.keys) {
         if (!describes_storage(key.name, file.parts.size() > 1)) {
-            out.insert(out.end(), h.bytes.begin() + static_cast<int64_t>(key.begin), h.bytes.begin() + static_cast<int64_t>(key.end));
+            out.insert(out.end(), h.bytes.begin() + static_cast<int64_t>(key.begin),
+                       h.bytes.begin() + static_cast<int64_t>(key.end));
             n_keys++;
         }
     }
@@ -112,7 +124,7 @@ static int random_bytes(uint8_t * out, size_t n) {
             return fail(GGML_MACKO_STATUS_IO, "getrandom: %s", strerror(errno));
         }
         out += got;
-        n   -= static_cast<size_t>(got);
+        n -= static_cast<size_t>(got);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -126,8 +138,9 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
     }
     for (const sparse_matrix & m : file.sparse) {
         if (m.nbytes_dense < static_cast<int64_t>(sizeof(tensor_handle))) {
-            return fail(GGML_MACKO_STATUS_BAD_SHAPE, "%s: %s is too small to be loaded as a sparse tensor (%" PRId64 " vs %zu bytes)",
-                file.path.c_str(), m.name.c_str(), m.nbytes_dense, sizeof(tensor_handle));
+            return fail(GGML_MACKO_STATUS_BAD_SHAPE,
+                        "%s: %s is too small to be loaded as a sparse tensor (%" PRId64 " vs %zu bytes)",
+                        file.path.c_str(), m.name.c_str(), m.nbytes_dense, sizeof(tensor_handle));
         }
     }
     auto p = std::make_unique<impl>(file);
@@ -135,10 +148,10 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
         return status;
     }
 
-    const int64_t alignment = file.header.alignment;
-    const std::vector<gguf_tensor> tensors = dense_tensors(file);
-    std::vector<int64_t> offsets;
-    int64_t offset = 0; // check_dense_size bounds the sum
+    const int64_t                  alignment = file.header.alignment;
+    const std::vector<gguf_tensor> tensors   = dense_tensors(file);
+    std::vector<int64_t>           offsets;
+    int64_t                        offset = 0; // check_dense_size bounds the sum
     for (const gguf_tensor & t : tensors) {
         offsets.push_back(offset);
         offset = (offset + t.nbytes + alignment - 1) & ~(alignment - 1);
@@ -168,8 +181,7 @@ int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
         case SEGMENT_HEADER:
             memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
-        case SEGMENT_FILE:
-            return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
+        case SEGMENT_FILE:   return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
         case SEGMENT_HANDLE: {
             tensor_handle handle;
             memcpy(handle.nonce, nonce, sizeof(nonce));
@@ -178,16 +190,15 @@ int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
             return GGML_MACKO_STATUS_OK;
         }
         case SEGMENT_UNREAD:
-        case SEGMENT_ZERO:
-            memset(dst, 0, static_cast<size_t>(n));
-            return GGML_MACKO_STATUS_OK;
+        case SEGMENT_ZERO:   memset(dst, 0, static_cast<size_t>(n)); return GGML_MACKO_STATUS_OK;
     }
     return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown segment");
 }
 
 int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
     if (offset < 0 || n < 0 || offset > impl_->size || n > impl_->size - offset) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "read of %" PRId64 " bytes at %" PRId64 " in a file of %" PRId64, n, offset, impl_->size);
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "read of %" PRId64 " bytes at %" PRId64 " in a file of %" PRId64, n,
+                    offset, impl_->size);
     }
     uint8_t * out = static_cast<uint8_t *>(dst);
     for (auto it = impl_->find(offset); n > 0; ++it) {
@@ -196,9 +207,9 @@ int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
             prefix_error(impl_->file.path.c_str());
             return status;
         }
-        out    += len;
+        out += len;
         offset += len;
-        n      -= len;
+        n -= len;
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -225,9 +236,7 @@ int64_t virtual_file::at_once(int64_t offset, int64_t n) const {
     return n;
 }
 
-int64_t virtual_file::size() const {
-    return impl_->size;
-}
+int64_t virtual_file::size() const { return impl_->size; }
 
 int64_t virtual_file::match_handle(const void * data, size_t n) const {
     tensor_handle handle;
@@ -256,7 +265,8 @@ void virtual_file::impl::record_error(int status) noexcept {
 
 int virtual_file::status() const {
     const std::lock_guard<std::mutex> lock(impl_->error_mutex);
-    return impl_->error_status == GGML_MACKO_STATUS_OK ? GGML_MACKO_STATUS_OK : fail(impl_->error_status, "%s", impl_->error_text.c_str());
+    return impl_->error_status == GGML_MACKO_STATUS_OK ? GGML_MACKO_STATUS_OK
+                                                       : fail(impl_->error_status, "%s", impl_->error_text.c_str());
 }
 
 // ---- the stdio stream ----
@@ -266,14 +276,15 @@ namespace {
 struct cookie {
     const virtual_file * file;
     int64_t              pos;
-    void              (* record_error)(const virtual_file * file, int status);
+    void (*record_error)(const virtual_file * file, int status);
 };
 
 } // namespace
 
 static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
-    cookie * k = static_cast<cookie *>(c);
-    const int64_t len = k->file->at_once(k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
+    cookie *      k   = static_cast<cookie *>(c);
+    const int64_t len = k->file->at_once(
+        k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
     if (const int status = k->file->read_at(k->pos, buffer, len)) {
         k->record_error(k->file, status);
         errno = EIO;
@@ -290,7 +301,7 @@ static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
         return 0;
     }
     const int64_t base = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? k->pos : k->file->size();
-    int64_t to = 0;
+    int64_t       to   = 0;
     if (!checked_add(base, static_cast<int64_t>(*offset), &to) || to < 0 || to > k->file->size()) {
         errno = EINVAL;
         return -1;
@@ -306,20 +317,21 @@ static int stream_close(void * c) noexcept {
 }
 
 FILE * virtual_file::open_stream() {
-    auto k = std::make_unique<cookie>(cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
+    auto k = std::make_unique<cookie>(
+        cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
     std::unique_ptr<char[]> memory(new (std::nothrow) char[STREAM_NBYTES]);
-    char * buffer = memory.get();
+    char *                  buffer = memory.get();
     impl_->stream_buffers.push_back(std::move(memory));
     cookie_io_functions_t hooks = {};
-    hooks.read  = stream_read;
-    hooks.seek  = stream_seek;
-    hooks.close = stream_close;
-    FILE * stream = fopencookie(k.get(), "rb", hooks);
+    hooks.read                  = stream_read;
+    hooks.seek                  = stream_seek;
+    hooks.close                 = stream_close;
+    FILE * stream               = fopencookie(k.get(), "rb", hooks);
     if (stream == nullptr) {
-        (void) fail(GGML_MACKO_STATUS_IO, "fopencookie: %s", strerror(errno));
+        (void)fail(GGML_MACKO_STATUS_IO, "fopencookie: %s", strerror(errno));
         return nullptr;
     }
-    k.release(); // stream_close deletes it
+    k.release();  // stream_close deletes it
     if (buffer) { // else stdio reads less at a time
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }

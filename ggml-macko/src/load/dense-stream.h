@@ -1,6 +1,8 @@
-// Serves a sparse GGUF as the dense GGUF that it stands for. Sparse tensors read as a handle and then zeros; the backend's buffer
+// Serves a sparse GGUF as the dense GGUF that it stands for. Sparse tensors read as a handle and then zeros; the
+// backend's buffer
 // recognises the handle and fetches the payload itself. Dense tensors and metadata read through.
-// The zeros are the dense model's size, and stdio copies what it reads: a second for 7B. llama.cpp asks a stream where it is before each read, and reads no further than to the
+// The zeros are the dense model's size, and stdio copies what it reads: a second for 7B. llama.cpp asks a stream where
+// it is before each read, and reads no further than to the
 // end of the file; so the stream says that the end is behind the handle. Whoever does not ask gets zeros.
 #pragma once
 
@@ -22,15 +24,18 @@ public:
     ~virtual_file();
 
     int64_t size() const;
-    // an fopencookie stream (hooks in C++, noexcept); nullptr + last error on failure. The caller closes it before this object goes.
+    // an fopencookie stream (hooks in C++, noexcept); nullptr + last error on failure. The caller closes it before this
+    // object goes.
     FILE * open_stream();
     // index of the sparse matrix if data starts with a handle of this load, else -1
     int64_t match_handle(const void * data, size_t n) const;
     // first I/O error that a read hook met (its text is kept): OK or a status with the message restored
     [[nodiscard]] int status() const;
-    // what the stream says when it is asked for its position at offset: in a sparse tensor as if the file ended behind that one's handle; at its end size()
+    // what the stream says when it is asked for its position at offset: in a sparse tensor as if the file ended behind
+    // that one's handle; at its end size()
     int64_t told(int64_t offset) const;
-    // how many of the n bytes from offset on the stream reads at once: none that nobody will ask for, the rest of a sparse tensor, with others
+    // how many of the n bytes from offset on the stream reads at once: none that nobody will ask for, the rest of a
+    // sparse tensor, with others
     int64_t at_once(int64_t offset, int64_t n) const;
     // for tests: the same bytes without stdio
     [[nodiscard]] int read_at(int64_t offset, void * dst, int64_t n) const;

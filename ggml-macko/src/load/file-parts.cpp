@@ -1,4 +1,5 @@
-// The files of a model: opening, reading across them, and the rest of a split model (llama-gguf-split: NAME-00001-of-0000N.gguf, metadata in the first).
+// The files of a model: opening, reading across them, and the rest of a split model (llama-gguf-split:
+// NAME-00001-of-0000N.gguf, metadata in the first).
 #include "load/model-file.h"
 
 #include <algorithm>
@@ -19,9 +20,7 @@ model_file::~model_file() {
     }
 }
 
-int64_t model_file::size() const {
-    return parts.empty() ? 0 : parts.back().begin + parts.back().opened.st_size;
-}
+int64_t model_file::size() const { return parts.empty() ? 0 : parts.back().begin + parts.back().opened.st_size; }
 
 static int read_part(const file_part & part, int64_t offset, uint8_t * out, int64_t n) {
     while (n > 0) {
@@ -33,18 +32,20 @@ static int read_part(const file_part & part, int64_t offset, uint8_t * out, int6
             return fail(GGML_MACKO_STATUS_IO, "read at %" PRId64 ": %s", offset, strerror(errno));
         }
         if (got == 0) {
-            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")", offset, static_cast<int64_t>(part.opened.st_size));
+            return fail(GGML_MACKO_STATUS_TRUNCATED, "short read: the file shrank (ends at %" PRId64 " vs %" PRId64 ")",
+                        offset, static_cast<int64_t>(part.opened.st_size));
         }
-        out    += got;
+        out += got;
         offset += got;
-        n      -= got;
+        n -= got;
     }
     return GGML_MACKO_STATUS_OK;
 }
 
 int model_file::read(int64_t offset, void * dst, int64_t n) const {
     uint8_t * out = static_cast<uint8_t *>(dst);
-    auto      it  = std::upper_bound(parts.begin(), parts.end(), offset, [](int64_t at, const file_part & part) { return at < part.begin; });
+    auto      it  = std::upper_bound(parts.begin(), parts.end(), offset,
+                                     [](int64_t at, const file_part & part) { return at < part.begin; });
     for (--it; n > 0; ++it) { // the first part begins at 0
         const bool    last = it + 1 == parts.end();
         const int64_t len  = last ? n : std::min(n, (it + 1)->begin - offset);
@@ -54,9 +55,9 @@ int model_file::read(int64_t offset, void * dst, int64_t n) const {
             }
             return status;
         }
-        out    += len;
+        out += len;
         offset += len;
-        n      -= len;
+        n -= len;
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -80,7 +81,7 @@ int model_file::open(const char * file_path) {
     path = file_path;
     parts.emplace_back();
     file_part & part = parts.back();
-    part.path = file_path;
+    part.path        = file_path;
     // O_NONBLOCK: opening a FIFO without a writer must not hang
     part.fd = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
     if (part.fd < 0 || fstat(part.fd, &part.opened) != 0) {
@@ -97,7 +98,7 @@ int model_file::open(const char * file_path) {
 // -1: there is no such key
 static int find_split_key(const gguf_header & header, const char * name, gguf_type type, int64_t * value) {
     const gguf_key * key = header.find(name);
-    *value = -1;
+    *value               = -1;
     if (key != nullptr && (key->type != type || !header.get_int(*key, 0, value))) {
         return fail(GGML_MACKO_STATUS_BAD_KEY_TYPE, "key %s is not %s", name, type == GGUF_U16 ? "a u16" : "an i32");
     }
@@ -106,7 +107,7 @@ static int find_split_key(const gguf_header & header, const char * name, gguf_ty
 
 int split_count(const gguf_header & header, int64_t * count) {
     const int status = find_split_key(header, "split.count", GGUF_U16, count);
-    *count = std::max<int64_t>(*count, 1); // 0: was split, and merged again
+    *count           = std::max<int64_t>(*count, 1); // 0: was split, and merged again
     return status;
 }
 
@@ -133,7 +134,9 @@ static int append_part(model_file * file, const std::string & path, int64_t i, i
         return fail(GGML_MACKO_STATUS_SPLIT_FILE, "has the key macko.version, which belongs into the first part");
     }
     if (part.header.alignment != file->header.alignment) {
-        return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT, "general.alignment is not that of the first part (%" PRId64 " vs %" PRId64 ")", part.header.alignment, file->header.alignment);
+        return fail(GGML_MACKO_STATUS_BAD_ALIGNMENT,
+                    "general.alignment is not that of the first part (%" PRId64 " vs %" PRId64 ")",
+                    part.header.alignment, file->header.alignment);
     }
     const int64_t begin = file->size();
     for (gguf_tensor & t : part.header.tensors) {
@@ -154,7 +157,9 @@ static int check_tensor_names(const gguf_header & header) {
     }
     std::sort(names.begin(), names.end());
     const auto twice = std::adjacent_find(names.begin(), names.end());
-    return twice == names.end() ? GGML_MACKO_STATUS_OK : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two parts", std::string(*twice).c_str());
+    return twice == names.end()
+               ? GGML_MACKO_STATUS_OK
+               : fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "tensor %s stands in two parts", std::string(*twice).c_str());
 }
 
 int model_file::append_parts() {
@@ -186,10 +191,12 @@ int model_file::append_parts() {
         }
     }
     if (n_tensors >= 0 && static_cast<size_t>(n_tensors) != header.tensors.size()) {
-        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the parts hold %zu tensors, split.tensors.count says %" PRId64, header.tensors.size(), n_tensors);
+        return fail(GGML_MACKO_STATUS_SPLIT_FILE, "the parts hold %zu tensors, split.tensors.count says %" PRId64,
+                    header.tensors.size(), n_tensors);
     }
     if (header.tensors.size() > MAX_TENSORS) {
-        return fail(GGML_MACKO_STATUS_LIMIT, "too many tensors (%zu vs %" PRIu64 ")", header.tensors.size(), MAX_TENSORS);
+        return fail(GGML_MACKO_STATUS_LIMIT, "too many tensors (%zu vs %" PRIu64 ")", header.tensors.size(),
+                    MAX_TENSORS);
     }
     return check_tensor_names(header);
 }

@@ -1,7 +1,9 @@
 // LD_PRELOAD shim: lets any program that is linked to libllama.so open sparse GGUFs with llama_model_load_from_file.
-// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run` sets it);
+// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run`
+// sets it);
 // with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
-// It has no library dependency of its own: the plugin is opened by the ggml that the program runs, right after that has loaded its own backends, so that the program's options know
+// It has no library dependency of its own: the plugin is opened by the ggml that the program runs, right after that has
+// loaded its own backends, so that the program's options know
 // our devices (--list-devices, -dev MACKO0); at the latest when the first model is loaded.
 #define _GNU_SOURCE
 #include "ggml-macko.h"
@@ -29,10 +31,11 @@ static struct {
 } plugin; // all zero: no plugin, sparse files cannot be opened
 
 static void load_plugin(void) {
-    const char   * path         = getenv("GGML_MACKO_PLUGIN");
-    backend_load_t backend_load = (backend_load_t) dlsym(RTLD_DEFAULT, "ggml_backend_load");
+    const char *   path         = getenv("GGML_MACKO_PLUGIN");
+    backend_load_t backend_load = (backend_load_t)dlsym(RTLD_DEFAULT, "ggml_backend_load");
     if (!path || !backend_load) {
-        fprintf(stderr, "ggml-macko: %s\n", path ? "this program has no shared libggml" : "GGML_MACKO_PLUGIN is not set");
+        fprintf(stderr, "ggml-macko: %s\n",
+                path ? "this program has no shared libggml" : "GGML_MACKO_PLUGIN is not set");
         return;
     }
     void * library = backend_load(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
@@ -40,26 +43,27 @@ static void load_plugin(void) {
         fprintf(stderr, "ggml-macko: ggml did not accept the plugin %s\n", path);
         return;
     }
-    plugin.last_error = (last_error_t) dlsym(library, "ggml_macko_last_error");
-    plugin.load_end   = (load_end_t) dlsym(library, "ggml_macko_load_end");
-    plugin.load_begin = (load_begin_t) dlsym(library, "ggml_macko_load_begin");
+    plugin.last_error = (last_error_t)dlsym(library, "ggml_macko_last_error");
+    plugin.load_end   = (load_end_t)dlsym(library, "ggml_macko_load_end");
+    plugin.load_begin = (load_begin_t)dlsym(library, "ggml_macko_load_begin");
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 __attribute__((visibility("default"))) void ggml_backend_load_all(void) {
-    const backend_load_all_t original = (backend_load_all_t) dlsym(RTLD_NEXT, "ggml_backend_load_all");
+    const backend_load_all_t original = (backend_load_all_t)dlsym(RTLD_NEXT, "ggml_backend_load_all");
     if (original) {
         original();
         pthread_once(&once, load_plugin);
     }
 }
 
-__attribute__((visibility("default"))) struct llama_model * llama_model_load_from_file(const char * path, struct llama_model_params params) {
+__attribute__((visibility("default"))) struct llama_model *
+llama_model_load_from_file(const char * path, struct llama_model_params params) {
     pthread_once(&once, load_plugin);
-    const load_from_file_t     original  = (load_from_file_t) dlsym(RTLD_NEXT, "llama_model_load_from_file");
-    const load_from_file_ptr_t from_ptr  = (load_from_file_ptr_t) dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr");
-    const model_free_t         free_func = (model_free_t) dlsym(RTLD_NEXT, "llama_model_free");
+    const load_from_file_t     original  = (load_from_file_t)dlsym(RTLD_NEXT, "llama_model_load_from_file");
+    const load_from_file_ptr_t from_ptr  = (load_from_file_ptr_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr");
+    const model_free_t         free_func = (model_free_t)dlsym(RTLD_NEXT, "llama_model_free");
     if (!original || !from_ptr || !free_func) {
         fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
         return NULL;
@@ -67,10 +71,11 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
     if (!plugin.load_begin) {
         return original(path, params);
     }
-    struct ggml_macko_load * load   = NULL;
-    FILE                   * stream = NULL;
-    const char * compress = getenv("GGML_MACKO_COMPRESS");
-    const int flags = (compress && strcmp(compress, "1") == 0 ? GGML_MACKO_LOAD_COMPRESS : 0) | (params.no_alloc ? GGML_MACKO_LOAD_NO_ALLOC : 0);
+    struct ggml_macko_load * load     = NULL;
+    FILE *                   stream   = NULL;
+    const char *             compress = getenv("GGML_MACKO_COMPRESS");
+    const int                flags    = (compress && strcmp(compress, "1") == 0 ? GGML_MACKO_LOAD_COMPRESS : 0) |
+                      (params.no_alloc ? GGML_MACKO_LOAD_NO_ALLOC : 0);
     const int begun = plugin.load_begin(path, flags, &load, &stream);
     if (begun == GGML_MACKO_STATUS_NOT_SPARSE) {
         return original(path, params);
@@ -79,8 +84,9 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
         return NULL;
     }
-    params.load_mode     = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
-    params.check_tensors = false;                // it would look at placeholders; the plugin always checks the real data
+    params.load_mode = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
+    // it would look at placeholders; the plugin always checks the real data
+    params.check_tensors       = false;
     struct llama_model * model = from_ptr(stream, params);
     if (plugin.load_end(load, model != NULL, !params.vocab_only && !params.no_alloc)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());

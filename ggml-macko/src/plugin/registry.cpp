@@ -1,4 +1,5 @@
-// The registry entry that ggml_backend_load finds: devices of this plugin, and a refusal of any ggml but the one it was built for
+// The registry entry that ggml_backend_load finds: devices of this plugin, and a refusal of any ggml but the one it was
+// built for
 // (backend structs have no version of their own; GGML_BACKEND_API_VERSION does not cover their layout).
 #include "cpu/device.h"
 #include "host/log.h"
@@ -15,9 +16,7 @@ namespace macko {
 
 namespace {
 
-const char * reg_get_name(ggml_backend_reg_t) {
-    return "MACKO";
-}
+const char * reg_get_name(ggml_backend_reg_t) { return "MACKO"; }
 
 // the GPUs, then the CPU
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
@@ -29,9 +28,7 @@ std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
     return devices;
 }
 
-size_t reg_get_device_count(ggml_backend_reg_t reg) {
-    return all_devices(reg).size();
-}
+size_t reg_get_device_count(ggml_backend_reg_t reg) { return all_devices(reg).size(); }
 
 ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
     const std::vector<ggml_backend_dev_t> devices = all_devices(reg);
@@ -48,7 +45,8 @@ void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
 ggml_backend_reg_t unchecked_registry() {
     static ggml_backend_reg reg = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
-        /* .iface       = */ {
+        /* .iface       = */
+        {
             /* .get_name         = */ reg_get_name,
             /* .get_device_count = */ reg_get_device_count,
             /* .get_device       = */ reg_get_device,

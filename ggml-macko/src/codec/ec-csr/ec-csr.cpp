@@ -21,27 +21,31 @@ int check_ec_csr_desc(const macko_desc & desc) {
 }
 
 static int set_fault(int64_t set, const char * what, int64_t value) {
-    return fail(GGML_MACKO_STATUS_BAD_BLOCK, "set %lld: %s %lld", static_cast<long long>(set), what, static_cast<long long>(value));
+    return fail(GGML_MACKO_STATUS_BAD_BLOCK, "set %lld: %s %lld", static_cast<long long>(set), what,
+                static_cast<long long>(value));
 }
 
 static int block_fault(int64_t set, int64_t block, const char * what, int64_t value) {
-    return fail(GGML_MACKO_STATUS_BAD_BLOCK, "set %lld, block %lld: %s %lld", static_cast<long long>(set), static_cast<long long>(block), what, static_cast<long long>(value));
+    return fail(GGML_MACKO_STATUS_BAD_BLOCK, "set %lld, block %lld: %s %lld", static_cast<long long>(set),
+                static_cast<long long>(block), what, static_cast<long long>(value));
 }
 
 static int check_length(const char * name, int64_t n, int64_t expected) {
     return n == expected ? GGML_MACKO_STATUS_OK
-                         : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld, the sets need %lld)", name, static_cast<long long>(n), static_cast<long long>(expected));
+                         : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld, the sets need %lld)",
+                                name, static_cast<long long>(n), static_cast<long long>(expected));
 }
 
 // X.sets, and the lengths of the other components that follow from it
 static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) {
     if (a.n_sets < 1 || a.n_sets > EC_MAX_SETS) {
-        return fail(GGML_MACKO_STATUS_BAD_BLOCK, "%lld sets (limit %lld)", static_cast<long long>(a.n_sets), static_cast<long long>(EC_MAX_SETS));
+        return fail(GGML_MACKO_STATUS_BAD_BLOCK, "%lld sets (limit %lld)", static_cast<long long>(a.n_sets),
+                    static_cast<long long>(EC_MAX_SETS));
     }
     ec_csr_range next = {}; // sums: at most 8 sets of 2^31 blocks or columns times 64 rows
     for (int64_t i = 0; i < a.n_sets; i++) {
-        ec_csr_range        s = next;
-        const ec_csr_set & d = a.sets[i];
+        ec_csr_range       s         = next;
+        const ec_csr_set & d         = a.sets[i];
         static_cast<ec_csr_set &>(s) = d;
         if (d.granularity < 1 || d.granularity > EC_MAX_GRANULARITY || (d.granularity & (d.granularity - 1))) {
             return set_fault(i, "granularity", d.granularity);
@@ -49,7 +53,8 @@ static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) 
         if (d.vector_size != EC_VECTOR && (d.vector_size != 1 || d.granularity != 1)) {
             return set_fault(i, "vector size", d.vector_size);
         }
-        if (i > 0 && d.granularity >= a.sets[i - 1].granularity && (d.granularity != a.sets[i - 1].granularity || d.vector_size >= a.sets[i - 1].vector_size)) {
+        if (i > 0 && d.granularity >= a.sets[i - 1].granularity &&
+            (d.granularity != a.sets[i - 1].granularity || d.vector_size >= a.sets[i - 1].vector_size)) {
             return set_fault(i, "out of order: granularity", d.granularity);
         }
         if (d.n_blocks < 1) {
@@ -58,15 +63,17 @@ static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) 
         if (d.n_cols < 1) {
             return set_fault(i, "number of columns", d.n_cols);
         }
-        next.block   += d.n_blocks;
-        next.row     += static_cast<int64_t>(d.n_blocks) * d.granularity;
+        next.block += d.n_blocks;
+        next.row += static_cast<int64_t>(d.n_blocks) * d.granularity;
         next.blk_ptr += static_cast<int64_t>(d.n_blocks) + 1;
-        next.col     += d.n_cols;
-        next.value   += static_cast<int64_t>(d.n_cols) * d.granularity;
+        next.col += d.n_cols;
+        next.value += static_cast<int64_t>(d.n_cols) * d.granularity;
         out->push_back(s);
     }
     if (next.value > MAX_STORED || next.row > MAX_STORED || next.block * EC_LANES > MAX_STORED) {
-        return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored values in %lld blocks (limit %lld)", static_cast<long long>(next.value), static_cast<long long>(next.block), static_cast<long long>(MAX_STORED));
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored values in %lld blocks (limit %lld)",
+                    static_cast<long long>(next.value), static_cast<long long>(next.block),
+                    static_cast<long long>(MAX_STORED));
     }
     if (const int status = check_length("values", a.n_values, next.value)) {
         return status;
@@ -84,13 +91,14 @@ static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) 
 }
 
 static int64_t base_at(const ec_csr_arrays & a, int64_t i) {
-    return ec_base_nbytes(a.desc.cols) == 2 ? static_cast<const uint16_t *>(a.bases)[i] : static_cast<const int32_t *>(a.bases)[i];
+    return ec_base_nbytes(a.desc.cols) == 2 ? static_cast<const uint16_t *>(a.bases)[i]
+                                            : static_cast<const int32_t *>(a.bases)[i];
 }
 
 // blocks b-1 and b of a set stand in the right order
 static bool in_order(const ec_csr_arrays & a, const ec_csr_range & s, int64_t b) {
     const int32_t * ptr = a.blk_ptr + s.blk_ptr + b;
-    const int32_t n0 = ptr[0] - ptr[-1], n1 = ptr[1] - ptr[0];
+    const int32_t   n0 = ptr[0] - ptr[-1], n1 = ptr[1] - ptr[0];
     if (n0 != n1) {
         return n0 > n1;
     }
@@ -107,7 +115,8 @@ static int check_blocks(const ec_csr_arrays & a, const ec_csr_range & s, int64_t
     const int32_t * ptr  = a.blk_ptr + s.blk_ptr;
     const int64_t   unit = EC_LANES * s.vector_size;
     if (ptr[0] != 0 || ptr[s.n_blocks] != s.n_cols) {
-        return set_fault(set, ptr[0] != 0 ? "blk_ptr starts at" : "blk_ptr ends at", ptr[0] != 0 ? ptr[0] : ptr[s.n_blocks]);
+        return set_fault(set, ptr[0] != 0 ? "blk_ptr starts at" : "blk_ptr ends at",
+                         ptr[0] != 0 ? ptr[0] : ptr[s.n_blocks]);
     }
     for (int64_t b = 0; b < s.n_blocks; b++) {
         const int64_t n = static_cast<int64_t>(ptr[b + 1]) - ptr[b];
@@ -124,7 +133,8 @@ static int check_blocks(const ec_csr_arrays & a, const ec_csr_range & s, int64_t
             }
         }
         if (b > 0 && !in_order(a, s, b)) {
-            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "set %lld, block %lld: out of order", static_cast<long long>(set), static_cast<long long>(b));
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "set %lld, block %lld: out of order",
+                        static_cast<long long>(set), static_cast<long long>(b));
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -144,7 +154,8 @@ int check_ec_csr(const ec_csr_arrays & a, ec_csr_view * view) {
         }
     }
     if (a.desc.nnz == 0 && (a.n_values != EC_LANES || a.rows[0] != 0 || base_at(a, 0) != 0)) {
-        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "%lld stored values, but nnz is 0", static_cast<long long>(a.n_values));
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "%lld stored values, but nnz is 0",
+                    static_cast<long long>(a.n_values));
     }
     // row -> blocks, by counting; n_rows <= 2^31
     std::vector<uint32_t> row_off(static_cast<size_t>(a.desc.rows) + 1, 0);
@@ -159,7 +170,9 @@ int check_ec_csr(const ec_csr_arrays & a, ec_csr_view * view) {
     for (size_t i = 0; i < sets.size(); i++) {
         const ec_csr_range & s = sets[i];
         for (int64_t k = 0; k < static_cast<int64_t>(s.n_blocks) * s.granularity; k++) {
-            block_rows[next[static_cast<size_t>(a.rows[s.row + k])]++] = { static_cast<uint32_t>(k / s.granularity), static_cast<uint16_t>(i), static_cast<uint16_t>(k % s.granularity) };
+            block_rows[next[static_cast<size_t>(a.rows[s.row + k])]++] = { static_cast<uint32_t>(k / s.granularity),
+                                                                           static_cast<uint16_t>(i),
+                                                                           static_cast<uint16_t>(k % s.granularity) };
         }
     }
     view->arrays_     = a;
@@ -176,18 +189,19 @@ namespace {
 enum class fault { none, column, delta, zero, overlap, special };
 
 struct block_data {
-    int64_t       cols;     // of the matrix
-    int64_t       per_lane; // columns
-    int32_t       g;
-    int32_t       index;    // row of the block
-    const void  * bases;
-    const void  * values;   // of the block
+    int64_t         cols;     // of the matrix
+    int64_t         per_lane; // columns
+    int32_t         g;
+    int32_t         index; // row of the block
+    const void *    bases;
+    const void *    values; // of the block
     const uint8_t * deltas;
-    bool          empty_matrix;
+    bool            empty_matrix;
 };
 
 // position in the arrays of column k of a lane, in columns from the block's first
-inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; } // v should be a constant: divisions
+// v should be a constant: divisions
+inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; }
 
 template <typename T> inline fault put(T * dense, int64_t col, T value, T exponent) {
     if (dense[col] != 0) {
@@ -201,7 +215,8 @@ template <typename T> inline fault put(T * dense, int64_t col, T value, T expone
 }
 
 // one row of a block with g > 1; *col: where it went wrong
-template <typename T, int BITS, typename B> fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
+template <typename T, int BITS, typename B>
+fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T * values = static_cast<const T *>(d.values) + d.index;
     int64_t   col    = -1;
     for (int64_t lane = 0; lane < EC_LANES; lane++) {
@@ -209,7 +224,7 @@ template <typename T, int BITS, typename B> fault decode_shared(const block_data
             const int64_t  e     = position(lane, k, EC_VECTOR);
             const uint32_t delta = delta_code(d.deltas, e, BITS);
             const int64_t  next  = k ? col + delta : static_cast<int64_t>(static_cast<const B *>(d.bases)[lane]);
-            *at = next;
+            *at                  = next;
             if (next <= col || (k == 0 && delta != 0)) {
                 return fault::delta;
             }
@@ -231,19 +246,20 @@ template <typename T, int BITS, typename B> fault decode_shared(const block_data
 }
 
 // a block with g = 1: fillers and padding
-template <typename T, int BITS, typename B, int V> fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
-    const T         * values = static_cast<const T *>(d.values);
-    constexpr int64_t max    = (1 << BITS) - 1;
-    int64_t n_padding = 0;
-    int64_t col       = -1;
-    bool    filler    = false; // the last entry was one
+template <typename T, int BITS, typename B, int V>
+fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
+    const T *         values    = static_cast<const T *>(d.values);
+    constexpr int64_t max       = (1 << BITS) - 1;
+    int64_t           n_padding = 0;
+    int64_t           col       = -1;
+    bool              filler    = false; // the last entry was one
     for (int64_t lane = 0; lane < EC_LANES; lane++) {
         for (int64_t k = 0; k < d.per_lane; k++) {
             const int64_t  e     = position(lane, k, V);
             const uint32_t delta = delta_code(d.deltas, e, BITS);
             const int64_t  next  = k ? col + delta : static_cast<int64_t>(static_cast<const B *>(d.bases)[lane]);
             const bool     first = lane + k == 0;
-            *at = next;
+            *at                  = next;
             if (k == 0 && delta != 0) {
                 return fault::delta;
             }
@@ -276,35 +292,53 @@ template <typename T, int BITS, typename B, int V> fault decode_single(const blo
     return filler || (n_padding >= EC_LANES * V && !d.empty_matrix) ? fault::zero : fault::none;
 }
 
-template <typename T, int BITS, typename B> int decode_row(const ec_csr_view & view, int64_t row, T exponent, T * dense, int64_t * nnz) {
+template <typename T, int BITS, typename B>
+int decode_row(const ec_csr_view & view, int64_t row, T exponent, T * dense, int64_t * nnz) {
     const ec_csr_arrays & a = view.arrays();
     for (const ec_csr_view::block_row * ref = view.row_begin(row); ref < view.row_end(row); ref++) {
         const ec_csr_range & s   = view.sets()[ref->set];
-        const int32_t      * ptr = a.blk_ptr + s.blk_ptr + ref->block;
-        const block_data d = { a.desc.cols, (ptr[1] - ptr[0]) / EC_LANES, s.granularity, ref->index,
-                               static_cast<const B *>(a.bases) + (s.block + ref->block) * EC_LANES,
-                               static_cast<const T *>(a.values) + s.value + static_cast<int64_t>(ptr[0]) * s.granularity,
-                               a.deltas + (s.col + ptr[0]) * BITS / 8, a.desc.nnz == 0 };
-        int64_t     at = 0;
-        const fault f  = s.granularity > 1 ? decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz)
-                       : s.vector_size > 1 ? decode_single<T, BITS, B, EC_VECTOR>(d, exponent, dense, &at, nnz)
-                                           : decode_single<T, BITS, B, 1>(d, exponent, dense, &at, nnz);
+        const int32_t *      ptr = a.blk_ptr + s.blk_ptr + ref->block;
+        const block_data     d   = { a.desc.cols,
+                                     (ptr[1] - ptr[0]) / EC_LANES,
+                                     s.granularity,
+                                     ref->index,
+                                     static_cast<const B *>(a.bases) + (s.block + ref->block) * EC_LANES,
+                                     static_cast<const T *>(a.values) + s.value +
+                                         static_cast<int64_t>(ptr[0]) * s.granularity,
+                                     a.deltas + (s.col + ptr[0]) * BITS / 8,
+                                     a.desc.nnz == 0 };
+        int64_t              at  = 0;
+        const fault          f   = s.granularity > 1 ? decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz)
+                                   : s.vector_size > 1 ? decode_single<T, BITS, B, EC_VECTOR>(d, exponent, dense, &at, nnz)
+                                                       : decode_single<T, BITS, B, 1>(d, exponent, dense, &at, nnz);
         if (f == fault::none) {
             continue;
         }
         const long long r = row, c = at, set = ref->set, block = ref->block;
         switch (f) {
-            case fault::column:  return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: set %lld, block %lld: column %lld of %lld", r, set, block, c, static_cast<long long>(a.desc.cols));
-            case fault::delta:   return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: set %lld, block %lld: delta or base at column %lld", r, set, block, c);
-            case fault::overlap: return fail(GGML_MACKO_STATUS_OVERLAP, "row %lld: set %lld, block %lld: column %lld is in another block too", r, set, block, c);
-            case fault::special: return fail(GGML_MACKO_STATUS_NOT_FINITE, "row %lld: set %lld, block %lld: value at column %lld is Inf or NaN", r, set, block, c);
-            default:             return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: set %lld, block %lld: zero at column %lld", r, set, block, c);
+            case fault::column:
+                return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: set %lld, block %lld: column %lld of %lld", r, set,
+                            block, c, static_cast<long long>(a.desc.cols));
+            case fault::delta:
+                return fail(GGML_MACKO_STATUS_NOT_CANONICAL,
+                            "row %lld: set %lld, block %lld: delta or base at column %lld", r, set, block, c);
+            case fault::overlap:
+                return fail(GGML_MACKO_STATUS_OVERLAP,
+                            "row %lld: set %lld, block %lld: column %lld is in another block too", r, set, block, c);
+            case fault::special:
+                return fail(GGML_MACKO_STATUS_NOT_FINITE,
+                            "row %lld: set %lld, block %lld: value at column %lld is Inf or NaN", r, set, block, c);
+            default:
+                return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: set %lld, block %lld: zero at column %lld", r,
+                            set, block, c);
         }
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-template <typename T, int BITS, typename B> int decode_rows_type(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, T * dense, int64_t * nnz) {
+template <typename T, int BITS, typename B>
+int decode_rows_type(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, T * dense,
+                     int64_t * nnz) {
     const int64_t cols = view.arrays().desc.cols;
     memset(dense, 0, static_cast<size_t>((row_end - row_begin) * cols) * sizeof(T));
     for (int64_t r = row_begin; r < row_end; r++, dense += cols) {
@@ -315,8 +349,10 @@ template <typename T, int BITS, typename B> int decode_rows_type(const ec_csr_vi
     return GGML_MACKO_STATUS_OK;
 }
 
-template <typename T> int decode_rows_value(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, void * dense, int64_t * nnz) {
-    T * out = static_cast<T *>(dense);
+template <typename T>
+int decode_rows_value(const ec_csr_view & view, int64_t row_begin, int64_t row_end, T exponent, void * dense,
+                      int64_t * nnz) {
+    T *                out  = static_cast<T *>(dense);
     const macko_desc & desc = view.arrays().desc;
     if (ec_base_nbytes(desc.cols) == 2) {
         return desc.delta_bits == 4 ? decode_rows_type<T, 4, uint16_t>(view, row_begin, row_end, exponent, out, nnz)
@@ -331,26 +367,36 @@ template <typename T> int decode_rows_value(const ec_csr_view & view, int64_t ro
 int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, void * dense, int64_t * nnz) {
     *nnz = 0;
     switch (view.arrays().desc.type) {
-        case GGML_MACKO_TYPE_F32: return decode_rows_value<uint32_t>(view, row_begin, row_end, exponent_mask<uint32_t>(GGML_MACKO_TYPE_F32), dense, nnz);
-        default:                  return decode_rows_value<uint16_t>(view, row_begin, row_end, exponent_mask<uint16_t>(view.arrays().desc.type), dense, nnz);
+        case GGML_MACKO_TYPE_F32:
+            return decode_rows_value<uint32_t>(view, row_begin, row_end, exponent_mask<uint32_t>(GGML_MACKO_TYPE_F32),
+                                               dense, nnz);
+        default:
+            return decode_rows_value<uint16_t>(view, row_begin, row_end,
+                                               exponent_mask<uint16_t>(view.arrays().desc.type), dense, nnz);
     }
 }
 
 int each_row(const ec_csr_view & view, int n_threads, const std::function<void(int64_t, const void *)> & f) {
     const macko_desc & desc = view.arrays().desc;
-    int64_t     nnz = 0, bad_row = desc.rows; // the first bad row is reported, whatever the number of threads
-    int         status = GGML_MACKO_STATUS_OK;
-    std::string text;
+    int64_t            nnz = 0, bad_row = desc.rows; // the first bad row is reported, whatever the number of threads
+    int                status = GGML_MACKO_STATUS_OK;
+    std::string        text;
 #pragma omp parallel num_threads(n_threads) reduction(+ : nnz)
     {
         std::vector<uint8_t> row;
-        const int ready = at_c_edge([&] { row.resize(static_cast<size_t>(desc.cols * value_nbytes(desc.type))); return 0; });
+        const int            ready = at_c_edge([&] {
+            row.resize(static_cast<size_t>(desc.cols * value_nbytes(desc.type)));
+            return 0;
+        });
 #pragma omp for schedule(dynamic, 16)
         for (int64_t r = 0; r < desc.rows; r++) {
-            int64_t n = 0;
-            int result = ready ? ready : decode_rows(view, r, r + 1, row.data(), &n);
+            int64_t n      = 0;
+            int     result = ready ? ready : decode_rows(view, r, r + 1, row.data(), &n);
             if (!result) {
-                result = at_c_edge([&] { f(r, row.data()); return 0; });
+                result = at_c_edge([&] {
+                    f(r, row.data());
+                    return 0;
+                });
             }
             nnz += n;
             if (result) {
@@ -358,7 +404,10 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
                 if (r < bad_row) {
                     bad_row = r;
                     status  = result;
-                    (void) at_c_edge([&] { text = ggml_macko_last_error(); return 0; });
+                    (void)at_c_edge([&] {
+                        text = ggml_macko_last_error();
+                        return 0;
+                    });
                 }
             }
         }
@@ -367,7 +416,8 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
         return fail(status, "%s", text.c_str());
     }
     if (nnz != desc.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz says %lld", static_cast<long long>(nnz), static_cast<long long>(desc.nnz));
+        return fail(GGML_MACKO_STATUS_BAD_NNZ, "%lld non-zeros, but nnz says %lld", static_cast<long long>(nnz),
+                    static_cast<long long>(desc.nnz));
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -378,21 +428,23 @@ ec_csr_arrays rows_of_one(const ec_csr_view & view) {
     ec_csr_arrays a = view.arrays();
     for (const ec_csr_range & s : view.sets()) { // those with several rows stand first
         if (s.granularity > 1) {
-            const int64_t n_values = static_cast<int64_t>(s.n_cols) * s.granularity, n_rows = static_cast<int64_t>(s.n_blocks) * s.granularity;
-            const int64_t n_deltas = static_cast<int64_t>(s.n_cols) * a.desc.delta_bits / 8, n_bases = static_cast<int64_t>(s.n_blocks) * EC_LANES;
-            a.desc.nnz  -= n_values; // all of them non-zeros
-            a.sets      += 1;
-            a.rows      += n_rows;
-            a.blk_ptr   += s.n_blocks + int64_t(1);
-            a.bases      = static_cast<const uint8_t *>(a.bases) + n_bases * ec_base_nbytes(a.desc.cols);
-            a.deltas    += n_deltas;
-            a.values     = static_cast<const uint8_t *>(a.values) + n_values * value_nbytes(a.desc.type);
-            a.n_sets    -= 1;
-            a.n_rows    -= n_rows;
+            const int64_t n_values = static_cast<int64_t>(s.n_cols) * s.granularity,
+                          n_rows   = static_cast<int64_t>(s.n_blocks) * s.granularity;
+            const int64_t n_deltas = static_cast<int64_t>(s.n_cols) * a.desc.delta_bits / 8,
+                          n_bases  = static_cast<int64_t>(s.n_blocks) * EC_LANES;
+            a.desc.nnz -= n_values; // all of them non-zeros
+            a.sets += 1;
+            a.rows += n_rows;
+            a.blk_ptr += s.n_blocks + int64_t(1);
+            a.bases = static_cast<const uint8_t *>(a.bases) + n_bases * ec_base_nbytes(a.desc.cols);
+            a.deltas += n_deltas;
+            a.values = static_cast<const uint8_t *>(a.values) + n_values * value_nbytes(a.desc.type);
+            a.n_sets -= 1;
+            a.n_rows -= n_rows;
             a.n_blk_ptr -= s.n_blocks + int64_t(1);
-            a.n_bases   -= n_bases;
-            a.n_deltas  -= n_deltas;
-            a.n_values  -= n_values;
+            a.n_bases -= n_bases;
+            a.n_deltas -= n_deltas;
+            a.n_values -= n_values;
         }
     }
     return a;
@@ -402,17 +454,30 @@ ec_csr_arrays rows_of_one(const ec_csr_view & view) {
 
 ec_csr_arrays ec_csr_matrix::arrays() const {
     const auto n = [](const auto & v) { return static_cast<int64_t>(v.size()); };
-    return { desc, sets.data(), n(sets), rows.data(), n(rows), blk_ptr.data(), n(blk_ptr), bases.data(), n(bases) / ec_base_nbytes(desc.cols),
-             deltas.data(), n(deltas), values.data(), n(values) / value_nbytes(desc.type) };
+    return { desc,
+             sets.data(),
+             n(sets),
+             rows.data(),
+             n(rows),
+             blk_ptr.data(),
+             n(blk_ptr),
+             bases.data(),
+             n(bases) / ec_base_nbytes(desc.cols),
+             deltas.data(),
+             n(deltas),
+             values.data(),
+             n(values) / value_nbytes(desc.type) };
 }
 
 int64_t ec_csr_matrix::nbytes() const {
-    return static_cast<int64_t>(sets.size() * sizeof(ec_csr_set) + (rows.size() + blk_ptr.size()) * 4 + bases.size() + deltas.size() + values.size());
+    return static_cast<int64_t>(sets.size() * sizeof(ec_csr_set) + (rows.size() + blk_ptr.size()) * 4 + bases.size() +
+                                deltas.size() + values.size());
 }
 
 namespace {
 
-// columns of a block as they are stored: fillers and padding are marked by -1 in `source`, else it says which of the block's columns this is
+// columns of a block as they are stored: fillers and padding are marked by -1 in `source`, else it says which of the
+// block's columns this is
 struct stored_columns {
     std::vector<int32_t> col;
     std::vector<int32_t> source;
@@ -435,19 +500,21 @@ struct stored_columns {
     }
 };
 
-template <typename T> void write_block(const T * dense, const ec_csr_blocks & blocks, const ec_csr_block & b, const stored_columns & columns, int64_t first_block,
-                                       int64_t first_col, int64_t first_value, ec_csr_matrix * m) {
+template <typename T>
+void write_block(const T * dense, const ec_csr_blocks & blocks, const ec_csr_block & b, const stored_columns & columns,
+                 int64_t first_block, int64_t first_col, int64_t first_value, ec_csr_matrix * m) {
     const int64_t   bits     = m->desc.delta_bits;
     const int64_t   per_lane = b.n_stored / EC_LANES;
     const int32_t * rows     = blocks.rows.data() + b.rows;
-    uint8_t       * deltas   = m->deltas.data() + first_col * bits / 8;
-    T             * values   = reinterpret_cast<T *>(m->values.data()) + first_value;
+    uint8_t *       deltas   = m->deltas.data() + first_col * bits / 8;
+    T *             values   = reinterpret_cast<T *>(m->values.data()) + first_value;
     for (int64_t i = 0; i < b.n_stored; i++) {
         const int64_t lane = i / per_lane, k = i % per_lane, e = position(lane, k, b.vector_size);
         const int32_t col = columns.col[static_cast<size_t>(i)];
         if (k > 0) {
             const int64_t bit = e * bits;
-            deltas[bit >> 3] = static_cast<uint8_t>(deltas[bit >> 3] | (col - columns.col[static_cast<size_t>(i) - 1]) << (bit & 7));
+            deltas[bit >> 3] =
+                static_cast<uint8_t>(deltas[bit >> 3] | (col - columns.col[static_cast<size_t>(i) - 1]) << (bit & 7));
         } else if (ec_base_nbytes(m->desc.cols) == 2) {
             reinterpret_cast<uint16_t *>(m->bases.data())[first_block * EC_LANES + lane] = static_cast<uint16_t>(col);
         } else {
@@ -478,7 +545,8 @@ static void sort_blocks(ec_csr_blocks & blocks) {
         if (a != row_x + x.granularity) {
             return *a < *b;
         }
-        return x.n_cols && y.n_cols && blocks.cols[static_cast<size_t>(x.cols)] < blocks.cols[static_cast<size_t>(y.cols)];
+        return x.n_cols && y.n_cols &&
+               blocks.cols[static_cast<size_t>(x.cols)] < blocks.cols[static_cast<size_t>(y.cols)];
     });
 }
 
@@ -486,21 +554,23 @@ int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks
     *m      = {};
     m->desc = desc;
     sort_blocks(blocks);
-    const int64_t n_blocks = static_cast<int64_t>(blocks.blocks.size());
+    const int64_t        n_blocks = static_cast<int64_t>(blocks.blocks.size());
     std::vector<int64_t> first_col, first_value;
-    int64_t n_cols = 0, n_values = 0;
+    int64_t              n_cols = 0, n_values = 0;
     for (const ec_csr_block & b : blocks.blocks) {
-        if (m->sets.empty() || m->sets.back().granularity != b.granularity || m->sets.back().vector_size != b.vector_size) {
+        if (m->sets.empty() || m->sets.back().granularity != b.granularity ||
+            m->sets.back().vector_size != b.vector_size) {
             m->sets.push_back({ b.granularity, b.vector_size, 0, 0 });
             m->blk_ptr.push_back(0);
         }
         ec_csr_set & s = m->sets.back();
         first_col.push_back(n_cols);
         first_value.push_back(n_values);
-        n_cols   += b.n_stored;
+        n_cols += b.n_stored;
         n_values += b.n_stored * b.granularity;
         if (n_values > MAX_STORED || n_blocks * EC_LANES > MAX_STORED) {
-            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld stored values in %lld blocks", static_cast<long long>(MAX_STORED), static_cast<long long>(n_blocks));
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld stored values in %lld blocks",
+                        static_cast<long long>(MAX_STORED), static_cast<long long>(n_blocks));
         }
         s.n_blocks++;
         s.n_cols += static_cast<int32_t>(b.n_stored);
@@ -516,13 +586,18 @@ int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks
         stored_columns columns;
 #pragma omp for schedule(dynamic, 64)
         for (int64_t i = 0; i < n_blocks; i++) {
-            const size_t k = static_cast<size_t>(i);
+            const size_t         k = static_cast<size_t>(i);
             const ec_csr_block & b = blocks.blocks[k];
-            failed = failed || at_c_edge([&] { columns.fill(blocks, b, (1 << desc.delta_bits) - 1); return 0; });
+            failed                 = failed || at_c_edge([&] {
+                         columns.fill(blocks, b, (1 << desc.delta_bits) - 1);
+                         return 0;
+                     });
             if (!failed && desc.type == GGML_MACKO_TYPE_F32) {
-                write_block(static_cast<const uint32_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k], m);
+                write_block(static_cast<const uint32_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k],
+                            m);
             } else if (!failed) {
-                write_block(static_cast<const uint16_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k], m);
+                write_block(static_cast<const uint16_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k],
+                            m);
             }
         }
     }

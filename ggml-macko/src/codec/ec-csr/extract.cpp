@@ -1,6 +1,9 @@
-// Rows are bitsets of their non-zero columns; similarity is the popcount of an intersection. A level pairs rows of blocks and cuts out the
-// columns that both have, round after round; what was cut out are the rows of the next level, with twice the granularity (paper, algorithms
-// 1 and 2). One difference to the paper: distances of columns are limited within a lane only, because each lane has a base of its own.
+// Rows are bitsets of their non-zero columns; similarity is the popcount of an intersection. A level pairs rows of
+// blocks and cuts out the
+// columns that both have, round after round; what was cut out are the rows of the next level, with twice the
+// granularity (paper, algorithms
+// 1 and 2). One difference to the paper: distances of columns are limited within a lane only, because each lane has a
+// base of its own.
 #include "codec/ec-csr/extract.h"
 #include "codec/nonzero.h"
 
@@ -12,11 +15,14 @@
 namespace macko {
 
 int check_extract_options(const extract_options & o) {
-    if (o.max_granularity < 1 || o.max_granularity > EC_MAX_GRANULARITY || (o.max_granularity & (o.max_granularity - 1))) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "max_granularity %d is not 1, 2, 4 ... %d", o.max_granularity, EC_MAX_GRANULARITY);
+    if (o.max_granularity < 1 || o.max_granularity > EC_MAX_GRANULARITY ||
+        (o.max_granularity & (o.max_granularity - 1))) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "max_granularity %d is not 1, 2, 4 ... %d", o.max_granularity,
+                    EC_MAX_GRANULARITY);
     }
     if (o.min_columns < EC_UNIT || o.min_columns % EC_UNIT) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "min_columns %d is not a multiple of %d", o.min_columns, static_cast<int>(EC_UNIT));
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "min_columns %d is not a multiple of %d", o.min_columns,
+                    static_cast<int>(EC_UNIT));
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -26,10 +32,12 @@ int check_extract_options(const extract_options & o) {
 namespace {
 
 // shared[i] = columns that candidate shares with rows[i]
-inline __attribute__((always_inline)) void count_shared_body(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words, int32_t * shared) {
+inline __attribute__((always_inline)) void count_shared_body(const uint64_t * const * rows, int64_t n,
+                                                             const uint64_t * candidate, int64_t words,
+                                                             int32_t * shared) {
     for (int64_t i = 0; i < n; i++) {
         const uint64_t * row = rows[i];
-        int64_t sum = 0;
+        int64_t          sum = 0;
         for (int64_t w = 0; w < words; w++) {
             sum += __builtin_popcountll(row[w] & candidate[w]);
         }
@@ -39,15 +47,20 @@ inline __attribute__((always_inline)) void count_shared_body(const uint64_t * co
 
 using count_function = void (*)(const uint64_t * const *, int64_t, const uint64_t *, int64_t, int32_t *);
 
-void count_shared_plain(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words, int32_t * shared) {
+void count_shared_plain(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words,
+                        int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }
 
 #if defined(__x86_64__)
-__attribute__((target("popcnt"))) void count_shared_popcnt(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words, int32_t * shared) {
+__attribute__((target("popcnt"))) void count_shared_popcnt(const uint64_t * const * rows, int64_t n,
+                                                           const uint64_t * candidate, int64_t words,
+                                                           int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }
-__attribute__((target("avx512f,avx512vpopcntdq,popcnt,prefer-vector-width=512"))) void count_shared_avx512(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words, int32_t * shared) {
+__attribute__((target("avx512f,avx512vpopcntdq,popcnt,prefer-vector-width=512"))) void
+count_shared_avx512(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words,
+                    int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }
 count_function best_count() {
@@ -66,16 +79,18 @@ count_function best_count() { return count_shared_plain; }
 
 namespace {
 
-// the blocks of a level, before they are cut to the shape that the arrays need: g rows each, and the columns that they share
+// the blocks of a level, before they are cut to the shape that the arrays need: g rows each, and the columns that they
+// share
 struct level {
     int32_t               granularity;
     int64_t               words; // of a mask
     std::vector<uint64_t> masks;
-    std::vector<int32_t>  rows;  // granularity per block
-    std::vector<uint8_t>  idle;  // blocks that found no partner in the last round. Two of them never will be partners: masks only lose columns
+    std::vector<int32_t>  rows; // granularity per block
+    // blocks that found no partner in the last round. Two of them never will be partners: masks only lose columns
+    std::vector<uint8_t> idle;
 
-    int64_t    size() const        { return static_cast<int64_t>(rows.size()) / granularity; }
-    uint64_t * mask(int64_t i)     { return masks.data() + i * words; }
+    int64_t    size() const { return static_cast<int64_t>(rows.size()) / granularity; }
+    uint64_t * mask(int64_t i) { return masks.data() + i * words; }
     int64_t    count(int64_t i) const {
         int64_t n = 0;
         for (int64_t w = 0; w < words; w++) {
@@ -87,19 +102,21 @@ struct level {
 
 using pairs = std::vector<std::pair<int32_t, int32_t>>;
 
-// Paper, algorithm 2: each row, in the order given, takes the free row with which it shares most columns (the first of equals), if these are
-// min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows; that changes nothing but the speed.
+// Paper, algorithm 2: each row, in the order given, takes the free row with which it shares most columns (the first of
+// equals), if these are
+// min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows; that changes nothing
+// but the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
-    constexpr int64_t batch = 32;
+    constexpr int64_t           batch        = 32;
     static const count_function count_shared = best_count();
-    pairs out;
-    std::vector<int32_t> shared; // n for each row of the batch
-    std::vector<int32_t> busy;   // places in `order`
-    std::vector<uint8_t> taken;
+    pairs                       out;
+    std::vector<int32_t>        shared; // n for each row of the batch
+    std::vector<int32_t>        busy;   // places in `order`
+    std::vector<uint8_t>        taken;
     while (order.size() > 1) {
         const int64_t n       = static_cast<int64_t>(order.size());
         const int64_t n_batch = std::min(batch, n);
-        const auto    is_idle = [&](int64_t i) { return l.idle[static_cast<size_t>(order[static_cast<size_t>(i)])] != 0; };
+        const auto is_idle = [&](int64_t i) { return l.idle[static_cast<size_t>(order[static_cast<size_t>(i)])] != 0; };
         busy.clear();
         for (int64_t i = 0; i < n; i++) {
             if (!is_idle(i)) {
@@ -110,7 +127,7 @@ pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int 
             break;
         }
         const uint64_t * rows[batch]; // of the batch: the busy ones first
-        int64_t of[batch], n_rows = 0, n_busy = 0;
+        int64_t          of[batch], n_rows = 0, n_busy = 0;
         for (const bool idle : { false, true }) {
             for (int64_t i = 0; i < n_batch; i++) {
                 if (is_idle(i) == idle) {
@@ -123,7 +140,7 @@ pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int 
         shared.resize(static_cast<size_t>(n * n_batch));
 #pragma omp parallel for schedule(dynamic, 64) num_threads(n_threads)
         for (int64_t j = 1; j < n; j++) {
-            int32_t counts[batch];
+            int32_t       counts[batch];
             const int64_t n_counts = is_idle(j) ? n_busy : n_rows;
             count_shared(rows, n_counts, l.mask(order[static_cast<size_t>(j)]), l.words, counts);
             for (int64_t k = 0; k < n_counts; k++) {
@@ -136,9 +153,9 @@ pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int 
                 continue;
             }
             taken[static_cast<size_t>(i)] = 1;
-            const int32_t * counts = shared.data() + of[i] * n;
-            int64_t best = -1, most = min_shared - 1;
-            const auto look_at = [&](int64_t j) {
+            const int32_t * counts        = shared.data() + of[i] * n;
+            int64_t         best = -1, most = min_shared - 1;
+            const auto      look_at = [&](int64_t j) {
                 if (counts[j] > most && !taken[static_cast<size_t>(j)]) {
                     most = counts[j];
                     best = j;
@@ -178,17 +195,20 @@ void mask_columns(const uint64_t * mask, int64_t words, std::vector<int32_t> * o
     }
 }
 
-// Columns that blocks with several rows can hold: lanes of equally many columns, a multiple of EC_VECTOR, with no distance in a lane over
+// Columns that blocks with several rows can hold: lanes of equally many columns, a multiple of EC_VECTOR, with no
+// distance in a lane over
 // max_delta, and 32 lanes to a block.
 struct column_picker {
     int64_t              max_delta, min_per_lane, max_per_lane;
-    std::vector<int32_t> columns;  // in: those that are shared
-    std::vector<int32_t> runs;     // begin of each maximal run of columns without a wide gap; then the end
-    std::vector<int32_t> picked;   // out: n_blocks * 32 * per_lane of them, ascending
+    std::vector<int32_t> columns; // in: those that are shared
+    std::vector<int32_t> runs;    // begin of each maximal run of columns without a wide gap; then the end
+    std::vector<int32_t> picked;  // out: n_blocks * 32 * per_lane of them, ascending
     int64_t              per_lane = 0, n_blocks = 0;
 
     column_picker(int32_t delta_bits, int64_t min_columns, int64_t max_columns)
-        : max_delta((1 << delta_bits) - 1), min_per_lane(min_columns / EC_LANES), max_per_lane(std::max(max_columns, min_columns) / EC_LANES) {}
+        : max_delta((1 << delta_bits) - 1),
+          min_per_lane(min_columns / EC_LANES),
+          max_per_lane(std::max(max_columns, min_columns) / EC_LANES) {}
 
     // as many columns as possible; of equal choices the one with the longest lanes, because it has the fewest blocks
     void pick() {
@@ -215,7 +235,8 @@ struct column_picker {
         picked.clear();
         const int64_t wanted = n_blocks * EC_LANES * per_lane;
         for (size_t r = 0; r + 1 < runs.size() && static_cast<int64_t>(picked.size()) < wanted; r++) {
-            const int64_t whole = std::min((runs[r + 1] - runs[r]) / per_lane * per_lane, wanted - static_cast<int64_t>(picked.size()));
+            const int64_t whole =
+                std::min((runs[r + 1] - runs[r]) / per_lane * per_lane, wanted - static_cast<int64_t>(picked.size()));
             picked.insert(picked.end(), columns.begin() + runs[r], columns.begin() + runs[r] + whole);
         }
     }
@@ -224,32 +245,37 @@ struct column_picker {
 // the generator of the row order: splitmix64
 uint64_t next_random(uint64_t * state) {
     uint64_t z = *state += 0x9e3779b97f4a7c15;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    z          = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z          = (z ^ (z >> 27)) * 0x94d049bb133111eb;
     return z ^ (z >> 31);
 }
 
 struct extractor {
-    const macko_desc      & desc;
+    const macko_desc &      desc;
     const extract_options & options;
     int                     n_threads;
     int64_t                 words;
     int64_t                 max_elements; // of a block
     ec_csr_blocks           out;
     std::mutex              out_mutex; // not an OpenMP critical section: what throws in one never leaves it
-    level                   rest; // what goes into blocks with one row
+    level                   rest;      // what goes into blocks with one row
 
-    int64_t max_columns(int32_t granularity) const { return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT); }
+    int64_t max_columns(int32_t granularity) const {
+        return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT);
+    }
 
     // f(i, picker) for i < n, in parallel; false if memory ran out
     template <typename F> bool each(int64_t n, int32_t granularity, F && f) const {
-        std::atomic<bool> ok{true};
+        std::atomic<bool> ok{ true };
 #pragma omp parallel num_threads(n_threads)
         {
             column_picker picker(desc.delta_bits, options.min_columns, max_columns(granularity));
 #pragma omp for schedule(dynamic, 16)
             for (int64_t i = 0; i < n; i++) {
-                if (ok && at_c_edge([&] { f(i, picker); return 0; })) {
+                if (ok && at_c_edge([&] {
+                        f(i, picker);
+                        return 0;
+                    })) {
                     ok = false;
                 }
             }
@@ -278,25 +304,26 @@ struct extractor {
         const int64_t first = next.size();
         next.masks.resize(static_cast<size_t>((first + static_cast<int64_t>(found.size())) * words), 0);
         std::vector<uint8_t> used(found.size(), 0);
-        const bool ok = each(static_cast<int64_t>(found.size()), next.granularity, [&](int64_t i, column_picker & picker) {
-            uint64_t * a = l.mask(found[static_cast<size_t>(i)].first);
-            uint64_t * b = l.mask(found[static_cast<size_t>(i)].second);
-            uint64_t * s = next.mask(first + i);
-            for (int64_t w = 0; w < words; w++) {
-                s[w] = a[w] & b[w];
-            }
-            mask_columns(s, words, &picker.columns);
-            picker.pick();
-            memset(s, 0, static_cast<size_t>(words) * 8);
-            for (const int32_t c : picker.picked) {
-                s[c >> 6] |= uint64_t(1) << (c & 63);
-            }
-            for (int64_t w = 0; w < words; w++) {
-                a[w] &= ~s[w];
-                b[w] &= ~s[w];
-            }
-            used[static_cast<size_t>(i)] = !picker.picked.empty();
-        });
+        const bool           ok =
+            each(static_cast<int64_t>(found.size()), next.granularity, [&](int64_t i, column_picker & picker) {
+                uint64_t * a = l.mask(found[static_cast<size_t>(i)].first);
+                uint64_t * b = l.mask(found[static_cast<size_t>(i)].second);
+                uint64_t * s = next.mask(first + i);
+                for (int64_t w = 0; w < words; w++) {
+                    s[w] = a[w] & b[w];
+                }
+                mask_columns(s, words, &picker.columns);
+                picker.pick();
+                memset(s, 0, static_cast<size_t>(words) * 8);
+                for (const int32_t c : picker.picked) {
+                    s[c >> 6] |= uint64_t(1) << (c & 63);
+                }
+                for (int64_t w = 0; w < words; w++) {
+                    a[w] &= ~s[w];
+                    b[w] &= ~s[w];
+                }
+                used[static_cast<size_t>(i)] = !picker.picked.empty();
+            });
         if (!ok) {
             throw std::bad_alloc();
         }
@@ -307,7 +334,8 @@ struct extractor {
             }
             memmove(next.mask(n++), next.mask(first + static_cast<int64_t>(i)), static_cast<size_t>(words) * 8);
             for (const int32_t side : { found[i].first, found[i].second }) {
-                next.rows.insert(next.rows.end(), l.rows.begin() + side * l.granularity, l.rows.begin() + (side + 1) * l.granularity);
+                next.rows.insert(next.rows.end(), l.rows.begin() + side * l.granularity,
+                                 l.rows.begin() + (side + 1) * l.granularity);
             }
             std::sort(next.rows.end() - next.granularity, next.rows.end());
         }
@@ -321,7 +349,7 @@ struct extractor {
             b.rows = static_cast<int64_t>(out.rows.size());
             out.rows.insert(out.rows.end(), rows, rows + b.granularity);
             const auto first = cols.begin() + b.cols;
-            b.cols = static_cast<int64_t>(out.cols.size());
+            b.cols           = static_cast<int64_t>(out.cols.size());
             out.cols.insert(out.cols.end(), first, first + b.n_cols);
             out.blocks.push_back(b);
         }
@@ -334,7 +362,7 @@ struct extractor {
             mask_columns(mask, words, &picker.columns);
             picker.pick();
             std::vector<ec_csr_block> blocks;
-            const int64_t n = picker.per_lane * EC_LANES;
+            const int64_t             n = picker.per_lane * EC_LANES;
             for (int64_t b = 0; b < picker.n_blocks; b++) {
                 blocks.push_back({ l.granularity, static_cast<int32_t>(EC_VECTOR), 0, b * n, n, n });
             }
@@ -356,12 +384,15 @@ struct extractor {
         }
     }
 
-    // a row of the rest: long blocks of whole units, then a short one. Where a cut falls into a gap, no fillers are needed for it.
+    // a row of the rest: long blocks of whole units, then a short one. Where a cut falls into a gap, no fillers are
+    // needed for it.
     void emit_row(int64_t row, std::vector<int32_t> & cols) {
         const int64_t max_delta = (1 << desc.delta_bits) - 1;
         const int64_t n         = static_cast<int64_t>(cols.size());
-        int64_t left = 0; // entries from column i on, the first of a block
-        const auto entries = [&](int64_t i) { return 1 + (cols[static_cast<size_t>(i)] - cols[static_cast<size_t>(i) - 1] - 1) / max_delta; };
+        int64_t       left      = 0; // entries from column i on, the first of a block
+        const auto    entries   = [&](int64_t i) {
+            return 1 + (cols[static_cast<size_t>(i)] - cols[static_cast<size_t>(i) - 1] - 1) / max_delta;
+        };
         for (int64_t i = 1; i < n; i++) {
             left += entries(i);
         }
@@ -373,18 +404,19 @@ struct extractor {
             int64_t       n_used  = 1;
             for (; i < n && n_used + entries(i) <= room; i++) {
                 n_used += entries(i);
-                left   -= entries(i);
+                left -= entries(i);
             }
             left -= i < n ? entries(i) : 0; // the next one starts a block
             const int64_t unit = is_long ? EC_UNIT : EC_LANES;
-            blocks.push_back({ 1, static_cast<int32_t>(is_long ? EC_VECTOR : 1), 0, begin, i - begin, (n_used + unit - 1) / unit * unit });
+            blocks.push_back({ 1, static_cast<int32_t>(is_long ? EC_VECTOR : 1), 0, begin, i - begin,
+                               (n_used + unit - 1) / unit * unit });
         }
         const int32_t index = static_cast<int32_t>(row);
         append(blocks, cols, &index);
     }
 
     template <typename T> void run(const T * dense) {
-        level rows = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {}, {} };
+        level   rows   = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {}, {} };
         int64_t n_used = 0;
         for (int64_t r = 0; r < desc.rows; r++) {
             rows.rows.push_back(static_cast<int32_t>(r));
@@ -401,7 +433,7 @@ struct extractor {
         }
         max_elements = options.clip ? (2 * desc.nnz / n_used + EC_UNIT - 1) / EC_UNIT * EC_UNIT : INT64_MAX / 2;
 
-        level l = std::move(rows);
+        level l     = std::move(rows);
         bool  first = true;
         for (;;) {
             level next = { 2 * l.granularity, words, {}, {}, {} };
@@ -432,11 +464,12 @@ struct extractor {
 
 } // namespace
 
-int extract_blocks(const macko_desc & desc, const void * dense, const extract_options & options, int n_threads, ec_csr_blocks * out) {
+int extract_blocks(const macko_desc & desc, const void * dense, const extract_options & options, int n_threads,
+                   ec_csr_blocks * out) {
     if (const int status = check_extract_options(options)) {
         return status;
     }
-    extractor e { desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {}, {} };
+    extractor e{ desc, options, n_threads, (desc.cols + 63) / 64, 0, {}, {}, {} };
     if (desc.type == GGML_MACKO_TYPE_F32) {
         e.run(static_cast<const uint32_t *>(dense));
     } else {

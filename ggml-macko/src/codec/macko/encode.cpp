@@ -1,4 +1,5 @@
-// To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to threads in contiguous ranges.
+// To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to
+// threads in contiguous ranges.
 #include "codec/macko/encode.h"
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
@@ -38,7 +39,9 @@ template <typename T> void count_row(const T * row, int64_t cols, T exponent, gg
 
 #pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
 
-template <typename T> void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count, row_count * each_row) {
+template <typename T>
+void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count,
+                row_count * each_row) {
     ggml_macko_count sum = {};
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)
     for (int64_t r = 0; r < rows; r++) {
@@ -81,16 +84,16 @@ template <typename T> T * write_entries(const T * row, int64_t cols, int bits, c
 }
 
 template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix & m, int n_threads) {
-    auto * values  = static_cast<T *>(const_cast<void *>(m.values));
-    auto * deltas  = const_cast<uint8_t *>(m.deltas);
-    auto * row_ptr = const_cast<int32_t *>(m.row_ptr);
-    const int bits = m.delta_bits;
+    auto *    values  = static_cast<T *>(const_cast<void *>(m.values));
+    auto *    deltas  = const_cast<uint8_t *>(m.deltas);
+    auto *    row_ptr = const_cast<int32_t *>(m.row_ptr);
+    const int bits    = m.delta_bits;
 
     std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
-    int64_t nnz_total = 0;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
+    int64_t              nnz_total = 0;
+#pragma omp          parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
     for (int64_t r = 0; r < m.rows; r++) {
-        int64_t nnz = 0;
+        int64_t nnz                   = 0;
         n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, bits, &nnz);
         nnz_total += nnz;
     }
@@ -103,42 +106,44 @@ template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix &
         }
     }
     if (n_stored != m.n_stored || nnz_total != m.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)", static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)",
+                             static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
     }
     row_ptr[m.rows] = static_cast<int32_t>(n_stored);
 
     const int64_t padded = n_padded(n_stored);
     memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
     memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
-#pragma omp parallel num_threads(n_threads)
+         #pragma omp parallel num_threads(n_threads)
     {
         const int64_t begin = m.rows * omp_get_thread_num() / omp_get_num_threads();
         const int64_t end   = m.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
         code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
-        T           * v = values + row_ptr[begin];
+        T *           v = values + row_ptr[begin];
         for (int64_t r = begin; r < end; r++) {
             v = write_entries(dense + r * m.cols, m.cols, bits, codes, v);
         }
         codes.finish();
     }
     return GGML_MACKO_STATUS_OK;
-}
+         }
 
-// Two passes over the rows: count, then write. each(f) calls f(row, its elements) for all rows, from several threads, and may fail.
+// Two passes over the rows: count, then write. each(f) calls f(row, its elements) for all rows, from several threads,
+// and may fail.
 template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EACH && each, macko_matrix * m) {
     const int bits = desc.delta_bits;
-    m->desc = desc;
+    m->desc        = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
     std::vector<int64_t> n_row(static_cast<size_t>(desc.rows));
-    std::atomic<int64_t> nnz_total{0};
+    std::atomic<int64_t> nnz_total{ 0 };
     if (const int status = each([&](int64_t r, const void * row) {
-            int64_t nnz = 0;
+            int64_t nnz                   = 0;
             n_row[static_cast<size_t>(r)] = count_entries(static_cast<const T *>(row), desc.cols, bits, &nnz);
             nnz_total += nnz;
         })) {
         return status;
     }
-    m->desc.nnz = nnz_total;
+    m->desc.nnz      = nnz_total;
     int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
     for (size_t r = 0; r < n_row.size(); r++) {
         n_stored += n_row[r];
@@ -152,19 +157,23 @@ template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EA
     m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)) + slack, 0);
     return each([&](int64_t r, const void * row) {
         const int64_t first = m->row_ptr[static_cast<size_t>(r)];
-        code_writer codes(m->deltas.data(), first * bits);
-        write_entries(static_cast<const T *>(row), desc.cols, bits, codes, reinterpret_cast<T *>(m->values.data()) + first);
+        code_writer   codes(m->deltas.data(), first * bits);
+        write_entries(static_cast<const T *>(row), desc.cols, bits, codes,
+                      reinterpret_cast<T *>(m->values.data()) + first);
         codes.finish();
     });
 }
 
 } // namespace
 
-int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count, row_count * each_row) {
+int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count,
+                row_count * each_row) {
     if (type == GGML_MACKO_TYPE_F32) {
-        count_rows(static_cast<const uint32_t *>(dense), rows, cols, exponent_mask<uint32_t>(type), n_threads, count, each_row);
+        count_rows(static_cast<const uint32_t *>(dense), rows, cols, exponent_mask<uint32_t>(type), n_threads, count,
+                   each_row);
     } else {
-        count_rows(static_cast<const uint16_t *>(dense), rows, cols, exponent_mask<uint16_t>(type), n_threads, count, each_row);
+        count_rows(static_cast<const uint16_t *>(dense), rows, cols, exponent_mask<uint16_t>(type), n_threads, count,
+                   each_row);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -176,12 +185,13 @@ int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
 
 template <typename T> static int encode_range(const T * dense, const macko_rows & rows, T * values, uint8_t * deltas) {
     const macko_desc & desc = rows.desc;
-    code_writer codes(deltas, (rows.row_ptr[rows.row_begin] - rows.base) * desc.delta_bits);
-    T * v = values + (rows.row_ptr[rows.row_begin] - rows.base);
+    code_writer        codes(deltas, (rows.row_ptr[rows.row_begin] - rows.base) * desc.delta_bits);
+    T *                v = values + (rows.row_ptr[rows.row_begin] - rows.base);
     for (int64_t r = rows.row_begin; r < rows.row_end; r++, dense += desc.cols) {
         int64_t nnz = 0;
         if (count_entries(dense, desc.cols, desc.delta_bits, &nnz) != rows.row_ptr[r + 1] - rows.row_ptr[r]) {
-            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld is not what it was when it was counted", static_cast<long long>(r));
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld is not what it was when it was counted",
+                        static_cast<long long>(r));
         }
         v = write_entries(dense, desc.cols, desc.delta_bits, codes, v);
     }
@@ -190,15 +200,19 @@ template <typename T> static int encode_range(const T * dense, const macko_rows 
 }
 
 int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas) {
-    return rows.desc.type == GGML_MACKO_TYPE_F32 ? encode_range(static_cast<const uint32_t *>(dense), rows, static_cast<uint32_t *>(values), deltas)
-                                                 : encode_range(static_cast<const uint16_t *>(dense), rows, static_cast<uint16_t *>(values), deltas);
+    return rows.desc.type == GGML_MACKO_TYPE_F32
+               ? encode_range(static_cast<const uint32_t *>(dense), rows, static_cast<uint32_t *>(values), deltas)
+               : encode_range(static_cast<const uint16_t *>(dense), rows, static_cast<uint16_t *>(values), deltas);
 }
 
 template <typename EACH> static int recode_type(const macko_desc & desc, EACH && each, macko_matrix * m) {
-    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m) : recode_rows<uint16_t>(desc, each, m);
+    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m)
+                                            : recode_rows<uint16_t>(desc, each, m);
 }
 
-int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) { return recode(view, view.arrays().desc.delta_bits, n_threads, m); }
+int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
+    return recode(view, view.arrays().desc.delta_bits, n_threads, m);
+}
 
 int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m) {
     macko_desc desc = view.arrays().desc;
@@ -207,9 +221,9 @@ int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_ma
 }
 
 int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count) {
-    const macko_desc & desc = view.arrays().desc;
+    const macko_desc &            desc = view.arrays().desc;
     std::vector<ggml_macko_count> rows(static_cast<size_t>(desc.rows));
-    const int status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+    const int                     status = each_row(view, n_threads, [&](int64_t r, const void * row) {
         ggml_macko_count & c = rows[static_cast<size_t>(r)];
         if (desc.type == GGML_MACKO_TYPE_F32) {
             count_row(static_cast<const uint32_t *>(row), desc.cols, exponent_mask<uint32_t>(desc.type), &c);
@@ -217,7 +231,7 @@ int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count
             count_row(static_cast<const uint16_t *>(row), desc.cols, exponent_mask<uint16_t>(desc.type), &c);
         }
     });
-    *count = {};
+    *count                               = {};
     for (const ggml_macko_count & c : rows) {
         add(*count, c);
     }
@@ -226,17 +240,21 @@ int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count
 
 int recode(const packed_view & view, int n_threads, macko_matrix * m) {
     const macko_desc & desc = view.arrays().desc.dense;
-    return recode_type(desc, [&](auto && f) {
-        const size_t nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
-        std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes)); // not inside: bad_alloc must not leave a thread
+    return recode_type(
+        desc,
+        [&](auto && f) {
+            const size_t nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+            // not inside: bad_alloc must not leave a thread
+            std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
 #pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
-        for (int64_t r = 0; r < desc.rows; r++) {
-            uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
-            view.decode_row(r, row);
-            f(r, static_cast<const void *>(row));
-        }
-        return static_cast<int>(GGML_MACKO_STATUS_OK);
-    }, m);
+            for (int64_t r = 0; r < desc.rows; r++) {
+                uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
+                view.decode_row(r, row);
+                f(r, static_cast<const void *>(row));
+            }
+            return static_cast<int>(GGML_MACKO_STATUS_OK);
+        },
+        m);
 }
 
 } // namespace macko

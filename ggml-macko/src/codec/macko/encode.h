@@ -20,10 +20,12 @@ struct row_count {
     int32_t n_stored[4]; // for delta_bits 1, 2, 4, 8
 };
 // each_row: rows of them, or nullptr
-[[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, ggml_macko_count * count, row_count * each_row = nullptr);
+[[nodiscard]] int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
+                              ggml_macko_count * count, row_count * each_row = nullptr);
 // m's arrays have the sizes that follow from its counts; BAD_ARGUMENT if the counts are not those of dense
 [[nodiscard]] int encode(const void * dense, const ggml_macko_matrix & m, int n_threads);
-// Some rows of a matrix whose row_ptr is known. dense points at the first; values and deltas (zeroed) are where rows says.
+// Some rows of a matrix whose row_ptr is known. dense points at the first; values and deltas (zeroed) are where rows
+// says.
 // FILE_CHANGED if a row does not have as many entries as row_ptr says
 [[nodiscard]] int encode(const void * dense, const macko_rows & rows, void * values, uint8_t * deltas);
 
@@ -34,7 +36,8 @@ struct macko_matrix {
     std::vector<uint8_t> values; // bytes; here and in deltas, zeros follow that vector loads may touch
     std::vector<uint8_t> deltas;
 };
-// What devices without kernels for blocks get: the same matrix as MACKO with the same delta_bits. Checks the blocks' columns and values.
+// What devices without kernels for blocks get: the same matrix as MACKO with the same delta_bits. Checks the blocks'
+// columns and values.
 [[nodiscard]] int recode(const ec_csr_view & view, int n_threads, macko_matrix * m);
 [[nodiscard]] int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m);
 // what recode would make with each delta_bits

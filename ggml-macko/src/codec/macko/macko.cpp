@@ -2,8 +2,10 @@
 
 #include <cstring>
 
-// The hot loops below vectorise; on x86-64 they are compiled twice and the CPU picks (gcc's ifunc; sanitizers cannot start with it).
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__)
+// The hot loops below vectorise; on x86-64 they are compiled twice and the CPU picks (gcc's ifunc; sanitizers cannot
+// start with it).
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
 #define MACKO_CLONES __attribute__((target_clones("default", "avx2")))
 #else
 #define MACKO_CLONES
@@ -19,14 +21,17 @@ int check_desc(const macko_desc & desc) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d is not 1, 2, 4 or 8", desc.delta_bits);
     }
     if (desc.rows < 1 || desc.cols < 1) {
-        return fail(GGML_MACKO_STATUS_BAD_SHAPE, "matrix of %lld rows and %lld cols", static_cast<long long>(desc.rows), static_cast<long long>(desc.cols));
+        return fail(GGML_MACKO_STATUS_BAD_SHAPE, "matrix of %lld rows and %lld cols", static_cast<long long>(desc.rows),
+                    static_cast<long long>(desc.cols));
     }
     if (desc.rows > MAX_DIM || desc.cols > MAX_DIM) {
-        return fail(GGML_MACKO_STATUS_LIMIT, "%lld rows x %lld cols (limit %lld each)", static_cast<long long>(desc.rows),
-                    static_cast<long long>(desc.cols), static_cast<long long>(MAX_DIM));
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld rows x %lld cols (limit %lld each)",
+                    static_cast<long long>(desc.rows), static_cast<long long>(desc.cols),
+                    static_cast<long long>(MAX_DIM));
     }
     if (desc.rows * desc.cols > MAX_TENSOR_BYTES / value_nbytes(desc.type)) { // both <= 2^24: no overflow
-        return fail(GGML_MACKO_STATUS_LIMIT, "%lld dense bytes (limit %lld)", static_cast<long long>(desc.rows * desc.cols * value_nbytes(desc.type)),
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld dense bytes (limit %lld)",
+                    static_cast<long long>(desc.rows * desc.cols * value_nbytes(desc.type)),
                     static_cast<long long>(MAX_TENSOR_BYTES));
     }
     if (desc.nnz < 0 || desc.nnz > desc.rows * desc.cols || desc.nnz > MAX_STORED) {
@@ -49,22 +54,26 @@ int check_row_ptr(const macko_desc & desc, const int32_t * row_ptr, int64_t n_va
         while (row_ptr[r] <= row_ptr[r + 1]) {
             r++;
         }
-        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr decreases at row %lld (%d to %d)", static_cast<long long>(r), row_ptr[r], row_ptr[r + 1]);
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr decreases at row %lld (%d to %d)",
+                    static_cast<long long>(r), row_ptr[r], row_ptr[r + 1]);
     }
     const int64_t n_stored = row_ptr[desc.rows];
     if (n_stored > MAX_STORED) {
-        return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored entries (limit %lld)", static_cast<long long>(n_stored), static_cast<long long>(MAX_STORED));
+        return fail(GGML_MACKO_STATUS_LIMIT, "%lld stored entries (limit %lld)", static_cast<long long>(n_stored),
+                    static_cast<long long>(MAX_STORED));
     }
     if (n_padded(n_stored) != n_values) {
-        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr ends at %lld, which needs %lld values, not %lld", static_cast<long long>(n_stored),
-                    static_cast<long long>(n_padded(n_stored)), static_cast<long long>(n_values));
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr ends at %lld, which needs %lld values, not %lld",
+                    static_cast<long long>(n_stored), static_cast<long long>(n_padded(n_stored)),
+                    static_cast<long long>(n_values));
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas, int64_t base, int64_t n_values, int64_t n_deltas) {
+int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas, int64_t base,
+                  int64_t n_values, int64_t n_deltas) {
     const int64_t nbytes = value_nbytes(desc.type);
-    const auto  * bytes  = static_cast<const uint8_t *>(values);
+    const auto *  bytes  = static_cast<const uint8_t *>(values);
     unsigned      used   = 0;
     for (int64_t i = (n_stored - base) * nbytes; i < (n_values - base) * nbytes; i++) {
         used |= bytes[i];
@@ -78,7 +87,8 @@ int check_padding(const macko_desc & desc, int64_t n_stored, const void * values
         used |= deltas[i];
     }
     if (used) {
-        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "padding behind the last of %lld entries is not zero", static_cast<long long>(n_stored));
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "padding behind the last of %lld entries is not zero",
+                    static_cast<long long>(n_stored));
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -88,7 +98,8 @@ namespace {
 constexpr int64_t CHUNK = 1024; // entries unpacked at a time, on the stack
 
 // codes of entries k ... k+n-1 (n <= CHUNK) as bytes; returns a pointer into buffer, which has CHUNK + 8 bytes
-template <int bits> inline const uint8_t * unpack_codes(const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
+template <int bits>
+inline const uint8_t * unpack_codes(const uint8_t * deltas, int64_t k, int64_t n, uint8_t * buffer) {
     if (bits == 8) {
         return deltas + k;
     }
@@ -112,35 +123,38 @@ struct row_check {
 };
 
 // entries begin ... end-1 of one row; T = uint16_t or uint32_t
-template <typename T, int bits> inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin, int64_t end, T exponent) {
-    uint8_t        buffer[CHUNK + 8];
-    row_check      result;
-    constexpr T    max_code = (1 << bits) - 1;
+template <typename T, int bits>
+inline __attribute__((always_inline)) row_check check_entries(const T * values, const uint8_t * deltas, int64_t begin,
+                                                              int64_t end, T exponent) {
+    uint8_t     buffer[CHUNK + 8];
+    row_check   result;
+    constexpr T max_code = (1 << bits) - 1;
     for (int64_t k = begin; k < end; k += CHUNK) {
         const int64_t   n     = end - k < CHUNK ? end - k : CHUNK;
         const uint8_t * codes = unpack_codes<bits>(deltas, k, n, buffer);
-        const T       * v     = values + k;
-        uint32_t sum = 0;
+        const T *       v     = values + k;
+        uint32_t        sum   = 0;
         for (int64_t i = 0; i < n; i++) {
             sum += codes[i];
         }
         T zeros = 0, wrong = 0, special = 0; // n <= CHUNK: counts fit 16 bits
         for (int64_t i = 0; i < n; i++) {
             const T zero = v[i] == 0;
-            zeros   = static_cast<T>(zeros + zero);
-            wrong   = static_cast<T>(wrong | (zero & static_cast<T>(static_cast<T>(codes[i]) != max_code)));
-            special = static_cast<T>(special | static_cast<T>((v[i] & exponent) == exponent));
+            zeros        = static_cast<T>(zeros + zero);
+            wrong        = static_cast<T>(wrong | (zero & static_cast<T>(static_cast<T>(codes[i]) != max_code)));
+            special      = static_cast<T>(special | static_cast<T>((v[i] & exponent) == exponent));
         }
-        result.code_sum  += sum;
-        result.n_zero    += zeros;
+        result.code_sum += sum;
+        result.n_zero += zeros;
         result.canonical &= !wrong;
-        result.finite    &= !special;
+        result.finite &= !special;
     }
     return result;
 }
 
 // first row that is wrong, or -1; *n_zero = fillers of all rows
-template <typename T, int bits> inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows & m, T exponent, int64_t * n_zero) {
+template <typename T, int bits>
+inline __attribute__((always_inline)) int64_t check_rows_impl(const macko_rows & m, T exponent, int64_t * n_zero) {
     const T * values = static_cast<const T *>(m.values);
     *n_zero          = 0;
     for (int64_t r = m.row_begin; r < m.row_end; r++) {
@@ -159,12 +173,20 @@ template <typename T, int bits> inline __attribute__((always_inline)) int64_t ch
     return -1;
 }
 
-#define CHECK_ROWS(T, bits)                                                                                                       \
-    MACKO_CLONES int64_t check_rows_##T##_##bits(const macko_rows & m, T exponent, int64_t * n_zero) {                            \
-        return check_rows_impl<T, bits>(m, exponent, n_zero);                                                                     \
+#define CHECK_ROWS(T, bits)                                                                            \
+    MACKO_CLONES int64_t check_rows_##T##_##bits(const macko_rows & m, T exponent, int64_t * n_zero) { \
+        return check_rows_impl<T, bits>(m, exponent, n_zero);                                          \
     }
-CHECK_ROWS(uint16_t, 1) CHECK_ROWS(uint16_t, 2) CHECK_ROWS(uint16_t, 4) CHECK_ROWS(uint16_t, 8)
-CHECK_ROWS(uint32_t, 1) CHECK_ROWS(uint32_t, 2) CHECK_ROWS(uint32_t, 4) CHECK_ROWS(uint32_t, 8)
+// clang-format off: no semicolons
+CHECK_ROWS(uint16_t, 1)
+CHECK_ROWS(uint16_t, 2)
+CHECK_ROWS(uint16_t, 4)
+CHECK_ROWS(uint16_t, 8)
+CHECK_ROWS(uint32_t, 1)
+CHECK_ROWS(uint32_t, 2)
+CHECK_ROWS(uint32_t, 4)
+CHECK_ROWS(uint32_t, 8)
+// clang-format on
 #undef CHECK_ROWS
 
 int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
@@ -181,26 +203,29 @@ int64_t check_rows(const macko_rows & m, int64_t * n_zero) {
 
 // says what is wrong with a row that check_rows found
 template <typename T> int explain_row(const macko_rows & m, int64_t row) {
-    const T  * values   = static_cast<const T *>(m.values);
-    const T    exponent = exponent_mask<T>(m.desc.type);
-    const auto max_code = (1u << m.desc.delta_bits) - 1;
-    const long long r   = row;
-    int64_t         col = -1;
+    const T *       values   = static_cast<const T *>(m.values);
+    const T         exponent = exponent_mask<T>(m.desc.type);
+    const auto      max_code = (1u << m.desc.delta_bits) - 1;
+    const long long r        = row;
+    int64_t         col      = -1;
     for (int64_t k = m.row_ptr[row]; k < m.row_ptr[row + 1]; k++) {
         const uint32_t code  = delta_code(m.deltas, k - m.base, m.desc.delta_bits);
         const T        value = values[k - m.base];
         col += code + 1;
         if (col >= m.desc.cols) {
-            return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", r, static_cast<long long>(col), static_cast<long long>(m.desc.cols));
+            return fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", r, static_cast<long long>(col),
+                        static_cast<long long>(m.desc.cols));
         }
         if (value == 0 && code != max_code) {
-            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: filler at column %lld with code %u (must be %u)", r, static_cast<long long>(col), code, max_code);
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: filler at column %lld with code %u (must be %u)", r,
+                        static_cast<long long>(col), code, max_code);
         }
         if (value == 0 && k + 1 == m.row_ptr[row + 1]) {
             return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld: ends with a filler", r);
         }
         if ((value & exponent) == exponent) {
-            return fail(GGML_MACKO_STATUS_NOT_FINITE, "row %lld, column %lld: value is Inf or NaN (bits 0x%x)", r, static_cast<long long>(col), static_cast<unsigned>(value));
+            return fail(GGML_MACKO_STATUS_NOT_FINITE, "row %lld, column %lld: value is Inf or NaN (bits 0x%x)", r,
+                        static_cast<long long>(col), static_cast<unsigned>(value));
         }
     }
     return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "row %lld", r);
@@ -211,7 +236,7 @@ template <typename T, int bits> void decode_rows(const macko_rows & m, T * dense
     memset(dense, 0, static_cast<size_t>((m.row_end - m.row_begin) * m.desc.cols) * sizeof(T));
     uint8_t buffer[CHUNK + 8];
     for (int64_t r = m.row_begin; r < m.row_end; r++) {
-        T           * row = dense + (r - m.row_begin) * m.desc.cols;
+        T *           row = dense + (r - m.row_begin) * m.desc.cols;
         int64_t       col = -1;
         const int64_t end = m.row_ptr[r + 1] - m.base;
         for (int64_t k = m.row_ptr[r] - m.base; k < end; k += CHUNK) {
@@ -240,7 +265,8 @@ int validate(const macko_rows & rows, macko_view * view) {
     int64_t       n_zero = 0;
     const int64_t bad    = check_rows(rows, &n_zero);
     if (bad >= 0) {
-        return rows.desc.type == GGML_MACKO_TYPE_F32 ? explain_row<uint32_t>(rows, bad) : explain_row<uint16_t>(rows, bad);
+        return rows.desc.type == GGML_MACKO_TYPE_F32 ? explain_row<uint32_t>(rows, bad)
+                                                     : explain_row<uint16_t>(rows, bad);
     }
     view->rows_ = rows;
     view->nnz_  = rows.row_ptr[rows.row_end] - rows.row_ptr[rows.row_begin] - n_zero;

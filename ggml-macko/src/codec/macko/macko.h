@@ -1,4 +1,5 @@
-// The MACKO codec: encode, validate, decode (FORMAT.md section 3; MACKO paper, section 4). Plain C++17: no ggml, no CUDA.
+// The MACKO codec: encode, validate, decode (FORMAT.md section 3; MACKO paper, section 4). Plain C++17: no ggml, no
+// CUDA.
 // Everything works on a range of rows, so that a caller can stream a matrix in blocks that fit the cache.
 #pragma once
 
@@ -16,32 +17,37 @@ struct macko_desc {
     int64_t nnz;
 };
 
-constexpr bool    is_value_type(int32_t type)  { return type == GGML_MACKO_TYPE_F32 || type == GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16; }
-constexpr int64_t value_nbytes(int32_t type)   { return type == GGML_MACKO_TYPE_F32 ? 4 : 2; }
+constexpr bool is_value_type(int32_t type) {
+    return type == GGML_MACKO_TYPE_F32 || type == GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16;
+}
+constexpr int64_t value_nbytes(int32_t type) { return type == GGML_MACKO_TYPE_F32 ? 4 : 2; }
 // exponent bits of a value of T = uint16_t or uint32_t: all set means Inf or NaN
 template <typename T> constexpr T exponent_mask(int32_t type) {
     return static_cast<T>(sizeof(T) == 4 ? 0x7f800000u : type == GGML_MACKO_TYPE_F16 ? 0x7c00u : 0x7f80u);
 }
-constexpr bool    is_delta_bits(int32_t bits)  { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
-constexpr int64_t n_padded(int64_t n_stored)   { return n_stored <= 8 ? 8 : (n_stored + 7) & ~int64_t(7); }
+constexpr bool    is_delta_bits(int32_t bits) { return bits == 1 || bits == 2 || bits == 4 || bits == 8; }
+constexpr int64_t n_padded(int64_t n_stored) { return n_stored <= 8 ? 8 : (n_stored + 7) & ~int64_t(7); }
 constexpr int64_t deltas_nbytes(int64_t n_padded, int32_t bits) { return (n_padded * bits / 8 + 3) & ~int64_t(3); }
 
 // limits of section 4 on the shape, the type and delta_bits
 [[nodiscard]] int check_desc(const macko_desc & desc);
 // row_ptr (rows + 1 of them): 0 first, never decreasing, last = n_stored with n_padded(n_stored) = n_values
 [[nodiscard]] int check_row_ptr(const macko_desc & desc, const int32_t * row_ptr, int64_t n_values);
-// the padding entries behind n_stored and the last bytes of deltas are zero. values and deltas start at entry `base` (a multiple of 8);
+// the padding entries behind n_stored and the last bytes of deltas are zero. values and deltas start at entry `base` (a
+// multiple of 8);
 // n_values, n_deltas are the matrix's component lengths.
-[[nodiscard]] int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas, int64_t base, int64_t n_values, int64_t n_deltas);
+[[nodiscard]] int check_padding(const macko_desc & desc, int64_t n_stored, const void * values, const uint8_t * deltas,
+                                int64_t base, int64_t n_values, int64_t n_deltas);
 
 // rows row_begin ... row_end-1 of an untrusted matrix whose row_ptr passed check_row_ptr
 struct macko_rows {
     macko_desc      desc;
     int64_t         row_begin;
     int64_t         row_end;
-    const int32_t * row_ptr;    // of the whole matrix
-    int64_t         base;       // entry that values[0] and bit 0 of deltas belong to: a multiple of 8, <= row_ptr[row_begin]
-    const void    * values;
+    const int32_t * row_ptr; // of the whole matrix
+    // entry that values[0] and bit 0 of deltas belong to: a multiple of 8, <= row_ptr[row_begin]
+    int64_t         base;
+    const void *    values;
     const uint8_t * deltas;
 };
 
@@ -49,14 +55,15 @@ struct macko_rows {
 class macko_view {
 public:
     const macko_rows & rows() const { return rows_; }
-    int64_t nnz() const { return nnz_; } // non-zeros in these rows
+    int64_t            nnz() const { return nnz_; } // non-zeros in these rows
 private:
     friend int validate(const macko_rows & rows, macko_view * view);
     macko_rows rows_ = {}; // no rows until validate() fills it
     int64_t    nnz_  = 0;
 };
 
-// columns in range, canonical, finite; on success *view is those rows. The caller compares the sum of nnz with desc.nnz.
+// columns in range, canonical, finite; on success *view is those rows. The caller compares the sum of nnz with
+// desc.nnz.
 [[nodiscard]] int validate(const macko_rows & rows, macko_view * view);
 
 // dense points at row_begin; (row_end - row_begin) * cols elements are written

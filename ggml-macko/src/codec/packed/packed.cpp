@@ -16,7 +16,9 @@ int check_packed_desc(const packed_desc & desc) {
         return status;
     }
     if (desc.value_type != desc.dense.type && !is_quant_type(desc.value_type)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2) or Q4_NL (1004)", desc.value_type, desc.dense.type);
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT,
+                    "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2) or Q4_NL (1004)",
+                    desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -29,13 +31,15 @@ int64_t max_index_nbytes(const packed_desc & desc) {
     if (desc.index_bits == INDEX_BITMAP) {
         return index_nbytes_of_bits(d.rows * bitmap_row_nbytes(d.cols) * 8);
     }
-    return index_nbytes_of_bits((d.nnz + d.rows * d.cols / ((1 << desc.index_bits) - 1)) * desc.index_bits); // <= 2^34 codes
+    // <= 2^34 codes
+    return index_nbytes_of_bits((d.nnz + d.rows * d.cols / ((1 << desc.index_bits) - 1)) * desc.index_bits);
 }
 
 static int check_lengths(const packed_arrays & a) {
     const auto length = [](const char * name, int64_t n, int64_t expected) {
         return n == expected ? static_cast<int>(GGML_MACKO_STATUS_OK)
-                             : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld vs %lld)", name, static_cast<long long>(n), static_cast<long long>(expected));
+                             : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld vs %lld)", name,
+                                    static_cast<long long>(n), static_cast<long long>(expected));
     };
     if (const int status = length("values", a.n_values, packed_n_values(a.desc.dense.nnz))) {
         return status;
@@ -44,17 +48,21 @@ static int check_lengths(const packed_arrays & a) {
         return status;
     }
     const int64_t most = max_index_nbytes(a.desc);
-    return a.desc.index_bits == INDEX_BITMAP || a.n_index % 4 || a.n_index > most ? length("index", a.n_index, most) : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return a.desc.index_bits == INDEX_BITMAP || a.n_index % 4 || a.n_index > most
+               ? length("index", a.n_index, most)
+               : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 static int check_row_ptr(const packed_arrays & a) {
     const macko_desc & desc = a.desc.dense;
     if (a.row_ptr[0] != 0 || a.row_ptr[desc.rows] != desc.nnz) {
-        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr runs from %d to %d, not from 0 to nnz %lld", a.row_ptr[0], a.row_ptr[desc.rows], static_cast<long long>(desc.nnz));
+        return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr runs from %d to %d, not from 0 to nnz %lld", a.row_ptr[0],
+                    a.row_ptr[desc.rows], static_cast<long long>(desc.nnz));
     }
     for (int64_t r = 0; r < desc.rows; r++) {
         if (a.row_ptr[r] > a.row_ptr[r + 1]) {
-            return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr decreases at row %lld (%d to %d)", static_cast<long long>(r), a.row_ptr[r], a.row_ptr[r + 1]);
+            return fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row_ptr decreases at row %lld (%d to %d)",
+                        static_cast<long long>(r), a.row_ptr[r], a.row_ptr[r + 1]);
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -65,7 +73,8 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
     for (int64_t i = (n_bits + 7) / 8; i < a.n_index; i++) {
         used |= a.index[i];
     }
-    return used ? fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the index is not zero behind the last row") : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return used ? fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the index is not zero behind the last row")
+                : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 // the first of n things (rows, values) for which bad(i) holds, or n; whatever the number of threads
@@ -81,11 +90,11 @@ template <typename F> static int64_t first_bad(int64_t n, int n_threads, F && ba
 }
 
 static int check_bitmap(const packed_arrays & a, int n_threads) {
-    const macko_desc & desc   = a.desc.dense;
-    const int64_t      nbytes = bitmap_row_nbytes(desc.cols);
-    const auto columns = [&](int64_t r) {
+    const macko_desc & desc    = a.desc.dense;
+    const int64_t      nbytes  = bitmap_row_nbytes(desc.cols);
+    const auto         columns = [&](int64_t r) {
         const uint8_t * p = a.index + r * nbytes;
-        int64_t n = 0, i = 0;
+        int64_t         n = 0, i = 0;
         for (; i + 8 <= nbytes; i += 8) {
             uint64_t word;
             memcpy(&word, p + i, 8);
@@ -96,23 +105,31 @@ static int check_bitmap(const packed_arrays & a, int n_threads) {
         }
         return n;
     };
-    const auto past_cols = [&](int64_t r) { return desc.cols % 8 ? a.index[(r + 1) * nbytes - 1] >> (desc.cols % 8) : 0; };
-    const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) { return past_cols(row) != 0 || columns(row) != a.row_ptr[row + 1] - a.row_ptr[row]; });
+    const auto past_cols = [&](int64_t r) {
+        return desc.cols % 8 ? a.index[(r + 1) * nbytes - 1] >> (desc.cols % 8) : 0;
+    };
+    const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) {
+        return past_cols(row) != 0 || columns(row) != a.row_ptr[row + 1] - a.row_ptr[row];
+    });
     if (r < desc.rows) {
-        return past_cols(r) ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: a bit past column %lld", static_cast<long long>(r), static_cast<long long>(desc.cols - 1))
-                            : fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row %lld: %lld bits, but %d values", static_cast<long long>(r), static_cast<long long>(columns(r)), a.row_ptr[r + 1] - a.row_ptr[r]);
+        return past_cols(r) ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: a bit past column %lld",
+                                   static_cast<long long>(r), static_cast<long long>(desc.cols - 1))
+                            : fail(GGML_MACKO_STATUS_BAD_ROW_PTR, "row %lld: %lld bits, but %d values",
+                                   static_cast<long long>(r), static_cast<long long>(columns(r)),
+                                   a.row_ptr[r + 1] - a.row_ptr[r]);
     }
     return check_rest_of_index(a, desc.rows * nbytes * 8);
 }
 
-// Where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are counted first, then each
+// Where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
+// counted first, then each
 // knows which rows begin in it. Rows whose beginning the index does not reach begin at its end.
 static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
     constexpr int64_t PIECE  = 1 << 14; // bytes
     const int32_t     b      = a.desc.index_bits;
     const uint32_t    escape = (1u << b) - 1;
-    const int64_t     rows   = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
-    uint8_t stored_in[256]; // codes of a byte that store something
+    const int64_t     rows = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
+    uint8_t           stored_in[256]; // codes of a byte that store something
     for (unsigned byte = 0; byte < 256; byte++) {
         stored_in[byte] = 0;
         for (int32_t bit = 0; bit < 8; bit += b) {
@@ -136,7 +153,9 @@ static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_
     for (int64_t p = 0; p < n_pieces; p++) {
         int64_t n = before[static_cast<size_t>(p)];
         // rows that begin behind the codes n + 1 ... of this piece
-        auto row = std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) - a.row_ptr;
+        auto row =
+            std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) -
+            a.row_ptr;
         for (int64_t i = p * PIECE; i < std::min(a.n_index, (p + 1) * PIECE) && row < rows; i++) {
             const int64_t in_byte = stored_in[a.index[i]];
             if (n + in_byte < a.row_ptr[row]) {
@@ -161,7 +180,10 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
     const int32_t      b       = a.desc.index_bits;
     const uint32_t     escape  = (1u << b) - 1;
     const int64_t      n_codes = a.n_index * 8 / b;
-    struct walk { int64_t col, end; bool complete; };
+    struct walk {
+        int64_t col, end;
+        bool    complete;
+    };
     const auto walk_row = [&](int64_t r) {
         walk w = { -1, (*row_bits)[static_cast<size_t>(r)], true };
         for (int32_t k = a.row_ptr[r]; k < a.row_ptr[r + 1] && w.col < desc.cols;) {
@@ -171,7 +193,7 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
             }
             const uint32_t c = delta_code(a.index, w.end++, b);
             w.col += c == escape ? c : c + 1;
-            k     += c != escape;
+            k += c != escape;
         }
         return w;
     };
@@ -182,8 +204,11 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
     });
     if (r < desc.rows) {
         const walk w = walk_row(r);
-        return w.complete ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", static_cast<long long>(r), static_cast<long long>(w.col), static_cast<long long>(desc.cols))
-                          : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row %lld: the index ends after %lld codes", static_cast<long long>(r), static_cast<long long>(n_codes));
+        return w.complete
+                   ? fail(GGML_MACKO_STATUS_BAD_COLUMN, "row %lld: column %lld of %lld", static_cast<long long>(r),
+                          static_cast<long long>(w.col), static_cast<long long>(desc.cols))
+                   : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row %lld: the index ends after %lld codes",
+                          static_cast<long long>(r), static_cast<long long>(n_codes));
     }
     int64_t last = desc.rows - 1; // the last row with codes
     while (last > 0 && a.row_ptr[last] == a.row_ptr[last + 1]) {
@@ -191,7 +216,8 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
     }
     const int64_t n_bits = walk_row(last).end * b;
     if (a.n_index != index_nbytes_of_bits(n_bits)) {
-        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "index has the wrong length (%lld vs %lld)", static_cast<long long>(a.n_index), static_cast<long long>(index_nbytes_of_bits(n_bits)));
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "index has the wrong length (%lld vs %lld)",
+                    static_cast<long long>(a.n_index), static_cast<long long>(index_nbytes_of_bits(n_bits)));
     }
     for (int64_t & code : *row_bits) {
         code *= b;
@@ -200,30 +226,38 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
 }
 
 template <typename T> static int check_plain_values(const packed_arrays & a, int n_threads) {
-    const T     * values   = static_cast<const T *>(a.values);
+    const T *     values   = static_cast<const T *>(a.values);
     const T       exponent = exponent_mask<T>(a.desc.dense.type);
     const int64_t nnz      = a.desc.dense.nnz;
-    const int64_t k = first_bad(a.n_values, n_threads, [&](int64_t i) { return i < nnz ? values[i] == 0 || (values[i] & exponent) == exponent : values[i] != 0; });
+    const int64_t k        = first_bad(a.n_values, n_threads, [&](int64_t i) {
+        return i < nnz ? values[i] == 0 || (values[i] & exponent) == exponent : values[i] != 0;
+    });
     if (k == a.n_values) {
         return GGML_MACKO_STATUS_OK;
     }
     if (k < nnz && values[k] != 0) {
-        return fail(GGML_MACKO_STATUS_NOT_FINITE, "value %lld is Inf or NaN (bits 0x%x)", static_cast<long long>(k), static_cast<unsigned>(values[k]));
+        return fail(GGML_MACKO_STATUS_NOT_FINITE, "value %lld is Inf or NaN (bits 0x%x)", static_cast<long long>(k),
+                    static_cast<unsigned>(values[k]));
     }
-    return fail(GGML_MACKO_STATUS_NOT_CANONICAL, k < nnz ? "value %lld is zero" : "value %lld, behind the last non-zero, is not zero", static_cast<long long>(k));
+    return fail(GGML_MACKO_STATUS_NOT_CANONICAL,
+                k < nnz ? "value %lld is zero" : "value %lld, behind the last non-zero, is not zero",
+                static_cast<long long>(k));
 }
 
 static int check_quant_values(const packed_arrays & a, int n_threads) {
     const int32_t   type   = a.desc.value_type;
     const int64_t   nbytes = quant_block_nbytes(type), nnz = a.desc.dense.nnz;
     const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-    const auto block = first_bad(a.n_values / QUANT_BLOCK, n_threads, [&](int64_t i) { return (quant_scale_bits(blocks + i * nbytes) & 0x7c00) == 0x7c00; });
+    const auto      block  = first_bad(a.n_values / QUANT_BLOCK, n_threads,
+                                       [&](int64_t i) { return (quant_scale_bits(blocks + i * nbytes) & 0x7c00) == 0x7c00; });
     if (block < a.n_values / QUANT_BLOCK) {
-        return fail(GGML_MACKO_STATUS_NOT_FINITE, "the scale of block %lld is Inf or NaN", static_cast<long long>(block));
+        return fail(GGML_MACKO_STATUS_NOT_FINITE, "the scale of block %lld is Inf or NaN",
+                    static_cast<long long>(block));
     }
     for (int64_t k = nnz; k < a.n_values; k++) {
         if (quant_at(blocks + k / QUANT_BLOCK * nbytes, type, k % QUANT_BLOCK) != padding_quant(type)) {
-            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, behind the last non-zero, is not zero", static_cast<long long>(k));
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "value %lld, behind the last non-zero, is not zero",
+                        static_cast<long long>(k));
         }
     }
     return GGML_MACKO_STATUS_OK;
@@ -240,11 +274,13 @@ int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
         return status;
     }
     std::vector<int64_t> row_bits;
-    if (const int status = a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits)) {
+    if (const int status =
+            a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits)) {
         return status;
     }
     if (const int status = is_quant_type(a.desc.value_type)           ? check_quant_values(a, n_threads)
-                         : a.desc.dense.type == GGML_MACKO_TYPE_F32 ? check_plain_values<uint32_t>(a, n_threads) : check_plain_values<uint16_t>(a, n_threads)) {
+                           : a.desc.dense.type == GGML_MACKO_TYPE_F32 ? check_plain_values<uint32_t>(a, n_threads)
+                                                                      : check_plain_values<uint16_t>(a, n_threads)) {
         return status;
     }
     view->arrays_   = a;
@@ -256,11 +292,12 @@ int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
 
 template <typename T> static void decode_row_type(const packed_view & view, int64_t row, T * dense) {
     const packed_arrays & a = view.arrays();
-    int64_t k = a.row_ptr[row];
+    int64_t               k = a.row_ptr[row];
     memset(dense, 0, static_cast<size_t>(a.desc.dense.cols) * sizeof(T));
     if (is_quant_type(a.desc.value_type)) {
         const auto * blocks = static_cast<const uint8_t *>(a.values);
-        view.for_each_column(row, [&](int64_t col) { dense[col] = dense_at<T>(blocks, a.desc.value_type, k++, a.desc.dense.type); });
+        view.for_each_column(
+            row, [&](int64_t col) { dense[col] = dense_at<T>(blocks, a.desc.value_type, k++, a.desc.dense.type); });
     } else {
         const T * values = static_cast<const T *>(a.values);
         view.for_each_column(row, [&](int64_t col) { dense[col] = values[k++]; });
@@ -278,7 +315,13 @@ void packed_view::decode_row(int64_t row, void * dense) const {
 // ---- make ----
 
 packed_arrays packed_matrix::arrays() const {
-    return { desc, values.data(), packed_n_values(desc.dense.nnz), index.data(), static_cast<int64_t>(index.size()), row_ptr.data(), static_cast<int64_t>(row_ptr.size()) };
+    return { desc,
+             values.data(),
+             packed_n_values(desc.dense.nnz),
+             index.data(),
+             static_cast<int64_t>(index.size()),
+             row_ptr.data(),
+             static_cast<int64_t>(row_ptr.size()) };
 }
 
 static int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // the non-zero behind it counted
@@ -290,7 +333,7 @@ struct row_count {
 static constexpr int32_t GAP_BITS[3] = { 2, 4, 8 };
 
 template <typename T> static int pack_type(const T * dense, packed_desc desc, int n_threads, packed_matrix * out) {
-    const int64_t rows = desc.dense.rows, cols = desc.dense.cols;
+    const int64_t          rows = desc.dense.rows, cols = desc.dense.cols;
     std::vector<row_count> counts(static_cast<size_t>(rows));
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
@@ -314,7 +357,8 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
             total.codes[i] += n.codes[i];
         }
         if (total.nnz > MAX_STORED) {
-            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld non-zeros (limit)", static_cast<long long>(MAX_STORED));
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld non-zeros (limit)",
+                        static_cast<long long>(MAX_STORED));
         }
         out->row_ptr.push_back(static_cast<int32_t>(total.nnz));
     }
@@ -322,7 +366,8 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
     int     width  = -1; // index into GAP_BITS; -1: bitmap
     for (int i = 0; i < 3; i++) {
         const int64_t bits = total.codes[i] * GAP_BITS[i];
-        if (desc.index_bits < 0 ? index_nbytes_of_bits(bits) < index_nbytes_of_bits(n_bits) : desc.index_bits == GAP_BITS[i]) {
+        if (desc.index_bits < 0 ? index_nbytes_of_bits(bits) < index_nbytes_of_bits(n_bits)
+                                : desc.index_bits == GAP_BITS[i]) {
             n_bits = bits;
             width  = i;
         }
@@ -336,13 +381,14 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
     out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(total.nnz))), 0);
     std::vector<int64_t> first_bit(static_cast<size_t>(rows) + 1, 0);
     for (size_t r = 0; r < counts.size(); r++) {
-        first_bit[r + 1] = first_bit[r] + (width < 0 ? bitmap_row_nbytes(cols) * 8 : counts[r].codes[width] * desc.index_bits);
+        first_bit[r + 1] =
+            first_bit[r] + (width < 0 ? bitmap_row_nbytes(cols) * 8 : counts[r].codes[width] * desc.index_bits);
     }
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
-        const T     * row = dense + r * cols;
+        const T *     row = dense + r * cols;
         const int64_t bit = first_bit[static_cast<size_t>(r)];
-        int64_t       k   = out->row_ptr[static_cast<size_t>(r)], next = 0;
+        int64_t       k = out->row_ptr[static_cast<size_t>(r)], next = 0;
         code_writer   codes(out->index.data(), bit);
         for_each_column(row, cols, [&](int64_t col) {
             if (width < 0) {
@@ -367,12 +413,14 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
             codes.finish();
         }
     }
-    return quantized ? quantize(floats.data(), nullptr, total.nnz, desc.value_type, n_threads, out->values.data()) : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return quantized ? quantize(floats.data(), nullptr, total.nnz, desc.value_type, n_threads, out->values.data())
+                     : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out) {
-    return desc.dense.type == GGML_MACKO_TYPE_F32 ? pack_type(static_cast<const uint32_t *>(dense), desc, n_threads, out)
-                                                  : pack_type(static_cast<const uint16_t *>(dense), desc, n_threads, out);
+    return desc.dense.type == GGML_MACKO_TYPE_F32
+               ? pack_type(static_cast<const uint32_t *>(dense), desc, n_threads, out)
+               : pack_type(static_cast<const uint16_t *>(dense), desc, n_threads, out);
 }
 
 } // namespace macko

@@ -1,4 +1,5 @@
-// The packed codec: non-zeros without fillers, plain or quantized, and a bitmap or gap codes that place them (FORMAT.md section 7).
+// The packed codec: non-zeros without fillers, plain or quantized, and a bitmap or gap codes that place them (FORMAT.md
+// section 7).
 // Plain C++17: no ggml, no CUDA.
 #pragma once
 
@@ -10,10 +11,13 @@
 namespace macko {
 
 constexpr int32_t INDEX_BITMAP = 0; // index_bits; else the bits of a gap code
-constexpr bool    is_index_bits(int32_t bits)         { return bits == INDEX_BITMAP || (bits > 1 && is_delta_bits(bits)); } // 1 bit: a bitmap again
-constexpr int64_t packed_n_values(int64_t nnz)        { return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK; }
-constexpr int64_t bitmap_row_nbytes(int64_t cols)     { return (cols + 7) / 8; }
-constexpr int64_t index_nbytes_of_bits(int64_t bits)  { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
+// 1 bit: a bitmap again
+constexpr bool    is_index_bits(int32_t bits) { return bits == INDEX_BITMAP || (bits > 1 && is_delta_bits(bits)); }
+constexpr int64_t packed_n_values(int64_t nnz) {
+    return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK;
+}
+constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
+constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
 
 struct packed_desc {
     macko_desc dense;      // rows, cols, type, nnz; delta_bits: what recode() makes
@@ -28,22 +32,29 @@ int64_t max_index_nbytes(const packed_desc & desc);
 // a matrix as it stands in a file, checked by nobody
 struct packed_arrays {
     packed_desc     desc;
-    const void    * values;  int64_t n_values;
-    const uint8_t * index;   int64_t n_index; // bytes
-    const int32_t * row_ptr; int64_t n_row_ptr;
+    const void *    values;
+    int64_t         n_values;
+    const uint8_t * index;
+    int64_t         n_index; // bytes
+    const int32_t * row_ptr;
+    int64_t         n_row_ptr;
 };
 
 // arrays that passed all checks; they must outlive it
 class packed_view {
 public:
     const packed_arrays & arrays() const { return arrays_; }
-    int64_t row_bit(int64_t row) const { return arrays_.desc.index_bits == INDEX_BITMAP ? row * bitmap_row_nbytes(arrays_.desc.dense.cols) * 8 : row_bits_[static_cast<size_t>(row)]; }
+    int64_t               row_bit(int64_t row) const {
+        return arrays_.desc.index_bits == INDEX_BITMAP ? row * bitmap_row_nbytes(arrays_.desc.dense.cols) * 8
+                                                                     : row_bits_[static_cast<size_t>(row)];
+    }
     // f(column) for the non-zeros of a row, columns ascending
     template <typename F> void for_each_column(int64_t row, F && f) const;
     // one row as cols dense elements
     void decode_row(int64_t row, void * dense) const;
+
 private:
-    friend int check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
+    friend int           check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
     packed_arrays        arrays_ = {};
     std::vector<int64_t> row_bits_; // gap codes: where a row's begin
 };
@@ -75,7 +86,7 @@ template <typename F> void packed_view::for_each_column(int64_t row, F && f) con
     }
     const int32_t  b      = arrays_.desc.index_bits;
     const uint32_t escape = (1u << b) - 1;
-    int64_t code = row_bit(row) / b, col = -1;
+    int64_t        code = row_bit(row) / b, col = -1;
     for (int64_t k = 0; k < n; k++) {
         uint32_t c;
         while ((c = delta_code(arrays_.index, code++, b)) == escape) {

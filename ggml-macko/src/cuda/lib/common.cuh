@@ -13,26 +13,27 @@ namespace macko::cuda {
 
 // a failed CUDA call as a status with one line of text
 [[nodiscard]] inline int cuda_fail(cudaError_t error, const char * what) {
-    const int status = error == cudaErrorMemoryAllocation ? GGML_MACKO_STATUS_OUT_OF_MEMORY : GGML_MACKO_STATUS_LOAD_FAILED;
+    const int status =
+        error == cudaErrorMemoryAllocation ? GGML_MACKO_STATUS_OUT_OF_MEMORY : GGML_MACKO_STATUS_LOAD_FAILED;
     return fail(status, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
 }
 
 // in functions that return a ggml_macko_status
-#define CUDA_OK(call)                                         \
-    do {                                                      \
-        const cudaError_t cuda_ok_error = (call);             \
-        if (cuda_ok_error != cudaSuccess) {                   \
-            return ::macko::cuda::cuda_fail(cuda_ok_error, #call);  \
-        }                                                     \
+#define CUDA_OK(call)                                              \
+    do {                                                           \
+        const cudaError_t cuda_ok_error = (call);                  \
+        if (cuda_ok_error != cudaSuccess) {                        \
+            return ::macko::cuda::cuda_fail(cuda_ok_error, #call); \
+        }                                                          \
     } while (0)
 
 // in functions that return a cudaError_t
-#define CUDA_TRY(call)                              \
-    do {                                            \
-        const cudaError_t cuda_try_error = (call);  \
-        if (cuda_try_error != cudaSuccess) {        \
-            return cuda_try_error;                  \
-        }                                           \
+#define CUDA_TRY(call)                             \
+    do {                                           \
+        const cudaError_t cuda_try_error = (call); \
+        if (cuda_try_error != cudaSuccess) {       \
+            return cuda_try_error;                 \
+        }                                          \
     } while (0)
 
 // what the launches need to know of the current device; asked once per device
@@ -42,19 +43,19 @@ struct cuda_device_info {
     int cc;            // 10 * major + minor
 };
 inline cudaError_t cuda_current_device(cuda_device_info * out) {
-    constexpr int MAX_DEVICES = 64;
+    constexpr int           MAX_DEVICES = 64;
     static cuda_device_info known[MAX_DEVICES];
     static std::once_flag   once[MAX_DEVICES];
     static cudaError_t      error[MAX_DEVICES];
-    int device = 0;
+    int                     device = 0;
     CUDA_TRY(cudaGetDevice(&device));
     if (device >= MAX_DEVICES) {
         return cudaErrorInvalidDevice;
     }
     std::call_once(once[device], [&] {
-        cuda_device_info & info = known[device];
-        int major = 0, minor = 0;
-        const auto ask = [&](int * value, cudaDeviceAttr attribute) {
+        cuda_device_info & info  = known[device];
+        int                major = 0, minor = 0;
+        const auto         ask = [&](int * value, cudaDeviceAttr attribute) {
             if (error[device] == cudaSuccess) {
                 error[device] = cudaDeviceGetAttribute(value, attribute, device);
             }
@@ -73,7 +74,9 @@ inline cudaError_t cuda_current_device(cuda_device_info * out) {
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
-__device__ __forceinline__ float add_squares(float sum, float4 v) { return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum)))); }
+__device__ __forceinline__ float add_squares(float sum, float4 v) {
+    return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
+}
 
 // sum over groups of WIDTH neighbouring lanes, the same bits on each of them
 template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
@@ -95,26 +98,30 @@ template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     return v;
 }
 
-// A kernel launch on the stream. overlap: programmatic dependent launch (cc >= 9.0), the kernel may start before the one ahead of it on the stream has ended
+// A kernel launch on the stream. overlap: programmatic dependent launch (cc >= 9.0), the kernel may start before the
+// one ahead of it on the stream has ended
 template <typename... PARAMS, typename... ARGS>
-cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, bool overlap, cudaStream_t stream, const ARGS &... args) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, bool overlap,
+                        cudaStream_t stream, const ARGS &... args) {
+    cudaLaunchAttribute attribute                        = {};
+    attribute.id                                         = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim          = grid;
-    config.blockDim         = block;
-    config.dynamicSmemBytes = shared_nbytes;
-    config.stream           = stream;
-    config.attrs            = &attribute;
-    config.numAttrs         = overlap ? 1 : 0;
+    cudaLaunchConfig_t config                            = {};
+    config.gridDim                                       = grid;
+    config.blockDim                                      = block;
+    config.dynamicSmemBytes                              = shared_nbytes;
+    config.stream                                        = stream;
+    config.attrs                                         = &attribute;
+    config.numAttrs                                      = overlap ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
 }
 
 // read once, kept out of L1 so that it is left to shared memory
 __device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
 }
 __device__ __forceinline__ uint2 load_streaming(const uint2 * p) {
@@ -138,15 +145,19 @@ __device__ __forceinline__ uint32_t load_streaming(const uint8_t * p) {
     return v;
 }
 
-// what is too large for F16 becomes its largest number: an infinity would poison whole rows of a product. NaN stays NaN.
-__device__ __forceinline__ float saturate_f16(float v) { return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v; }
+// what is too large for F16 becomes its largest number: an infinity would poison whole rows of a product. NaN stays
+// NaN.
+__device__ __forceinline__ float saturate_f16(float v) {
+    return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
+}
 
-__device__ __forceinline__ float to_f32(float v)         { return v; }
-__device__ __forceinline__ float to_f32(__half v)        { return __half2float(v); }
+__device__ __forceinline__ float to_f32(float v) { return v; }
+__device__ __forceinline__ float to_f32(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_f32(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 // Programmatic dependent launch. cuda_wait_for_previous: what the kernel before wrote is visible afterwards.
-// cuda_allow_next: the next kernel may be scheduled; it waits for our end where it says so. No-ops before sm_90 and in ordinary launches.
+// cuda_allow_next: the next kernel may be scheduled; it waits for our end where it says so. No-ops before sm_90 and in
+// ordinary launches.
 __device__ __forceinline__ void cuda_wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,5 @@
-// Copies from global to shared memory that need no registers (cp.async, bulk copies): x of the sparse kernels, tiles and rows of attention.
+// Copies from global to shared memory that need no registers (cp.async, bulk copies): x of the sparse kernels, tiles
+// and rows of attention.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +7,12 @@
 
 namespace macko::cuda {
 
-__device__ __forceinline__ uint32_t shared_address(const void * p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void * p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 
-// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be under way at once
+// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be
+// under way at once
 __device__ __forceinline__ void copy_float(float * to, const float * from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -26,7 +30,8 @@ __device__ __forceinline__ void copy_16(void * to, const void * from) { // both 
 // nbytes (0 to 16) of 16 bytes, zeros behind them; places aligned to 16 bytes
 __device__ __forceinline__ void copy_16_or_less(void * to, const void * from, int nbytes) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(nbytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(nbytes)
+                 : "memory");
 #endif
 }
 __device__ __forceinline__ void wait_for_copies() {
@@ -47,7 +52,8 @@ template <int N = 0> __device__ __forceinline__ void wait_for_committed_copies()
 #endif
 }
 
-// Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all others, and counted in bytes by an
+// Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all
+// others, and counted in bytes by an
 // mbarrier (8 bytes of shared memory). All places are aligned to 16 bytes, sizes are whole 16 bytes.
 struct bulk_copies {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -60,7 +66,8 @@ struct bulk_copies {
     // by one thread, before a barrier
     __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived)
+                     : "memory");
 #endif
     }
     // by one thread, once per phase: the bytes of all copies of the phase
@@ -71,12 +78,18 @@ struct bulk_copies {
     }
     __device__ __forceinline__ void copy(void * to, const void * from, int nbytes) const {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(nbytes), "r"(arrived) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(to)),
+                     "l"(from), "r"(nbytes), "r"(arrived)
+                     : "memory");
 #endif
     }
     __device__ __forceinline__ void wait(int phase) const {
 #if __CUDA_ARCH__ >= 900
-        asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra AGAIN;\n}" ::"r"(arrived), "r"(phase & 1) : "memory");
+        asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done "
+                     "bra AGAIN;\n}" ::"r"(arrived),
+                     "r"(phase & 1)
+                     : "memory");
 #endif
     }
     // before copies to shared memory that threads have used

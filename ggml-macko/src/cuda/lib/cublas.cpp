@@ -11,12 +11,13 @@ namespace {
 // values of cublasStatus_t, cublasOperation_t, cublasComputeType_t and cublasGemmAlgo_t (the same in versions 11 to 13)
 constexpr int STATUS_SUCCESS = 0, OP_N = 0, OP_T = 1, COMPUTE_32F = 68, GEMM_DEFAULT = -1;
 
-using handle_t        = void *;
-using create_fn       = int (*)(handle_t *);
-using destroy_fn      = int (*)(handle_t);
-using set_stream_fn   = int (*)(handle_t, cudaStream_t);
+using handle_t         = void *;
+using create_fn        = int (*)(handle_t *);
+using destroy_fn       = int (*)(handle_t);
+using set_stream_fn    = int (*)(handle_t, cudaStream_t);
 using set_workspace_fn = int (*)(handle_t, void *, size_t);
-using gemm_fn         = int (*)(handle_t, int, int, int, int, int, const void *, const void *, cudaDataType, int, const void *, cudaDataType, int, const void *, void *, cudaDataType, int, int, int);
+using gemm_fn = int (*)(handle_t, int, int, int, int, int, const void *, const void *, cudaDataType, int, const void *,
+                        cudaDataType, int, const void *, void *, cudaDataType, int, int, int);
 
 struct functions {
     create_fn        create        = nullptr;
@@ -57,16 +58,20 @@ struct cublas_handle : cublas_library {
         }
     }
 
-    cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n, int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) override {
-        const functions  & f      = loaded_functions();
+    cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n, int64_t k,
+                        const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) override {
+        const functions &  f      = loaded_functions();
         const cudaDataType values = type == TYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
-        const float one = 1, zero = 0;
-        if (f.set_stream(handle, stream) != STATUS_SUCCESS || f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) != STATUS_SUCCESS) { // set_stream drops the workspace
+        const float        one = 1, zero = 0;
+        // set_stream drops the workspace
+        if (f.set_stream(handle, stream) != STATUS_SUCCESS ||
+            f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) != STATUS_SUCCESS) {
             return cudaErrorUnknown;
         }
         // column-major: y^T (m x n) = w (k x m, transposed) * x (k x n)
-        const int status = f.gemm(handle, OP_T, OP_N, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k), &one, w, values, static_cast<int>(ldw), x, values, static_cast<int>(ldx), &zero,
-            y, CUDA_R_32F, static_cast<int>(ldy), COMPUTE_32F, GEMM_DEFAULT);
+        const int status = f.gemm(handle, OP_T, OP_N, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k),
+                                  &one, w, values, static_cast<int>(ldw), x, values, static_cast<int>(ldx), &zero, y,
+                                  CUDA_R_32F, static_cast<int>(ldy), COMPUTE_32F, GEMM_DEFAULT);
         return status == STATUS_SUCCESS ? cudaSuccess : cudaErrorUnknown;
     }
 };

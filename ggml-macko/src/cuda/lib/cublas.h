@@ -9,11 +9,15 @@ namespace macko::cuda {
 
 struct cublas_library {
     virtual ~cublas_library() = default;
-    // y[n, m] = w[m, :] . x[n, :]; w and x of 16-bit type (F16 or BF16) with rows of k elements ldw, ldx apart; y f32, rows ldy apart
-    virtual cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n, int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y, int64_t ldy) = 0;
+    // y[n, m] = w[m, :] . x[n, :]; w and x of 16-bit type (F16 or BF16) with rows of k elements ldw, ldx apart; y f32,
+    // rows ldy apart
+    virtual cudaError_t mul_mat(cudaStream_t stream, void * workspace, tensor_type type, int64_t m, int64_t n,
+                                int64_t k, const void * w, int64_t ldw, const void * x, int64_t ldx, float * y,
+                                int64_t ldy) = 0;
 };
 
-constexpr size_t CUBLAS_WORKSPACE_NBYTES = size_t(32) << 20; // what the library itself takes on Hopper; enough everywhere
+// what the library itself takes on Hopper; enough everywhere
+constexpr size_t CUBLAS_WORKSPACE_NBYTES = size_t(32) << 20;
 
 // one handle on the current device, for one thread at a time; null where there is no cuBLAS
 std::unique_ptr<cublas_library> cublas_open();

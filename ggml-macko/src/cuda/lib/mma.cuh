@@ -1,5 +1,7 @@
-// Tensor cores: fragments of a 16 x 8 product over 16 steps of k, in f16 or bf16, with f32 sums. Layout of the PTX instruction
-// mma.m16n8k16 (lane = 4 * g + t): a0: row g, k 2t and 2t+1; a1: row g + 8; a2, a3: the same with k + 8. b0: column g, k 2t, 2t+1;
+// Tensor cores: fragments of a 16 x 8 product over 16 steps of k, in f16 or bf16, with f32 sums. Layout of the PTX
+// instruction
+// mma.m16n8k16 (lane = 4 * g + t): a0: row g, k 2t and 2t+1; a1: row g + 8; a2, a3: the same with k + 8. b0: column g,
+// k 2t, 2t+1;
 // b1: k + 8. c0, c1: row g, columns 2t, 2t+1; c2, c3: row g + 8.
 #pragma once
 
@@ -10,31 +12,44 @@ namespace macko::cuda {
 
 // four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8
 static __device__ __forceinline__ void load_matrices(uint32_t r[4], const void * row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
 }
 static __device__ __forceinline__ void load_matrices_transposed(uint32_t r[4], const void * row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(shared_address(row)));
 }
 
 // c += a * b
-template <typename T> static __device__ __forceinline__ void multiply_add(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1);
+template <typename T>
+static __device__ __forceinline__ void multiply_add(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1);
 
-template <> __device__ __forceinline__ void multiply_add<__half>(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+template <>
+__device__ __forceinline__ void multiply_add<__half>(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+                 "%1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(b0));
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
 
-template <> __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
+template <>
+__device__ __forceinline__ void multiply_add<__nv_bfloat16>(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif // cc 7.5 has no bf16 units: the host never launches it there
 }
 
@@ -47,7 +62,8 @@ static __device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float lo, fl
     return *reinterpret_cast<const uint32_t *>(&h);
 }
 template <typename H> static __device__ __forceinline__ uint4 pack8(const float * x) {
-    return make_uint4(pack_pair(H(), x[0], x[1]), pack_pair(H(), x[2], x[3]), pack_pair(H(), x[4], x[5]), pack_pair(H(), x[6], x[7]));
+    return make_uint4(pack_pair(H(), x[0], x[1]), pack_pair(H(), x[2], x[3]), pack_pair(H(), x[4], x[5]),
+                      pack_pair(H(), x[6], x[7]));
 }
 
 } // namespace macko::cuda

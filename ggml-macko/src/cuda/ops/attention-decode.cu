@@ -1,12 +1,19 @@
-// Attention of few tokens over an F16 cache with tensor cores: a block takes a split of the positions of one KV head, for up to 4 query heads
-// that share it, and one token; a warp takes 16 positions at a time, the block's 16 warps as many as a short context has: one round.
-//   scores   K (16 positions x head_dim) times q, whose f16 parts (q = high + low, 22 bits) are two of 8 columns for each head
+// Attention of few tokens over an F16 cache with tensor cores: a block takes a split of the positions of one KV head,
+// for up to 4 query heads
+// that share it, and one token; a warp takes 16 positions at a time, the block's 16 warps as many as a short context
+// has: one round.
+//   scores   K (16 positions x head_dim) times q, whose f16 parts (q = high + low, 22 bits) are two of 8 columns for
+//            each head
 //   sums     V transposed (head_dim x 16 positions) times the weights, again high and low parts in two columns
 // Order of the dimensions inside a product is free: both operands are read in pieces of 16 bytes as they lie in memory.
-// The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that follow one another. An SM's
-// loads come back in order. So what the scores need is requested first: the mask and K before the wait for the kernel before (with ROPE, where
-// that kernel wrote nothing to the cache), then q, then V. With ROPE, q comes by bulk copies where there are some: they do not queue up behind K.
-// Short contexts (RANKS = 2): the positions of a head are those of a cluster of two blocks, on two SMs; each warp sends the first half of its sums
+// The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that
+// follow one another. An SM's
+// loads come back in order. So what the scores need is requested first: the mask and K before the wait for the kernel
+// before (with ROPE, where
+// that kernel wrote nothing to the cache), then q, then V. With ROPE, q comes by bulk copies where there are some: they
+// do not queue up behind K.
+// Short contexts (RANKS = 2): the positions of a head are those of a cluster of two blocks, on two SMs; each warp sends
+// the first half of its sums
 // to one block, the second to the other.
 #include "cuda/ops/attention.cuh"
 
@@ -15,24 +22,26 @@ namespace macko::cuda {
 namespace {
 
 constexpr int   WARPS = DECODE_ROUND / 16, THREADS = WARPS * WARP;
-constexpr float WEIGHT_BITS = 15;    // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
+constexpr float WEIGHT_BITS = 15; // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
 
 // what the kernel reads first, side by side
 struct decode_args {
-    const char    * k, * v;
-    const char    * mask;          // or null
-    int64_t         k_nb2, v_nb2;  // from head to head
-    uint32_t        k_nb1, v_nb1;
-    int             n_kv, block_size; // positions, and those of a block
-    int             group, heads, chunks, n_tokens; // heads: heads_per_block
-    int64_t         mask_nb1, mask_nb2;
-    sum_places      sums;
-    float           scale, softcap, alibi;
-    attention_args  rest;
+    const char *   k, *v;
+    const char *   mask;         // or null
+    int64_t        k_nb2, v_nb2; // from head to head
+    uint32_t       k_nb1, v_nb1;
+    int            n_kv, block_size;               // positions, and those of a block
+    int            group, heads, chunks, n_tokens; // heads: heads_per_block
+    int64_t        mask_nb1, mask_nb2;
+    sum_places     sums;
+    float          scale, softcap, alibi;
+    attention_args rest;
 };
 
 // word of a vector, by a constant
-__device__ __forceinline__ uint32_t word(const uint4 & v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ uint32_t word(const uint4 & v, int i) {
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 
 // high and low parts of x as a pair; |x| < 65520
 __device__ __forceinline__ __half2 split_f16(float x) {
@@ -58,7 +67,8 @@ __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     return r;
 }
 
-// Clusters (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are: so neither a barrier of all
+// Clusters (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are:
+// so neither a barrier of all
 // threads of the cluster is needed, whose release is a fence of the whole GPU, nor any other fence.
 
 // the same place in the shared memory of a block of the cluster; volatile: computed where it stands
@@ -71,13 +81,17 @@ __device__ __forceinline__ uint32_t seen_from_cluster(uint32_t address, int rank
 // to a block of the cluster; both addresses: seen_from_cluster()
 __device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float4 x) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];"
-        ::"r"(to), "r"(arrived), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(to),
+        "r"(arrived), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+        : "memory");
 #endif
 }
 __device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float2 x) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to), "r"(arrived), "f"(x.x), "f"(x.y) : "memory");
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%2, %3}, [%1];" ::"r"(to),
+                 "r"(arrived), "f"(x.x), "f"(x.y)
+                 : "memory");
 #endif
 }
 __device__ __forceinline__ void start_cluster() {
@@ -99,17 +113,20 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 
 template <int HEAD_DIM, bool ROPE, int RANKS>
-__global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
-    constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS; // a block's part of the sums of all warps of the cluster
+__global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
+    attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+    // a block's part of the sums of all warps of the cluster
+    constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS;
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
-    constexpr int Q_LD = HEAD_DIM + 32; // columns 64 bytes apart in the banks
+    constexpr int Q_LD = HEAD_DIM + 32;                            // columns 64 bytes apart in the banks
     __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD]; // high and low part of each head
     __shared__ __align__(16) __half shared_new[2][HEAD_DIM];       // the new rows of K and V
     constexpr bool BULK = ROPE && bulk_copies::KNOWN; // q does not wait for K then, as an SM's loads come back in order
     __shared__ __align__(16) float raw[MAX_HEADS + 2][HEAD_DIM];
-    __shared__ float2 shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
-    __shared__ uint64_t barriers[2];
-    extern __shared__ __align__(16) float shared_sums[]; // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts
+    __shared__ float2              shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
+    __shared__ uint64_t            barriers[2];
+    // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts
+    extern __shared__ __align__(16) float shared_sums[];
 
     const bulk_copies rows_in = { shared_address(&barriers[0]) }, sums_in = { shared_address(&barriers[1]) };
     if constexpr (BULK || RANKS > 1) {
@@ -118,38 +135,43 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         }
         start_cluster();
     }
-    const int tid = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % WARP), warp = static_cast<int>(threadIdx.x / WARP), g = lane >> 2, t = lane & 3;
+    const int tid = static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x % WARP),
+              warp = static_cast<int>(threadIdx.x / WARP), g = lane >> 2, t = lane & 3;
     const int y = static_cast<int>(blockIdx.y), z = static_cast<int>(blockIdx.z);
     const int rank = RANKS > 1 ? static_cast<int>(blockIdx.x) : 0, split = RANKS > 1 ? 0 : static_cast<int>(blockIdx.x);
     const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
-    const int stream  = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
-    const int heads   = RANKS > 1 ? 1 : p.heads, n_mine = RANKS > 1 ? 1 : min(heads, p.group - chunk * heads); // a power of two; of them there are
-    const int head0   = kv_head * p.group + chunk * heads;
-    const int begin   = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
-    int       first   = begin + warp * 16; // of this warp
-    const int log_heads = heads >> 1, my_head = t << log_heads >> 2; // of the block's: whose scores and sums this lane has
+    const int stream = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
+    // a power of two; of them there are
+    const int heads = RANKS > 1 ? 1 : p.heads, n_mine = RANKS > 1 ? 1 : min(heads, p.group - chunk * heads);
+    const int head0 = kv_head * p.group + chunk * heads;
+    const int begin = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
+    int       first = begin + warp * 16; // of this warp
+    // of the block's: whose scores and sums this lane has
+    const int log_heads = heads >> 1, my_head = t << log_heads >> 2;
 
     if constexpr (BULK || RANKS > 1) {
         wait_for_cluster(); // in front of the loads: it would wait for all of them
     }
     int position = 0, k_row = 0, v_row = 0;
     if constexpr (ROPE) {
-        position = *n.rope.pos, k_row = *reinterpret_cast<const int *>(n.k_id), v_row = *reinterpret_cast<const int *>(n.v_id);
+        position = *n.rope.pos, k_row = *reinterpret_cast<const int *>(n.k_id),
+        v_row = *reinterpret_cast<const int *>(n.v_id);
     }
-    __half bias[2]; // of rows g and g + 8
-    const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 + (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
-    const auto fetch_bias = [&] {
+    __half         bias[2]; // of rows g and g + 8
+    const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 +
+                                                           (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
+    const auto     fetch_bias = [&] {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int pos = first + g + 8 * i;
-            bias[i] = pos >= end ? __ushort_as_half(0xfc00) : p.mask ? mask[pos] : __ushort_as_half(0);
+            bias[i]       = pos >= end ? __ushort_as_half(0xfc00) : p.mask ? mask[pos] : __ushort_as_half(0);
         }
     };
     const char * k_base = p.k + kv_head * p.k_nb2 + (ROPE ? 0 : stream / p.rest.k_streams * p.rest.k.nb[3]);
     const char * v_base = p.v + kv_head * p.v_nb2 + (ROPE ? 0 : stream / p.rest.v_streams * p.rest.v.nb[3]);
     const auto k_row_of = [&](int pos) { return k_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.k_nb1; };
     const auto v_row_of = [&](int pos) { return v_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.v_nb1; };
-    uint4 k[J][2], v[C][4]; // rows g, g + 8; rows 2t, 2t + 1, 2t + 8, 2t + 9
+    uint4      k[J][2], v[C][4]; // rows g, g + 8; rows 2t, 2t + 1, 2t + 8, 2t + 9
     const auto fetch_k = [&] {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -160,7 +182,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
             }
         }
     };
-    const auto v_pos = [&](int i) { return first + i / 2 * 8 + 2 * t + i % 2; };
+    const auto v_pos   = [&](int i) { return first + i / 2 * 8 + 2 * t + i % 2; };
     const auto fetch_v = [&] {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -172,9 +194,11 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         }
     };
 
-    // Thread -> two elements of a row that are rotated together: of query heads, then of the new rows of K and V. By the last warps first: their
+    // Thread -> two elements of a row that are rotated together: of query heads, then of the new rows of K and V. By
+    // the last warps first: their
     // positions are those that a short context hides, if any
-    const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads; // at most THREADS / HALF
+    // at most THREADS / HALF
+    const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads;
     rotation  angle = { 1, 0 };
     if constexpr (ROPE) {
         fetch_bias();
@@ -206,13 +230,16 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         const int    head = head0 + min(i, n_mine - 1);
         const char * row  = nullptr;
         if constexpr (ROPE) {
-            row = i < heads ? n.q + head * n.q_nb1 : i == heads ? n.k + kv_head * n.k_nb1 : n.v + kv_head * static_cast<int64_t>(HEAD_DIM * sizeof(float));
+            row = i < heads    ? n.q + head * n.q_nb1
+                  : i == heads ? n.k + kv_head * n.k_nb1
+                               : n.v + kv_head * static_cast<int64_t>(HEAD_DIM * sizeof(float));
         } else {
             row = p.rest.q.data + token * p.rest.q.nb[1] + head * p.rest.q.nb[2] + stream * p.rest.q.nb[3];
         }
         return reinterpret_cast<const float *>(row);
     };
-    const bool    copies = BULK && warp == WARPS / 2 && lane < n_roles; // a warp that has nothing else to do, where the context is short
+    // a warp that has nothing else to do, where the context is short
+    const bool    copies = BULK && warp == WARPS / 2 && lane < n_roles;
     const float * copied = nullptr;
     if (copies) {
         copied = raw_row(lane);
@@ -247,7 +274,8 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         fetch_v();
     }
     const float   slope = p.alibi != 0 ? slope_of(p.rest, head0 + min(my_head, n_mine - 1)) : LOG2_E;
-    const int64_t row0  = (static_cast<int64_t>(stream) * p.n_tokens + token) * static_cast<int>(p.rest.dst.ne[1]) + head0;
+    const int64_t row0 =
+        (static_cast<int64_t>(stream) * p.n_tokens + token) * static_cast<int>(p.rest.dst.ne[1]) + head0;
     if constexpr (!BULK) {
         wait_for_committed_copies();
     }
@@ -259,26 +287,29 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         sums_in.expect(n_warps * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
     }
     // A head's sums come out of the products in 4 / heads lanes (t), all the same
-    const bool puts  = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
-    const int  ld = heads * DIMS + 4;
+    const bool puts = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
+    const int  ld     = heads * DIMS + 4;
     const int  source = rank * WARPS + warp;
     const auto place  = [&](int c) { return shared_sums + source * ld + my_head * DIMS + 8 * (g + 8 * c) % DIMS; };
     uint32_t   to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
     if constexpr (RANKS > 1) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const int of = 8 * (g + 8 * c) / DIMS;
-            to[c] = seen_from_cluster(shared_address(place(c)), of), to_arrived[c] = seen_from_cluster(sums_in.arrived, of);
+            const int of  = 8 * (g + 8 * c) / DIMS;
+            to[c]         = seen_from_cluster(shared_address(place(c)), of),
+            to_arrived[c] = seen_from_cluster(sums_in.arrived, of);
         }
-        max_to = seen_from_cluster(shared_address(&shared_max[my_head][source]), g % RANKS), max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
+        max_to      = seen_from_cluster(shared_address(&shared_max[my_head][source]), g % RANKS),
+        max_arrived = seen_from_cluster(sums_in.arrived, g % RANKS);
     }
     if (role < n_roles) {
         if constexpr (BULK) {
             rows_in.wait(0);
         }
-        const float2 x = make_float2(raw[role][i0], raw[role][i1]);
+        const float2 x       = make_float2(raw[role][i0], raw[role][i1]);
         const bool   rotates = ROPE && role <= heads;
-        const float  x0 = saturate_f16(rotates ? x.x * angle.cosine - x.y * angle.sine : x.x), x1 = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
+        const float  x0      = saturate_f16(rotates ? x.x * angle.cosine - x.y * angle.sine : x.x),
+                    x1       = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
         const __half2 a = split_f16(x0), b = split_f16(x1);
         if (role < heads) {
             shared_q[2 * role][i0] = __low2half(a), shared_q[2 * role + 1][i0] = __high2half(a);
@@ -292,11 +323,12 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     if (ROPE && warp == WARPS - 1 && blockIdx.x == 0 && chunk == 0) {
         for (int i = lane; i < HEAD_DIM / 4; i += WARP) { // 16 bytes each
             const int is_v = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
-            *reinterpret_cast<uint4 *>(const_cast<char *>(is_v ? v_row_of(v_row) : k_row_of(k_row)) + e * 2) = *reinterpret_cast<const uint4 *>(&shared_new[is_v][e]);
+            *reinterpret_cast<uint4 *>(const_cast<char *>(is_v ? v_row_of(v_row) : k_row_of(k_row)) + e * 2) =
+                *reinterpret_cast<const uint4 *>(&shared_new[is_v][e]);
         }
     }
 
-    float max = -INFINITY, weight = 0, sum[C][8] = {}; // of dimensions 8 (g + 8c) on
+    float          max = -INFINITY, weight = 0, sum[C][8] = {}; // of dimensions 8 (g + 8c) on
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
     while (true) { // the same trip count in all warps
         if (sees()) {
@@ -326,8 +358,9 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
             float dot[2][4] = {};
 #pragma unroll
             for (int j = 0; j < J; j++) {
-                const uint4 b = *reinterpret_cast<const uint4 *>(my_q + 32 * j);
-                const uint32_t a0[4] = { k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y }, a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
+                const uint4    b     = *reinterpret_cast<const uint4 *>(my_q + 32 * j);
+                const uint32_t a0[4] = { k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y },
+                               a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
                 multiply_add<__half>(dot[0], a0, b.x, b.y);
                 multiply_add<__half>(dot[1], a1, b.z, b.w);
             }
@@ -345,8 +378,8 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float m = __half2float(bias[i]);
-                score[i] = m == -INFINITY ? m : score[i] + slope * m; // whatever the product is
-                seen[i]  = __ballot_sync(FULL_WARP, m != -INFINITY);
+                score[i]      = m == -INFINITY ? m : score[i] + slope * m; // whatever the product is
+                seen[i]       = __ballot_sync(FULL_WARP, m != -INFINITY);
                 all &= seen[i];
                 new_max = fmaxf(new_max, score[i] - WEIGHT_BITS);
             }
@@ -365,16 +398,20 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
                 }
             }
             const float old = rescale(max, new_max), base = new_max == -INFINITY ? 0 : new_max;
-            float out[C * 4][4] = {}, weights[4] = {};
-            max = new_max;
-            const uint32_t b0 = transposed(split_f16(fast_exp2(score[0] - base))), b1 = transposed(split_f16(fast_exp2(score[1] - base)));
+            float       out[C * 4][4] = {}, weights[4] = {};
+            max               = new_max;
+            const uint32_t b0 = transposed(split_f16(fast_exp2(score[0] - base))),
+                           b1 = transposed(split_f16(fast_exp2(score[1] - base)));
 #pragma unroll
             for (int c = 0; c < C; c++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and + 4 + i
                     const int  which   = i % 2 ? 0x7632 : 0x5410;
-                    const auto pair_of = [&](int r, int w) { return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which); };
-                    const uint32_t a[4] = { pair_of(0, i / 2), pair_of(0, 2 + i / 2), pair_of(2, i / 2), pair_of(2, 2 + i / 2) };
+                    const auto pair_of = [&](int r, int w) {
+                        return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which);
+                    };
+                    const uint32_t a[4] = { pair_of(0, i / 2), pair_of(0, 2 + i / 2), pair_of(2, i / 2),
+                                            pair_of(2, 2 + i / 2) };
                     multiply_add<__half>(out[c * 4 + i], a, b0, b1);
                 }
             }
@@ -386,7 +423,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
 #pragma unroll
                 for (int i = 0; i < 8; i++) {
                     const float * o = &out[4 * c + i % 4][i / 4 * 2];
-                    sum[c][i] = sum[c][i] * old + (o[0] + o[1]);
+                    sum[c][i]       = sum[c][i] * old + (o[0] + o[1]);
                 }
             }
         }
@@ -421,9 +458,11 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     }
     // each lane a source's sums of 4 dimensions, which the first 4 lanes then have one each; whole warps
     constexpr int PIECES = DIMS / 4, HEADS_AT_ONCE = THREADS / SOURCES / PIECES;
-    const int from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4, from_pos = from % WARPS * 16;
-    int       sent = RANKS == 1 || (from_pos < p.block_size && from / WARPS * p.block_size + from_pos < p.n_kv);
-    int       top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e, at = rank * DIMS + e + from; // at: in the head's row
+    const int     from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4, from_pos = from % WARPS * 16;
+    int           sent = RANKS == 1 || (from_pos < p.block_size && from / WARPS * p.block_size + from_pos < p.n_kv);
+    // at: in the head's row
+    int top_at = piece / PIECES * SOURCES + from, sum_at = from * ld + piece / PIECES * DIMS + e,
+        at = rank * DIMS + e + from;
     compute_now(sent), compute_now(top_at), compute_now(sum_at), compute_now(at);
     if constexpr (RANKS > 1) {
         sums_in.wait(0);
@@ -431,19 +470,21 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
         __syncthreads();
     }
 #pragma unroll 1
-    for (int r = piece / PIECES; r < n_mine; r += HEADS_AT_ONCE, top_at += HEADS_AT_ONCE * SOURCES, sum_at += HEADS_AT_ONCE * DIMS) {
-        const float2 top = sent ? shared_max[0][top_at] : make_float2(-INFINITY, 0);
-        const float4 x   = sent ? *reinterpret_cast<const float4 *>(shared_sums + sum_at) : make_float4(0, 0, 0, 0);
-        float all_max = top.x;
+    for (int r = piece / PIECES; r < n_mine;
+         r += HEADS_AT_ONCE, top_at += HEADS_AT_ONCE * SOURCES, sum_at += HEADS_AT_ONCE * DIMS) {
+        const float2 top     = sent ? shared_max[0][top_at] : make_float2(-INFINITY, 0);
+        const float4 x       = sent ? *reinterpret_cast<const float4 *>(shared_sums + sum_at) : make_float4(0, 0, 0, 0);
+        float        all_max = top.x;
 #pragma unroll
         for (int offset = SOURCES / 2; offset > 0; offset /= 2) {
             all_max = fmaxf(all_max, __shfl_xor_sync(FULL_WARP, all_max, offset));
         }
-        const float factor = all_max == -INFINITY ? 0 : fast_exp2(top.x - all_max), sum_of_weights = warp_sum<SOURCES>(factor * top.y);
+        const float factor         = all_max == -INFINITY ? 0 : fast_exp2(top.x - all_max),
+                    sum_of_weights = warp_sum<SOURCES>(factor * top.y);
         const bool  upper = from & 2, odd = from & 1;
-        const float a = (upper ? x.z : x.x) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.x : x.z) * factor, 2);
-        const float b = (upper ? x.w : x.y) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.y : x.w) * factor, 2);
-        float sum = (odd ? b : a) + __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);
+        const float a   = (upper ? x.z : x.x) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.x : x.z) * factor, 2);
+        const float b   = (upper ? x.w : x.y) * factor + __shfl_xor_sync(FULL_WARP, (upper ? x.y : x.w) * factor, 2);
+        float       sum = (odd ? b : a) + __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);
 #pragma unroll
         for (int offset = 4; offset < SOURCES; offset *= 2) {
             sum += __shfl_xor_sync(FULL_WARP, sum, offset);
@@ -457,30 +498,37 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS) attention_decod
     }
 }
 
-template <int HEAD_DIM, int RANKS> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
+template <int HEAD_DIM, int RANKS>
+cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
     const attention_args & a = d.rest;
-    const dim3   grid(static_cast<unsigned>(a.n_splits * RANKS), static_cast<unsigned>(a.k.ne[2] * a.chunks), static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
-    const size_t shared_nbytes = sizeof(float) * RANKS * WARPS * static_cast<size_t>(a.heads_per_block * (HEAD_DIM / RANKS) + 4);
+    const dim3             grid(static_cast<unsigned>(a.n_splits * RANKS), static_cast<unsigned>(a.k.ne[2] * a.chunks),
+                                static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
+    const size_t           shared_nbytes =
+        sizeof(float) * RANKS * WARPS * static_cast<size_t>(a.heads_per_block * (HEAD_DIM / RANKS) + 4);
     return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true, RANKS>, grid, THREADS, shared_nbytes, d, *n)
-             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS>, grid, THREADS, shared_nbytes, d, new_row_args{});
+             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS>, grid, THREADS, shared_nbytes, d,
+                      new_row_args{});
 }
 
 } // namespace
 
 bool attention_decode_supported(const attention_params & p) {
-    return p.k.type == TYPE_F16 && p.v.type == TYPE_F16 && p.k.ne[0] == p.v.ne[0] && (p.k.ne[0] == 64 || p.k.ne[0] == 128) && p.k.nb[1] <= UINT32_MAX && p.v.nb[1] <= UINT32_MAX;
+    return p.k.type == TYPE_F16 && p.v.type == TYPE_F16 && p.k.ne[0] == p.v.ne[0] &&
+           (p.k.ne[0] == 64 || p.k.ne[0] == 128) && p.k.nb[1] <= UINT32_MAX && p.v.nb[1] <= UINT32_MAX;
 }
 
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n) {
     decode_args d = {};
     d.k = a.k.data, d.v = a.v.data, d.mask = a.has_mask ? a.mask.data : nullptr;
-    d.k_nb1 = static_cast<uint32_t>(a.k.nb[1]), d.v_nb1 = static_cast<uint32_t>(a.v.nb[1]), d.k_nb2 = a.k.nb[2], d.v_nb2 = a.v.nb[2];
-    d.n_kv  = static_cast<int>(a.k.ne[1]), d.block_size = (a.split_size + 16 * a.ranks - 1) / (16 * a.ranks) * 16, d.n_tokens = static_cast<int>(a.q.ne[1]);
+    d.k_nb1 = static_cast<uint32_t>(a.k.nb[1]), d.v_nb1 = static_cast<uint32_t>(a.v.nb[1]), d.k_nb2 = a.k.nb[2],
+    d.v_nb2 = a.v.nb[2];
+    d.n_kv = static_cast<int>(a.k.ne[1]), d.block_size = (a.split_size + 16 * a.ranks - 1) / (16 * a.ranks) * 16,
+    d.n_tokens = static_cast<int>(a.q.ne[1]);
     d.group = a.group, d.heads = a.heads_per_block, d.chunks = a.chunks;
     d.mask_nb1 = a.mask.nb[1], d.mask_nb2 = a.mask_nb2;
     d.sums  = places_of(a);
     d.scale = a.scale, d.softcap = a.softcap, d.alibi = a.alibi;
-    d.rest  = a;
+    d.rest = a;
     if (a.ranks == 2) {
         return a.k.ne[0] == 64 ? launch_rows<64, 2>(ctx, d, n) : launch_rows<128, 2>(ctx, d, n);
     }

@@ -9,10 +9,11 @@
 namespace macko::cuda {
 
 constexpr float LOG2_E     = 1.4426950408889634f;
-constexpr int   MAX_HEADS  = 4;  // query heads that share what a block reads of K and V
+constexpr int   MAX_HEADS  = 4; // query heads that share what a block reads of K and V
 constexpr int   MAX_SPLITS = 64;
-// positions: of a round of attention_decode_kernel; splits are whole rounds. Fewer, and the combination costs more than the split saves
-constexpr int   DECODE_ROUND = 256;
+// positions: of a round of attention_decode_kernel; splits are whole rounds. Fewer, and the combination costs more than
+// the split saves
+constexpr int DECODE_ROUND = 256;
 
 struct attention_args {
     const float * sinks;
@@ -21,23 +22,25 @@ struct attention_args {
     float         softcap; // times log2(e); 0: none
     float         alibi;   // logarithm (base 2) of the first slope: -max_bias / n_head_log2; 0: none
     uint32_t      n_head_log2;
-    int           group;   // query heads per KV head
-    int           heads_per_block, chunks; // query heads that share what a block reads; blocks per KV head for all of them
-    int           k_streams, v_streams; // consecutive streams of q that share one of K, V
-    int64_t       mask_nb2, mask_nb3;   // 0 where the mask is shared
-    int           ranks;      // blocks of a cluster, which share the positions of the only split (attention_decode_kernel); or 1
-    int           n_splits, split_size; // positions
-    float       * partial; // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
-    unsigned    * counters;
-    op_tensor     dst, q, k, v, mask;
+    int           group; // query heads per KV head
+    // query heads that share what a block reads; blocks per KV head for all of them
+    int     heads_per_block, chunks;
+    int     k_streams, v_streams; // consecutive streams of q that share one of K, V
+    int64_t mask_nb2, mask_nb3;   // 0 where the mask is shared
+    // blocks of a cluster, which share the positions of the only split (attention_decode_kernel); or 1
+    int        ranks;
+    int        n_splits, split_size; // positions
+    float *    partial;              // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
+    unsigned * counters;
+    op_tensor  dst, q, k, v, mask;
 };
 
 // what a kernel needs to rotate: raw q, k and v of one token, and the rows of the cache that k and v go to
 struct new_row_args {
-    rope_args       rope;
-    const char    * q, * k, * v;           // f32
-    int64_t         q_nb1, k_nb1;          // from head to head
-    const int64_t * k_id, * v_id;          // on the GPU
+    rope_args      rope;
+    const char *   q, *k, *v;    // f32
+    int64_t        q_nb1, k_nb1; // from head to head
+    const int64_t *k_id, *v_id;  // on the GPU
 };
 
 // ALiBi: the mask's values are multiplied by powers of one number, every other one of its root from head n_head_log2 on
@@ -50,22 +53,27 @@ static __device__ __forceinline__ float slope_of(const attention_args & p, int h
 static __device__ __forceinline__ float capped(const attention_args & p, float s) {
     return p.softcap * (1 - __fdividef(2, exp2f(2 * LOG2_E * s) + 1)); // tanh, to 2e-7 absolute
 }
-static __device__ __forceinline__ float score_of(const attention_args & p, float product) { return p.softcap != 0 ? capped(p, p.scale * product) : p.scale * product; }
+static __device__ __forceinline__ float score_of(const attention_args & p, float product) {
+    return p.softcap != 0 ? capped(p, p.scale * product) : p.scale * product;
+}
 
 // factor for sums that were made against an older maximum; 0 for "nothing yet"
-static __device__ __forceinline__ float rescale(float old_max, float new_max) { return old_max == -INFINITY ? 0.0f : exp2f(old_max - new_max); }
+static __device__ __forceinline__ float rescale(float old_max, float new_max) {
+    return old_max == -INFINITY ? 0.0f : exp2f(old_max - new_max);
+}
 
 static __device__ __forceinline__ void prefetch_row(const char * row, int nbytes) {
     for (int i = 0; i < nbytes; i += 128) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(row + i));
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
     }
 }
 
-// A head's sums over all positions, made against the maximum `max`, divided by the sum of the weights. sink: the head's, or null
+// A head's sums over all positions, made against the maximum `max`, divided by the sum of the weights. sink: the
+// head's, or null
 static __device__ __forceinline__ float divided(float sum, float max, float weight, const float * sink) {
     if (sink) {
         const float s = *sink * LOG2_E, with_sink = fmaxf(max, s), f = rescale(max, with_sink);
-        sum   *= f;
+        sum *= f;
         weight = weight * f + exp2f(s - with_sink);
     }
     return weight > 0 ? __fdividef(sum, weight) : 0;
@@ -73,17 +81,21 @@ static __device__ __forceinline__ float divided(float sum, float max, float weig
 
 // where sums go, and what put_sum needs to know
 struct sum_places {
-    float       * dst, * partial; // see attention_args
+    float *       dst, *partial; // see attention_args
     const float * sinks;
     int           n_splits;
 };
-static __host__ __device__ __forceinline__ sum_places places_of(const attention_args & p) { return { reinterpret_cast<float *>(p.dst.data), p.partial, p.sinks, p.n_splits }; }
+static __host__ __device__ __forceinline__ sum_places places_of(const attention_args & p) {
+    return { reinterpret_cast<float *>(p.dst.data), p.partial, p.sinks, p.n_splits };
+}
 
-// Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of dst, and of partial
-static __device__ __forceinline__ void put_sum(const sum_places & p, int head_dim, int64_t row, int head, int split, int e, float sum, float max, float weight) {
+// Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of
+// dst, and of partial
+static __device__ __forceinline__ void put_sum(const sum_places & p, int head_dim, int64_t row, int head, int split,
+                                               int e, float sum, float max, float weight) {
     if (p.n_splits > 1) {
         float * out = p.partial + (row * p.n_splits + split) * (head_dim + 2);
-        out[e] = sum;
+        out[e]      = sum;
         if (e == 0) {
             out[head_dim]     = max;
             out[head_dim + 1] = weight;
@@ -93,10 +105,11 @@ static __device__ __forceinline__ void put_sum(const sum_places & p, int head_di
     p.dst[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
 }
 
-// By all threads of a block, behind put_sum: the last block of these rows to come combines their splits, in order, so that the result does not
+// By all threads of a block, behind put_sum: the last block of these rows to come combines their splits, in order, so
+// that the result does not
 // depend on which one that is
 static __device__ __forceinline__ void combine_splits(const attention_args & p, int64_t row0, int head0, int n_rows) {
-    __shared__ bool is_last;
+    __shared__ bool  is_last;
     __shared__ float part_max[MAX_HEADS * MAX_SPLITS], part_weight[MAX_HEADS * MAX_SPLITS];
     if (p.n_splits == 1) {
         return;
@@ -118,15 +131,15 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     const int head_dim = static_cast<int>(p.dst.ne[0]), ld = head_dim + 2, n = p.n_splits;
     for (int i = static_cast<int>(threadIdx.x); i < n_rows * n; i += static_cast<int>(blockDim.x)) {
         const float * part = p.partial + (row0 * n + i) * ld + head_dim;
-        part_max[i]    = __ldcg(part);
-        part_weight[i] = __ldcg(part + 1);
+        part_max[i]        = __ldcg(part);
+        part_weight[i]     = __ldcg(part + 1);
     }
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < n_rows * head_dim; i += static_cast<int>(blockDim.x)) {
-        const int r = i / head_dim, e = i % head_dim;
+        const int     r = i / head_dim, e = i % head_dim;
         const float * part = p.partial + (row0 + r) * n * ld + e;
         const float   sink = p.sinks ? p.sinks[head0 + r] * LOG2_E : -INFINITY;
-        float max = sink;
+        float         max  = sink;
         for (int j = 0; j < n; j++) {
             max = fmaxf(max, part_max[r * n + j]);
         }
@@ -134,7 +147,7 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
 #pragma unroll 4
         for (int j = 0; j < n; j++) {
             const float f = rescale(part_max[r * n + j], max);
-            sum    += f * __ldcg(part + j * ld);
+            sum += f * __ldcg(part + j * ld);
             weight += f * part_weight[r * n + j];
         }
         reinterpret_cast<float *>(p.dst.data)[(row0 + r) * head_dim + e] = weight > 0 ? __fdividef(sum, weight) : 0;
@@ -142,7 +155,7 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
 }
 
 // ---- few tokens, F16 rows of K and V of 64 or 128 elements (ops-attention-decode.cu) ----
-bool        attention_decode_supported(const attention_params & p);
+bool attention_decode_supported(const attention_params & p);
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);
 

@@ -8,16 +8,20 @@ namespace macko::cuda {
 
 constexpr int WARP = 32;
 
-// Programmatic dependent launch: with ctx.overlap a kernel may start while the one before it in the stream still runs. So every kernel
-// that goes through launch() calls wait_for_previous() before it touches any memory that a kernel may have written, and exactly once,
-// also in threads that have nothing to do: the guarantee "all earlier kernels are complete" is passed on from kernel to kernel by it.
+// Programmatic dependent launch: with ctx.overlap a kernel may start while the one before it in the stream still runs.
+// So every kernel
+// that goes through launch() calls wait_for_previous() before it touches any memory that a kernel may have written, and
+// exactly once,
+// also in threads that have nothing to do: the guarantee "all earlier kernels are complete" is passed on from kernel to
+// kernel by it.
 static __device__ __forceinline__ void wait_for_previous() {
     cuda_wait_for_previous();
     cuda_allow_next();
 }
 
 template <typename... PARAMS, typename... ARGS>
-cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, ARGS... args) {
+cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes,
+                   ARGS... args) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) {
         return cudaSuccess;
     }
@@ -33,7 +37,8 @@ static __device__ __forceinline__ float warp_max(float x) {
 }
 
 // of all threads of the block (a multiple of 32, at most 1024), the same in each; partial: 32 floats of shared memory
-template <typename F> static __device__ __forceinline__ float block_reduce(float x, float * partial, F && warp_reduce, float neutral) {
+template <typename F>
+static __device__ __forceinline__ float block_reduce(float x, float * partial, F && warp_reduce, float neutral) {
     x = warp_reduce(x);
     if (blockDim.x == WARP) {
         return x;
@@ -46,7 +51,9 @@ template <typename F> static __device__ __forceinline__ float block_reduce(float
     return warp_reduce(threadIdx.x % WARP < blockDim.x / WARP ? partial[threadIdx.x % WARP] : neutral);
 }
 
-struct row_index { int64_t i1, i2, i3; };
+struct row_index {
+    int64_t i1, i2, i3;
+};
 
 static __device__ __forceinline__ row_index split_row(int64_t row, int64_t ne1, int64_t ne2) {
     if (row <= INT32_MAX && ne1 * ne2 <= INT32_MAX) { // 32-bit divisions are several times faster
@@ -64,7 +71,9 @@ static __device__ __forceinline__ char * broadcast_row(const op_tensor & t, row_
     const int64_t i3 = t.ne[3] == 1 ? 0 : i.i3 % t.ne[3];
     return t.data + i1 * t.nb[1] + i2 * t.nb[2] + i3 * t.nb[3];
 }
-static __device__ __forceinline__ char * row_of(const op_tensor & t, row_index i) { return t.data + i.i1 * t.nb[1] + i.i2 * t.nb[2] + i.i3 * t.nb[3]; }
+static __device__ __forceinline__ char * row_of(const op_tensor & t, row_index i) {
+    return t.data + i.i1 * t.nb[1] + i.i2 * t.nb[2] + i.i3 * t.nb[3];
+}
 
 // threads for a row of n elements: whole warps, at most max
 inline int row_threads(int64_t n, int max) {
@@ -74,7 +83,8 @@ inline int row_threads(int64_t n, int max) {
 
 // every pointer and stride of the tensor is a multiple of n bytes
 inline bool is_aligned(const op_tensor & t, int64_t n) {
-    return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(n) == 0 && t.nb[1] % n == 0 && t.nb[2] % n == 0 && t.nb[3] % n == 0;
+    return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(n) == 0 && t.nb[1] % n == 0 &&
+           t.nb[2] % n == 0 && t.nb[3] % n == 0;
 }
 
 inline bool fits_grid(int64_t n) { return n <= INT32_MAX; }

@@ -1,4 +1,5 @@
-// Elementwise operations: two tensors with broadcast, one tensor, gated units, bias by expert. One row of dst per block (blockIdx.x),
+// Elementwise operations: two tensors with broadcast, one tensor, gated units, bias by expert. One row of dst per block
+// (blockIdx.x),
 // long rows cut into pieces along blockIdx.y. No __restrict__: dst is often one of the sources.
 #include "cuda/ops/common.cuh"
 
@@ -9,7 +10,9 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int PIECE   = 4 * THREADS; // elements of a row per block
 
-dim3 grid_of(const op_tensor & t) { return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + PIECE - 1) / PIECE)); }
+dim3 grid_of(const op_tensor & t) {
+    return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + PIECE - 1) / PIECE));
+}
 
 // f(i, row) for the block's share of dst's row; the row is fixed per block
 template <typename F> __device__ __forceinline__ void for_row_elements(int64_t ne0, F && f) {
@@ -28,7 +31,9 @@ __device__ __forceinline__ float apply(binary_op op, float a, float b) {
     }
 }
 
-__device__ __forceinline__ float gelu(float x) { return 0.5f * x * (1 + tanhf(0.79788456080286535587989211986876f * x * (1 + 0.044715f * x * x))); }
+__device__ __forceinline__ float gelu(float x) {
+    return 0.5f * x * (1 + tanhf(0.79788456080286535587989211986876f * x * (1 + 0.044715f * x * x)));
+}
 __device__ __forceinline__ float gelu_erf(float x) { return 0.5f * x * (1 + erff(x * 0.70710678118654752440f)); }
 __device__ __forceinline__ float gelu_quick(float x) { return x / (1 + expf(-1.702f * x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1 + expf(-x)); }
@@ -74,7 +79,7 @@ __device__ __forceinline__ float apply(const glu_params & p, float gate, float u
         case glu_op::SWIGLU:      return silu(gate) * up;
         case glu_op::GEGLU_ERF:   return gelu_erf(gate) * up;
         case glu_op::GEGLU_QUICK: return gelu_quick(gate) * up;
-        default: { // SWIGLU_OAI
+        default:                  { // SWIGLU_OAI
             const float x = fminf(gate, p.limit);
             const float y = fmaxf(fminf(up, p.limit), -p.limit);
             return x / (1 + expf(-p.alpha * x)) * (y + 1);
@@ -82,54 +87,52 @@ __device__ __forceinline__ float apply(const glu_params & p, float gate, float u
     }
 }
 
-template <typename T>
-__global__ void binary_kernel(binary_op op, op_tensor a, op_tensor b, op_tensor dst) {
+template <typename T> __global__ void binary_kernel(binary_op op, op_tensor a, op_tensor b, op_tensor dst) {
     wait_for_previous();
-    using value = typename T::block;
-    const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const char * a_row = row_of(a, row);
-    const char * b_row = broadcast_row(b, row);
-    char       * d_row = row_of(dst, row);
-    const int64_t b_ne0 = b.ne[0];
+    using value           = typename T::block;
+    const row_index row   = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
+    const char *    a_row = row_of(a, row);
+    const char *    b_row = broadcast_row(b, row);
+    char *          d_row = row_of(dst, row);
+    const int64_t   b_ne0 = b.ne[0];
     for_row_elements(dst.ne[0], [&](int64_t i) {
         const int64_t ib = b_ne0 == dst.ne[0] ? i : b_ne0 == 1 ? 0 : i % b_ne0;
-        const float x = T::to_float(*reinterpret_cast<const value *>(a_row + i * a.nb[0]));
-        const float y = T::to_float(*reinterpret_cast<const value *>(b_row + ib * b.nb[0]));
+        const float   x  = T::to_float(*reinterpret_cast<const value *>(a_row + i * a.nb[0]));
+        const float   y  = T::to_float(*reinterpret_cast<const value *>(b_row + ib * b.nb[0]));
         *reinterpret_cast<value *>(d_row + i * dst.nb[0]) = T::from_float(apply(op, x, y));
     });
 }
 
-template <typename T>
-__global__ void unary_kernel(unary_op op, float p0, float p1, op_tensor x, op_tensor dst) {
+template <typename T> __global__ void unary_kernel(unary_op op, float p0, float p1, op_tensor x, op_tensor dst) {
     wait_for_previous();
-    using value = typename T::block;
-    const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const char * x_row = row_of(x, row);
-    char       * d_row = row_of(dst, row);
+    using value           = typename T::block;
+    const row_index row   = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
+    const char *    x_row = row_of(x, row);
+    char *          d_row = row_of(dst, row);
     for_row_elements(dst.ne[0], [&](int64_t i) {
         const float v = T::to_float(*reinterpret_cast<const value *>(x_row + i * x.nb[0]));
         *reinterpret_cast<value *>(d_row + i * dst.nb[0]) = T::from_float(apply(op, p0, p1, v));
     });
 }
 
-template <typename T>
-__global__ void glu_kernel(glu_params p, op_tensor gate, op_tensor up, op_tensor dst) {
+template <typename T> __global__ void glu_kernel(glu_params p, op_tensor gate, op_tensor up, op_tensor dst) {
     wait_for_previous();
-    using value = typename T::block;
+    using value         = typename T::block;
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const value * g = reinterpret_cast<const value *>(row_of(gate, row));
-    const value * u = reinterpret_cast<const value *>(row_of(up, row));
-    value       * d = reinterpret_cast<value *>(row_of(dst, row));
-    for_row_elements(dst.ne[0], [&](int64_t i) { d[i] = T::from_float(apply(p, T::to_float(g[i]), T::to_float(u[i]))); });
+    const value *   g   = reinterpret_cast<const value *>(row_of(gate, row));
+    const value *   u   = reinterpret_cast<const value *>(row_of(up, row));
+    value *         d   = reinterpret_cast<value *>(row_of(dst, row));
+    for_row_elements(dst.ne[0],
+                     [&](int64_t i) { d[i] = T::from_float(apply(p, T::to_float(g[i]), T::to_float(u[i]))); });
 }
 
 __global__ void add_id_kernel(op_tensor x, op_tensor bias, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
     const int32_t   id  = *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1]);
-    const float * a = reinterpret_cast<const float *>(row_of(x, row));
-    const float * b = reinterpret_cast<const float *>(bias.data + id * bias.nb[1]);
-    float       * d = reinterpret_cast<float *>(row_of(dst, row));
+    const float *   a   = reinterpret_cast<const float *>(row_of(x, row));
+    const float *   b   = reinterpret_cast<const float *>(bias.data + id * bias.nb[1]);
+    float *         d   = reinterpret_cast<float *>(row_of(dst, row));
     for_row_elements(dst.ne[0], [&](int64_t i) { d[i] = a[i] + b[i]; });
 }
 
@@ -151,42 +154,57 @@ template <typename F> cudaError_t with_float_type(tensor_type type, F && f) {
 } // namespace
 
 bool op_binary_supported(binary_op, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {
-    return is_f32_or_f16(dst.type) && a.type == dst.type && b.type == dst.type && same_shape(a, dst) && can_repeat(b, dst) && fits_grid(dst.n_rows());
+    return is_f32_or_f16(dst.type) && a.type == dst.type && b.type == dst.type && same_shape(a, dst) &&
+           can_repeat(b, dst) && fits_grid(dst.n_rows());
 }
 
-cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst) {
-    return with_float_type(dst.type, [&](auto t) { return launch(ctx, binary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, a, b, dst); });
+cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
+                      const op_tensor & dst) {
+    return with_float_type(dst.type, [&](auto t) {
+        return launch(ctx, binary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, a, b, dst);
+    });
 }
 
 bool op_unary_supported(unary_op, const op_tensor & x, const op_tensor & dst) {
     return is_f32_or_f16(dst.type) && x.type == dst.type && same_shape(x, dst) && fits_grid(dst.n_rows());
 }
 
-cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x, const op_tensor & dst) {
-    return with_float_type(dst.type, [&](auto t) { return launch(ctx, unary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, p0, p1, x, dst); });
+cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
+                     const op_tensor & dst) {
+    return with_float_type(dst.type, [&](auto t) {
+        return launch(ctx, unary_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, op, p0, p1, x,
+                      dst);
+    });
 }
 
 bool op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst) {
-    return is_f32_or_f16(dst.type) && x.type == dst.type && x.ne[0] == (up ? 1 : 2) * dst.ne[0] && x.n_rows() == dst.n_rows() && is_contiguous_rows(x) &&
-        is_contiguous_rows(dst) && x.ne[1] == dst.ne[1] && x.ne[2] == dst.ne[2] && (!up || (up->type == x.type && same_shape(*up, x) && is_contiguous_rows(*up))) &&
-        fits_grid(dst.n_rows());
+    return is_f32_or_f16(dst.type) && x.type == dst.type && x.ne[0] == (up ? 1 : 2) * dst.ne[0] &&
+           x.n_rows() == dst.n_rows() && is_contiguous_rows(x) && is_contiguous_rows(dst) && x.ne[1] == dst.ne[1] &&
+           x.ne[2] == dst.ne[2] && (!up || (up->type == x.type && same_shape(*up, x) && is_contiguous_rows(*up))) &&
+           fits_grid(dst.n_rows());
 }
 
-cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up, const op_tensor & dst) {
+cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up,
+                   const op_tensor & dst) {
     op_tensor gate = x, other = up ? *up : x;
     if (!up) {
         (p.swapped ? gate : other).data += dst.ne[0] * x.nb[0];
     }
-    return with_float_type(dst.type, [&](auto t) { return launch(ctx, glu_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, p, gate, other, dst); });
+    return with_float_type(dst.type, [&](auto t) {
+        return launch(ctx, glu_kernel<decltype(t)>, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, p, gate, other,
+                      dst);
+    });
 }
 
 bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst) {
-    return x.type == TYPE_F32 && bias.type == TYPE_F32 && ids.type == TYPE_I32 && dst.type == TYPE_F32 && same_shape(x, dst) && bias.ne[0] == x.ne[0] &&
-        bias.ne[2] == 1 && bias.ne[3] == 1 && x.ne[3] == 1 && ids.ne[0] == x.ne[1] && ids.ne[1] == x.ne[2] && is_contiguous_rows(x) && is_contiguous_rows(bias) &&
-        is_contiguous_rows(dst) && fits_grid(dst.n_rows());
+    return x.type == TYPE_F32 && bias.type == TYPE_F32 && ids.type == TYPE_I32 && dst.type == TYPE_F32 &&
+           same_shape(x, dst) && bias.ne[0] == x.ne[0] && bias.ne[2] == 1 && bias.ne[3] == 1 && x.ne[3] == 1 &&
+           ids.ne[0] == x.ne[1] && ids.ne[1] == x.ne[2] && is_contiguous_rows(x) && is_contiguous_rows(bias) &&
+           is_contiguous_rows(dst) && fits_grid(dst.n_rows());
 }
 
-cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst) {
+cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
+                      const op_tensor & dst) {
     return launch(ctx, add_id_kernel, grid_of(dst), row_threads(dst.ne[0], THREADS), 0, x, bias, ids, dst);
 }
 

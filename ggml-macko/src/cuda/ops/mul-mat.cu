@@ -1,10 +1,17 @@
-// Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash attention is off.
-//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout. Most quantized weights: tensor cores,
-//                          as exact (ops-mul-mat-quantized.cuh); mul_mat_vec_kernel for what these do not take (other types, several matrices, cc 7.5)
-//   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS where it is there, fed
-//                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles of w itself
-//   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is exact, too
-// The same two kernels serve MUL_MAT_ID: the few-columns one reads the expert's id, the other a list of tokens per expert.
+// Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash
+// attention is off.
+//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout.
+//   Most quantized weights: tensor cores,
+//                          as exact (ops-mul-mat-quantized.cuh); mul_mat_vec_kernel for what these do not take (other
+//                          types, several matrices, cc 7.5)
+//   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS
+//   where it is there, fed
+//                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles
+//                          of w itself
+//   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is
+//   exact, too
+// The same two kernels serve MUL_MAT_ID: the few-columns one reads the expert's id, the other a list of tokens per
+// expert.
 #include "cuda/lib/cublas.h"
 #include "cuda/lib/mma.cuh"
 
@@ -23,39 +30,40 @@ constexpr int VEC_MAX_COLS = 8;
 struct mul_mat_args {
     const char * w;
     const char * x;
-    char       * y;
+    char *       y;
     int64_t      w_nb1, w_nb2, w_nb3; // bytes
     int64_t      x_nb1, x_nb2, x_nb3;
     int64_t      y_nb1, y_nb2, y_nb3;
     int          m, n, k;
-    int          ne2;                 // of x and y: batches are z = i3 * ne2 + i2
-    int          ratio2, ratio3;      // consecutive batches of x that share a w
+    int          ne2;            // of x and y: batches are z = i3 * ne2 + i2
+    int          ratio2, ratio3; // consecutive batches of x that share a w
     // experts: w_nb2 steps from expert to expert
     const char * ids;
     int64_t      ids_nb0, ids_nb1;
     int          n_used, n_experts;
-    int          x_ne1;               // rows of x per token: 1 or n_used
+    int          x_ne1; // rows of x per token: 1 or n_used
     // gemm_kernel with experts: the list that sort_experts_kernel makes
-    const int  * expert_begin;        // n_experts + 1
-    const int  * expert_entries;      // token * n_used + u
+    const int * expert_begin;   // n_experts + 1
+    const int * expert_entries; // token * n_used + u
 };
 
-// ROW_WARPS warps share a row of w, or a warp has OWN rows side by side: half the loads of x, and more weights on their way. VECTOR: rows of w and x allow
+// ROW_WARPS warps share a row of w, or a warp has OWN rows side by side: half the loads of x, and more weights on their
+// way. VECTOR: rows of w and x allow
 // loads of 8 elements, and k is a multiple of 8.
 template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
 __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
-    const int lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
-    const int row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
+    const int     lane = static_cast<int>(threadIdx.x) % (ROW_WARPS * WARP);
+    const int     row  = static_cast<int>(blockIdx.x) * ROWS + static_cast<int>(threadIdx.x) / (ROW_WARPS * WARP) * OWN;
     wait_for_previous();
-    const int col0 = static_cast<int>(blockIdx.y) * COLS;
-    const int z    = static_cast<int>(blockIdx.z);
-    const char * w = p.w;
-    const char * x = p.x;
-    char       * y = p.y;
+    const int    col0 = static_cast<int>(blockIdx.y) * COLS;
+    const int    z    = static_cast<int>(blockIdx.z);
+    const char * w    = p.w;
+    const char * x    = p.x;
+    char *       y    = p.y;
     if constexpr (EXPERTS) { // z = token * n_used + u, one column
         const int token = z / p.n_used, u = z % p.n_used;
-        const int id    = *reinterpret_cast<const int *>(p.ids + u * p.ids_nb0 + token * p.ids_nb1);
+        const int id = *reinterpret_cast<const int *>(p.ids + u * p.ids_nb0 + token * p.ids_nb1);
         w += min(max(id, 0), p.n_experts - 1) * p.w_nb2;
         x += token * p.x_nb2 + u % p.x_ne1 * p.x_nb1;
         y += token * p.y_nb2 + u * p.y_nb1;
@@ -114,7 +122,7 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
     }
     if constexpr (ROW_WARPS > 1) {
         __shared__ float partial[VEC_WARPS][COLS];
-        const int warp = static_cast<int>(threadIdx.x) / WARP;
+        const int        warp = static_cast<int>(threadIdx.x) / WARP;
         if (lane % WARP == 0) {
 #pragma unroll
             for (int c = 0; c < COLS; c++) {
@@ -144,13 +152,15 @@ __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __g
 // ---------------------------------------------------------------------------------------------- many columns
 
 constexpr int BLOCK_M = 128, BLOCK_N = 128, BLOCK_K = 32;
-constexpr int GEMM_THREADS = 256;             // 8 warps: 4 along m (32 rows each) x 2 along n (64 columns each)
-constexpr int TILE_LD      = BLOCK_K + 8;     // 80-byte rows: the 8 rows of an ldmatrix fall into different banks
-constexpr int CHUNKS       = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS; // pieces of 8 elements per thread and tile (m and n tiles are equal)
+constexpr int GEMM_THREADS = 256;         // 8 warps: 4 along m (32 rows each) x 2 along n (64 columns each)
+constexpr int TILE_LD      = BLOCK_K + 8; // 80-byte rows: the 8 rows of an ldmatrix fall into different banks
+// pieces of 8 elements per thread and tile (m and n tiles are equal)
+constexpr int CHUNKS = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS;
 static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
 
 // 8 elements of a row of k of them, as 16-bit values; zeros beyond the end
-template <typename T, typename H, bool VECTOR> __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
+template <typename T, typename H, bool VECTOR>
+__device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
     if (!row || i >= k) {
         return make_uint4(0, 0, 0, 0);
     }
@@ -179,18 +189,18 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     wait_for_previous();
     __shared__ __align__(16) H w_tile[BLOCK_M * TILE_LD];
     __shared__ __align__(16) H x_tile[BLOCK_N * TILE_LD];
-    const int z  = static_cast<int>(blockIdx.z);
-    const int m0 = static_cast<int>(blockIdx.x) * BLOCK_M;
-    const int n0 = static_cast<int>(blockIdx.y) * BLOCK_N;
-    const char * w = p.w;
-    const char * x = p.x;
-    char       * y = p.y;
-    int n     = p.n;
-    int entry = 0; // first list entry of this expert
+    const int                  z     = static_cast<int>(blockIdx.z);
+    const int                  m0    = static_cast<int>(blockIdx.x) * BLOCK_M;
+    const int                  n0    = static_cast<int>(blockIdx.y) * BLOCK_N;
+    const char *               w     = p.w;
+    const char *               x     = p.x;
+    char *                     y     = p.y;
+    int                        n     = p.n;
+    int                        entry = 0; // first list entry of this expert
     if constexpr (EXPERTS) {
         entry = p.expert_begin[z];
         n     = p.expert_begin[z + 1] - entry;
-        w    += z * p.w_nb2;
+        w += z * p.w_nb2;
         if (n0 >= n) {
             return;
         }
@@ -212,16 +222,16 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
         }
     };
     // this thread's pieces: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ...
-    const int r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
+    const int    r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
     const char * w_rows[CHUNKS];
     const char * x_rows[CHUNKS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++) {
         const int m = m0 + r + i * 64;
-        w_rows[i] = m < p.m ? w + m * p.w_nb1 : nullptr;
-        x_rows[i] = x_row(n0 + r + i * 64);
+        w_rows[i]   = m < p.m ? w + m * p.w_nb1 : nullptr;
+        x_rows[i]   = x_row(n0 + r + i * 64);
     }
-    uint4 w_next[CHUNKS], x_next[CHUNKS];
+    uint4      w_next[CHUNKS], x_next[CHUNKS];
     const auto fetch = [&](int k0) {
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
@@ -231,7 +241,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     };
     const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
     const int wm = warp % 4 * 32, wn = warp / 4 * 64;
-    float acc[2][8][4] = {}; // 32 x 64 per warp
+    float     acc[2][8][4] = {}; // 32 x 64 per warp
     fetch(0);
     for (int k0 = 0; k0 < p.k; k0 += BLOCK_K) {
         __syncthreads();
@@ -275,7 +285,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             char * y_row;
             if constexpr (EXPERTS) {
                 const int e = p.expert_entries[entry + col];
-                y_row = y + e / p.n_used * p.y_nb2 + e % p.n_used * p.y_nb1;
+                y_row       = y + e / p.n_used * p.y_nb2 + e % p.n_used * p.y_nb1;
             } else {
                 y_row = y + col * p.y_nb1;
             }
@@ -293,14 +303,19 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     }
 }
 
-// tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT: always in range.
-constexpr int SORT_THREADS = 1024;
-__global__ void __launch_bounds__(SORT_THREADS) sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
+// tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT:
+// always in range.
+constexpr int   SORT_THREADS = 1024;
+__global__ void __launch_bounds__(SORT_THREADS)
+    sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
     wait_for_previous();
-    const int n = n_tokens * p.n_used;
-    const auto id_of = [&](int e) { return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1); };
+    const int  n     = n_tokens * p.n_used;
+    const auto id_of = [&](int e) {
+        return *reinterpret_cast<const int *>(p.ids + e % p.n_used * p.ids_nb0 + e / p.n_used * p.ids_nb1);
+    };
     // each warp counts, then lists, the entries of its own experts: no atomics, a fixed order
-    const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP, n_warps = SORT_THREADS / WARP;
+    const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP,
+              n_warps = SORT_THREADS / WARP;
     for (int expert = warp; expert < p.n_experts; expert += n_warps) {
         int count = 0;
         for (int e0 = 0; e0 < n; e0 += WARP) {
@@ -336,14 +351,16 @@ template <typename T, typename H, bool VECTOR>
 __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, int64_t dst_ld, int k) {
     wait_for_previous();
     const char * row = src + blockIdx.x * src_nb1;
-    for (int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * 8; i < k; i += static_cast<int>(gridDim.y * blockDim.x) * 8) {
+    for (int i = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x) * 8; i < k;
+         i += static_cast<int>(gridDim.y * blockDim.x) * 8) {
         *reinterpret_cast<uint4 *>(dst + blockIdx.x * dst_ld + i) = load_chunk<T, H, VECTOR>(row, i, k);
     }
 }
 
 // ---------------------------------------------------------------------------------------------- choice
 
-// Of w in 16 bits, made and multiplied at a time. Small panels stay in the L2 cache, but too few rows leave multiprocessors idle: 4096 rows
+// Of w in 16 bits, made and multiplied at a time. Small panels stay in the L2 cache, but too few rows leave
+// multiprocessors idle: 4096 rows
 // and 512 columns are one wave of 128 x 128 tiles on an H200.
 constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
@@ -352,15 +369,15 @@ int64_t align_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
 
 mul_mat_args make_args(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
     mul_mat_args p = {};
-    p.w = w.data;
-    p.x = x.data;
-    p.y = dst.data;
+    p.w            = w.data;
+    p.x            = x.data;
+    p.y            = dst.data;
     p.w_nb1 = w.nb[1], p.w_nb2 = w.nb[2], p.w_nb3 = w.nb[3];
     p.x_nb1 = x.nb[1], p.x_nb2 = x.nb[2], p.x_nb3 = x.nb[3];
     p.y_nb1 = dst.nb[1], p.y_nb2 = dst.nb[2], p.y_nb3 = dst.nb[3];
-    p.m = static_cast<int>(w.ne[1]);
-    p.n = static_cast<int>(x.ne[1]);
-    p.k = static_cast<int>(w.ne[0]);
+    p.m      = static_cast<int>(w.ne[1]);
+    p.n      = static_cast<int>(x.ne[1]);
+    p.k      = static_cast<int>(w.ne[0]);
     p.ne2    = static_cast<int>(x.ne[2]);
     p.ratio2 = static_cast<int>(x.ne[2] / w.ne[2]);
     p.ratio3 = static_cast<int>(x.ne[3] / w.ne[3]);
@@ -372,9 +389,11 @@ bool is_vector(const op_tensor & w, const op_tensor & x) {
     return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
 }
 
-template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS> cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int n_batches) {
+template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
+cudaError_t launch_vec_rows(const op_context & ctx, const mul_mat_args & p, int n_batches) {
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN;
-    const dim3 grid(static_cast<unsigned>((p.m + ROWS - 1) / ROWS), static_cast<unsigned>((p.n + COLS - 1) / COLS), static_cast<unsigned>(n_batches));
+    const dim3    grid(static_cast<unsigned>((p.m + ROWS - 1) / ROWS), static_cast<unsigned>((p.n + COLS - 1) / COLS),
+                       static_cast<unsigned>(n_batches));
     return launch(ctx, mul_mat_vec_kernel<T, COLS, ROW_WARPS, OWN, VECTOR, EXPERTS>, grid, VEC_WARPS * WARP, 0, p);
 }
 
@@ -400,7 +419,8 @@ cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vect
     }
 }
 
-template <typename T> cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
+template <typename T>
+cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vector, int n_batches) {
     switch (p.n) {
         case 1:  return launch_vec<T, 1, false>(ctx, p, vector, n_batches);
         case 2:  return launch_vec<T, 2, false>(ctx, p, vector, n_batches);
@@ -410,9 +430,13 @@ template <typename T> cudaError_t mul_mat_vec(const op_context & ctx, const mul_
     }
 }
 
-// 16-bit type that products of this weight type are made in: quantized weights bring no limit on x with them, so bf16, for its range
-template <typename T> using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
-template <typename T> bool has_units(const op_context & ctx) { return std::is_same_v<half_of<T>, __half> || ctx.cc >= 80; }
+// 16-bit type that products of this weight type are made in: quantized weights bring no limit on x with them, so bf16,
+// for its range
+template <typename T>
+using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
+template <typename T> bool has_units(const op_context & ctx) {
+    return std::is_same_v<half_of<T>, __half> || ctx.cc >= 80;
+}
 
 template <typename T, bool EXPERTS>
 cudaError_t launch_gemm(const op_context & ctx, const mul_mat_args & p, bool vector, dim3 grid) {
@@ -428,7 +452,8 @@ cudaError_t launch_gemm(const op_context & ctx, const mul_mat_args & p, bool vec
 }
 
 template <typename T, typename H>
-cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_nb1, int64_t rows, int64_t k, bool vector, H * dst, int64_t ld) {
+cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_nb1, int64_t rows, int64_t k,
+                         bool vector, H * dst, int64_t ld) {
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(align_up(k, 8 * 256) / (8 * 256)));
     if (vector) {
         return launch(ctx, convert_rows_kernel<T, H, true>, grid, 256, 0, src, src_nb1, dst, ld, static_cast<int>(k));
@@ -451,32 +476,41 @@ int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
 }
 
 template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {
-    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(x16), align_up(x.ne[0], 8));
+    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0],
+                                                 is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(x16),
+                                                 align_up(x.ne[0], 8));
 }
 
 template <typename H>
-cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x,
+                       const char * x16, const op_tensor & dst, int64_t first_row) {
     constexpr tensor_type type = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
-    float * y = reinterpret_cast<float *>(dst.data) + first_row;
+    float *               y    = reinterpret_cast<float *>(dst.data) + first_row;
     if (ctx.cublas) {
-        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16, align_up(x.ne[0], 8), y, dst.nb[1] / 4);
+        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16,
+                                   align_up(x.ne[0], 8), y, dst.nb[1] / 4);
     }
-    op_tensor rows = { static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m } };
-    op_tensor part = dst;
-    part.data = reinterpret_cast<char *>(y);
+    op_tensor rows = {
+        static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m }
+    };
+    op_tensor part       = dst;
+    part.data            = reinterpret_cast<char *>(y);
     const mul_mat_args p = make_args(rows, x, part);
-    const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N));
+    const dim3         grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
+                            static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N));
     return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
 }
 
 // w converted to H, a panel at a time, behind x16 in scratch
 template <typename T, typename H>
-cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
-    const int64_t ld    = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
-    char        * panel = scratch + align_up(x.ne[1] * ld * 2, 256);
+cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
+                           const op_tensor & dst, bool vector, char * scratch) {
+    const int64_t ld = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
+    char *        panel = scratch + align_up(x.ne[1] * ld * 2, 256);
     for (int64_t row = 0; row < w.ne[1]; row += rows) {
         const int64_t some = std::min(rows, w.ne[1] - row);
-        CUDA_TRY((convert_rows<T, H>(ctx, w.data + row * w.nb[1], w.nb[1], some, w.ne[0], vector, reinterpret_cast<H *>(panel), ld)));
+        CUDA_TRY((convert_rows<T, H>(ctx, w.data + row * w.nb[1], w.nb[1], some, w.ne[0], vector,
+                                     reinterpret_cast<H *>(panel), ld)));
         CUDA_TRY(mul_mat_16<H>(ctx, panel, ld, some, x, x16, dst, row));
     }
     return cudaSuccess;
@@ -484,7 +518,8 @@ cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op
 
 // one matrix in 16 bits; x16 is read by cuBLAS only
 template <typename T, typename H>
-cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16, const op_tensor & dst, bool vector, char * scratch) {
+cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
+                              const op_tensor & dst, bool vector, char * scratch) {
     if (ctx.cublas && !x16) {
         CUDA_TRY(convert_x<H>(ctx, x, scratch));
         x16 = scratch;
@@ -503,14 +538,16 @@ bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x
 }
 
 bool is_shape(const op_tensor & w, const op_tensor & x) {
-    return w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= (1 << 30) && w.ne[1] <= (1 << 30) && x.ne[1] <= (1 << 30) && w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32 &&
-        is_contiguous_rows(w) && is_contiguous_rows(x) && w.ne[0] % type_block_size(w.type) == 0;
+    return w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= (1 << 30) && w.ne[1] <= (1 << 30) && x.ne[1] <= (1 << 30) &&
+           w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32 && is_contiguous_rows(w) &&
+           is_contiguous_rows(x) && w.ne[0] % type_block_size(w.type) == 0;
 }
 
 } // namespace
 
 bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
-    if (!is_shape(w, x) || dst.type != TYPE_F32 || !is_contiguous_rows(dst) || w.ne[2] == 0 || w.ne[3] == 0 || x.ne[2] % w.ne[2] != 0 || x.ne[3] % w.ne[3] != 0) {
+    if (!is_shape(w, x) || dst.type != TYPE_F32 || !is_contiguous_rows(dst) || w.ne[2] == 0 || w.ne[3] == 0 ||
+        x.ne[2] % w.ne[2] != 0 || x.ne[3] % w.ne[3] != 0) {
         return false;
     }
     // quantized rows are read in whole pieces only; x then has to be aligned (data pointers are, to 32 bytes at least)
@@ -520,18 +557,23 @@ bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_ten
     return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
 }
 
-size_t op_mul_mat_x16_nbytes(const op_tensor & x) { return static_cast<size_t>(align_up(x.ne[1] * align_up(x.ne[0], 8) * 2, 256)); }
+size_t op_mul_mat_x16_nbytes(const op_tensor & x) {
+    return static_cast<size_t>(align_up(x.ne[1] * align_up(x.ne[0], 8) * 2, 256));
+}
 
 size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
     if (x.ne[1] < GEMM_MIN_N) {
         return 0;
     }
     const int64_t ld = align_up(w.ne[0], 8);
-    return op_mul_mat_x16_nbytes(x) + static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
+    return op_mul_mat_x16_nbytes(x) +
+           static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
 }
 
 // before cc 8.0 there are no bf16 units: values of common models fit f16
-tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) { return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16; }
+tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) {
+    return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16;
+}
 
 cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16) {
     if (!ctx.cublas) {
@@ -540,29 +582,38 @@ cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_te
     return type == TYPE_F16 ? convert_x<__half>(ctx, x, x16) : convert_x<__nv_bfloat16>(ctx, x, x16);
 }
 
-cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
-    return type == TYPE_F16 ? mul_mat_16<__half>(ctx, w, ldw, rows, x, x16, dst, first_row) : mul_mat_16<__nv_bfloat16>(ctx, w, ldw, rows, x, x16, dst, first_row);
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+    return type == TYPE_F16 ? mul_mat_16<__half>(ctx, w, ldw, rows, x, x16, dst, first_row)
+                            : mul_mat_16<__nv_bfloat16>(ctx, w, ldw, rows, x, x16, dst, first_row);
 }
 
-int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) { return panel_rows(rows, align_up(cols, 8), panel_nbytes); }
+int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) {
+    return panel_rows(rows, align_up(cols, 8), panel_nbytes);
+}
 
-bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) { return w.type != TYPE_F32 && use_cublas(ctx, w, x); }
+bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
+    return w.type != TYPE_F32 && use_cublas(ctx, w, x);
+}
 
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16, bool constant) {
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
+                       char * scratch, const char * x16, bool constant) {
     if (op_mul_mat_quantized_supported(ctx, w, x)) {
         return op_mul_mat_quantized(ctx, w, x, dst, constant);
     }
-    const mul_mat_args p = make_args(w, x, dst);
-    const bool vector    = is_vector(w, x);
-    const int  n_batches = static_cast<int>(x.ne[2] * x.ne[3]);
+    const mul_mat_args p         = make_args(w, x, dst);
+    const bool         vector    = is_vector(w, x);
+    const int          n_batches = static_cast<int>(x.ne[2] * x.ne[3]);
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
             if (p.n >= GEMM_MIN_N && n_batches == 1 && (!has_units<T>(ctx) || use_cublas(ctx, w, x))) {
-                return has_units<T>(ctx) ? mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch) : mul_mat_converted<T, __half>(ctx, w, x, x16, dst, vector, scratch);
+                return has_units<T>(ctx) ? mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch)
+                                         : mul_mat_converted<T, __half>(ctx, w, x, x16, dst, vector, scratch);
             }
             if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
-                const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));
+                const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
+                                static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(n_batches));
                 return launch_gemm<T, false>(ctx, p, vector, grid);
             }
         }
@@ -571,9 +622,10 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
 }
 
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst) {
-    return is_shape(w, x) && dst.type == TYPE_F32 && is_contiguous_rows(dst) && ids.type == TYPE_I32 && w.ne[3] == 1 && x.ne[3] == 1 && ids.ne[2] == 1 && ids.ne[3] == 1 && ids.ne[1] == x.ne[2] &&
-        x.ne[1] > 0 && ids.ne[0] % x.ne[1] == 0 && ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535 &&
-        (type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0));
+    return is_shape(w, x) && dst.type == TYPE_F32 && is_contiguous_rows(dst) && ids.type == TYPE_I32 && w.ne[3] == 1 &&
+           x.ne[3] == 1 && ids.ne[2] == 1 && ids.ne[3] == 1 && ids.ne[1] == x.ne[2] && x.ne[1] > 0 &&
+           ids.ne[0] % x.ne[1] == 0 && ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535 &&
+           (type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0));
 }
 
 size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, const op_tensor & ids) {
@@ -581,51 +633,61 @@ size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, cons
 }
 
 // w: all of n_experts, or some of them
-static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t n_experts) {
+static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids,
+                                     const op_tensor & dst, int64_t n_experts) {
     mul_mat_args p = make_args(w, x, dst);
-    p.ids       = ids.data;
-    p.ids_nb0   = ids.nb[0];
-    p.ids_nb1   = ids.nb[1];
-    p.n_used    = static_cast<int>(ids.ne[0]);
-    p.n_experts = static_cast<int>(n_experts);
-    p.x_ne1     = static_cast<int>(x.ne[1]);
+    p.ids          = ids.data;
+    p.ids_nb0      = ids.nb[0];
+    p.ids_nb1      = ids.nb[1];
+    p.n_used       = static_cast<int>(ids.ne[0]);
+    p.n_experts    = static_cast<int>(n_experts);
+    p.x_ne1        = static_cast<int>(x.ne[1]);
     return p;
 }
 
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch) {
     mul_mat_args p = {};
-    p.ids       = ids.data;
-    p.ids_nb0   = ids.nb[0];
-    p.ids_nb1   = ids.nb[1];
-    p.n_used    = static_cast<int>(ids.ne[0]);
-    p.n_experts = static_cast<int>(n_experts);
-    int * begin = reinterpret_cast<int *>(scratch);
-    return launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, static_cast<int>(ids.ne[1]), begin, begin + n_experts + 1);
+    p.ids          = ids.data;
+    p.ids_nb0      = ids.nb[0];
+    p.ids_nb1      = ids.nb[1];
+    p.n_used       = static_cast<int>(ids.ne[0]);
+    p.n_experts    = static_cast<int>(n_experts);
+    int * begin    = reinterpret_cast<int *>(scratch);
+    return launch(ctx, sort_experts_kernel, 1, SORT_THREADS, 0, p, static_cast<int>(ids.ne[1]), begin,
+                  begin + n_experts + 1);
 }
 
 // after op_mul_mat_id_sort
 template <typename T>
-static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert, int64_t some_experts, int64_t n_tokens, const char * scratch) {
+static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert,
+                                  int64_t some_experts, int64_t n_tokens, const char * scratch) {
     const int * begin = reinterpret_cast<const int *>(scratch);
     p.expert_begin    = begin + first_expert;
     p.expert_entries  = begin + p.n_experts + 1;
-    const int64_t n_most = n_tokens * p.n_used; // nobody knows the largest expert's share here: blocks without work return
-    const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M), static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));
+    // nobody knows the largest expert's share here: blocks without work return
+    const int64_t n_most = n_tokens * p.n_used;
+    const dim3    grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
+                       static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));
     return launch_gemm<T, true>(ctx, p, vector, grid);
 }
 
-cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row, const char * scratch) {
+cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
+                             const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
+                             const char * scratch) {
     op_tensor part = dst;
     part.data += first_row * 4;
     const mul_mat_args p = make_expert_args(w, x, ids, part, n_experts);
-    return w.type == TYPE_F16 ? mul_mat_sorted<value_type<TYPE_F16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch)
-                              : mul_mat_sorted<value_type<TYPE_BF16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2], ids.ne[1], scratch);
+    return w.type == TYPE_F16 ? mul_mat_sorted<value_type<TYPE_F16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2],
+                                                                     ids.ne[1], scratch)
+                              : mul_mat_sorted<value_type<TYPE_BF16>>(ctx, p, is_vector(w, x), first_expert, w.ne[2],
+                                                                      ids.ne[1], scratch);
 }
 
-cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch) {
-    mul_mat_args p = make_expert_args(w, x, ids, dst, w.ne[2]);
-    const bool vector   = is_vector(w, x);
-    const int  n_tokens = static_cast<int>(ids.ne[1]);
+cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
+                          const op_tensor & dst, char * scratch) {
+    mul_mat_args p        = make_expert_args(w, x, ids, dst, w.ne[2]);
+    const bool   vector   = is_vector(w, x);
+    const int    n_tokens = static_cast<int>(ids.ne[1]);
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
@@ -636,11 +698,11 @@ cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_
         }
         p.n = 1;
         for (int first = 0; first < n_tokens; first += 65535 / p.n_used) { // batches are the grid's third dimension
-            const int some = std::min(n_tokens - first, 65535 / p.n_used);
+            const int    some = std::min(n_tokens - first, 65535 / p.n_used);
             mul_mat_args part = p;
             part.ids += first * p.ids_nb1;
-            part.x   += first * p.x_nb2;
-            part.y   += first * p.y_nb2;
+            part.x += first * p.x_nb2;
+            part.y += first * p.y_nb2;
             CUDA_TRY((launch_vec<T, 1, true>(ctx, part, vector, some * p.n_used)));
         }
         return cudaSuccess;

@@ -1,4 +1,5 @@
-// Reductions along rows: RMS norm with what surrounds it, soft-max, sums, sorting. One row per block; sums run in a fixed order.
+// Reductions along rows: RMS norm with what surrounds it, soft-max, sums, sorting. One row per block; sums run in a
+// fixed order.
 #include "cuda/ops/common.cuh"
 
 #include <cfloat>
@@ -16,19 +17,20 @@ struct rms_norm_args {
     float     eps;
 };
 
-template <bool HAS_SCALE, bool HAS_ADD, typename V> // V: float, or float4 where everything is aligned and ne[0] % 4 == 0
+// V: float, or float4 where everything is aligned and ne[0] % 4 == 0
+template <bool HAS_SCALE, bool HAS_ADD, typename V>
 __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) {
     wait_for_previous();
     __shared__ float partial[WARP];
-    constexpr int N = sizeof(V) / sizeof(float);
-    const row_index row = split_row(blockIdx.x, p.dst.ne[1], p.dst.ne[2]);
-    const int       n   = static_cast<int>(p.dst.ne[0]) / N;
-    const V * x   = reinterpret_cast<const V *>(row_of(p.x, row));
-    const V * add = HAS_ADD ? reinterpret_cast<const V *>(row_of(p.add, row)) : nullptr;
-    V       * sum = HAS_ADD ? reinterpret_cast<V *>(row_of(p.sum, row)) : nullptr;
-    float squares = 0;
+    constexpr int    N       = sizeof(V) / sizeof(float);
+    const row_index  row     = split_row(blockIdx.x, p.dst.ne[1], p.dst.ne[2]);
+    const int        n       = static_cast<int>(p.dst.ne[0]) / N;
+    const V *        x       = reinterpret_cast<const V *>(row_of(p.x, row));
+    const V *        add     = HAS_ADD ? reinterpret_cast<const V *>(row_of(p.add, row)) : nullptr;
+    V *              sum     = HAS_ADD ? reinterpret_cast<V *>(row_of(p.sum, row)) : nullptr;
+    float            squares = 0;
     for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) {
-        V v = x[i];
+        V       v = x[i];
         float * f = reinterpret_cast<float *>(&v);
         if constexpr (HAS_ADD) {
             const V w = add[i];
@@ -43,15 +45,15 @@ __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(rms_norm_args p) 
             squares += f[k] * f[k];
         }
     }
-    squares = block_reduce(squares, partial, warp_sum<>, 0);
+    squares            = block_reduce(squares, partial, warp_sum<>, 0);
     const float factor = 1 / sqrtf(squares / static_cast<float>(p.dst.ne[0]) + p.eps);
-    const V * in  = HAS_ADD ? sum : x; // each thread reads back what it wrote itself
-    const V * s   = HAS_SCALE ? reinterpret_cast<const V *>(broadcast_row(p.scale, row)) : nullptr;
-    V       * dst = reinterpret_cast<V *>(row_of(p.dst, row));
+    const V *   in     = HAS_ADD ? sum : x; // each thread reads back what it wrote itself
+    const V *   s      = HAS_SCALE ? reinterpret_cast<const V *>(broadcast_row(p.scale, row)) : nullptr;
+    V *         dst    = reinterpret_cast<V *>(row_of(p.dst, row));
     for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x)) {
-        V v = in[i];
+        V       v = in[i];
         float * f = reinterpret_cast<float *>(&v);
-        V w = {};
+        V       w = {};
         if constexpr (HAS_SCALE) {
             w = s[i];
         }
@@ -79,34 +81,38 @@ __device__ float alibi_slope(float max_bias, uint32_t head, uint32_t n_head_log2
     if (max_bias <= 0) {
         return 1;
     }
-    return head < n_head_log2 ? powf(m0, static_cast<float>(head + 1)) : powf(m1, static_cast<float>(2 * (head - n_head_log2) + 1));
+    return head < n_head_log2 ? powf(m0, static_cast<float>(head + 1))
+                              : powf(m1, static_cast<float>(2 * (head - n_head_log2) + 1));
 }
 
 __global__ void __launch_bounds__(MAX_THREADS) soft_max_kernel(soft_max_args p) {
     wait_for_previous();
     __shared__ float partial[WARP];
-    const row_index row   = split_row(blockIdx.x, p.dst.ne[1], p.dst.ne[2]);
-    const float   * x     = reinterpret_cast<const float *>(row_of(p.x, row));
-    float         * dst   = reinterpret_cast<float *>(row_of(p.dst, row));
-    const char    * mask  = p.has_mask ? p.mask.data + row.i1 * p.mask.nb[1] + row.i2 % p.mask.ne[2] * p.mask.nb[2] + row.i3 % p.mask.ne[3] * p.mask.nb[3] : nullptr;
-    const float     slope = alibi_slope(p.max_bias, static_cast<uint32_t>(row.i2), p.n_head_log2, p.m0, p.m1);
-    const int64_t   n     = p.dst.ne[0];
-    const auto value = [&](int64_t i) {
+    const row_index  row   = split_row(blockIdx.x, p.dst.ne[1], p.dst.ne[2]);
+    const float *    x     = reinterpret_cast<const float *>(row_of(p.x, row));
+    float *          dst   = reinterpret_cast<float *>(row_of(p.dst, row));
+    const char *     mask  = p.has_mask ? p.mask.data + row.i1 * p.mask.nb[1] + row.i2 % p.mask.ne[2] * p.mask.nb[2] +
+                                         row.i3 % p.mask.ne[3] * p.mask.nb[3]
+                                        : nullptr;
+    const float      slope = alibi_slope(p.max_bias, static_cast<uint32_t>(row.i2), p.n_head_log2, p.m0, p.m1);
+    const int64_t    n     = p.dst.ne[0];
+    const auto       value = [&](int64_t i) {
         const float v = x[i] * p.scale;
         if (!mask) {
             return v;
         }
-        return v + slope * (p.mask_f16 ? __half2float(reinterpret_cast<const __half *>(mask)[i]) : reinterpret_cast<const float *>(mask)[i]);
+        return v + slope * (p.mask_f16 ? __half2float(reinterpret_cast<const __half *>(mask)[i])
+                                             : reinterpret_cast<const float *>(mask)[i]);
     };
     float max = p.sinks ? p.sinks[row.i2] : -INFINITY;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
         max = fmaxf(max, value(i));
     }
-    max = block_reduce(max, partial, warp_max, -INFINITY);
+    max       = block_reduce(max, partial, warp_max, -INFINITY);
     float sum = 0;
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
         const float e = max == -INFINITY ? 0.0f : expf(value(i) - max);
-        dst[i] = e; // x may be dst: element i is read for the last time above
+        dst[i]        = e; // x may be dst: element i is read for the last time above
         sum += e;
     }
     sum = block_reduce(sum, partial, warp_sum<>, 0);
@@ -122,9 +128,9 @@ __global__ void __launch_bounds__(MAX_THREADS) soft_max_kernel(soft_max_args p) 
 __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_tensor dst) {
     wait_for_previous();
     __shared__ float partial[WARP];
-    const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const float * v = reinterpret_cast<const float *>(row_of(x, row));
-    float sum = 0;
+    const row_index  row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
+    const float *    v   = reinterpret_cast<const float *>(row_of(x, row));
+    float            sum = 0;
     for (int64_t i = threadIdx.x; i < x.ne[0]; i += blockDim.x) {
         sum += v[i];
     }
@@ -134,14 +140,15 @@ __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_t
     }
 }
 
-// bitonic network over n (a power of two) indices in shared memory; padding entries sort behind all others; equal values keep their order
+// bitonic network over n (a power of two) indices in shared memory; padding entries sort behind all others; equal
+// values keep their order
 __global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
     wait_for_previous();
     extern __shared__ int index[];
-    const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const float   * v   = reinterpret_cast<const float *>(row_of(x, row));
-    const int       ne0 = static_cast<int>(x.ne[0]);
-    const auto before = [&](int a, int b) { // a has to stand before b
+    const row_index       row    = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
+    const float *         v      = reinterpret_cast<const float *>(row_of(x, row));
+    const int             ne0    = static_cast<int>(x.ne[0]);
+    const auto            before = [&](int a, int b) { // a has to stand before b
         if (a >= ne0 || b >= ne0) {
             return a < b;
         }
@@ -177,16 +184,19 @@ template <bool HAS_SCALE, bool HAS_ADD>
 cudaError_t launch_rms_norm(const op_context & ctx, const rms_norm_args & args, bool vector) {
     const dim3 grid(static_cast<unsigned>(args.dst.n_rows()));
     if (vector) {
-        return launch(ctx, rms_norm_kernel<HAS_SCALE, HAS_ADD, float4>, grid, row_threads(args.dst.ne[0] / 4, MAX_THREADS), 0, args);
+        return launch(ctx, rms_norm_kernel<HAS_SCALE, HAS_ADD, float4>, grid,
+                      row_threads(args.dst.ne[0] / 4, MAX_THREADS), 0, args);
     }
-    return launch(ctx, rms_norm_kernel<HAS_SCALE, HAS_ADD, float>, grid, row_threads(args.dst.ne[0], MAX_THREADS), 0, args);
+    return launch(ctx, rms_norm_kernel<HAS_SCALE, HAS_ADD, float>, grid, row_threads(args.dst.ne[0], MAX_THREADS), 0,
+                  args);
 }
 
 } // namespace
 
 bool op_rms_norm_supported(const rms_norm_params & p) {
     const auto is_rows = [&](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
-    if (!is_rows(p.x) || !is_rows(p.dst) || !same_shape(p.x, p.dst) || !fits_grid(p.dst.n_rows()) || p.dst.ne[0] > INT32_MAX) {
+    if (!is_rows(p.x) || !is_rows(p.dst) || !same_shape(p.x, p.dst) || !fits_grid(p.dst.n_rows()) ||
+        p.dst.ne[0] > INT32_MAX) {
         return false;
     }
     if (p.scale) {
@@ -203,50 +213,63 @@ bool op_rms_norm_supported(const rms_norm_params & p) {
 }
 
 cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
-    const rms_norm_args args = { p.x, p.dst, p.scale ? *p.scale : p.x, p.add ? *p.add : p.x, p.add ? *p.sum : p.x, p.eps };
-    const bool vector = p.dst.ne[0] % 4 == 0 && is_aligned(args.x, 16) && is_aligned(args.dst, 16) && is_aligned(args.scale, 16) && is_aligned(args.add, 16) && is_aligned(args.sum, 16);
+    const rms_norm_args args = {
+        p.x, p.dst, p.scale ? *p.scale : p.x, p.add ? *p.add : p.x, p.add ? *p.sum : p.x, p.eps
+    };
+    const bool vector = p.dst.ne[0] % 4 == 0 && is_aligned(args.x, 16) && is_aligned(args.dst, 16) &&
+                        is_aligned(args.scale, 16) && is_aligned(args.add, 16) && is_aligned(args.sum, 16);
     if (p.add) {
-        return p.scale ? launch_rms_norm<true, true>(ctx, args, vector) : launch_rms_norm<false, true>(ctx, args, vector);
+        return p.scale ? launch_rms_norm<true, true>(ctx, args, vector)
+                       : launch_rms_norm<false, true>(ctx, args, vector);
     }
     return p.scale ? launch_rms_norm<true, false>(ctx, args, vector) : launch_rms_norm<false, false>(ctx, args, vector);
 }
 
-bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst) {
-    if (x.type != TYPE_F32 || dst.type != TYPE_F32 || !same_shape(x, dst) || !is_contiguous_rows(x) || !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
+bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks,
+                           const op_tensor & dst) {
+    if (x.type != TYPE_F32 || dst.type != TYPE_F32 || !same_shape(x, dst) || !is_contiguous_rows(x) ||
+        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
         return false;
     }
-    if (mask && ((mask->type != TYPE_F16 && mask->type != TYPE_F32) || mask->ne[0] != x.ne[0] || mask->ne[1] < x.ne[1] || mask->ne[2] == 0 || mask->ne[3] == 0 || !is_contiguous_rows(*mask))) {
+    if (mask && ((mask->type != TYPE_F16 && mask->type != TYPE_F32) || mask->ne[0] != x.ne[0] ||
+                 mask->ne[1] < x.ne[1] || mask->ne[2] == 0 || mask->ne[3] == 0 || !is_contiguous_rows(*mask))) {
         return false;
     }
     return !sinks || (sinks->type == TYPE_F32 && sinks->ne[0] == x.ne[2] && is_contiguous(*sinks));
 }
 
-cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst) {
+cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x,
+                        const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst) {
     soft_max_args args = {};
-    args.x           = x;
-    args.dst         = dst;
-    args.has_mask    = mask != nullptr;
-    args.mask        = mask ? *mask : x;
-    args.mask_f16    = mask && mask->type == TYPE_F16;
-    args.sinks       = sinks ? reinterpret_cast<const float *>(sinks->data) : nullptr;
-    args.scale       = scale;
-    args.max_bias    = max_bias;
-    args.n_head_log2 = 1u << static_cast<uint32_t>(std::floor(std::log2(static_cast<double>(x.ne[2] > 0 ? x.ne[2] : 1))));
-    args.m0          = std::pow(2.0f, -max_bias / static_cast<float>(args.n_head_log2));
-    args.m1          = std::pow(2.0f, -max_bias / 2 / static_cast<float>(args.n_head_log2));
-    return launch(ctx, soft_max_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(dst.ne[0], MAX_THREADS), 0, args);
+    args.x             = x;
+    args.dst           = dst;
+    args.has_mask      = mask != nullptr;
+    args.mask          = mask ? *mask : x;
+    args.mask_f16      = mask && mask->type == TYPE_F16;
+    args.sinks         = sinks ? reinterpret_cast<const float *>(sinks->data) : nullptr;
+    args.scale         = scale;
+    args.max_bias      = max_bias;
+    args.n_head_log2 =
+        1u << static_cast<uint32_t>(std::floor(std::log2(static_cast<double>(x.ne[2] > 0 ? x.ne[2] : 1))));
+    args.m0 = std::pow(2.0f, -max_bias / static_cast<float>(args.n_head_log2));
+    args.m1 = std::pow(2.0f, -max_bias / 2 / static_cast<float>(args.n_head_log2));
+    return launch(ctx, soft_max_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(dst.ne[0], MAX_THREADS), 0,
+                  args);
 }
 
 bool op_sum_rows_supported(const op_tensor & x, const op_tensor & dst) {
-    return x.type == TYPE_F32 && dst.type == TYPE_F32 && is_contiguous_rows(x) && dst.ne[0] == 1 && dst.ne[1] == x.ne[1] && dst.ne[2] == x.ne[2] && dst.ne[3] == x.ne[3] && fits_grid(dst.n_rows());
+    return x.type == TYPE_F32 && dst.type == TYPE_F32 && is_contiguous_rows(x) && dst.ne[0] == 1 &&
+           dst.ne[1] == x.ne[1] && dst.ne[2] == x.ne[2] && dst.ne[3] == x.ne[3] && fits_grid(dst.n_rows());
 }
 
 cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst) {
-    return launch(ctx, sum_rows_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(x.ne[0], MAX_THREADS), 0, x, dst);
+    return launch(ctx, sum_rows_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(x.ne[0], MAX_THREADS), 0, x,
+                  dst);
 }
 
 bool op_argsort_supported(const op_tensor & x, const op_tensor & dst) {
-    return x.type == TYPE_F32 && dst.type == TYPE_I32 && same_shape(x, dst) && is_contiguous_rows(x) && is_contiguous_rows(dst) && x.ne[0] <= MAX_SORT && fits_grid(dst.n_rows());
+    return x.type == TYPE_F32 && dst.type == TYPE_I32 && same_shape(x, dst) && is_contiguous_rows(x) &&
+           is_contiguous_rows(dst) && x.ne[0] <= MAX_SORT && fits_grid(dst.n_rows());
 }
 
 cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor & x, const op_tensor & dst) {
@@ -254,7 +277,8 @@ cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor 
     while (n < x.ne[0]) {
         n *= 2;
     }
-    return launch(ctx, argsort_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(n, MAX_THREADS), static_cast<size_t>(n) * sizeof(int), x, dst, n, descending);
+    return launch(ctx, argsort_kernel, static_cast<unsigned>(dst.n_rows()), row_threads(n, MAX_THREADS),
+                  static_cast<size_t>(n) * sizeof(int), x, dst, n, descending);
 }
 
 } // namespace macko::cuda

@@ -1,6 +1,9 @@
-// The operations of a GGML graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device code.
-// Every function queues its work on the context's stream and returns the CUDA status of the launches; nothing is allocated,
-// nothing is synchronized, all of it can be captured into a CUDA graph. What a function accepts is said by the *_supported
+// The operations of a GGML graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device
+// code.
+// Every function queues its work on the context's stream and returns the CUDA status of the launches; nothing is
+// allocated,
+// nothing is synchronized, all of it can be captured into a CUDA graph. What a function accepts is said by the
+// *_supported
 // predicate beside it: pure, on types and shapes only.
 #pragma once
 
@@ -13,18 +16,33 @@ namespace macko::cuda {
 
 // ggml's type ids
 enum tensor_type : int32_t {
-    TYPE_F32 = 0, TYPE_F16 = 1, TYPE_Q4_0 = 2, TYPE_Q4_1 = 3, TYPE_Q5_0 = 6, TYPE_Q5_1 = 7, TYPE_Q8_0 = 8, TYPE_Q2_K = 10, TYPE_Q3_K = 11,
-    TYPE_Q4_K = 12, TYPE_Q5_K = 13, TYPE_Q6_K = 14, TYPE_IQ4_NL = 20, TYPE_I32 = 26, TYPE_I64 = 27, TYPE_BF16 = 30, TYPE_MXFP4 = 39,
+    TYPE_F32    = 0,
+    TYPE_F16    = 1,
+    TYPE_Q4_0   = 2,
+    TYPE_Q4_1   = 3,
+    TYPE_Q5_0   = 6,
+    TYPE_Q5_1   = 7,
+    TYPE_Q8_0   = 8,
+    TYPE_Q2_K   = 10,
+    TYPE_Q3_K   = 11,
+    TYPE_Q4_K   = 12,
+    TYPE_Q5_K   = 13,
+    TYPE_Q6_K   = 14,
+    TYPE_IQ4_NL = 20,
+    TYPE_I32    = 26,
+    TYPE_I64    = 27,
+    TYPE_BF16   = 30,
+    TYPE_MXFP4  = 39,
 };
 
 // ggml's tensor: ne[0] is the row length, nb are strides in bytes; data may be null in the *_supported predicates
 struct op_tensor {
-    char      * data;
+    char *      data;
     tensor_type type;
     int64_t     ne[4];
     int64_t     nb[4];
 
-    int64_t n_rows()     const { return ne[1] * ne[2] * ne[3]; }
+    int64_t n_rows() const { return ne[1] * ne[2] * ne[3]; }
     int64_t n_elements() const { return ne[0] * n_rows(); }
 };
 
@@ -33,35 +51,42 @@ struct cublas_library; // cublas.h: loaded at run time where it is installed
 constexpr int N_COUNTERS = 1 << 14;
 
 struct op_context {
-    cudaStream_t     stream  = nullptr;
-    int              cc      = 0;       // op_compute_capability()
-    int              n_sm    = 0;
-    int              shared_nbytes = 0; // most that a block may ask for
-    unsigned       * counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
-    bool             overlap = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
-    cublas_library * cublas  = nullptr; // null where there is none
-    void           * cublas_workspace = nullptr; // CUBLAS_WORKSPACE_NBYTES (cublas.h), of its own so that products can be captured
-    const struct panel_buffers * panels = nullptr; // graph.h; null: sparse weights are not made dense, for any number of columns
+    cudaStream_t     stream        = nullptr;
+    int              cc            = 0; // op_compute_capability()
+    int              n_sm          = 0;
+    int              shared_nbytes = 0;  // most that a block may ask for
+    unsigned *       counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
+    bool             overlap  = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
+    cublas_library * cublas   = nullptr; // null where there is none
+    // CUBLAS_WORKSPACE_NBYTES (cublas.h), of its own so that products can be captured
+    void * cublas_workspace = nullptr;
+    // graph.h; null: sparse weights are not made dense, for any number of columns
+    const struct panel_buffers * panels = nullptr;
 };
 
-// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where older PTX had to be compiled for it
+// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where older PTX had to
+// be compiled for it
 cudaError_t op_compute_capability(int * cc);
 
-int64_t type_block_size(tensor_type type);   // elements per block: 1, 32 or 256
+int64_t type_block_size(tensor_type type); // elements per block: 1, 32 or 256
 int64_t type_block_nbytes(tensor_type type);
-bool    type_is_weight(tensor_type type);    // types that dense matrices, get_rows and copies can read
+bool    type_is_weight(tensor_type type); // types that dense matrices, get_rows and copies can read
 
 inline bool is_contiguous_rows(const op_tensor & t) { return t.nb[0] == type_block_nbytes(t.type); }
-bool is_contiguous(const op_tensor & t);
+bool        is_contiguous(const op_tensor & t);
 inline bool same_shape(const op_tensor & a, const op_tensor & b) {
     return a.ne[0] == b.ne[0] && a.ne[1] == b.ne[1] && a.ne[2] == b.ne[2] && a.ne[3] == b.ne[3];
 }
 
-// ---- small writes from host memory (ops-writes.cu): a token's inputs go to the GPU in one launch, their bytes among its parameters ----
+// ---- small writes from host memory (ops-writes.cu): a token's inputs go to the GPU in one launch, their bytes among
+// its parameters ----
 struct small_writes {
-    static constexpr int    MAX = 16;
+    static constexpr int    MAX        = 16;
     static constexpr size_t MAX_NBYTES = 3584; // of all; CUDA takes parameters of 4 KB on every GPU
-    struct write { char * dst; uint32_t at, nbytes; };
+    struct write {
+        char *   dst;
+        uint32_t at, nbytes;
+    };
     write    writes[MAX];
     uint32_t n = 0, nbytes = 0;
     uint32_t data[MAX_NBYTES / 4];
@@ -73,17 +98,44 @@ cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream); // in 
 
 // ---- elementwise (ops-elementwise.cu); dst may be one of the sources ----
 enum class binary_op : int { ADD, SUB, MUL, DIV };
-bool        op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
-cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst); // b is repeated to a
+bool op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
+// b is repeated to a
+cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
+                      const op_tensor & dst);
 
 enum class unary_op : int {
-    ABS, SGN, NEG, STEP, TANH, ELU, RELU, SIGMOID, GELU, GELU_QUICK, SILU, HARDSWISH, HARDSIGMOID, EXP, EXPM1, SOFTPLUS, GELU_ERF, FLOOR, CEIL,
-    ROUND, TRUNC, SQR, SQRT, LOG, SIN, COS,
+    ABS,
+    SGN,
+    NEG,
+    STEP,
+    TANH,
+    ELU,
+    RELU,
+    SIGMOID,
+    GELU,
+    GELU_QUICK,
+    SILU,
+    HARDSWISH,
+    HARDSIGMOID,
+    EXP,
+    EXPM1,
+    SOFTPLUS,
+    GELU_ERF,
+    FLOOR,
+    CEIL,
+    ROUND,
+    TRUNC,
+    SQR,
+    SQRT,
+    LOG,
+    SIN,
+    COS,
     SCALE, // x * p0 + p1
     CLAMP, // to p0 ... p1
 };
 bool        op_unary_supported(unary_op op, const op_tensor & x, const op_tensor & dst);
-cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x, const op_tensor & dst);
+cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,
+                     const op_tensor & dst);
 
 enum class glu_op : int { REGLU, GEGLU, SWIGLU, SWIGLU_OAI, GEGLU_ERF, GEGLU_QUICK };
 struct glu_params {
@@ -94,14 +146,17 @@ struct glu_params {
 };
 // up == nullptr: gate and up are the halves of x's rows
 bool        op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst);
-cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up, const op_tensor & dst);
+cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up,
+                   const op_tensor & dst);
 
 // dst[:, i1, i2] = x[:, i1, i2] + bias[:, ids[i1, i2]]
-bool        op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst);
-cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst);
+bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
+                      const op_tensor & dst);
 
 // ---- rows of tables, copies and casts (ops-rows.cu) ----
-bool        op_copy_supported(const op_tensor & src, const op_tensor & dst); // same number of elements, any strides, f32 <-> any cache type
+// same number of elements, any strides, f32 <-> any cache type
+bool        op_copy_supported(const op_tensor & src, const op_tensor & dst);
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
 bool        op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
@@ -109,7 +164,8 @@ bool        op_set_rows_supported(const op_tensor & src, const op_tensor & ids, 
 cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 
 // ---- reductions along rows (ops-norm.cu) ----
-// dst = x / sqrt(mean(x^2) + eps) * scale; scale (null: 1) is repeated as in op_binary. add (null: none): x is x + add, and the sum is
+// dst = x / sqrt(mean(x^2) + eps) * scale; scale (null: 1) is repeated as in op_binary. add (null: none): x is x + add,
+// and the sum is
 // stored to sum before it is normalised.
 struct rms_norm_params {
     op_tensor         x;
@@ -121,8 +177,9 @@ struct rms_norm_params {
 };
 bool        op_rms_norm_supported(const rms_norm_params & p);
 cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p);
-bool        op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
-cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
+bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
+cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x,
+                        const op_tensor * mask, const op_tensor * sinks, const op_tensor & dst);
 bool        op_sum_rows_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
 bool        op_argsort_supported(const op_tensor & x, const op_tensor & dst);
@@ -131,54 +188,73 @@ cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor 
 // ---- rotary embedding (ops-rope.cu) ----
 struct rope_params {
     int   n_dims;
-    int   mode;      // ggml's: 0 pairs of neighbours, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
+    int   mode; // ggml's: 0 pairs of neighbours, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
     int   sections[4];
     int   n_ctx_orig;
     float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
-    int   offset;    // first rotated element of a row
+    int   offset; // first rotated element of a row
 };
-bool        op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst);
-cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst);
+bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors,
+                       const op_tensor & dst);
+cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos,
+                    const op_tensor * factors, const op_tensor & dst);
 
-// The usual three of a decoder layer in one launch, for f16 caches: q rotated into q_dst, k rotated into row k_ids[t] of k_cache, v copied to
+// The usual three of a decoder layer in one launch, for f16 caches: q rotated into q_dst, k rotated into row k_ids[t]
+// of k_cache, v copied to
 // row v_ids[t] of v_cache. Heads of k fill a cache row without gaps.
 struct rope_cache_params {
     op_tensor       q, q_dst; // [head_dim, heads, tokens]
     op_tensor       k, k_cache;
     op_tensor       v, v_cache; // v: [width, tokens]
-    const int64_t * k_ids; // on the GPU
+    const int64_t * k_ids;      // on the GPU
     const int64_t * v_ids;
 };
-bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p);
-cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p);
+bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
+                                    const rope_cache_params & p);
+cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
+                          const op_tensor * factors, const rope_cache_params & p);
 
 // ---- matrix products with dense weights (ops-mul-mat.cu) ----
 // dst[n, m] = w[m, :] . x[n, :], w broadcast over dims 2 and 3
-bool        op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
-// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it. constant: no kernel ahead on the stream writes w, which may then be
+bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
+// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it. constant: no kernel ahead
+// on the stream writes w, which may then be
 // read while they run
-cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, char * scratch, const char * x16 = nullptr, bool constant = false);
+cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
+                       char * scratch, const char * x16 = nullptr, bool constant = false);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
-// up to 8 columns with quantized weights (ops-mul-mat-quantized.cu): op_mul_mat asks whether it is for this product; x must fit op_mul_mat_supported
+// up to 8 columns with quantized weights (ops-mul-mat-quantized.cu): op_mul_mat asks whether it is for this product; x
+// must fit op_mul_mat_supported
 bool        op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w, const op_tensor & x);
-cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst, bool constant);
-// Products in two steps, for several matrices with one x and for matrices that are made when they are needed. op_mul_mat_16_type: type in which
-// a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it; op_mul_mat_16: some
+cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x,
+                                 const op_tensor & dst, bool constant);
+// Products in two steps, for several matrices with one x and for matrices that are made when they are needed.
+// op_mul_mat_16_type: type in which
+// a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it;
+// op_mul_mat_16: some
 // rows of the product, from rows of w in this type, ldw elements apart.
 tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights);
 size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
 cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16);
-cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows, const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row);
-bool        op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x); // does op_mul_mat read x16?
-int64_t     op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);               // rows per panel of at most this size, all panels alike
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row);
+// does op_mul_mat read x16?
+bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x);
+// rows per panel of at most this size, all panels alike
+int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
-bool        op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
-cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, char * scratch);
+bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
+cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
+                          const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
-// The same in two steps, for experts that are made dense when they are needed: the list of tokens per expert into scratch; then some rows of
-// consecutive experts, w in the type of op_mul_mat_16_type, w.ne[1] rows from first_row on of each of w.ne[2] experts from first_expert on.
+// The same in two steps, for experts that are made dense when they are needed: the list of tokens per expert into
+// scratch; then some rows of
+// consecutive experts, w in the type of op_mul_mat_16_type, w.ne[1] rows from first_row on of each of w.ne[2] experts
+// from first_expert on.
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch);
-cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts, const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row, const char * scratch);
+cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
+                             const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
+                             const char * scratch);
 
 // ---- attention (ops-attention.cu) ----
 struct attention_params {
@@ -190,9 +266,13 @@ struct attention_params {
 bool        op_attention_supported(const attention_params & p);
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
 size_t      op_attention_scratch_nbytes(const attention_params & p);
-// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos, factors, mask, row numbers: of no
+// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos,
+// factors, mask, row numbers: of no
 // kernel of this graph. dst overlaps none of c.q, c.k, c.v.
-bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p);
-cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & c, const attention_params & p, char * scratch);
+bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
+                                        const rope_cache_params & c, const attention_params & p);
+cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos,
+                              const op_tensor * factors, const rope_cache_params & c, const attention_params & p,
+                              char * scratch);
 
 } // namespace macko::cuda

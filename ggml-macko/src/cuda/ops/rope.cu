@@ -1,4 +1,5 @@
-// Rotary position embedding, and its fusion with the write into the KV cache. A thread owns one rotated pair of one token and walks over
+// Rotary position embedding, and its fusion with the write into the KV cache. A thread owns one rotated pair of one
+// token and walks over
 // heads, so that the angle is computed once for several of them.
 #include "cuda/ops/rope.cuh"
 
@@ -25,16 +26,17 @@ __device__ __forceinline__ void pair_place(const rope_params & p, int pair, int 
 
 // rotates heads h0, h0 + step, ... of one token: x(head) and y(head) give the rows
 template <typename T, typename D, typename X, typename Y>
-__device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, int64_t t, int64_t h0, int64_t n_heads, int64_t step, X && x_row, Y && y_row) {
+__device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, int64_t t, int64_t h0, int64_t n_heads,
+                                             int64_t step, X && x_row, Y && y_row) {
     const int n_pairs = a.p.mode == MODE_VISION ? a.p.n_dims : a.p.n_dims / 2;
     for (int pair = static_cast<int>(threadIdx.x); pair < n_pairs; pair += static_cast<int>(blockDim.x)) {
         const rotation r = rotation_of(a, pair, t);
-        int first, second;
+        int            first, second;
         pair_place(a.p, pair, &first, &second);
         for (int64_t h = h0; h < n_heads; h += step) {
-            const typename T::block * x = x_row(h);
-            typename D::block       * y = y_row(h);
-            const float x0 = T::to_float(x[first]), x1 = T::to_float(x[second]);
+            const typename T::block * x  = x_row(h);
+            typename D::block *       y  = y_row(h);
+            const float               x0 = T::to_float(x[first]), x1 = T::to_float(x[second]);
             y[first]  = D::from_float(x0 * r.cosine - x1 * r.sine);
             y[second] = D::from_float(x0 * r.sine + x1 * r.cosine);
         }
@@ -52,58 +54,77 @@ __device__ __forceinline__ void rotate_heads(const rope_args & a, int64_t ne0, i
 template <typename T>
 __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a, op_tensor x, op_tensor dst) {
     wait_for_previous();
-    using value = typename T::block;
+    using value     = typename T::block;
     const int64_t t = blockIdx.x % dst.ne[2], i3 = blockIdx.x / dst.ne[2];
-    const char * xt = x.data + t * x.nb[2] + i3 * x.nb[3];
-    char       * yt = dst.data + t * dst.nb[2] + i3 * dst.nb[3];
-    rotate_heads<T, T>(a, dst.ne[0], t, blockIdx.y * blockDim.y + threadIdx.y, dst.ne[1], static_cast<int64_t>(gridDim.y) * blockDim.y,
-        [&](int64_t h) { return reinterpret_cast<const value *>(xt + h * x.nb[1]); }, [&](int64_t h) { return reinterpret_cast<value *>(yt + h * dst.nb[1]); });
+    const char *  xt = x.data + t * x.nb[2] + i3 * x.nb[3];
+    char *        yt = dst.data + t * dst.nb[2] + i3 * dst.nb[3];
+    rotate_heads<T, T>(
+        a, dst.ne[0], t, blockIdx.y * blockDim.y + threadIdx.y, dst.ne[1], static_cast<int64_t>(gridDim.y) * blockDim.y,
+        [&](int64_t h) { return reinterpret_cast<const value *>(xt + h * x.nb[1]); },
+        [&](int64_t h) { return reinterpret_cast<value *>(yt + h * dst.nb[1]); });
 }
 
-// q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's, then v's.
-__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
+// q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's,
+// then v's.
+__global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
+    rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
-    using f32 = value_type<TYPE_F32>;
-    using f16 = value_type<TYPE_F16>;
+    using f32       = value_type<TYPE_F32>;
+    using f16       = value_type<TYPE_F16>;
     const int64_t t = blockIdx.x;
     const int     y = static_cast<int>(blockIdx.y);
     if (y < q_blocks) {
-        rotate_heads<f32, f32>(a, p.q.ne[0], t, y * HEAD_ROWS + threadIdx.y, p.q.ne[1], static_cast<int64_t>(q_blocks) * HEAD_ROWS,
+        rotate_heads<f32, f32>(
+            a, p.q.ne[0], t, y * HEAD_ROWS + threadIdx.y, p.q.ne[1], static_cast<int64_t>(q_blocks) * HEAD_ROWS,
             [&](int64_t h) { return reinterpret_cast<const float *>(p.q.data + t * p.q.nb[2] + h * p.q.nb[1]); },
             [&](int64_t h) { return reinterpret_cast<float *>(p.q_dst.data + t * p.q_dst.nb[2] + h * p.q_dst.nb[1]); });
         return;
     }
     if (y < q_blocks + k_blocks) {
-        __half * row = reinterpret_cast<__half *>(p.k_cache.data + reinterpret_cast<const int64_t *>(p.k_ids)[t] * p.k_cache.nb[1]);
-        rotate_heads<f32, f16>(a, p.k.ne[0], t, (y - q_blocks) * HEAD_ROWS + threadIdx.y, p.k.ne[1], static_cast<int64_t>(k_blocks) * HEAD_ROWS,
-            [&](int64_t h) { return reinterpret_cast<const float *>(p.k.data + t * p.k.nb[2] + h * p.k.nb[1]); }, [&](int64_t h) { return row + h * p.k.ne[0]; });
+        __half * row = reinterpret_cast<__half *>(p.k_cache.data +
+                                                  reinterpret_cast<const int64_t *>(p.k_ids)[t] * p.k_cache.nb[1]);
+        rotate_heads<f32, f16>(
+            a, p.k.ne[0], t, (y - q_blocks) * HEAD_ROWS + threadIdx.y, p.k.ne[1],
+            static_cast<int64_t>(k_blocks) * HEAD_ROWS,
+            [&](int64_t h) { return reinterpret_cast<const float *>(p.k.data + t * p.k.nb[2] + h * p.k.nb[1]); },
+            [&](int64_t h) { return row + h * p.k.ne[0]; });
         return;
     }
-    __half      * row = reinterpret_cast<__half *>(p.v_cache.data + reinterpret_cast<const int64_t *>(p.v_ids)[t] * p.v_cache.nb[1]);
-    const float * v   = reinterpret_cast<const float *>(p.v.data + t * p.v.nb[1]);
+    __half * row =
+        reinterpret_cast<__half *>(p.v_cache.data + reinterpret_cast<const int64_t *>(p.v_ids)[t] * p.v_cache.nb[1]);
+    const float * v        = reinterpret_cast<const float *>(p.v.data + t * p.v.nb[1]);
     const int     v_blocks = static_cast<int>(gridDim.y) - q_blocks - k_blocks;
-    const int64_t first    = (static_cast<int64_t>(y - q_blocks - k_blocks) * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+    const int64_t first =
+        (static_cast<int64_t>(y - q_blocks - k_blocks) * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
     for (int64_t i = first; i < p.v.ne[0]; i += static_cast<int64_t>(v_blocks) * blockDim.x * blockDim.y) {
         row[i] = __float2half_rn(v[i]);
     }
 }
 
-dim3 block_of(const rope_params & p) { return dim3(static_cast<unsigned>(row_threads(p.mode == MODE_VISION ? p.n_dims : p.n_dims / 2, MAX_PAIRS)), HEAD_ROWS); }
+dim3 block_of(const rope_params & p) {
+    return dim3(static_cast<unsigned>(row_threads(p.mode == MODE_VISION ? p.n_dims : p.n_dims / 2, MAX_PAIRS)),
+                HEAD_ROWS);
+}
 
 // blocks over heads: many tokens fill the GPU by themselves and then share angles between heads
-int head_blocks(int64_t n_heads, int64_t n_tokens) { return n_tokens >= 64 ? 1 : static_cast<int>((n_heads + HEAD_ROWS - 1) / HEAD_ROWS); }
+int head_blocks(int64_t n_heads, int64_t n_tokens) {
+    return n_tokens >= 64 ? 1 : static_cast<int>((n_heads + HEAD_ROWS - 1) / HEAD_ROWS);
+}
 
 } // namespace
 
-bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst) {
+bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors,
+                       const op_tensor & dst) {
     const bool multi = (p.mode & MODE_MROPE) != 0;
-    if ((x.type != TYPE_F32 && x.type != TYPE_F16) || dst.type != x.type || !same_shape(x, dst) || !is_contiguous_rows(x) || !is_contiguous_rows(dst) || pos.type != TYPE_I32) {
+    if ((x.type != TYPE_F32 && x.type != TYPE_F16) || dst.type != x.type || !same_shape(x, dst) ||
+        !is_contiguous_rows(x) || !is_contiguous_rows(dst) || pos.type != TYPE_I32) {
         return false;
     }
     if (p.mode != 0 && p.mode != MODE_NEOX && p.mode != MODE_MROPE && p.mode != MODE_VISION && p.mode != MODE_IMROPE) {
         return false;
     }
-    if (p.n_dims <= 0 || p.n_dims % 2 != 0 || p.offset < 0 || (p.mode == MODE_VISION ? 2 * p.n_dims != x.ne[0] || p.offset != 0 : p.offset + p.n_dims > x.ne[0])) {
+    if (p.n_dims <= 0 || p.n_dims % 2 != 0 || p.offset < 0 ||
+        (p.mode == MODE_VISION ? 2 * p.n_dims != x.ne[0] || p.offset != 0 : p.offset + p.n_dims > x.ne[0])) {
         return false;
     }
     if (multi && p.sections[0] + p.sections[1] + p.sections[2] + p.sections[3] <= 0) {
@@ -115,26 +136,36 @@ bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tens
     return pos.ne[0] >= (multi ? 4 : 1) * x.ne[2] && fits_grid(x.ne[2] * x.ne[3]);
 }
 
-cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors, const op_tensor & dst) {
+cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos,
+                    const op_tensor * factors, const op_tensor & dst) {
     const rope_args a = make_rope_args(p, pos, factors, x.ne[2]);
-    const dim3 grid(static_cast<unsigned>(x.ne[2] * x.ne[3]), static_cast<unsigned>(head_blocks(x.ne[1], x.ne[2] * x.ne[3])));
+    const dim3      grid(static_cast<unsigned>(x.ne[2] * x.ne[3]),
+                         static_cast<unsigned>(head_blocks(x.ne[1], x.ne[2] * x.ne[3])));
     return x.type == TYPE_F16 ? launch(ctx, rope_kernel<value_type<TYPE_F16>>, grid, block_of(p), 0, a, x, dst)
                               : launch(ctx, rope_kernel<value_type<TYPE_F32>>, grid, block_of(p), 0, a, x, dst);
 }
 
-bool op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p) {
-    const auto is_cache = [](const op_tensor & c, int64_t width) { return c.type == TYPE_F16 && c.ne[0] == width && c.ne[2] == 1 && c.ne[3] == 1 && is_contiguous_rows(c); };
-    return op_rope_supported(r, p.q, pos, factors, p.q_dst) && op_rope_supported(r, p.k, pos, factors, p.k) && p.q.type == TYPE_F32 && p.k.type == TYPE_F32 && p.v.type == TYPE_F32 &&
-        p.q.ne[3] == 1 && p.k.ne[3] == 1 && p.k.ne[2] == p.q.ne[2] && p.v.ne[1] == p.q.ne[2] && p.v.ne[2] == 1 && p.v.ne[3] == 1 && is_contiguous_rows(p.v) &&
-        is_cache(p.k_cache, p.k.ne[0] * p.k.ne[1]) && is_cache(p.v_cache, p.v.ne[0]);
+bool op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
+                             const rope_cache_params & p) {
+    const auto is_cache = [](const op_tensor & c, int64_t width) {
+        return c.type == TYPE_F16 && c.ne[0] == width && c.ne[2] == 1 && c.ne[3] == 1 && is_contiguous_rows(c);
+    };
+    return op_rope_supported(r, p.q, pos, factors, p.q_dst) && op_rope_supported(r, p.k, pos, factors, p.k) &&
+           p.q.type == TYPE_F32 && p.k.type == TYPE_F32 && p.v.type == TYPE_F32 && p.q.ne[3] == 1 && p.k.ne[3] == 1 &&
+           p.k.ne[2] == p.q.ne[2] && p.v.ne[1] == p.q.ne[2] && p.v.ne[2] == 1 && p.v.ne[3] == 1 &&
+           is_contiguous_rows(p.v) && is_cache(p.k_cache, p.k.ne[0] * p.k.ne[1]) && is_cache(p.v_cache, p.v.ne[0]);
 }
 
-cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos, const op_tensor * factors, const rope_cache_params & p) {
-    const rope_args a = make_rope_args(r, pos, factors, p.q.ne[2]);
-    const int q_blocks = head_blocks(p.q.ne[1], p.q.ne[2]), k_blocks = head_blocks(p.k.ne[1], p.q.ne[2]);
-    const dim3 block   = block_of(r);
-    const int v_blocks = p.q.ne[2] >= 64 ? 1 : static_cast<int>((p.v.ne[0] + block.x * block.y - 1) / (block.x * block.y));
-    return launch(ctx, rope_cache_kernel, dim3(static_cast<unsigned>(p.q.ne[2]), static_cast<unsigned>(q_blocks + k_blocks + v_blocks)), block, 0, a, p, q_blocks, k_blocks);
+cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
+                          const op_tensor * factors, const rope_cache_params & p) {
+    const rope_args a        = make_rope_args(r, pos, factors, p.q.ne[2]);
+    const int       q_blocks = head_blocks(p.q.ne[1], p.q.ne[2]), k_blocks = head_blocks(p.k.ne[1], p.q.ne[2]);
+    const dim3      block = block_of(r);
+    const int       v_blocks =
+        p.q.ne[2] >= 64 ? 1 : static_cast<int>((p.v.ne[0] + block.x * block.y - 1) / (block.x * block.y));
+    return launch(ctx, rope_cache_kernel,
+                  dim3(static_cast<unsigned>(p.q.ne[2]), static_cast<unsigned>(q_blocks + k_blocks + v_blocks)), block,
+                  0, a, p, q_blocks, k_blocks);
 }
 
 } // namespace macko::cuda

@@ -1,4 +1,5 @@
-// Rows of tables, copies and casts. The unit is a "piece": one value of a plain type, one block of a quantized one; a thread reads the
+// Rows of tables, copies and casts. The unit is a "piece": one value of a plain type, one block of a quantized one; a
+// thread reads the
 // piece's elements as floats and writes them in the other type.
 #include "cuda/ops/common.cuh"
 
@@ -9,7 +10,8 @@ namespace {
 constexpr int THREADS = 256;
 
 // n_per_piece elements of the row from element i on
-template <typename T, int N> __device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t nb0, float * x) {
+template <typename T, int N>
+__device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t nb0, float * x) {
     if constexpr (T::IS_PLAIN) {
         for (int k = 0; k < N; k++) {
             x[k] = T::to_float(*reinterpret_cast<const typename T::block *>(row + (i + k) * nb0));
@@ -21,7 +23,8 @@ template <typename T, int N> __device__ __forceinline__ void read_piece(const ch
     }
 }
 
-template <typename T, int N> __device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, const float * x) {
+template <typename T, int N>
+__device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, const float * x) {
     if constexpr (T::IS_PLAIN) {
         for (int k = 0; k < N; k++) {
             *reinterpret_cast<typename T::block *>(row + (i + k) * nb0) = T::from_float(x[k]);
@@ -35,38 +38,38 @@ template <typename S, typename D> constexpr int piece_size() { return S::BLOCK >
 
 // element e of a tensor with rows of ne0: its row's address, and its place in the row
 __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
-    const int64_t row = e <= INT32_MAX && t.ne[0] <= INT32_MAX ? static_cast<uint32_t>(e) / static_cast<uint32_t>(t.ne[0]) : e / t.ne[0];
-    *i0 = e - row * t.ne[0];
+    const int64_t row = e <= INT32_MAX && t.ne[0] <= INT32_MAX
+                            ? static_cast<uint32_t>(e) / static_cast<uint32_t>(t.ne[0])
+                            : e / t.ne[0];
+    *i0               = e - row * t.ne[0];
     return row_of(t, split_row(row, t.ne[1], t.ne[2]));
 }
 
-template <typename S, typename D>
-__global__ void copy_kernel(op_tensor src, op_tensor dst, int64_t n) {
+template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_tensor dst, int64_t n) {
     wait_for_previous();
     constexpr int N = piece_size<S, D>();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (e >= n) {
         return;
     }
-    int64_t is, id;
+    int64_t      is, id;
     const char * s = find_row(src, e, &is);
-    char       * d = find_row(dst, e, &id);
-    float x[N];
+    char *       d = find_row(dst, e, &id);
+    float        x[N];
     read_piece<S, N>(s, is, src.nb[0], x);
     write_piece<D, N>(d, id, dst.nb[0], x);
 }
 
 // same type, whole elements or blocks of NBYTES each, any strides
-template <int NBYTES>
-__global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
+template <int NBYTES> __global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
     wait_for_previous();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * block;
     if (e >= n) {
         return;
     }
-    int64_t is, id;
+    int64_t      is, id;
     const char * s = find_row(src, e, &is);
-    char       * d = find_row(dst, e, &id);
+    char *       d = find_row(dst, e, &id);
     s += is / block * src.nb[0];
     d += id / block * dst.nb[0];
     if constexpr (NBYTES == 8) {
@@ -88,9 +91,9 @@ __global__ void convert_int_kernel(op_tensor src, op_tensor dst, int64_t n, bool
     if (e >= n) {
         return;
     }
-    int64_t is, id;
+    int64_t      is, id;
     const char * s = find_row(src, e, &is);
-    char       * d = find_row(dst, e, &id);
+    char *       d = find_row(dst, e, &id);
     s += is * src.nb[0];
     d += id * dst.nb[0];
     if (to_int) {
@@ -101,15 +104,16 @@ __global__ void convert_int_kernel(op_tensor src, op_tensor dst, int64_t n, bool
 }
 
 // dst[:, i, j, k] = src[:, ids[i, j, k], j, k]; dst f32
-template <typename T>
-__global__ void get_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
+template <typename T> __global__ void get_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const int32_t   id  = *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
-    const char * s = src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3];
-    float      * d = reinterpret_cast<float *>(row_of(dst, row));
+    const int32_t   id =
+        *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
+    const char *  s = src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3];
+    float *       d = reinterpret_cast<float *>(row_of(dst, row));
     constexpr int N = T::IS_PLAIN ? 1 : 8;
-    for (int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N; i < dst.ne[0]; i += static_cast<int64_t>(gridDim.y) * blockDim.x * N) {
+    for (int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N; i < dst.ne[0];
+         i += static_cast<int64_t>(gridDim.y) * blockDim.x * N) {
         float x[N];
         read_piece<T, N>(s, i, src.nb[0], x);
         for (int k = 0; k < N; k++) {
@@ -121,15 +125,19 @@ __global__ void get_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
 __global__ void get_rows_i32_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const int32_t   id  = *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
-    const int32_t * s = reinterpret_cast<const int32_t *>(src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3]);
-    int32_t       * d = reinterpret_cast<int32_t *>(row_of(dst, row));
-    for (int64_t i = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x; i < dst.ne[0]; i += static_cast<int64_t>(gridDim.y) * blockDim.x) {
+    const int32_t   id =
+        *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
+    const int32_t * s =
+        reinterpret_cast<const int32_t *>(src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3]);
+    int32_t * d = reinterpret_cast<int32_t *>(row_of(dst, row));
+    for (int64_t i = static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x; i < dst.ne[0];
+         i += static_cast<int64_t>(gridDim.y) * blockDim.x) {
         d[i] = s[i];
     }
 }
 
-// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2, i3. One thread per piece, flat: rows of one element are common
+// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2, i3. One thread per piece, flat: rows of one
+// element are common
 // (transposed V cache).
 template <typename S, typename D, typename ID>
 __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int64_t n) {
@@ -142,8 +150,9 @@ __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int
     const int64_t   r   = e / src.ne[0];
     const int64_t   i0  = e - r * src.ne[0];
     const row_index row = split_row(r, src.ne[1], src.ne[2]);
-    const int64_t   id  = *reinterpret_cast<const ID *>(ids.data + row.i1 * ids.nb[0] + row.i2 % ids.ne[1] * ids.nb[1] + row.i3 % ids.ne[2] * ids.nb[2]);
-    float x[N];
+    const int64_t   id  = *reinterpret_cast<const ID *>(ids.data + row.i1 * ids.nb[0] + row.i2 % ids.ne[1] * ids.nb[1] +
+                                                        row.i3 % ids.ne[2] * ids.nb[2]);
+    float           x[N];
     read_piece<S, N>(row_of(src, row), i0, src.nb[0], x);
     write_piece<D, N>(dst.data + id * dst.nb[1] + row.i2 * dst.nb[2] + row.i3 * dst.nb[3], i0, dst.nb[0], x);
 }
@@ -152,7 +161,8 @@ unsigned blocks_for(int64_t n_pieces) { return static_cast<unsigned>((n_pieces +
 
 bool is_plain(tensor_type type) { return type == TYPE_F32 || type == TYPE_F16 || type == TYPE_BF16; }
 bool can_store(tensor_type type) {
-    return with_type(type, [](auto t) { return decltype(t)::CAN_STORE ? cudaSuccess : cudaErrorInvalidValue; }) == cudaSuccess;
+    return with_type(type, [](auto t) { return decltype(t)::CAN_STORE ? cudaSuccess : cudaErrorInvalidValue; }) ==
+           cudaSuccess;
 }
 
 template <typename F> cudaError_t with_plain_type(tensor_type type, F && f) {
@@ -167,7 +177,8 @@ template <typename F> cudaError_t with_plain_type(tensor_type type, F && f) {
 } // namespace
 
 bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
-    if (src.n_elements() != dst.n_elements() || src.n_elements() > (int64_t(1) << 40) || type_block_nbytes(src.type) == 0 || type_block_nbytes(dst.type) == 0) {
+    if (src.n_elements() != dst.n_elements() || src.n_elements() > (int64_t(1) << 40) ||
+        type_block_nbytes(src.type) == 0 || type_block_nbytes(dst.type) == 0) {
         return false;
     }
     if (src.type == dst.type) {
@@ -206,25 +217,31 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
     }
     if (is_plain(src.type) && is_plain(dst.type)) {
         return with_plain_type(src.type, [&](auto s) {
-            return with_plain_type(dst.type, [&](auto d) { return launch(ctx, copy_kernel<decltype(s), decltype(d)>, blocks_for(n), THREADS, 0, src, dst, n); });
+            return with_plain_type(dst.type, [&](auto d) {
+                return launch(ctx, copy_kernel<decltype(s), decltype(d)>, blocks_for(n), THREADS, 0, src, dst, n);
+            });
         });
     }
     using f32 = value_type<TYPE_F32>;
     if (src.type == TYPE_F32) {
         return with_type(dst.type, [&](auto d) {
             if constexpr (decltype(d)::CAN_STORE) {
-                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / decltype(d)::BLOCK), THREADS, 0, src, dst, n);
+                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / decltype(d)::BLOCK), THREADS, 0, src,
+                              dst, n);
             } else {
                 return cudaErrorInvalidValue;
             }
         });
     }
-    return with_type(src.type, [&](auto s) { return launch(ctx, copy_kernel<decltype(s), f32>, blocks_for(n / decltype(s)::BLOCK), THREADS, 0, src, dst, n); });
+    return with_type(src.type, [&](auto s) {
+        return launch(ctx, copy_kernel<decltype(s), f32>, blocks_for(n / decltype(s)::BLOCK), THREADS, 0, src, dst, n);
+    });
 }
 
 bool op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if (ids.type != TYPE_I32 || ids.ne[3] != 1 || dst.ne[0] != src.ne[0] || dst.ne[1] != ids.ne[0] || dst.ne[2] != ids.ne[1] || dst.ne[3] != ids.ne[2] ||
-        src.ne[2] != ids.ne[1] || src.ne[3] != ids.ne[2] || !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
+    if (ids.type != TYPE_I32 || ids.ne[3] != 1 || dst.ne[0] != src.ne[0] || dst.ne[1] != ids.ne[0] ||
+        dst.ne[2] != ids.ne[1] || dst.ne[3] != ids.ne[2] || src.ne[2] != ids.ne[1] || src.ne[3] != ids.ne[2] ||
+        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
         return false;
     }
     if (src.type == TYPE_I32) {
@@ -235,16 +252,20 @@ bool op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const o
 
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
     const int  threads = row_threads(dst.ne[0], THREADS);
-    const dim3 grid(static_cast<unsigned>(dst.n_rows()), dst.n_rows() < 256 ? static_cast<unsigned>((dst.ne[0] + THREADS - 1) / THREADS) : 1u);
+    const dim3 grid(static_cast<unsigned>(dst.n_rows()),
+                    dst.n_rows() < 256 ? static_cast<unsigned>((dst.ne[0] + THREADS - 1) / THREADS) : 1u);
     if (src.type == TYPE_I32) {
         return launch(ctx, get_rows_i32_kernel, grid, threads, 0, src, ids, dst);
     }
-    return with_type(src.type, [&](auto t) { return launch(ctx, get_rows_kernel<decltype(t)>, grid, threads, 0, src, ids, dst); });
+    return with_type(
+        src.type, [&](auto t) { return launch(ctx, get_rows_kernel<decltype(t)>, grid, threads, 0, src, ids, dst); });
 }
 
 bool op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if ((ids.type != TYPE_I64 && ids.type != TYPE_I32) || src.ne[0] != dst.ne[0] || src.ne[2] != dst.ne[2] || src.ne[3] != dst.ne[3] || ids.ne[0] != src.ne[1] ||
-        ids.ne[1] == 0 || ids.ne[2] == 0 || src.ne[2] % ids.ne[1] != 0 || src.ne[3] % ids.ne[2] != 0 || ids.ne[3] != 1 || src.n_elements() > (int64_t(1) << 38)) {
+    if ((ids.type != TYPE_I64 && ids.type != TYPE_I32) || src.ne[0] != dst.ne[0] || src.ne[2] != dst.ne[2] ||
+        src.ne[3] != dst.ne[3] || ids.ne[0] != src.ne[1] || ids.ne[1] == 0 || ids.ne[2] == 0 ||
+        src.ne[2] % ids.ne[1] != 0 || src.ne[3] % ids.ne[2] != 0 || ids.ne[3] != 1 ||
+        src.n_elements() > (int64_t(1) << 38)) {
         return false;
     }
     if (src.type == TYPE_F16 && dst.type == TYPE_F16) {
@@ -262,13 +283,15 @@ cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_
             if constexpr (D::IS_PLAIN) {
                 if (src.type == TYPE_F16) {
                     using S = value_type<TYPE_F16>;
-                    return ids.type == TYPE_I64 ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
-                                                : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
+                    return ids.type == TYPE_I64
+                               ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
+                               : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
                 }
             }
             using S = value_type<TYPE_F32>;
-            return ids.type == TYPE_I64 ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
-                                        : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
+            return ids.type == TYPE_I64
+                       ? launch(ctx, set_rows_kernel<S, D, int64_t>, blocks, THREADS, 0, src, ids, dst, n)
+                       : launch(ctx, set_rows_kernel<S, D, int32_t>, blocks, THREADS, 0, src, ids, dst, n);
         } else {
             return cudaErrorInvalidValue;
         }

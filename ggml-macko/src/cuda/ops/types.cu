@@ -31,8 +31,8 @@ bool type_is_weight(tensor_type type) {
 }
 
 bool is_contiguous(const op_tensor & t) {
-    int64_t expected = type_block_nbytes(t.type);
-    const int64_t block = type_block_size(t.type);
+    int64_t       expected = type_block_nbytes(t.type);
+    const int64_t block    = type_block_size(t.type);
     for (int k = 0; k < 4; k++) {
         if (t.ne[k] != (k == 0 ? block : 1) && t.nb[k] != expected) { // a stride that is never taken does not matter
             return false;

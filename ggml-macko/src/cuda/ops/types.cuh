@@ -1,5 +1,7 @@
-// The value types of dense tensors on the GPU. Each type says its block and how to read 8 neighbouring elements as floats (load8, at
-// a multiple of 8: the unit of all kernels that read weights); the types a KV cache can have also say how to write a block (store).
+// The value types of dense tensors on the GPU. Each type says its block and how to read 8 neighbouring elements as
+// floats (load8, at
+// a multiple of 8: the unit of all kernels that read weights); the types a KV cache can have also say how to write a
+// block (store).
 // Layouts are ggml's (ggml-common.h of llama.cpp).
 #pragma once
 
@@ -10,22 +12,70 @@
 
 namespace macko::cuda {
 
-struct alignas(2) block_q4_0   { __half d; uint8_t qs[16]; };
-struct alignas(2) block_q4_1   { __half d, m; uint8_t qs[16]; };
-struct alignas(2) block_q5_0   { __half d; uint8_t qh[4]; uint8_t qs[16]; };
-struct alignas(2) block_q5_1   { __half d, m; uint8_t qh[4]; uint8_t qs[16]; };
-struct alignas(2) block_q8_0   { __half d; int8_t qs[32]; };
-struct alignas(2) block_q2_k   { uint8_t scales[16]; uint8_t qs[64]; __half d, dmin; };
-struct alignas(2) block_q3_k   { uint8_t hmask[32]; uint8_t qs[64]; uint8_t scales[12]; __half d; };
-struct alignas(2) block_q4_k   { __half d, dmin; uint8_t scales[12]; uint8_t qs[128]; };
-struct alignas(2) block_q5_k   { __half d, dmin; uint8_t scales[12]; uint8_t qh[32]; uint8_t qs[128]; };
-struct alignas(2) block_q6_k   { uint8_t ql[128]; uint8_t qh[64]; int8_t scales[16]; __half d; };
-struct            block_mxfp4  { uint8_t e; uint8_t qs[16]; };
-static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_1) == 20 && sizeof(block_q5_0) == 22 && sizeof(block_q5_1) == 24 && sizeof(block_q8_0) == 34, "32-element blocks");
-static_assert(sizeof(block_q2_k) == 84 && sizeof(block_q3_k) == 110 && sizeof(block_q4_k) == 144 && sizeof(block_q5_k) == 176 && sizeof(block_q6_k) == 210, "256-element blocks");
+struct alignas(2) block_q4_0 {
+    __half  d;
+    uint8_t qs[16];
+};
+struct alignas(2) block_q4_1 {
+    __half  d, m;
+    uint8_t qs[16];
+};
+struct alignas(2) block_q5_0 {
+    __half  d;
+    uint8_t qh[4];
+    uint8_t qs[16];
+};
+struct alignas(2) block_q5_1 {
+    __half  d, m;
+    uint8_t qh[4];
+    uint8_t qs[16];
+};
+struct alignas(2) block_q8_0 {
+    __half d;
+    int8_t qs[32];
+};
+struct alignas(2) block_q2_k {
+    uint8_t scales[16];
+    uint8_t qs[64];
+    __half  d, dmin;
+};
+struct alignas(2) block_q3_k {
+    uint8_t hmask[32];
+    uint8_t qs[64];
+    uint8_t scales[12];
+    __half  d;
+};
+struct alignas(2) block_q4_k {
+    __half  d, dmin;
+    uint8_t scales[12];
+    uint8_t qs[128];
+};
+struct alignas(2) block_q5_k {
+    __half  d, dmin;
+    uint8_t scales[12];
+    uint8_t qh[32];
+    uint8_t qs[128];
+};
+struct alignas(2) block_q6_k {
+    uint8_t ql[128];
+    uint8_t qh[64];
+    int8_t  scales[16];
+    __half  d;
+};
+struct block_mxfp4 {
+    uint8_t e;
+    uint8_t qs[16];
+};
+static_assert(sizeof(block_q4_0) == 18 && sizeof(block_q4_1) == 20 && sizeof(block_q5_0) == 22 &&
+                  sizeof(block_q5_1) == 24 && sizeof(block_q8_0) == 34,
+              "32-element blocks");
+static_assert(sizeof(block_q2_k) == 84 && sizeof(block_q3_k) == 110 && sizeof(block_q4_k) == 144 &&
+                  sizeof(block_q5_k) == 176 && sizeof(block_q6_k) == 210,
+              "256-element blocks");
 static_assert(sizeof(block_mxfp4) == 17, "mxfp4 block");
 
-static __constant__ int8_t iq4_nl_values[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+static __constant__ int8_t iq4_nl_values[16] = { -127, -104, -83, -65, -49, -35, -22, -10,
+                                                 1,    13,   25,  38,  53,  69,  89,  113 };
 static __constant__ int8_t mxfp4_values[16]  = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
 
 template <tensor_type TYPE> struct value_type;
@@ -33,39 +83,50 @@ template <tensor_type TYPE> struct value_type;
 // elements of a matrix, read once: kept out of L1, where the other operand is read again and again
 static __device__ __forceinline__ uint4 load_once(const uint4 * p) {
     uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
     return v;
 }
 
 // ---- plain types ----
 template <typename T> struct plain_type {
-    using block = T;
-    static constexpr int  BLOCK    = 1;
-    static constexpr bool IS_PLAIN = true;
+    using block                     = T;
+    static constexpr int  BLOCK     = 1;
+    static constexpr bool IS_PLAIN  = true;
     static constexpr bool CAN_STORE = true;
 };
 
 template <> struct value_type<TYPE_F32> : plain_type<float> {
     static __device__ float to_float(float x) { return x; }
     static __device__ float from_float(float x) { return x; }
-    static __device__ void load8(const char * row, int64_t i, float * out) { // row aligned to 16 bytes
+    static __device__ void  load8(const char * row, int64_t i, float * out) { // row aligned to 16 bytes
         const float4 a = reinterpret_cast<const float4 *>(row)[i / 4];
         const float4 b = reinterpret_cast<const float4 *>(row)[i / 4 + 1];
-        out[0] = a.x; out[1] = a.y; out[2] = a.z; out[3] = a.w;
-        out[4] = b.x; out[5] = b.y; out[6] = b.z; out[7] = b.w;
+        out[0]         = a.x;
+        out[1]         = a.y;
+        out[2]         = a.z;
+        out[3]         = a.w;
+        out[4]         = b.x;
+        out[5]         = b.y;
+        out[6]         = b.z;
+        out[7]         = b.w;
     }
 };
 
 template <> struct value_type<TYPE_F16> : plain_type<__half> {
     static __device__ float  to_float(__half x) { return __half2float(x); }
     static __device__ __half from_float(float x) { return __float2half_rn(x); }
-    static __device__ void load8(const char * row, int64_t i, float * out) { unpack8(load_once(reinterpret_cast<const uint4 *>(row) + i / 8), out); }
+    static __device__ void   load8(const char * row, int64_t i, float * out) {
+        unpack8(load_once(reinterpret_cast<const uint4 *>(row) + i / 8), out);
+    }
     static __device__ void unpack8(uint4 raw, float * out) {
         const __half2 * h = reinterpret_cast<const __half2 *>(&raw);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const float2 f = __half22float2(h[k]);
-            out[2 * k] = f.x; out[2 * k + 1] = f.y;
+            out[2 * k]     = f.x;
+            out[2 * k + 1] = f.y;
         }
     }
 };
@@ -73,8 +134,8 @@ template <> struct value_type<TYPE_F16> : plain_type<__half> {
 template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
     static __device__ float         to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
     static __device__ __nv_bfloat16 from_float(float x) { return __float2bfloat16_rn(x); }
-    static __device__ void load8(const char * row, int64_t i, float * out) {
-        const uint4 raw = load_once(reinterpret_cast<const uint4 *>(row) + i / 8);
+    static __device__ void          load8(const char * row, int64_t i, float * out) {
+        const uint4    raw  = load_once(reinterpret_cast<const uint4 *>(row) + i / 8);
         const uint32_t w[4] = { raw.x, raw.y, raw.z, raw.w };
 #pragma unroll
         for (int k = 0; k < 4; k++) { // bf16 is the upper half of a float
@@ -86,9 +147,11 @@ template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
 
 // ---- blocks of 32: element j < 16 in the low nibble of byte j, element 16 + j in the high one ----
 template <typename B> struct block_type {
-    using block = B;
-    static constexpr bool IS_PLAIN = false;
-    static __device__ const B & at(const char * row, int64_t i, int block_size) { return reinterpret_cast<const B *>(row)[i / block_size]; }
+    using block                          = B;
+    static constexpr bool       IS_PLAIN = false;
+    static __device__ const B & at(const char * row, int64_t i, int block_size) {
+        return reinterpret_cast<const B *>(row)[i / block_size];
+    }
 };
 
 // nibbles of elements i%32 ... +7
@@ -107,12 +170,12 @@ static __device__ __forceinline__ uint32_t load_u32(const uint8_t * p) { // p al
 }
 
 template <> struct value_type<TYPE_Q4_0> : block_type<block_q4_0> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const float d = __half2float(b.d);
-        int q[8];
+        const float   d = __half2float(b.d);
+        int           q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -129,22 +192,22 @@ template <> struct value_type<TYPE_Q4_0> : block_type<block_q4_0> {
         }
         const float d  = max / -8;
         const float id = d != 0 ? 1 / d : 0;
-        b->d = __float2half_rn(d);
+        b->d           = __float2half_rn(d);
         for (int j = 0; j < 16; j++) {
             const int lo = min(15, static_cast<int>(x[j] * id + 8.5f));
             const int hi = min(15, static_cast<int>(x[j + 16] * id + 8.5f));
-            b->qs[j] = static_cast<uint8_t>(lo | hi << 4);
+            b->qs[j]     = static_cast<uint8_t>(lo | hi << 4);
         }
     }
 };
 
 template <> struct value_type<TYPE_Q4_1> : block_type<block_q4_1> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const float d = __half2float(b.d), m = __half2float(b.m);
-        int q[8];
+        const float   d = __half2float(b.d), m = __half2float(b.m);
+        int           q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -159,24 +222,24 @@ template <> struct value_type<TYPE_Q4_1> : block_type<block_q4_1> {
         }
         const float d  = (hi - lo) / 15;
         const float id = d != 0 ? 1 / d : 0;
-        b->d = __float2half_rn(d);
-        b->m = __float2half_rn(lo);
+        b->d           = __float2half_rn(d);
+        b->m           = __float2half_rn(lo);
         for (int j = 0; j < 16; j++) {
             const int q0 = min(15, static_cast<int>((x[j] - lo) * id + 0.5f));
             const int q1 = min(15, static_cast<int>((x[j + 16] - lo) * id + 0.5f));
-            b->qs[j] = static_cast<uint8_t>(q0 | q1 << 4);
+            b->qs[j]     = static_cast<uint8_t>(q0 | q1 << 4);
         }
     }
 };
 
 template <> struct value_type<TYPE_Q5_0> : block_type<block_q5_0> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
+        const block &  b  = at(row, i, BLOCK);
         const float    d  = __half2float(b.d);
         const uint32_t qh = load_u32(b.qh) >> (i & 31);
-        int q[8];
+        int            q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -193,12 +256,12 @@ template <> struct value_type<TYPE_Q5_0> : block_type<block_q5_0> {
         }
         const float d  = max / -16;
         const float id = d != 0 ? 1 / d : 0;
-        b->d = __float2half_rn(d);
-        uint32_t qh = 0;
+        b->d           = __float2half_rn(d);
+        uint32_t qh    = 0;
         for (int j = 0; j < 16; j++) {
             const uint32_t q0 = static_cast<uint32_t>(min(31, static_cast<int>(x[j] * id + 16.5f)));
             const uint32_t q1 = static_cast<uint32_t>(min(31, static_cast<int>(x[j + 16] * id + 16.5f)));
-            b->qs[j] = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
+            b->qs[j]          = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
             qh |= (q0 >> 4) << j | (q1 >> 4) << (j + 16);
         }
         for (int j = 0; j < 4; j++) {
@@ -208,13 +271,13 @@ template <> struct value_type<TYPE_Q5_0> : block_type<block_q5_0> {
 };
 
 template <> struct value_type<TYPE_Q5_1> : block_type<block_q5_1> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const float    d  = __half2float(b.d), m = __half2float(b.m);
+        const block &  b = at(row, i, BLOCK);
+        const float    d = __half2float(b.d), m = __half2float(b.m);
         const uint32_t qh = load_u32(b.qh) >> (i & 31);
-        int q[8];
+        int            q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -229,13 +292,13 @@ template <> struct value_type<TYPE_Q5_1> : block_type<block_q5_1> {
         }
         const float d  = (hi - lo) / 31;
         const float id = d != 0 ? 1 / d : 0;
-        b->d = __float2half_rn(d);
-        b->m = __float2half_rn(lo);
-        uint32_t qh = 0;
+        b->d           = __float2half_rn(d);
+        b->m           = __float2half_rn(lo);
+        uint32_t qh    = 0;
         for (int j = 0; j < 16; j++) {
             const uint32_t q0 = static_cast<uint32_t>((x[j] - lo) * id + 0.5f);
             const uint32_t q1 = static_cast<uint32_t>((x[j + 16] - lo) * id + 0.5f);
-            b->qs[j] = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
+            b->qs[j]          = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
             qh |= ((q0 >> 4) & 1) << j | ((q1 >> 4) & 1) << (j + 16);
         }
         for (int j = 0; j < 4; j++) {
@@ -245,15 +308,16 @@ template <> struct value_type<TYPE_Q5_1> : block_type<block_q5_1> {
 };
 
 template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const float d = __half2float(b.d);
-        const uint16_t * q = reinterpret_cast<const uint16_t *>(b.qs + (i & 31)); // blocks are 34 bytes: 2-byte loads are all that is aligned
+        const float   d = __half2float(b.d);
+        // blocks are 34 bytes: 2-byte loads are all that is aligned
+        const uint16_t * q = reinterpret_cast<const uint16_t *>(b.qs + (i & 31));
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int two = q[k];
+            const int two  = q[k];
             out[2 * k]     = d * static_cast<int8_t>(two);
             out[2 * k + 1] = d * static_cast<int8_t>(two >> 8);
         }
@@ -265,7 +329,7 @@ template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
         }
         const float d  = amax / 127;
         const float id = d != 0 ? 1 / d : 0;
-        b->d = __float2half_rn(d);
+        b->d           = __float2half_rn(d);
         for (int j = 0; j < 32; j++) {
             b->qs[j] = static_cast<int8_t>(roundf(x[j] * id));
         }
@@ -273,12 +337,12 @@ template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
 };
 
 template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = true;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = true;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const float d = __half2float(b.d);
-        int q[8];
+        const float   d = __half2float(b.d);
+        int           q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -302,12 +366,12 @@ template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
                 max  = x[j];
             }
         }
-        const float d  = max / iq4_nl_values[0];
-        const float id = d != 0 ? 1 / d : 0;
-        float sum_qx = 0, sum_q2 = 0; // least squares for the scale, weighted by x^2
+        const float d      = max / iq4_nl_values[0];
+        const float id     = d != 0 ? 1 / d : 0;
+        float       sum_qx = 0, sum_q2 = 0; // least squares for the scale, weighted by x^2
         for (int j = 0; j < 16; j++) {
             const int q0 = nearest(x[j] * id), q1 = nearest(x[j + 16] * id);
-            b->qs[j] = static_cast<uint8_t>(q0 | q1 << 4);
+            b->qs[j]       = static_cast<uint8_t>(q0 | q1 << 4);
             const float v0 = iq4_nl_values[q0], v1 = iq4_nl_values[q1];
             const float w0 = x[j] * x[j], w1 = x[j + 16] * x[j + 16];
             sum_qx += w0 * v0 * x[j] + w1 * v1 * x[j + 16];
@@ -318,13 +382,13 @@ template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
 };
 
 template <> struct value_type<TYPE_MXFP4> : block_type<block_mxfp4> {
-    static constexpr int  BLOCK     = 32;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 32;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
         // half of 2^(e - 127), since mxfp4_values are doubled; e < 2 gives a subnormal
         const float d = __uint_as_float(b.e < 2 ? 0x00200000u << b.e : static_cast<uint32_t>(b.e - 1) << 23);
-        int q[8];
+        int         q[8];
         load_nibbles(b.qs, i, q);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -335,15 +399,15 @@ template <> struct value_type<TYPE_MXFP4> : block_type<block_mxfp4> {
 
 // ---- super-blocks of 256 ----
 template <> struct value_type<TYPE_Q2_K> : block_type<block_q2_k> {
-    static constexpr int  BLOCK     = 256;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 256;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const int e  = static_cast<int>(i) & 255;
-        const int sc = b.scales[e / 16];
-        const float d = __half2float(b.d) * (sc & 15), m = __half2float(b.dmin) * (sc >> 4);
-        const int   shift = (e % 128) / 32 * 2;
-        const uint8_t * q = b.qs + e / 128 * 32 + e % 32;
+        const block &   b  = at(row, i, BLOCK);
+        const int       e  = static_cast<int>(i) & 255;
+        const int       sc = b.scales[e / 16];
+        const float     d = __half2float(b.d) * (sc & 15), m = __half2float(b.dmin) * (sc >> 4);
+        const int       shift = (e % 128) / 32 * 2;
+        const uint8_t * q     = b.qs + e / 128 * 32 + e % 32;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             out[k] = d * ((q[k] >> shift) & 3) - m;
@@ -352,19 +416,20 @@ template <> struct value_type<TYPE_Q2_K> : block_type<block_q2_k> {
 };
 
 template <> struct value_type<TYPE_Q3_K> : block_type<block_q3_k> {
-    static constexpr int  BLOCK     = 256;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 256;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const int e = static_cast<int>(i) & 255;
-        const int s = e / 16; // scales: low nibbles in bytes 0-7 (even half: low, then high), two upper bits in bytes 8-11
-        const int lo = (b.scales[s % 8] >> (s / 8 * 4)) & 15;
-        const int hi = (b.scales[8 + s % 4] >> (s / 4 * 2)) & 3;
-        const float d = __half2float(b.d) * ((lo | hi << 4) - 32);
-        const int   shift = (e % 128) / 32 * 2;
-        const int   high  = e / 32; // bit of hmask
-        const uint8_t * q = b.qs + e / 128 * 32 + e % 32;
-        const uint8_t * h = b.hmask + e % 32;
+        const int     e = static_cast<int>(i) & 255;
+        // scales: low nibbles in bytes 0-7 (even half: low, then high), two upper bits in bytes 8-11
+        const int       s     = e / 16;
+        const int       lo    = (b.scales[s % 8] >> (s / 8 * 4)) & 15;
+        const int       hi    = (b.scales[8 + s % 4] >> (s / 4 * 2)) & 3;
+        const float     d     = __half2float(b.d) * ((lo | hi << 4) - 32);
+        const int       shift = (e % 128) / 32 * 2;
+        const int       high  = e / 32; // bit of hmask
+        const uint8_t * q     = b.qs + e / 128 * 32 + e % 32;
+        const uint8_t * h     = b.hmask + e % 32;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             out[k] = d * (((q[k] >> shift) & 3) - ((h[k] >> high) & 1 ? 0 : 4));
@@ -384,16 +449,16 @@ static __device__ __forceinline__ void load_scale_min(const uint8_t * s, int j, 
 }
 
 template <> struct value_type<TYPE_Q4_K> : block_type<block_q4_k> {
-    static constexpr int  BLOCK     = 256;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 256;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const int e = static_cast<int>(i) & 255;
-        int scale, minimum;
+        const int     e = static_cast<int>(i) & 255;
+        int           scale, minimum;
         load_scale_min(b.scales, e / 32, &scale, &minimum);
-        const float d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
-        const int   shift = (e & 32) >> 3;
-        const uint8_t * q = b.qs + e / 64 * 32 + e % 32;
+        const float     d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
+        const int       shift = (e & 32) >> 3;
+        const uint8_t * q     = b.qs + e / 64 * 32 + e % 32;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             out[k] = d * ((q[k] >> shift) & 15) - m;
@@ -402,17 +467,17 @@ template <> struct value_type<TYPE_Q4_K> : block_type<block_q4_k> {
 };
 
 template <> struct value_type<TYPE_Q5_K> : block_type<block_q5_k> {
-    static constexpr int  BLOCK     = 256;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 256;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
         const block & b = at(row, i, BLOCK);
-        const int e = static_cast<int>(i) & 255;
-        int scale, minimum;
+        const int     e = static_cast<int>(i) & 255;
+        int           scale, minimum;
         load_scale_min(b.scales, e / 32, &scale, &minimum);
-        const float d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
-        const int   shift = (e & 32) >> 3;
-        const uint8_t * q = b.qs + e / 64 * 32 + e % 32;
-        const uint8_t * h = b.qh + e % 32;
+        const float     d = __half2float(b.d) * scale, m = __half2float(b.dmin) * minimum;
+        const int       shift = (e & 32) >> 3;
+        const uint8_t * q     = b.qs + e / 64 * 32 + e % 32;
+        const uint8_t * h     = b.qh + e % 32;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             out[k] = d * (((q[k] >> shift) & 15) | ((h[k] >> (e / 32)) & 1) << 4) - m;
@@ -421,15 +486,15 @@ template <> struct value_type<TYPE_Q5_K> : block_type<block_q5_k> {
 };
 
 template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k> {
-    static constexpr int  BLOCK     = 256;
-    static constexpr bool CAN_STORE = false;
+    static constexpr int   BLOCK     = 256;
+    static constexpr bool  CAN_STORE = false;
     static __device__ void load8(const char * row, int64_t i, float * out) {
-        const block & b = at(row, i, BLOCK);
-        const int e     = static_cast<int>(i) & 255;
-        const int part  = (e % 128) / 32; // of the half of 128: 0, 1 low nibbles of ql, 2, 3 high ones
-        const float d   = __half2float(b.d) * b.scales[e / 16];
-        const uint8_t * ql = b.ql + e / 128 * 64 + (part & 1) * 32 + e % 32;
-        const uint8_t * qh = b.qh + e / 128 * 32 + e % 32;
+        const block &   b    = at(row, i, BLOCK);
+        const int       e    = static_cast<int>(i) & 255;
+        const int       part = (e % 128) / 32; // of the half of 128: 0, 1 low nibbles of ql, 2, 3 high ones
+        const float     d    = __half2float(b.d) * b.scales[e / 16];
+        const uint8_t * ql   = b.ql + e / 128 * 64 + (part & 1) * 32 + e % 32;
+        const uint8_t * qh   = b.qh + e / 128 * 32 + e % 32;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             out[k] = d * (static_cast<int>(((ql[k] >> (part / 2 * 4)) & 15) | ((qh[k] >> (part * 2)) & 3) << 4) - 32);

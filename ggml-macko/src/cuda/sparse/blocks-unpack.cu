@@ -9,35 +9,44 @@ namespace macko::cuda {
 struct unpack_blocks_params {
     cuda_sparse_matrix m;
     int64_t            row_begin, row_end;
-    void             * dst;
+    void *             dst;
     int64_t            ld;
-    int32_t            pitch; // elements of a row in shared memory, a multiple of 8
+    int32_t            pitch;  // elements of a row in shared memory, a multiple of 8
     bool               vector; // rows of dst are aligned to 16 bytes, and of whole 16 bytes
 };
 
 // d * q to nearest even, the largest finite value where that is too large, +0 if it is 0 (FORMAT.md section 7)
-__device__ __forceinline__ void to_dense(float * to, float v)         { *to = v == 0.0f ? 0.0f : v; }
-__device__ __forceinline__ void to_dense(__half * to, float v)        { *to = v == 0.0f ? __half(0.0f) : __float2half_rn(fminf(fmaxf(v, -65504.0f), 65504.0f)); }
-__device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) { *to = v == 0.0f ? __nv_bfloat16(0.0f) : __float2bfloat16_rn(v); }
+__device__ __forceinline__ void to_dense(float * to, float v) { *to = v == 0.0f ? 0.0f : v; }
+__device__ __forceinline__ void to_dense(__half * to, float v) {
+    *to = v == 0.0f ? __half(0.0f) : __float2half_rn(fminf(fmaxf(v, -65504.0f), 65504.0f));
+}
+__device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) {
+    *to = v == 0.0f ? __nv_bfloat16(0.0f) : __float2bfloat16_rn(v);
+}
 
-// A warp per 32 / lanes rows: zeros in shared memory, the entries of each run scattered to their columns there, then the spilled ones, whose
+// A warp per 32 / lanes rows: zeros in shared memory, the entries of each run scattered to their columns there, then
+// the spilled ones, whose
 // columns the walk may have passed with a 0, then all of it to dst.
-template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant__ unpack_blocks_params p) {
+template <typename V, int BITS, typename D>
+__global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant__ unpack_blocks_params p) {
     extern __shared__ __align__(16) uint4 shared_rows[];
-    const cuda_sparse_matrix & m = p.m;
-    const int lanes = m.lanes, rows = 32 / lanes, lane = threadIdx.x % lanes, sub = threadIdx.x / lanes, width = m.stripe;
-    D * mine = reinterpret_cast<D *>(shared_rows) + sub * p.pitch;
+    const cuda_sparse_matrix &            m = p.m;
+    const int lanes = m.lanes, rows = 32 / lanes, lane = threadIdx.x % lanes, sub = threadIdx.x / lanes,
+              width = m.stripe;
+    D * mine        = reinterpret_cast<D *>(shared_rows) + sub * p.pitch;
     cuda_wait_for_previous();
     cuda_allow_next();
 
-    for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end; row0 += static_cast<int64_t>(gridDim.x) * rows) {
-        const int64_t row = row0 + sub;
-        const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
-        const cuda_blocks_row head = row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row {};
-        const int groups = head.n_groups;
-        const blocks_run run = blocks_run_of(groups, lane, blocks_lane_bits(lanes));
-        const int copy = static_cast<int>(row % rows) * lanes * width; // place of column 0
-        const auto column_of = [&](int word) { // negative: entries of another row in front of this one's
+    for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end;
+         row0 += static_cast<int64_t>(gridDim.x) * rows) {
+        const int64_t         row    = row0 + sub;
+        const uint8_t *       record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
+        const cuda_blocks_row head =
+            row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row{};
+        const int        groups    = head.n_groups;
+        const blocks_run run       = blocks_run_of(groups, lane, blocks_lane_bits(lanes));
+        const int        copy      = static_cast<int>(row % rows) * lanes * width; // place of column 0
+        const auto       column_of = [&](int word) { // negative: entries of another row in front of this one's
             const int column = word % 32 * width + word / 32 - copy;
             return column < lanes * width ? column : column - (32 * width - 1);
         };
@@ -45,7 +54,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
             shared_rows[i] = make_uint4(0, 0, 0, 0);
         }
         __syncwarp();
-        int column = groups ? column_of(reinterpret_cast<const uint16_t *>(record + sizeof(head))[lane]) : 0;
+        int        column  = groups ? column_of(reinterpret_cast<const uint16_t *>(record + sizeof(head))[lane]) : 0;
         const auto scatter = [&](float d, uint32_t q, uint32_t c) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
@@ -60,13 +69,16 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         for (int s = 0; s < run.groups; s++) {
             loaded_group<V, BITS> g;
             g.load(m.values, static_cast<unsigned>(blocks_group(head, lanes, s, run.slot)));
-            const float d = g.scale() * V::UNIT;
-            const auto quads = [&](auto i) {
+            const float d     = g.scale() * V::UNIT;
+            const auto  quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
-                scatter(d, V::template quad<I>(g.values.w), quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
+                scatter(d, V::template quad<I>(g.values.w),
+                         quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
             };
-            quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()), quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
-            quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()), quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
+            quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()),
+                quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
+            quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()),
+                quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
         }
         if (BITS < 8 && lane < blocks_segments(head, lanes)) {
             block_segment s;
@@ -83,7 +95,7 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
         }
         __syncwarp();
         for (int r = 0; r < rows && row0 + r < p.row_end; r++) {
-            D       * out = static_cast<D *>(p.dst) + (row0 + r - p.row_begin) * p.ld;
+            D *       out = static_cast<D *>(p.dst) + (row0 + r - p.row_begin) * p.ld;
             const D * in  = reinterpret_cast<const D *>(shared_rows) + r * p.pitch;
             if (p.vector) {
 #pragma unroll 4
@@ -100,17 +112,21 @@ template <typename V, int BITS, typename D> __global__ void __launch_bounds__(32
     }
 }
 
-template <typename V, int BITS, typename D> static cudaError_t launch_unpack(unpack_blocks_params & p, cudaStream_t stream) {
+template <typename V, int BITS, typename D>
+static cudaError_t launch_unpack(unpack_blocks_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    const auto    kernel = unpack_blocks_kernel<V, BITS, D>;
-    const int     rows   = 32 / p.m.lanes;
-    p.pitch  = static_cast<int32_t>((p.m.cols + 7) & ~int64_t(7));
-    p.vector = reinterpret_cast<uintptr_t>(p.dst) % 16 == 0 && p.ld * sizeof(D) % 16 == 0 && p.m.cols * sizeof(D) % 16 == 0;
-    const int64_t nbytes = static_cast<int64_t>(rows) * p.pitch * static_cast<int64_t>(sizeof(D)); // at most what x takes in the product
+    const auto kernel = unpack_blocks_kernel<V, BITS, D>;
+    const int  rows   = 32 / p.m.lanes;
+    p.pitch           = static_cast<int32_t>((p.m.cols + 7) & ~int64_t(7));
+    p.vector =
+        reinterpret_cast<uintptr_t>(p.dst) % 16 == 0 && p.ld * sizeof(D) % 16 == 0 && p.m.cols * sizeof(D) % 16 == 0;
+    // at most what x takes in the product
+    const int64_t nbytes = static_cast<int64_t>(rows) * p.pitch * static_cast<int64_t>(sizeof(D));
     CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_nbytes));
     const int64_t resident = std::max<int64_t>(1, device.shared_nbytes / (nbytes + 1024));
-    const int64_t blocks   = std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows, resident * device.multiprocessors);
+    const int64_t blocks =
+        std::min<int64_t>((p.row_end - p.row_begin + rows - 1) / rows, resident * device.multiprocessors);
     kernel<<<static_cast<unsigned>(blocks), 32, static_cast<size_t>(nbytes), stream>>>(p);
     return cudaGetLastError();
 }
@@ -123,7 +139,8 @@ template <typename V, typename D> static cudaError_t launch_unpack_bits(unpack_b
     }
 }
 
-template <typename V> static cudaError_t launch_unpack_type(unpack_blocks_params & p, int32_t type, cudaStream_t stream) {
+template <typename V>
+static cudaError_t launch_unpack_type(unpack_blocks_params & p, int32_t type, cudaStream_t stream) {
     switch (type) {
         case GGML_MACKO_TYPE_F16:  return launch_unpack_bits<V, __half>(p, stream);
         case GGML_MACKO_TYPE_BF16: return launch_unpack_bits<V, __nv_bfloat16>(p, stream);
@@ -131,9 +148,11 @@ template <typename V> static cudaError_t launch_unpack_type(unpack_blocks_params
     }
 }
 
-cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream) {
+cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                               void * dst, int64_t ld, cudaStream_t stream) {
     unpack_blocks_params p = { w, row_begin, row_end, dst, ld, 0, false };
-    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_unpack_type<q8_0_values>(p, type, stream) : launch_unpack_type<q4_0_values>(p, type, stream);
+    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_unpack_type<q8_0_values>(p, type, stream)
+                                                : launch_unpack_type<q4_0_values>(p, type, stream);
 }
 
 } // namespace macko::cuda

@@ -7,30 +7,35 @@ namespace macko::cuda {
 
 // ---- shape and size ----
 
-// fraction of independent non-zeros of density d that spill: those with a gap over the reach, and those behind them that do not catch up
+// fraction of independent non-zeros of density d that spill: those with a gap over the reach, and those behind them
+// that do not catch up
 static double spill_rate(double d, double reach) {
     const double far   = std::pow(1 - d, reach);
     const double again = far + reach * d * std::pow(1 - d, reach - 1); // fewer than two non-zeros within reach
     return far / std::max(1e-3, 1 - again);
 }
 
-static double density_of(const packed_desc & desc) { return static_cast<double>(desc.dense.nnz) / static_cast<double>(desc.dense.rows * desc.dense.cols); }
+static double density_of(const packed_desc & desc) {
+    return static_cast<double>(desc.dense.nnz) / static_cast<double>(desc.dense.rows * desc.dense.cols);
+}
 
 blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) {
     const int64_t cols = desc.dense.cols, groups = desc.dense.nnz / QUANT_BLOCK / desc.dense.rows; // of a row
     if (!is_quant_type(desc.value_type)) {
         return { 0, 0 };
     }
-    // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer copies of x, which for wide matrices of
+    // few lanes: runs of many groups, of which the last one may be missing; many: more warps have a row, and fewer
+    // copies of x, which for wide matrices of
     // few rows are most of the work (measured, notes)
-    const bool copies_pay = cols <= 8192 || desc.dense.rows >= 8192;
-    const int64_t few = desc.dense.rows < 8192 || blocks_value_words(desc.value_type) == 8 ? 72 : 96;
+    const bool    copies_pay = cols <= 8192 || desc.dense.rows >= 8192;
+    const int64_t few        = desc.dense.rows < 8192 || blocks_value_words(desc.value_type) == 8 ? 72 : 96;
     for (int lanes = groups < few && copies_pay ? 8 : groups < 512 ? 16 : 32; lanes <= 32; lanes *= 2) {
         const int64_t width = blocks_width(cols, lanes);
-        int    bits  = 8;
-        double least = 1e300;
+        int           bits  = 8;
+        double        least = 1e300;
         for (const int b : { 3, 4, 8 }) {
-            const double cost = b + 8 * sizeof(cuda_sparse_spilled) * spill_rate(density_of(desc), static_cast<double>(blocks_reach(b, width)));
+            const double cost = b + 8 * sizeof(cuda_sparse_spilled) *
+                                        spill_rate(density_of(desc), static_cast<double>(blocks_reach(b, width)));
             if (cost < least && (b == 8 || blocks_overshoot(b) < 32 * width)) {
                 bits  = b;
                 least = cost;
@@ -44,26 +49,32 @@ blocks_shape cuda_blocks_shape(const packed_desc & desc, int64_t shared_nbytes) 
 }
 
 int64_t cuda_blocks_max_spill(const packed_desc & desc, const blocks_shape & shape) {
-    const double n = spill_rate(density_of(desc), static_cast<double>(blocks_reach(shape.bits, blocks_width(desc.dense.cols, shape.lanes)))) * static_cast<double>(desc.dense.nnz);
+    const double n =
+        spill_rate(density_of(desc),
+                   static_cast<double>(blocks_reach(shape.bits, blocks_width(desc.dense.cols, shape.lanes)))) *
+        static_cast<double>(desc.dense.nnz);
     return std::min(desc.dense.nnz, static_cast<int64_t>(1.1 * n + 4 * std::sqrt(n)) + 64);
 }
 
-cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape & shape, int64_t n_spill, void * memory) {
+cuda_sparse_matrix cuda_blocks_bind(const packed_desc & desc, const blocks_shape & shape, int64_t n_spill,
+                                    void * memory) {
     const macko_desc & d = desc.dense;
     cuda_sparse_matrix m = {};
-    m.rows       = d.rows;
-    m.cols       = d.cols;
-    m.type       = d.type;
-    m.value_type = blocks_value_type(desc.value_type);
-    m.delta_bits = shape.bits;
-    m.layout     = CUDA_SPARSE_LAYOUT_BLOCKS;
-    m.lanes      = shape.lanes;
-    m.stripe     = static_cast<int32_t>(blocks_width(d.cols, shape.lanes));
-    m.overshoot  = static_cast<int32_t>(blocks_overshoot(shape.bits));
-    m.n_groups   = (d.nnz / QUANT_BLOCK + d.rows + CUDA_BLOCKS_TILE) / CUDA_BLOCKS_TILE * CUDA_BLOCKS_TILE;
+    m.rows               = d.rows;
+    m.cols               = d.cols;
+    m.type               = d.type;
+    m.value_type         = blocks_value_type(desc.value_type);
+    m.delta_bits         = shape.bits;
+    m.layout             = CUDA_SPARSE_LAYOUT_BLOCKS;
+    m.lanes              = shape.lanes;
+    m.stripe             = static_cast<int32_t>(blocks_width(d.cols, shape.lanes));
+    m.overshoot          = static_cast<int32_t>(blocks_overshoot(shape.bits));
+    m.n_groups           = (d.nnz / QUANT_BLOCK + d.rows + CUDA_BLOCKS_TILE) / CUDA_BLOCKS_TILE * CUDA_BLOCKS_TILE;
     cuda_sparse_parts parts(memory);
-    const int64_t more = shape.bits < 8 ? d.rows * static_cast<int64_t>(sizeof(cuda_blocks_segment)) : 0; // what segments take more than their groups, at most
-    parts.take(&m.values, m.n_groups / CUDA_BLOCKS_TILE * blocks_tile_nbytes(blocks_value_words(m.value_type), shape.bits) + more);
+    // what segments take more than their groups, at most
+    const int64_t more = shape.bits < 8 ? d.rows * static_cast<int64_t>(sizeof(cuda_blocks_segment)) : 0;
+    parts.take(&m.values,
+               m.n_groups / CUDA_BLOCKS_TILE * blocks_tile_nbytes(blocks_value_words(m.value_type), shape.bits) + more);
     parts.take(&m.codes, 0);
     parts.take(&m.row_ptr, d.rows * blocks_row_nbytes(shape.lanes) / static_cast<int64_t>(sizeof(int32_t)));
     parts.take(&m.spill, n_spill);
@@ -94,7 +105,8 @@ static void pack_values(const uint8_t * q, int32_t type, uint8_t * words) {
     pack_quads(nibbles, 4, words);
 }
 
-// 8 bits: a word per quad. 4 bits: two quads per word, in low and high nibbles. 3 bits: two quads per word, in bits 0-2 and 3-5 of its bytes; the
+// 8 bits: a word per quad. 4 bits: two quads per word, in low and high nibbles. 3 bits: two quads per word, in bits 0-2
+// and 3-5 of its bytes; the
 // fourth word is cut up into the bits 6-7 of the others.
 static void pack_codes(const uint8_t * code, int bits, uint8_t * words) {
     if (bits == 8) {
@@ -124,31 +136,36 @@ struct file_row {
     int64_t block, begin, end;
     file_row(const packed_view & view, int64_t row) {
         const int32_t * row_ptr = view.arrays().row_ptr;
-        block = row_ptr[row] / QUANT_BLOCK;
-        begin = row_ptr[row] - block * QUANT_BLOCK;
-        end   = row_ptr[row + 1] - block * QUANT_BLOCK;
+        block                   = row_ptr[row] / QUANT_BLOCK;
+        begin                   = row_ptr[row] - block * QUANT_BLOCK;
+        end                     = row_ptr[row + 1] - block * QUANT_BLOCK;
     }
     int64_t groups() const { return begin < end ? (end + QUANT_BLOCK - 1) / QUANT_BLOCK : 0; }
     // segments, if only n of its groups are tiled
     int64_t first_segment(int64_t n) const { return std::max(n * CUDA_BLOCKS_SEGMENTS, begin / CUDA_BLOCKS_SEGMENT); }
-    int64_t segments(int64_t n) const { return groups() > n ? (end + CUDA_BLOCKS_SEGMENT - 1) / CUDA_BLOCKS_SEGMENT - first_segment(n) : 0; }
+    int64_t segments(int64_t n) const {
+        return groups() > n ? (end + CUDA_BLOCKS_SEGMENT - 1) / CUDA_BLOCKS_SEGMENT - first_segment(n) : 0;
+    }
 };
 
-// All of a row's head but its spilled entries. Rows of a unit have the same number of full steps; what is left becomes segments where there is at most one
+// All of a row's head but its spilled entries. Rows of a unit have the same number of full steps; what is left becomes
+// segments where there is at most one
 // per lane, until there is no room for more (a row may be shorter than its steps then), else groups behind all tiles.
 static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
     const int64_t unit = 32 / m.lanes, tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
-    int64_t left = 0, tiled = 0, rest = 0, segment = 0; // groups of the rows that are not placed yet, in tiles, behind them
+    // groups of the rows that are not placed yet, in tiles, behind them
+    int64_t left = 0, tiled = 0, rest = 0, segment = 0;
     for (int64_t r = 0; r < m.rows; r++) {
         left += file_row(view, r).groups();
     }
     const auto room_for = [&](int64_t groups, int64_t segments) {
-        const int64_t nbytes = (groups + CUDA_BLOCKS_TILE - 1) / CUDA_BLOCKS_TILE * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment));
+        const int64_t nbytes = (groups + CUDA_BLOCKS_TILE - 1) / CUDA_BLOCKS_TILE * tile_nbytes +
+                               segments * static_cast<int64_t>(sizeof(cuda_blocks_segment));
         return nbytes <= m.codes - m.values && segments <= CUDA_BLOCKS_MAX_SEGMENT;
     };
     for (int64_t r0 = 0; r0 < m.rows; r0 += unit) {
-        const int64_t r1 = std::min(r0 + unit, m.rows);
-        int64_t least = CUDA_BLOCKS_MAX_STEPS * m.lanes, most = 0, segments = 0;
+        const int64_t r1    = std::min(r0 + unit, m.rows);
+        int64_t       least = CUDA_BLOCKS_MAX_STEPS * m.lanes, most = 0, segments = 0;
         for (int64_t r = r0; r < r1; r++) {
             least = std::min(least, file_row(view, r).groups());
             most  = std::max(most, file_row(view, r).groups());
@@ -156,18 +173,25 @@ static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
         int64_t steps = std::min(most / m.lanes, CUDA_BLOCKS_MAX_STEPS);
         for (int64_t r = r0; r < r1; r++) {
             segments += file_row(view, r).segments(steps * m.lanes);
-            left     -= file_row(view, r).groups();
+            left -= file_row(view, r).groups();
         }
-        const bool cut = m.delta_bits < 8 && (most - steps * m.lanes) * CUDA_BLOCKS_SEGMENTS <= m.lanes && tiled + steps * CUDA_BLOCKS_TILE <= CUDA_BLOCKS_MAX_TILED &&
+        const bool cut = m.delta_bits < 8 && (most - steps * m.lanes) * CUDA_BLOCKS_SEGMENTS <= m.lanes &&
+                         tiled + steps * CUDA_BLOCKS_TILE <= CUDA_BLOCKS_MAX_TILED &&
                          room_for(tiled + steps * CUDA_BLOCKS_TILE + rest + left, segment + segments);
         if (!cut) {
-            steps = r1 - r0 < unit || tiled + least / m.lanes * CUDA_BLOCKS_TILE > CUDA_BLOCKS_MAX_TILED ? 0 : least / m.lanes;
+            steps = r1 - r0 < unit || tiled + least / m.lanes * CUDA_BLOCKS_TILE > CUDA_BLOCKS_MAX_TILED
+                        ? 0
+                        : least / m.lanes;
         }
         for (int64_t r = r0; r < r1; r++) {
             const file_row row(view, r);
-            const int64_t n = cut ? std::min(row.groups(), steps * m.lanes) : row.groups(), behind = std::max<int64_t>(0, n - steps * m.lanes), cuts = cut ? row.segments(n) : 0;
-            const uint32_t first = static_cast<uint32_t>((tiled + (r - r0) * m.lanes) / 8 << 8 | steps);
-            const cuda_blocks_row head = { first, static_cast<uint16_t>(n), 0, 0, static_cast<uint32_t>(behind ? rest : cuts ? segment << 8 | cuts : 0) };
+            const int64_t  n     = cut ? std::min(row.groups(), steps * m.lanes) : row.groups(),
+                          behind = std::max<int64_t>(0, n - steps * m.lanes), cuts = cut ? row.segments(n) : 0;
+            const uint32_t        first = static_cast<uint32_t>((tiled + (r - r0) * m.lanes) / 8 << 8 | steps);
+            const cuda_blocks_row head  = { first, static_cast<uint16_t>(n), 0, 0,
+                                            static_cast<uint32_t>(behind ? rest
+                                                                  : cuts ? segment << 8 | cuts
+                                                                         : 0) };
             memcpy(blocks_row(m, r), &head, sizeof(head));
             rest += behind;
             segment += cuts;
@@ -185,11 +209,11 @@ static void place_rows(const packed_view & view, const cuda_sparse_matrix & m) {
 // ---- a row ----
 
 struct row_maker {
-    const packed_view        & view;
-    const cuda_sparse_matrix & m;
-    std::vector<int32_t>       columns; // of the row
-    std::vector<cuda_sparse_spilled> spill; // of all rows so far
-    int64_t                    overshoot = 0; // that they need, in words
+    const packed_view &              view;
+    const cuda_sparse_matrix &       m;
+    std::vector<int32_t>             columns;       // of the row
+    std::vector<cuda_sparse_spilled> spill;         // of all rows so far
+    int64_t                          overshoot = 0; // that they need, in words
 
     void read_columns(int64_t row) {
         columns.resize(static_cast<size_t>(view.arrays().row_ptr[row + 1] - view.arrays().row_ptr[row]));
@@ -203,11 +227,16 @@ struct row_maker {
         }
     }
 
-    const uint8_t * block_data(int64_t block) const { return static_cast<const uint8_t *>(view.arrays().values) + block * quant_block_nbytes(view.arrays().desc.value_type); }
+    const uint8_t * block_data(int64_t block) const {
+        return static_cast<const uint8_t *>(view.arrays().values) +
+               block * quant_block_nbytes(view.arrays().desc.value_type);
+    }
 
-    // Signed bytes and codes of a block's entries begin ... end-1, which are in columns[0] and so on; 0 for the others. at: where entry `begin` is without a
+    // Signed bytes and codes of a block's entries begin ... end-1, which are in columns[0] and so on; 0 for the others.
+    // at: where entry `begin` is without a
     // gap; returns where entry `end` is. copy: place of column 0.
-    int64_t encode(const uint8_t * data, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy, uint8_t (&q)[QUANT_BLOCK], uint8_t (&code)[QUANT_BLOCK]) {
+    int64_t encode(const uint8_t * data, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy,
+                   uint8_t (&q)[QUANT_BLOCK], uint8_t (&code)[QUANT_BLOCK]) {
         const int32_t type  = view.arrays().desc.value_type;
         const int64_t reach = blocks_reach(m.delta_bits, m.stripe);
         memset(code, 0, sizeof(code));
@@ -231,14 +260,17 @@ struct row_maker {
             code[k] = static_cast<uint8_t>(reach - 1);
             at += reach;
             if (q[k] != 0) {
-                spill.push_back({ static_cast<uint32_t>(blocks_word(copy + column[k - begin], m.stripe)), float_of_f16(quant_scale_bits(data)) * static_cast<float>(static_cast<int8_t>(q[k])) });
+                spill.push_back(
+                    { static_cast<uint32_t>(blocks_word(copy + column[k - begin], m.stripe)),
+                      float_of_f16(quant_scale_bits(data)) * static_cast<float>(static_cast<int8_t>(q[k])) });
                 q[k] = 0;
             }
         }
         return at;
     }
 
-    // what a kernel that starts at a place reads of x behind its end, before it looks whether x wrapped; n: entries at `code`, whole segments
+    // what a kernel that starts at a place reads of x behind its end, before it looks whether x wrapped; n: entries at
+    // `code`, whole segments
     void count_overshoot(int64_t place, const uint8_t * code, int64_t n) {
         if (m.delta_bits == 8) { // looks before each entry
             return;
@@ -252,17 +284,19 @@ struct row_maker {
         }
     }
 
-    // The group of a block, of which entries begin ... end-1 are the row's; at: where its first entry is without a gap; returns where it is behind the group
-    int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at, int64_t copy) {
+    // The group of a block, of which entries begin ... end-1 are the row's; at: where its first entry is without a gap;
+    // returns where it is behind the group
+    int64_t make_group(int64_t block, int64_t slot, int64_t begin, int64_t end, const int32_t * column, int64_t at,
+                       int64_t copy) {
         const uint8_t * data = block_data(block);
-        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK], words[QUANT_BLOCK];
-        const int64_t from = at;
-        at = encode(data, begin, end, column, at + begin, copy, q, code);
+        uint8_t         q[QUANT_BLOCK], code[QUANT_BLOCK], words[QUANT_BLOCK];
+        const int64_t   from = at;
+        at                   = encode(data, begin, end, column, at + begin, copy, q, code);
         count_overshoot(copy + from, code, QUANT_BLOCK);
         pack_values(q, m.value_type, words);
         const int     value_words = blocks_value_words(m.value_type);
-        uint8_t     * tile = m.values + slot / CUDA_BLOCKS_TILE * blocks_tile_nbytes(value_words, m.delta_bits);
-        const int64_t in_tile = slot % CUDA_BLOCKS_TILE;
+        uint8_t *     tile        = m.values + slot / CUDA_BLOCKS_TILE * blocks_tile_nbytes(value_words, m.delta_bits);
+        const int64_t in_tile     = slot % CUDA_BLOCKS_TILE;
         put_words(words, value_words, tile, in_tile);
         pack_codes(code, m.delta_bits, words);
         put_words(words, m.delta_bits, tile + CUDA_BLOCKS_TILE * 4 * value_words, in_tile);
@@ -273,11 +307,14 @@ struct row_maker {
 
     // entries s * 8 ... s * 8 + 7 of the row's blocks
     cuda_blocks_segment make_segment(const file_row & in, int64_t s, int64_t copy) {
-        const int64_t   block = s / CUDA_BLOCKS_SEGMENTS, first = block * QUANT_BLOCK, skip = s * CUDA_BLOCKS_SEGMENT - first; // entries of the block before it
-        const int64_t   begin = std::max(s * CUDA_BLOCKS_SEGMENT, in.begin) - first, end = std::min(skip + CUDA_BLOCKS_SEGMENT, in.end - first);
+        // entries of the block before it
+        const int64_t block = s / CUDA_BLOCKS_SEGMENTS, first = block * QUANT_BLOCK,
+                      skip     = s * CUDA_BLOCKS_SEGMENT - first;
+        const int64_t begin    = std::max(s * CUDA_BLOCKS_SEGMENT, in.begin) - first,
+                      end      = std::min(skip + CUDA_BLOCKS_SEGMENT, in.end - first);
         const int32_t * column = columns.data() + (first + begin - in.begin);
-        const uint8_t * data = block_data(in.block + block);
-        uint8_t q[QUANT_BLOCK], code[QUANT_BLOCK];
+        const uint8_t * data   = block_data(in.block + block);
+        uint8_t         q[QUANT_BLOCK], code[QUANT_BLOCK];
         encode(data, begin, end, column, *column, copy, q, code);
         cuda_blocks_segment to = {};
         for (int64_t k = 0; k < CUDA_BLOCKS_SEGMENT; k++) {
@@ -297,8 +334,8 @@ struct row_maker {
     }
 
     void make(int64_t row) {
-        const int64_t  copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
-        const file_row in(view, row);
+        const int64_t   copy = row % (32 / m.lanes) * m.lanes * m.stripe; // place of column 0
+        const file_row  in(view, row);
         cuda_blocks_row head;
         memcpy(&head, blocks_row(m, row), sizeof(head));
         read_columns(row);
@@ -308,17 +345,19 @@ struct row_maker {
             const int64_t ahead = std::max<int64_t>(0, in.begin - begin * QUANT_BLOCK); // entries of the row before
             const int64_t first = begin * QUANT_BLOCK + ahead;
             const int64_t start = (first < in.end ? columns[static_cast<size_t>(first - in.begin)] : 0) - ahead;
-            int64_t at = start;
+            int64_t       at    = start;
             for (int64_t g = begin; g < end; g++) {
                 const int64_t s = g * QUANT_BLOCK, from = std::max(s, in.begin), to = std::min(s + QUANT_BLOCK, in.end);
-                at = make_group(in.block + g, blocks_group(head, m.lanes, static_cast<int>(g - begin), run.slot), from - s, to - s, columns.data() + (from - in.begin), at, copy);
+                at = make_group(in.block + g, blocks_group(head, m.lanes, static_cast<int>(g - begin), run.slot),
+                                from - s, to - s, columns.data() + (from - in.begin), at, copy);
             }
             const uint16_t base = word_of(copy + start);
             memcpy(blocks_row(m, row) + sizeof(head) + 2 * lane, &base, sizeof(base));
         });
         for (int64_t s = 0; s < blocks_segments(head, m.lanes); s++) {
             const cuda_blocks_segment segment = make_segment(in, in.first_segment(head.n_groups) + s, copy);
-            memcpy(m.codes - (static_cast<int64_t>(head.rest >> 8) + s + 1) * static_cast<int64_t>(sizeof(segment)), &segment, sizeof(segment));
+            memcpy(m.codes - (static_cast<int64_t>(head.rest >> 8) + s + 1) * static_cast<int64_t>(sizeof(segment)),
+                   &segment, sizeof(segment));
         }
         head.n_spilled     = static_cast<uint16_t>(spill.size() - spilled);
         head.first_spilled = static_cast<int32_t>(spilled);
@@ -326,15 +365,16 @@ struct row_maker {
     }
 };
 
-void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int64_t max_spill, int n_threads, blocks_image * out) {
-    const packed_desc & desc = view.arrays().desc;
-    const int64_t       rows = desc.dense.rows;
-    cuda_sparse_matrix & m   = out->matrix;
-    m = cuda_blocks_bind(desc, shape, max_spill, nullptr);
+void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int64_t max_spill, int n_threads,
+                      blocks_image * out) {
+    const packed_desc &  desc = view.arrays().desc;
+    const int64_t        rows = desc.dense.rows;
+    cuda_sparse_matrix & m    = out->matrix;
+    m                         = cuda_blocks_bind(desc, shape, max_spill, nullptr);
     out->memory.resize(static_cast<size_t>(m.nbytes));
     m = cuda_blocks_bind(desc, shape, max_spill, out->memory.data());
-    std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker { view, m, {}, {}, 0 });
-    const auto first_row = [&](int64_t i) { return rows * i / n_threads; };
+    std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker{ view, m, {}, {}, 0 });
+    const auto             first_row = [&](int64_t i) { return rows * i / n_threads; };
     place_rows(view, m);
 #pragma omp parallel for schedule(static, 1) num_threads(n_threads)
     for (int i = 0; i < n_threads; i++) {
@@ -346,9 +386,10 @@ void cuda_blocks_make(const packed_view & view, const blocks_shape & shape, int6
     out->n_spill = 0;
     m.overshoot  = 0;
     for (int i = 0; i < n_threads; i++) {
-        m.overshoot = std::max(m.overshoot, static_cast<int32_t>((makers[static_cast<size_t>(i)].overshoot + 31) / 32 * 32));
-        const std::vector<cuda_sparse_spilled> & spill = makers[static_cast<size_t>(i)].spill;
-        const int64_t before = out->n_spill;
+        m.overshoot =
+            std::max(m.overshoot, static_cast<int32_t>((makers[static_cast<size_t>(i)].overshoot + 31) / 32 * 32));
+        const std::vector<cuda_sparse_spilled> & spill  = makers[static_cast<size_t>(i)].spill;
+        const int64_t                            before = out->n_spill;
         for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
             cuda_blocks_row head;
             memcpy(&head, blocks_row(m, r), sizeof(head));

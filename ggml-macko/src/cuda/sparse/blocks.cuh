@@ -1,8 +1,12 @@
-// y = W x for up to four columns of x, W in the BLOCKS layout (sparse-blocks.h): quantized values times x in 16-bit integers.
+// y = W x for up to four columns of x, W in the BLOCKS layout (sparse-blocks.h): quantized values times x in 16-bit
+// integers.
 //
-// x is rounded to multiples of max |x| / 32767, one scale per column, and kept in shared memory; products and sums of a group are exact integers
-// (dp2a: two products per instruction), which its scale then turns into float32. That adds at most sum |w| max |x| / 65534 to the usual error bound.
-// The rest is as in sparse-runs.cuh: rows are dealt to warps, DEPTH groups per run are on their way, the first ones before x is there.
+// x is rounded to multiples of max |x| / 32767, one scale per column, and kept in shared memory; products and sums of a
+// group are exact integers
+// (dp2a: two products per instruction), which its scale then turns into float32. That adds at most sum |w| max |x| /
+// 65534 to the usual error bound.
+// The rest is as in sparse-runs.cuh: rows are dealt to warps, DEPTH groups per run are on their way, the first ones
+// before x is there.
 //
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-quantized.md.
 #pragma once
@@ -19,7 +23,8 @@ namespace macko::cuda {
 
 constexpr uint32_t BLOCK_STEP = 128; // bytes of shared memory from one column to the next, with words of 4 bytes
 
-// dp4a weights of entry k % 4 of an even (k < 4) or odd quad: the sum of the codes up to it in bytes, with 8 bits of its own code only
+// dp4a weights of entry k % 4 of an even (k < 4) or odd quad: the sum of the codes up to it in bytes, with 8 bits of
+// its own code only
 inline void set_block_weights(uint32_t weight[8], int bits) {
     for (int k = 0; k < 8; k++) {
         weight[k] = 0;
@@ -31,33 +36,44 @@ inline void set_block_weights(uint32_t weight[8], int bits) {
 
 // where a thread is in x: a byte address of shared memory, or with words of 8 bytes half the distance from x_address
 struct block_place {
-    uint32_t at, limit, lap;
+    uint32_t                        at, limit, lap;
     __device__ __forceinline__ void wrap() {
-        asm("{\n.reg .pred p;\nsetp.ge.u32 p, %0, %1;\n@p sub.u32 %0, %0, %2;\n}" : "+r"(at) : "r"(limit), "r"(lap)); // the compiler takes an instruction more
+        // the compiler takes an instruction more
+        asm("{\n.reg .pred p;\nsetp.ge.u32 p, %0, %1;\n@p sub.u32 %0, %0, %2;\n}" : "+r"(at) : "r"(limit), "r"(lap));
     }
 };
 
-template <int NX> struct x_columns { uint32_t w[(NX + 1) / 2]; }; // a pair of columns per word; of one column the lower half
+// a pair of columns per word; of one column the lower half
+template <int NX> struct x_columns {
+    uint32_t w[(NX + 1) / 2];
+};
 
 template <int NX, int OFFSET> __device__ __forceinline__ x_columns<NX> load_columns(uint32_t x_address, uint32_t to) {
     x_columns<NX> x;
     if constexpr (NX <= 2) {
         asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(x.w[0]) : "r"(to), "n"(OFFSET));
     } else {
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(x.w[0]), "=r"(x.w[1]) : "r"(x_address + to * 2), "n"(2 * OFFSET));
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];"
+                     : "=r"(x.w[0]), "=r"(x.w[1])
+                     : "r"(x_address + to * 2), "n"(2 * OFFSET));
     }
     return x;
 }
 
-__device__ __forceinline__ int dot_low(uint32_t x, uint32_t q, int sum)  { return __dp2a_lo(static_cast<int>(x), static_cast<int>(q), sum); }
-__device__ __forceinline__ int dot_high(uint32_t x, uint32_t q, int sum) { return __dp2a_hi(static_cast<int>(x), static_cast<int>(q), sum); }
+__device__ __forceinline__ int dot_low(uint32_t x, uint32_t q, int sum) {
+    return __dp2a_lo(static_cast<int>(x), static_cast<int>(q), sum);
+}
+__device__ __forceinline__ int dot_high(uint32_t x, uint32_t q, int sum) {
+    return __dp2a_hi(static_cast<int>(x), static_cast<int>(q), sum);
+}
 
 // four entries with codes c and values q, the first ones of a segment or the last
 template <int BITS, int NX, bool LAST>
-__device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_address, const uint32_t * weight, uint32_t c, uint32_t q, int (&sum)[NX]) {
-    constexpr int K = BITS == 8 || !LAST ? 0 : 4; // entries since p.at
+__device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_address, const uint32_t * weight, uint32_t c,
+                                              uint32_t q, int (&sum)[NX]) {
+    constexpr int    K       = BITS == 8 || !LAST ? 0 : 4; // entries since p.at
     const uint32_t * weights = weight + (LAST ? 4 : 0);
-    x_columns<NX> x[4];
+    x_columns<NX>    x[4];
     if constexpr (BITS == 8) {
         const auto next = [&](int k) {
             p.at = __dp4a(c, weights[k], p.at);
@@ -80,17 +96,21 @@ __device__ __forceinline__ void multiply_quad(block_place & p, uint32_t x_addres
 #pragma unroll
     for (int i = 0; i < NX; i++) {
         const int halves = i % 2 ? 0x7632 : 0x5410;
-        sum[i] = dot_low(__byte_perm(x[0].w[i / 2], x[1].w[i / 2], halves), q, sum[i]);
-        sum[i] = dot_high(__byte_perm(x[2].w[i / 2], x[3].w[i / 2], halves), q, sum[i]);
+        sum[i]           = dot_low(__byte_perm(x[0].w[i / 2], x[1].w[i / 2], halves), q, sum[i]);
+        sum[i]           = dot_high(__byte_perm(x[2].w[i / 2], x[3].w[i / 2], halves), q, sum[i]);
     }
 }
 
 template <typename V, int BITS, int NX> struct block_group : loaded_group<V, BITS> {
-    template <int I> __device__ __forceinline__ void quad(block_place & p, uint32_t x_address, const uint32_t * weight, int (&sum)[NX]) const {
-        multiply_quad<BITS, NX, I % 2 == 1>(p, x_address, weight, quad_codes<BITS, I>(this->codes.w), V::template quad<I>(this->values.w), sum);
+    template <int I>
+    __device__ __forceinline__ void quad(block_place & p, uint32_t x_address, const uint32_t * weight,
+                                         int (&sum)[NX]) const {
+        multiply_quad<BITS, NX, I % 2 == 1>(p, x_address, weight, quad_codes<BITS, I>(this->codes.w),
+                                            V::template quad<I>(this->values.w), sum);
     }
 
-    __device__ __forceinline__ void multiply(block_place & p, uint32_t x_address, const uint32_t * weight, float (&total)[NX]) const {
+    __device__ __forceinline__ void multiply(block_place & p, uint32_t x_address, const uint32_t * weight,
+                                             float (&total)[NX]) const {
         int sum[NX] = {};
         quad<0>(p, x_address, weight, sum);
         quad<1>(p, x_address, weight, sum);
@@ -122,16 +142,21 @@ __device__ __forceinline__ uint32_t warp_max_bits(uint32_t v) {
 }
 
 // ---- x into shared memory ----
-// What a block does before its first row is bound by the instructions that its 24 warps issue, and what goes through registers waits behind the weights
+// What a block does before its first row is bound by the instructions that its 24 warps issue, and what goes through
+// registers waits behind the weights
 // (notes). So x comes by bulk copies, which one thread asks for, and the loops below have constant offsets.
 
 struct block_memory {
-    float    * column;  // of x, then times its norm's weights; lanes * width. Of several columns there may be two: p.column_step words further
-    float    * squares; // of 32 warps
-    uint32_t * largest; // of 32 warps: bits of |x|, of which larger ones are of larger numbers, and NaN above all
-    float    * scales;  // of 4 columns: what an integer stands for, with the norm's factor
+    // of x, then times its norm's weights; lanes * width. Of several columns there may be two: p.column_step words
+    // further
+    float *     column;
+    float *     squares; // of 32 warps
+    uint32_t *  largest; // of 32 warps: bits of |x|, of which larger ones are of larger numbers, and NaN above all
+    float *     scales;  // of 4 columns: what an integer stands for, with the norm's factor
     bulk_copies copies;
-    uint32_t * x;       // modulus + overshoot words of NX 16-bit integers, or of one in their lower half. Before them the norm's weights, of one column
+    // modulus + overshoot words of NX 16-bit integers, or of one in their lower half. Before them the norm's weights,
+    // of one column
+    uint32_t * x;
 };
 
 // n floats by all threads, where there are no bulk copies
@@ -152,23 +177,30 @@ struct word_rows {
     __device__ __forceinline__ void now() { asm volatile("" : "+r"(from), "+r"(to), "+r"(n)); }
 };
 
-// Place = lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart` from one copy to the next, so that it reads from
+// Place = lane * width + row is word row * 32 + lane. A warp takes some rows of each copy of x, `rows_apart` from one
+// copy to the next, so that it reads from
 // 32 banks, and writes each row to all copies, in an order in which it writes to 32 banks.
 __device__ __forceinline__ word_rows rows_of_x(const sparse_launch & p, int lane_bits, int lane, int warp) {
     const int skip = warp * p.rows_of_warp, top = (lane >> lane_bits) * p.rows_apart + skip;
-    return { (lane & (p.lanes - 1)) * p.width + top, top * 32 + lane, min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top) };
+    return { (lane & (p.lanes - 1)) * p.width + top, top * 32 + lane,
+             min(min(p.rows_of_warp, p.rows_apart - skip), p.width - top) };
 }
 // the first rows again, behind x; their first word is there already: as that of the place behind the last one
 __device__ __forceinline__ word_rows rows_behind_x(const sparse_launch & p, int lane, int warp) {
     const int again = warp * p.again_of_warp, begin = again + (again + lane == 0);
-    return { (lane & (p.lanes - 1)) * p.width + begin, p.modulus + begin * 32 + lane, min(again + p.again_of_warp, p.overshoot / 32) - begin };
+    return { (lane & (p.lanes - 1)) * p.width + begin, p.modulus + begin * 32 + lane,
+             min(again + p.again_of_warp, p.overshoot / 32) - begin };
 }
 
-// Words of rows, which are `inverse` times their floats, to COPIES places each. most: the largest n of any lane. No branches, constant offsets.
-template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const float * column, uint16_t * x, const word_rows & rows, int most, float inverse) {
-    constexpr int WORD = 2 * x_words(NX), BATCH = 4; // rows read before the first of them is stored: to the compiler they could be the same memory
+// Words of rows, which are `inverse` times their floats, to COPIES places each. most: the largest n of any lane. No
+// branches, constant offsets.
+template <int NX, int COPIES>
+__device__ __forceinline__ void store_rows(const float * column, uint16_t * x, const word_rows & rows, int most,
+                                           float inverse) {
+    // rows read before the first of them is stored: to the compiler they could be the same memory
+    constexpr int WORD = 2 * x_words(NX), BATCH = 4;
     const float * from = column + rows.from;
-    uint16_t * to[COPIES];
+    uint16_t *    to[COPIES];
 #pragma unroll
     for (int c = 0; c < COPIES; c++) {
         to[c] = x + (rows.to ^ c * (32 / COPIES)) * WORD;
@@ -180,7 +212,8 @@ template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const f
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
             if (k < n) {
-                v[k] = __float_as_uint(fmaf(from[k], inverse, 12582912.0f)); // 1.5 * 2^23: the low bits are those of the integer
+                // 1.5 * 2^23: the low bits are those of the integer
+                v[k] = __float_as_uint(fmaf(from[k], inverse, 12582912.0f));
             }
         }
 #pragma unroll
@@ -206,11 +239,12 @@ template <int NX, int COPIES> __device__ __forceinline__ void store_rows(const f
 
 // A column that is in shared memory to words and s.scales. Ends with a barrier.
 template <int NX>
-__device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const word_rows & rows, const word_rows & behind, float * column, int i) {
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31;
-    const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
-    float    squares = 0.0f;
-    uint32_t largest = 0;
+__device__ __forceinline__ void fill_column(const block_memory & s, const sparse_launch & p, const word_rows & rows,
+                                            const word_rows & behind, float * column, int i) {
+    const int  threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+    const int  warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
+    float      squares = 0.0f;
+    uint32_t   largest = 0;
     const auto prepare = [&](float v, float weight) {
         squares = fmaf(v, v, squares);
         v *= weight;
@@ -218,13 +252,13 @@ __device__ __forceinline__ void fill_column(const block_memory & s, const sparse
         return v;
     };
     const float * weights = NX == 1 ? reinterpret_cast<const float *>(s.x) : p.norm_weight;
-    const int vectors = NX == 1 || p.aligned ? p.cols / 4 : 0; // of one column all is in shared memory
+    const int     vectors = NX == 1 || p.aligned ? p.cols / 4 : 0; // of one column all is in shared memory
 #pragma unroll 1
     for (int c = thread * 4; c < vectors * 4; c += threads * 4) {
         float4 & v = *reinterpret_cast<float4 *>(column + c);
         if (p.norm_weight) {
             const float4 w = *reinterpret_cast<const float4 *>(weights + c);
-            v = make_float4(prepare(v.x, w.x), prepare(v.y, w.y), prepare(v.z, w.z), prepare(v.w, w.w));
+            v              = make_float4(prepare(v.x, w.x), prepare(v.y, w.y), prepare(v.z, w.z), prepare(v.w, w.w));
         } else {
             prepare(v.x, 1.0f), prepare(v.y, 1.0f), prepare(v.z, 1.0f), prepare(v.w, 1.0f);
         }
@@ -249,7 +283,10 @@ __device__ __forceinline__ void fill_column(const block_memory & s, const sparse
     const bool  zero = most < 0x1p-100f, finite = most < INFINITY; // of NaN both false
     const float inverse = !zero && finite ? 32767.0f * __frcp_rn(most) : 0.0f;
     if (warp == warps - 1) { // the one with the least rows: nobody waits for it at the barrier
-        const float norm = p.norm_weight ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps) : 1.0f;
+        const float norm =
+            p.norm_weight
+                ? rsqrtf(warp_sum(lane < warps ? s.squares[lane] : 0.0f) / static_cast<float>(p.cols) + p.norm_eps)
+                : 1.0f;
         if (lane == 0) {
             s.scales[i] = zero ? 0.0f : finite ? most * (1.0f / 32767.0f) * norm : NAN;
         }
@@ -278,10 +315,11 @@ __device__ __forceinline__ float lanes_sum(float v, int lanes) {
 
 // ---- the kernel ----
 
-template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ sparse_launch p) {
+template <typename V, int BITS, int NX, int THREADS, int DEPTH>
+__global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ sparse_launch p) {
     extern __shared__ __align__(16) uint32_t shared_words[];
-    constexpr int WORDS = (NX + 1) / 2;
-    block_memory s;
+    constexpr int                            WORDS = (NX + 1) / 2;
+    block_memory                             s;
     s.column  = reinterpret_cast<float *>(shared_words);
     s.squares = s.column + p.sums_at;
     s.largest = reinterpret_cast<uint32_t *>(s.squares + 32);
@@ -289,7 +327,8 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     s.copies  = { shared_address(s.squares + 68) };
     s.x       = s.largest + 40;
 
-    const int lanes  = p.lanes, lane_bits = p.lane_bits, rows = 32 >> lane_bits; // a power of two: shifts, not divisions
+    // a power of two: shifts, not divisions
+    const int lanes = p.lanes, lane_bits = p.lane_bits, rows = 32 >> lane_bits;
     const int lane   = threadIdx.x & (lanes - 1);
     const int sub    = (threadIdx.x & 31) >> lane_bits;
     const int column = blockIdx.y * NX;
@@ -297,7 +336,8 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     const uint32_t x_address = shared_address(s.x);
     const uint32_t origin    = WORDS == 1 ? x_address : 0;
     const uint32_t lap       = static_cast<uint32_t>(p.modulus) * 4;
-    const bool bulk = bulk_copies::KNOWN && p.aligned, asks = bulk && threadIdx.x == blockDim.x - 32; // a thread of the warp with the least rows
+    // a thread of the warp with the least rows
+    const bool    bulk = bulk_copies::KNOWN && p.aligned, asks = bulk && threadIdx.x == blockDim.x - 32;
     const float * x = p.x + column * p.ldx;
     if (asks) {
         s.copies.init();
@@ -313,45 +353,58 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
 
     constexpr int NO_ROW = -1, NO_UNIT = -2; // of this thread, of the whole warp
-    struct row_start { int matrix, row; int4 head; uint32_t base; }; // row: from the matrix' row_begin; head: a cuda_blocks_row
-    int unit = blockIdx.x + gridDim.x * (threadIdx.x / 32), turn = 0; // of the next row to fetch; silu_mul: matrix 0 or 1
+    // row: from the matrix' row_begin; head: a cuda_blocks_row
+    struct row_start {
+        int      matrix, row;
+        int4     head;
+        uint32_t base;
+    };
+    // of the next row to fetch; silu_mul: matrix 0 or 1
+    int        unit = blockIdx.x + gridDim.x * (threadIdx.x / 32), turn = 0;
     const auto fetch = [&] {
         row_start r = {};
-        r.row = NO_UNIT;
+        r.row       = NO_UNIT;
         if (unit >= p.n_units) {
             return r;
         }
-        const sparse_task t = p.n_matrices > 1 ? task_at<true>(p, rows, unit, 0, sub, turn) : task_at<false>(p, rows, unit, 0, sub, turn);
+        const sparse_task t =
+            p.n_matrices > 1 ? task_at<true>(p, rows, unit, 0, sub, turn) : task_at<false>(p, rows, unit, 0, sub, turn);
         turn ^= p.silu_mul;
         unit += turn ? 0 : gridDim.x * (blockDim.x / 32);
         r.matrix = t.matrix;
         r.row    = t.valid ? t.row : NO_ROW;
         if (t.valid && row_offset >= 0) {
-            const sparse_operand & m = p.m[t.matrix];
-            const unsigned row = m.row_begin + row_offset + t.row, nbytes = blocks_row_nbytes(lanes);
+            const sparse_operand & m   = p.m[t.matrix];
+            const unsigned         row = m.row_begin + row_offset + t.row, nbytes = blocks_row_nbytes(lanes);
             const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + static_cast<uint64_t>(row) * nbytes;
-            r.head = __ldg(reinterpret_cast<const int4 *>(record));
-            r.base = __ldg(reinterpret_cast<const uint16_t *>(record + sizeof(cuda_blocks_row)) + lane);
+            r.head                 = __ldg(reinterpret_cast<const int4 *>(record));
+            r.base                 = __ldg(reinterpret_cast<const uint16_t *>(record + sizeof(cuda_blocks_row)) + lane);
         }
         return r;
     };
 
     // this thread's run of a row, its segment (none: all bits are 0), and the first two of its spilled non-zeros
-    struct cursor { int matrix, row, first, full, behind, own, steps; uint32_t at, rest; int spill, spill_end; block_segment segment; uint2 spilled[2]; };
+    struct cursor {
+        int           matrix, row, first, full, behind, own, steps;
+        uint32_t      at, rest;
+        int           spill, spill_end;
+        block_segment segment;
+        uint2         spilled[2];
+    };
     const auto begin_row = [&](const row_start & r) {
-        cursor c = {};
-        c.matrix = r.matrix;
-        c.row    = r.row;
+        cursor c             = {};
+        c.matrix             = r.matrix;
+        c.row                = r.row;
         const blocks_run run = blocks_run_of(r.head.y & 0xffff, lane, lane_bits);
-        c.own    = run.groups;
-        c.first  = static_cast<int>(static_cast<uint32_t>(r.head.x) >> 8) * 8 + run.slot;
-        c.full   = r.head.x & 255;
-        c.behind = r.head.w + run.slot - (c.full << lane_bits);
-        c.steps  = static_cast<int>(warp_max_bits(static_cast<uint32_t>(c.own)));
-        c.at     = origin + r.base * 4;
-        c.rest      = (r.head.y & 0xffff) > c.full << lane_bits ? 0 : static_cast<uint32_t>(r.head.w);
-        c.spill     = r.head.z + lane;
-        c.spill_end = r.head.z + static_cast<int>(static_cast<uint32_t>(r.head.y) >> 16);
+        c.own                = run.groups;
+        c.first              = static_cast<int>(static_cast<uint32_t>(r.head.x) >> 8) * 8 + run.slot;
+        c.full               = r.head.x & 255;
+        c.behind             = r.head.w + run.slot - (c.full << lane_bits);
+        c.steps              = static_cast<int>(warp_max_bits(static_cast<uint32_t>(c.own)));
+        c.at                 = origin + r.base * 4;
+        c.rest               = (r.head.y & 0xffff) > c.full << lane_bits ? 0 : static_cast<uint32_t>(r.head.w);
+        c.spill              = r.head.z + lane;
+        c.spill_end          = r.head.z + static_cast<int>(static_cast<uint32_t>(r.head.y) >> 16);
         return c;
     };
     const auto fetch_rest = [&](cursor & c) {
@@ -368,13 +421,15 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     };
 
     block_group<V, BITS, NX> groups[DEPTH];
-    const auto load = [&](block_group<V, BITS, NX> & g, const cursor & c, int step) {
+    const auto               load = [&](block_group<V, BITS, NX> & g, const cursor & c, int step) {
         if (step < c.own) {
-            g.load(p.m[c.matrix].values, step < c.full ? c.first + step * CUDA_BLOCKS_TILE : c.behind + (step << lane_bits));
+            g.load(p.m[c.matrix].values,
+                   step < c.full ? c.first + step * CUDA_BLOCKS_TILE : c.behind + (step << lane_bits));
         }
     };
 
-    // Column i of x to shared memory. In bulk it was asked for before: the first one as soon as the kernel before has ended, the next ones where there is
+    // Column i of x to shared memory. In bulk it was asked for before: the first one as soon as the kernel before has
+    // ended, the next ones where there is
     // room for two while the one before is rounded.
     const auto ask_for_column = [&](int i) {
         if (asks && i < NX && column + i < p.n_columns) {
@@ -396,7 +451,8 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             wait_for_copies();
         }
         if (asks && column + i < p.n_columns) {
-            s.copies.wait(i); // the others at the barrier: hundreds of threads that look at an mbarrier keep racecheck busy for minutes
+            // the others at the barrier: hundreds of threads that look at an mbarrier keep racecheck busy for minutes
+            s.copies.wait(i);
         }
         __syncthreads();
     };
@@ -418,7 +474,8 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
-    word_rows x_rows = rows_of_x(p, lane_bits, threadIdx.x & 31, threadIdx.x / 32), x_behind = rows_behind_x(p, threadIdx.x & 31, threadIdx.x / 32);
+    word_rows x_rows   = rows_of_x(p, lane_bits, threadIdx.x & 31, threadIdx.x / 32),
+              x_behind = rows_behind_x(p, threadIdx.x & 31, threadIdx.x / 32);
     x_rows.now(), x_behind.now();
 #pragma unroll
     for (int i = 0; i < NX; i++) {
@@ -435,12 +492,12 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
 
     float gate[NX] = {};
     while (c.row != NO_UNIT) {
-        float sum[NX] = {}, residual[NX] = {}; // sum: in units of the values
+        float      sum[NX] = {}, residual[NX] = {}; // sum: in units of the values
         const auto add_spilled = [&](const uint2 & e) {
 #pragma unroll
             for (int i = 0; i < NX; i++) {
                 const int16_t x = reinterpret_cast<const int16_t *>(s.x)[NX == 1 ? e.x * 2 : e.x * NX + i];
-                sum[i] = fmaf(__uint_as_float(e.y) * (1 / V::UNIT), static_cast<float>(x), sum[i]);
+                sum[i]          = fmaf(__uint_as_float(e.y) * (1 / V::UNIT), static_cast<float>(x), sum[i]);
             }
         };
 #pragma unroll
@@ -455,10 +512,12 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
 
         if constexpr (BITS < 8) {
             if (c.segment.w.w) {
-                block_place place = { origin + c.segment.word() * 4, origin + lap, lap };
-                int dot[NX] = {};
-                multiply_quad<BITS, NX, false>(place, x_address, p.weight, c.segment.codes<BITS>(0), c.segment.values(0), dot);
-                multiply_quad<BITS, NX, true>(place, x_address, p.weight, c.segment.codes<BITS>(1), c.segment.values(1), dot);
+                block_place place   = { origin + c.segment.word() * 4, origin + lap, lap };
+                int         dot[NX] = {};
+                multiply_quad<BITS, NX, false>(place, x_address, p.weight, c.segment.codes<BITS>(0),
+                                               c.segment.values(0), dot);
+                multiply_quad<BITS, NX, true>(place, x_address, p.weight, c.segment.codes<BITS>(1), c.segment.values(1),
+                                              dot);
 #pragma unroll
                 for (int i = 0; i < NX; i++) {
                     sum[i] = fmaf(c.segment.scale(), static_cast<float>(dot[i]), sum[i]);
@@ -466,21 +525,23 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
             }
         }
 
-        const int own = c.own, steps = c.steps, matrix = c.matrix, row = c.row;
+        const int   own = c.own, steps = c.steps, matrix = c.matrix, row = c.row;
         block_place place = { c.at, origin + lap, lap };
-        int step = 0;
-        bool more;
+        int         step  = 0;
+        bool        more;
         do {
             int to = step + DEPTH;
-            more = to < steps;
+            more   = to < steps;
             if (!more) {
                 if (lane == 0) {
 #pragma unroll
                     for (int i = 0; i < NX; i++) {
-                        residual[i] = row >= 0 && (NX == 1 || column + i < p.n_columns) ? residual_at<true>(p, { matrix, row, true }, column + i) : 0.0f;
+                        residual[i] = row >= 0 && (NX == 1 || column + i < p.n_columns)
+                                          ? residual_at<true>(p, { matrix, row, true }, column + i)
+                                          : 0.0f;
                     }
                 }
-                c = begin_row(ahead);
+                c  = begin_row(ahead);
                 to = 0;
             }
 #pragma unroll
@@ -510,38 +571,43 @@ template <typename V, int BITS, int NX, int THREADS, int DEPTH> __global__ void 
 
 // ---- launch ----
 
-template <typename V, int BITS, int NX, int THREADS, int DEPTH> cudaError_t launch_blocks_config(sparse_launch & p, int grid_y, cudaStream_t stream) {
+template <typename V, int BITS, int NX, int THREADS, int DEPTH>
+cudaError_t launch_blocks_config(sparse_launch & p, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     const int blocks = std::min(device.multiprocessors, p.n_units); // one per SM: x is in shared memory once
     const int units  = (p.n_units + blocks - 1) / blocks;
     const int warps  = warps_for(units, THREADS / 48, THREADS / 32);
     set_block_weights(p.weight, BITS);
-    const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.ldx * 4);
-    p.aligned       = p.cols % 4 == 0 && places % 16 == 0;
-    p.width         = (p.modulus + 1) / 32;
-    p.lane_bits     = blocks_lane_bits(p.lanes);
-    p.rows_apart    = ((p.width * p.lanes + 31) / 32 + 31 - p.lanes % 32) / 32 * 32 + p.lanes % 32; // reads at rows that are this far apart are from banks of their own
-    p.rows_of_warp  = (p.rows_apart + warps - 1) / warps;
-    p.again_of_warp = (p.overshoot / 32 + warps - 1) / warps;
-    int64_t nbytes = blocks_shared_nbytes(p, NX);
-    const int32_t step = static_cast<int32_t>(blocks_column_words(p.width, p.lanes));
-    p.column_step = NX > 1 && nbytes + step * 4 <= device.shared_nbytes ? step : 0;
-    p.sums_at     = step + p.column_step;
+    const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) |
+                             static_cast<uintptr_t>(p.ldx * 4);
+    p.aligned   = p.cols % 4 == 0 && places % 16 == 0;
+    p.width     = (p.modulus + 1) / 32;
+    p.lane_bits = blocks_lane_bits(p.lanes);
+    // reads at rows that are this far apart are from banks of their own
+    p.rows_apart         = ((p.width * p.lanes + 31) / 32 + 31 - p.lanes % 32) / 32 * 32 + p.lanes % 32;
+    p.rows_of_warp       = (p.rows_apart + warps - 1) / warps;
+    p.again_of_warp      = (p.overshoot / 32 + warps - 1) / warps;
+    int64_t       nbytes = blocks_shared_nbytes(p, NX);
+    const int32_t step   = static_cast<int32_t>(blocks_column_words(p.width, p.lanes));
+    p.column_step        = NX > 1 && nbytes + step * 4 <= device.shared_nbytes ? step : 0;
+    p.sums_at            = step + p.column_step;
     nbytes += p.column_step * 4;
     return launch_sparse(blocks_kernel<V, BITS, NX, THREADS, DEPTH>, p, warps * 32, nbytes, blocks, grid_y, stream);
 }
 
-template <typename V, int BITS> cudaError_t launch_blocks_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+template <typename V, int BITS>
+cudaError_t launch_blocks_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     switch (nx) {
         case 1:
-            if (p.n_units <= 16 * device.multiprocessors) { // rows for 16 warps only: each has more of its runs in flight
+            // rows for 16 warps only: each has more of its runs in flight
+            if (p.n_units <= 16 * device.multiprocessors) {
                 return launch_blocks_config<V, BITS, 1, 512, 4>(p, grid_y, stream);
             }
             // a third group where registers have room for it, and runs are long (codes of 3 bits)
-            return launch_blocks_config<V, BITS, 1, 768, V::WORDS == 4 && BITS == 3 ? 3 : 2>(p, grid_y, stream);
+            return launch_blocks_config < V, BITS, 1, 768, V::WORDS == 4 && BITS == 3 ? 3 : 2 > (p, grid_y, stream);
         case 2:  return launch_blocks_config<V, BITS, 2, 768, 2>(p, grid_y, stream);
         default: return launch_blocks_config<V, BITS, 4, 512, 2>(p, grid_y, stream);
     }

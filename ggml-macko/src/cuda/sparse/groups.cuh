@@ -1,4 +1,5 @@
-// A group of the RUNS and STRIPED layouts (sparse-layout.h): how its values and codes are loaded, and how dp4a turns codes into addresses.
+// A group of the RUNS and STRIPED layouts (sparse-layout.h): how its values and codes are loaded, and how dp4a turns
+// codes into addresses.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -14,7 +15,9 @@ template <bool HIGH> __device__ __forceinline__ float half_word(__half, uint32_t
     const __half2 h = *reinterpret_cast<const __half2 *>(&w);
     return HIGH ? __high2float(h) : __low2float(h);
 }
-template <bool HIGH> __device__ __forceinline__ float half_word(__nv_bfloat16, uint32_t w) { return __uint_as_float(HIGH ? w & 0xffff0000u : w << 16); }
+template <bool HIGH> __device__ __forceinline__ float half_word(__nv_bfloat16, uint32_t w) {
+    return __uint_as_float(HIGH ? w & 0xffff0000u : w << 16);
+}
 
 // to the type of x in shared memory
 __device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
@@ -22,35 +25,43 @@ __device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2h
 __device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
 
 template <typename T> struct group_values {
-    uint4 v;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
+    uint4                           v;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
+        v = load_streaming(reinterpret_cast<const uint4 *>(p) + g);
+    }
     template <int K> __device__ __forceinline__ float get() const {
-        return half_word<K % 2 == 1>(T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
+        return half_word < K % 2 == 1 > (T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
     }
 };
 // lo, hi: the codes of entries 0-3 and 4-7, one per byte, byte k shifted by what weight[] takes back
 template <int BITS> struct group_codes;
 template <> struct group_codes<8> {
-    uint2 c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint2 *>(p) + g); }
+    uint2                           c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
+        c = load_streaming(reinterpret_cast<const uint2 *>(p) + g);
+    }
     __device__ __forceinline__ uint32_t lo() const { return c.x; }
     __device__ __forceinline__ uint32_t hi() const { return c.y; }
 };
 template <> struct group_codes<4> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g); }
+    uint32_t                        c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
+        c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g);
+    }
     __device__ __forceinline__ uint32_t lo() const { return c & 0x0f0f0f0fu; }
     __device__ __forceinline__ uint32_t hi() const { return c & 0xf0f0f0f0u; }
 };
 template <> struct group_codes<2> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g); }
+    uint32_t                        c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
+        c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g);
+    }
     __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0xc0300c03u; }
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x1111) & 0xc0300c03u; }
 };
 template <> struct group_codes<1> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
+    uint32_t                            c;
+    __device__ __forceinline__ void     load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
     __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0x08040201u; }
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
 };
@@ -67,21 +78,28 @@ __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32
 #endif
 }
 
-// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, sum) for its entries in order, K as an integral constant, sum: `at` and what
+// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, sum) for its entries in order, K as an
+// integral constant, sum: `at` and what
 // weight[] makes of the codes up to that one, without a step for each entry; it returns the last sum.
-template <int K, typename F> __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+template <int K, typename F>
+__host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight,
+                                                      F && entry) {
     const uint32_t to = dot4(packed, weight[K], at);
     entry(std::integral_constant<int, K>(), to);
     return to;
 }
 // packed: the codes of four entries, one per byte
-template <int K, typename F> __host__ __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight, F && entry) {
+template <int K, typename F>
+__host__ __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight,
+                                                       F && entry) {
     walk_one<K>(packed, at, weight, entry);
     walk_one<K + 1>(packed, at, weight, entry);
     walk_one<K + 2>(packed, at, weight, entry);
     return walk_one<K + 3>(packed, at, weight, entry);
 }
-template <typename F> __host__ __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight, F && entry) {
+template <typename F>
+__host__ __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight,
+                                                        F && entry) {
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
@@ -91,36 +109,47 @@ template <typename T> using value16 = std::conditional_t<std::is_same<T, compact
 
 // values and codes of a group
 template <typename T, int BITS> struct group_bits {
-    static constexpr int ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
-    group_values<T>   values;
-    group_codes<BITS> codes;
+    static constexpr int            ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
+    group_values<T>                 values;
+    group_codes<BITS>               codes;
     __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
         values.load(v, g);
         codes.load(c, g);
     }
-    __device__ __forceinline__ uint4 words() const { return values.v; } // two values each
+    __device__ __forceinline__ uint4                  words() const { return values.v; } // two values each
     template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
-    template <typename F> __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const { return walk_codes(codes.lo(), codes.hi(), at, weight, entry); }
+    template <typename F>
+    __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
+        return walk_codes(codes.lo(), codes.hi(), at, weight, entry);
+    }
 };
 template <int BITS> struct group_bits<compact_f16, BITS> {
     static constexpr int ENTRIES = static_cast<int>(compact_entries(BITS));
-    static constexpr uint32_t FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u; // below the sign of two values
-    uint4 v;
-    __host__ __device__ __forceinline__ uint4 words() const { return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE); }
-    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { v = load_streaming(reinterpret_cast<const uint4 *>(p) + g); }
+    // below the sign of two values
+    static constexpr uint32_t                 FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u;
+    uint4                                     v;
+    __host__ __device__ __forceinline__ uint4 words() const {
+        return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE);
+    }
+    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
+        v = load_streaming(reinterpret_cast<const uint4 *>(p) + g);
+    }
     template <int K> __device__ __forceinline__ float get() const {
         const uint4 w = words();
-        return half_word<K % 2 == 1>(__half(), K / 2 == 0 ? w.x : K / 2 == 1 ? w.y : K / 2 == 2 ? w.z : w.w);
+        return half_word < K % 2 == 1 > (__half(), K / 2 == 0 ? w.x : K / 2 == 1 ? w.y : K / 2 == 2 ? w.z : w.w);
     }
-    template <typename F> __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
-        if constexpr (BITS == 4) { // codes of entries 0-3 in nibbles of the last half word, those of 4-6 in what two values leave free
+    template <typename F>
+    __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
+        // codes of entries 0-3 in nibbles of the last half word, those of 4-6 in what two values leave free
+        if constexpr (BITS == 4) {
             const uint32_t packed = (v.w & 0x0f0f0000u) | (v.w >> 16 & 0xf0f0u);
-            at = walk_quad<0>(packed, at, weight, entry);
-            at = walk_one<4>(v.x & FREE, at, weight, entry);
-            at = walk_one<5>(v.y & FREE, at, weight, entry);
+            at                    = walk_quad<0>(packed, at, weight, entry);
+            at                    = walk_one<4>(v.x & FREE, at, weight, entry);
+            at                    = walk_one<5>(v.y & FREE, at, weight, entry);
             return walk_one<6>(v.z & FREE, at, weight, entry);
-        } else if constexpr (BITS == 6) { // of entries 0-3 in the last word, a byte each, of 4 and 5 in three pieces each: what values leave free
-            at = walk_quad<0>(v.w, at, weight, entry);
+            // of entries 0-3 in the last word, a byte each, of 4 and 5 in three pieces each: what values leave free
+        } else if constexpr (BITS == 6) {
+            at               = walk_quad<0>(v.w, at, weight, entry);
             const uint32_t x = v.x >> 13 & 0x30003u, y = v.y >> 13 & 0x30003u, z = v.z >> 13 & 0x30003u;
             at = walk_one<4>(x, dot4(y, weight[6], at), weight, entry);
             return walk_one<5>(z, dot4(y, weight[7], at), weight, entry);
@@ -131,7 +160,9 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
 };
 
 // calls set(word of the group, bits to set there) for entry k of a COMPACT group
-template <typename F> __host__ __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits, F && set) {
+template <typename F>
+__host__ __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits,
+                                                           F && set) {
     if (code_bits < 4) {
         set(k / 2, (value | code << (15 - code_bits)) << 16 * (k % 2));
         return;
@@ -142,7 +173,8 @@ template <typename F> __host__ __device__ __forceinline__ void set_compact_entry
     } else if (code_bits == 4) {
         set(k - 4, (code & 3) << 13 | code >> 2 << 29);
     } else { // 4: both pieces of word 0, lower one of word 1; 5: upper one of word 1, both of word 2
-        set(k == 4 ? 0 : 2, k == 4 ? (code & 3) << 13 | (code >> 2 & 3) << 29 : (code >> 2 & 3) << 13 | code >> 4 << 29);
+        set(k == 4 ? 0 : 2,
+            k == 4 ? (code & 3) << 13 | (code >> 2 & 3) << 29 : (code >> 2 & 3) << 13 | code >> 4 << 29);
         set(1, k == 4 ? code >> 4 << 13 : (code & 3) << 29);
     }
 }
@@ -163,21 +195,25 @@ __host__ __device__ __forceinline__ int compact_code(const uint32_t * words, int
 
 // powers of two that a value beside a code of code_bits has
 constexpr int compact_exponents(int code_bits) { return code_bits == 3 ? 3 : 7; }
-// F16 bits with nothing in the bits between sign and exponent that codes take, that are `bits` times 2^-exponent; -1: there are none
+// F16 bits with nothing in the bits between sign and exponent that codes take, that are `bits` times 2^-exponent; -1:
+// there are none
 __device__ __forceinline__ int to_compact(uint16_t bits, int exponent, int code_bits) {
     const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
     if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= compact_exponents(code_bits))) {
         return (bits & 0x7fff) == 0 ? sign : sign | moved << 10 | (bits & 0x3ff);
     }
-    const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1); // below the smallest power: an F16 subnormal
+    // below the smallest power: an F16 subnormal
+    const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1);
     return e < 31 && shift >= 0 && shift < 11 && mantissa % (1 << shift) == 0 ? sign | mantissa >> shift : -1;
 }
 __device__ __forceinline__ uint16_t from_compact(uint16_t bits, float power) {
     return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(bits)) * power));
 }
 
-// Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the next. Codes of less
-// than 6 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of 1/32 byte.
+// Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the
+// next. Codes of less
+// than 6 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of
+// 1/32 byte.
 template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 6 ? 5 : 0;
 template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 6 ? 128 : 4;
 
@@ -202,11 +238,13 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
 
 inline void set_compact_weights(uint32_t weight[8], int bits, uint32_t step) {
     if (bits == 6) {
-        const uint32_t of[8] = { step, step * 0x101, step * 0x10101, step * 0x1010101, step * 0x40001, step * 0x100004, step << 4, step << 16 };
+        const uint32_t of[8] = { step,           step * 0x101,    step * 0x10101, step * 0x1010101,
+                                 step * 0x40001, step * 0x100004, step << 4,      step << 16 };
         std::copy_n(of, 8, weight);
         return;
     }
-    constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 }; // nibbles of odd entries are 16 times as large
+    // nibbles of odd entries are 16 times as large
+    constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 };
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
         weight[k] |= bits == 4 ? step >> k % 2 * 4 << 8 * NIBBLE_BYTE[k % 4] : step >> (7 - bits) << 8 * BYTE[k % 4];
@@ -223,38 +261,68 @@ __device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int d
 }
 
 // bit of a group's codes where that of entry k starts (group_codes)
-__device__ __forceinline__ int code_shift(int delta_bits, int k) { return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits; }
+__device__ __forceinline__ int code_shift(int delta_bits, int k) {
+    return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits;
+}
 
-// Where a row's groups are: `offset` of them behind the start of a line, each in the run of lane (offset + its number) % lanes. A thread reads its run in steps
-// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled values go on in the same way. tail: of COMPACT, else 0.
+// Where a row's groups are: `offset` of them behind the start of a line, each in the run of lane (offset + its number)
+// % lanes. A thread reads its run in steps
+// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled
+// values go on in the same way. tail: of COMPACT, else 0.
 struct row_places {
     int begin = 0, groups = 0, spilled = 0, offset = 0;
     row_places() = default;
     __device__ row_places(int begin, int end, int tail)
-        : begin(begin), groups(end - begin - tail_spilled(tail) - tail_unused(tail)), spilled(tail_spilled(tail)), offset(begin % CUDA_SPARSE_LINE) {}
+        : begin(begin),
+          groups(end - begin - tail_spilled(tail) - tail_unused(tail)),
+          spilled(tail_spilled(tail)),
+          offset(begin % CUDA_SPARSE_LINE) {}
 
     __device__ int slot(int lane, int lanes, int step) const { return begin - offset + step * lanes + lane; }
     __device__ int first_step(int lane) const { return lane < offset; }
     __device__ int end_step(int lane, int lanes) const { return steps_to(offset + groups - lane, lanes); }
-    __device__ int end_of_spilled(int lane, int lanes) const { return steps_to(offset + groups + spilled - lane, lanes); } // those from end_step on
-    __device__ int n_before(int lane, int lanes) const { return places_before(offset + groups, lane, lanes) - min(offset, lane); } // groups of the runs before
+    // those from end_step on
+    __device__ int end_of_spilled(int lane, int lanes) const {
+        return steps_to(offset + groups + spilled - lane, lanes);
+    }
+    // groups of the runs before
+    __device__ int n_before(int lane, int lanes) const {
+        return places_before(offset + groups, lane, lanes) - min(offset, lane);
+    }
     __device__ int run_of(int group, int lanes) const {
         int run = static_cast<int>(static_cast<int64_t>(group) * lanes / groups);
-        for (; n_before(run, lanes) > group; run--) {}
-        for (; n_before(run + 1, lanes) <= group; run++) {}
+        for (; n_before(run, lanes) > group; run--) {
+        }
+        for (; n_before(run + 1, lanes) <= group; run++) {
+        }
         return run;
     }
 
 private:
-    __device__ static int steps_to(int place, int lanes) { return static_cast<int>(static_cast<unsigned>(place + lanes - 1) / static_cast<unsigned>(lanes)); }
-    __device__ static int places_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); } // of the first n, those of lanes below
+    __device__ static int steps_to(int place, int lanes) {
+        return static_cast<int>(static_cast<unsigned>(place + lanes - 1) / static_cast<unsigned>(lanes));
+    }
+    // of the first n, those of lanes below
+    __device__ static int places_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); }
 };
 
 // ---- elements: bits in, bits out ----
 
-struct same_bits    { template <typename U> __device__ U operator()(U v) const { return v; } };
-struct f32_to_f16   { __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); } };
-struct bf16_to_f16  { __device__ uint16_t operator()(uint16_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16))); } };
-struct f32_to_bf16  { __device__ uint16_t operator()(uint32_t v) const { return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v))); } };
+struct same_bits {
+    template <typename U> __device__ U operator()(U v) const { return v; }
+};
+struct f32_to_f16 {
+    __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); }
+};
+struct bf16_to_f16 {
+    __device__ uint16_t operator()(uint16_t v) const {
+        return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16)));
+    }
+};
+struct f32_to_bf16 {
+    __device__ uint16_t operator()(uint32_t v) const {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v)));
+    }
+};
 
 } // namespace macko::cuda

@@ -1,4 +1,5 @@
-// What the launchers of sparse-mul-mat*.cu hand to their kernels, and the parts that those share: where rows come from and where results go.
+// What the launchers of sparse-mul-mat*.cu hand to their kernels, and the parts that those share: where rows come from
+// and where results go.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -10,15 +11,15 @@
 namespace macko::cuda {
 
 struct sparse_operand {
-    const uint8_t  * values;
-    const uint8_t  * codes;
+    const uint8_t *  values;
+    const uint8_t *  codes;
     const uint16_t * bases;
-    const int32_t  * row_ptr;
-    const uint16_t * tails;      // COMPACT
-    const uint2    * spill;      // BLOCKS
-    float          * y;
-    const float    * residual;
-    const float    * bias;
+    const int32_t *  row_ptr;
+    const uint16_t * tails; // COMPACT
+    const uint2 *    spill; // BLOCKS
+    float *          y;
+    const float *    residual;
+    const float *    bias;
     int64_t          ldy;
     int32_t          row_begin;
     int32_t          n_rows;
@@ -28,9 +29,9 @@ struct sparse_operand {
 };
 
 struct sparse_launch {
-    sparse_operand     m[CUDA_SPARSE_MAX_GROUPED];
-    const float   * x;
-    const float   * norm_weight;
+    sparse_operand  m[CUDA_SPARSE_MAX_GROUPED];
+    const float *   x;
+    const float *   norm_weight;
     const int32_t * expert_ids;
     int64_t         ldx;
     int64_t         expert_ids_stride;
@@ -42,48 +43,54 @@ struct sparse_launch {
     bool            programmatic;
     int32_t         n_columns;
     int32_t         cols;
-    int32_t         modulus;   // words of x before it repeats (STRIPED), else all words
-    int32_t         overshoot; // words that repeat
-    int32_t         lanes;     // BLOCKS: runs per row, as what follows
-    int32_t         lane_bits; // their logarithm
-    int32_t         width;     // places of x per lane
+    int32_t         modulus;                                 // words of x before it repeats (STRIPED), else all words
+    int32_t         overshoot;                               // words that repeat
+    int32_t         lanes;                                   // BLOCKS: runs per row, as what follows
+    int32_t         lane_bits;                               // their logarithm
+    int32_t         width;                                   // places of x per lane
     int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
     int32_t         sums_at;     // floats in front of the sums of the warps
-    bool            adds;      // any matrix has a residual or a bias
-    uint32_t        lap;       // STRIPED, COMPACT: what a place in x is reduced by where x starts again; set with weight
-    bool            aligned;   // x and the norm's weights can be read in vectors of 16 bytes
-    float           norm_eps;
-    uint32_t        weight[8]; // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
+    bool            adds;        // any matrix has a residual or a bias
+    // STRIPED, COMPACT: what a place in x is reduced by where x starts again; set with weight
+    uint32_t lap;
+    bool     aligned; // x and the norm's weights can be read in vectors of 16 bytes
+    float    norm_eps;
+    // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
+    uint32_t weight[8];
 };
 
 // the j-th row of work of a thread
 struct sparse_task {
     int  matrix;
-    int  row;   // from row_begin
+    int  row; // from row_begin
     bool valid;
 };
 
-// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's rows is the thread's
-template <bool GROUPED> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int rows, int first, int stride, int sub, int j) {
-    sparse_task t = { 0, 0, false };
-    const int unit = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
-    int before = 0; // units of the matrices in front
+// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's rows is the
+// thread's
+template <bool GROUPED>
+__device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int rows, int first, int stride, int sub,
+                                               int j) {
+    sparse_task t      = { 0, 0, false };
+    const int   unit   = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
+    int         before = 0; // units of the matrices in front
     if (GROUPED && p.silu_mul) {
         t.matrix = j % 2;
     } else if (GROUPED) {
 #pragma unroll
         for (int i = 1; i < CUDA_SPARSE_MAX_GROUPED; i++) {
             const bool behind = unit >= p.m[i].first_unit;
-            t.matrix = behind ? i : t.matrix;
-            before   = behind ? p.m[i].first_unit : before;
+            t.matrix          = behind ? i : t.matrix;
+            before            = behind ? p.m[i].first_unit : before;
         }
     }
     t.row   = (unit - before) * rows + sub;
     t.valid = unit < p.n_units && (rows == 1 || t.row < p.m[t.matrix].n_rows);
     return t;
 }
-template <bool GROUPED, int ROWS> __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
+template <bool GROUPED, int ROWS>
+__device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int first, int stride, int sub, int j) {
     return task_at<GROUPED>(p, ROWS, first, stride, sub, j);
 }
 
@@ -97,18 +104,27 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
 // Where an element of W x goes, and what is added to it there. m: of gate and up the first one
-__device__ __forceinline__ float * result_at(const sparse_operand & m, int column, int row) { return m.y + (column * m.ldy + row); }
-__device__ __forceinline__ float residual_at(const sparse_operand & m, int column, int row) { return m.residual ? m.residual[column * m.ldy + row] : 0.0f; }
-__device__ __forceinline__ float added_to_result(const sparse_launch & p, const sparse_operand & m, int column, int row) {
+__device__ __forceinline__ float * result_at(const sparse_operand & m, int column, int row) {
+    return m.y + (column * m.ldy + row);
+}
+__device__ __forceinline__ float residual_at(const sparse_operand & m, int column, int row) {
+    return m.residual ? m.residual[column * m.ldy + row] : 0.0f;
+}
+__device__ __forceinline__ float added_to_result(const sparse_launch & p, const sparse_operand & m, int column,
+                                                 int row) {
     return p.adds ? residual_at(m, column, row) + (m.bias ? m.bias[row] : 0.0f) : 0.0f;
 }
 
-template <bool GROUPED> __device__ __forceinline__ float residual_at(const sparse_launch & p, const sparse_task & t, int column) {
+template <bool GROUPED>
+__device__ __forceinline__ float residual_at(const sparse_launch & p, const sparse_task & t, int column) {
     return residual_at(p.m[GROUPED && p.silu_mul ? 0 : t.matrix], column, t.row);
 }
 
-// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row; residual: residual_at(), if it was fetched ahead
-template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate, float residual) {
+// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row; residual:
+// residual_at(), if it was fetched ahead
+template <bool GROUPED>
+__device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y,
+                                             float gate, float residual) {
     const sparse_operand & m = p.m[GROUPED && p.silu_mul ? 0 : t.matrix];
     if (GROUPED && p.silu_mul) {
         y *= silu(gate);
@@ -121,11 +137,14 @@ template <bool GROUPED> __device__ __forceinline__ void store_result(const spars
     }
     *result_at(m, column, t.row) = y;
 }
-template <bool GROUPED> __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y, float gate) {
+template <bool GROUPED>
+__device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y,
+                                             float gate) {
     store_result<GROUPED>(p, t, column, y, gate, residual_at<GROUPED>(p, t, column));
 }
 
-// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units (39 units are 2 rounds
+// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units
+// (39 units are 2 rounds
 // of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
 inline int warps_for(int units, int least, int most) {
     int best = most;
@@ -138,39 +157,51 @@ inline int warps_for(int units, int least, int most) {
 }
 
 // a launch with the shared memory that the device has, programmatic where it is asked for and known
-template <typename P> cudaError_t launch_kernel(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes, bool programmatic, cudaStream_t stream) {
+template <typename P>
+cudaError_t launch_kernel(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes,
+                          bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     if (shared_nbytes > 48 * 1024) {
         CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_nbytes));
     }
-    return cuda_launch(kernel, grid, dim3(static_cast<unsigned>(threads)), static_cast<size_t>(shared_nbytes), programmatic && device.cc >= 90, stream, p);
+    return cuda_launch(kernel, grid, dim3(static_cast<unsigned>(threads)), static_cast<size_t>(shared_nbytes),
+                       programmatic && device.cc >= 90, stream, p);
 }
-inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_launch & p, int threads, int64_t shared_nbytes, int64_t blocks, int grid_y, cudaStream_t stream) {
-    return launch_kernel(kernel, p, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y)), threads, shared_nbytes, p.programmatic, stream);
+inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_launch & p, int threads,
+                                 int64_t shared_nbytes, int64_t blocks, int grid_y, cudaStream_t stream) {
+    return launch_kernel(kernel, p, dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(grid_y)), threads,
+                         shared_nbytes, p.programmatic, stream);
 }
 
 // 4-byte words of shared memory that nx columns of x take in the RUNS kernel: one is float32, more are 16-bit
 constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// Bytes of shared memory of the RUNS kernel with nx columns of x: sums of squares, x, and if these come in vectors the weights of its norm
+// Bytes of shared memory of the RUNS kernel with nx columns of x: sums of squares, x, and if these come in vectors the
+// weights of its norm
 inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) {
     const int64_t words = static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx);
     return (nx * 32 + (p.aligned && p.norm_weight ? ((words + 3) & ~int64_t(3)) + p.cols : words)) * 4;
 }
-// whether one column of x, and the weights of its norm, can be copied in vectors of 16 bytes, and there is room for them
+// whether one column of x, and the weights of its norm, can be copied in vectors of 16 bytes, and there is room for
+// them
 inline bool takes_vectors(const sparse_launch & p) {
     cuda_device_info device;
-    const uintptr_t places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) | static_cast<uintptr_t>(p.expert_ids ? p.ldx * 4 : 0);
+    const uintptr_t  places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) |
+                             static_cast<uintptr_t>(p.expert_ids ? p.ldx * 4 : 0);
     sparse_launch vectors = p;
-    vectors.aligned = true;
-    return p.cols % 4 == 0 && places % 16 == 0 && p.overshoot <= p.cols && cuda_current_device(&device) == cudaSuccess && runs_shared_nbytes(vectors, 1) <= device.shared_nbytes;
+    vectors.aligned       = true;
+    return p.cols % 4 == 0 && places % 16 == 0 && p.overshoot <= p.cols &&
+           cuda_current_device(&device) == cudaSuccess && runs_shared_nbytes(vectors, 1) <= device.shared_nbytes;
 }
 
 // and of the BLOCKS kernel
-inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) { return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx); }
+inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) {
+    return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
+}
 
-// one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each. lanes, striped: of the layout
+// one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each.
+// lanes, striped: of the layout
 cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_runs_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
@@ -178,10 +209,12 @@ cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx,
 // one launch of the BLOCKS kernel: nx is 1, 2 or 4
 cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_blocks_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
-// A launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (sparse-tiles.cu), and the matrices that it takes. x, ldx and norm_weight: aligned to 16 bytes
-bool takes_tiles(const cuda_sparse_matrix & w);
+// A launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (sparse-tiles.cu), and the matrices that it takes. x, ldx
+// and norm_weight: aligned to 16 bytes
+bool        takes_tiles(const cuda_sparse_matrix & w);
 cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream);
 // cuda_sparse_unpack() of the BLOCKS layout; type: F16, BF16 or F32
-cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
+cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                               void * dst, int64_t ld, cudaStream_t stream);
 
 } // namespace macko::cuda

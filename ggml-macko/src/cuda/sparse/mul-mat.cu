@@ -1,4 +1,5 @@
-// Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any matrix, any cols, any type.
+// Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any
+// matrix, any cols, any type.
 #include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
@@ -10,20 +11,22 @@ namespace macko::cuda {
 
 // ---- layout ROWS ----
 
-// A warp per row; a lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in global memory.
-template <typename T, int NX> __global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ sparse_launch p) {
+// A warp per row; a lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in
+// global memory.
+template <typename T, int NX>
+__global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ sparse_launch p) {
     __shared__ float partial[NX][8];
-    const int lane   = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int column = blockIdx.y * NX;
-    const int stride = gridDim.x * 8;
-    const int first  = blockIdx.x + gridDim.x * warp;
-    const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
+    const int        lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int        column     = blockIdx.y * NX;
+    const int        stride     = gridDim.x * 8;
+    const int        first      = blockIdx.x + gridDim.x * warp;
+    const int        row_offset = p.expert_ids ? expert_row(p, column) : 0;
     if (!p.expert_ids) {
         cuda_wait_for_previous();
     }
     cuda_allow_next();
     const float * x = p.x + column * p.ldx;
-    float scale[NX];
+    float         scale[NX];
 #pragma unroll
     for (int c = 0; c < NX; c++) {
         scale[c] = 1.0f;
@@ -49,24 +52,24 @@ template <typename T, int NX> __global__ void __launch_bounds__(256) rows_kernel
 
     float gate[NX] = {};
     for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
-        const sparse_task t = task_at<true, 1>(p, first, stride, 0, j);
-        const sparse_operand & m = p.m[t.matrix];
-        const T * values = reinterpret_cast<const T *>(m.values);
-        const int row = m.row_begin + row_offset + t.row;
+        const sparse_task      t      = task_at<true, 1>(p, first, stride, 0, j);
+        const sparse_operand & m      = p.m[t.matrix];
+        const T *              values = reinterpret_cast<const T *>(m.values);
+        const int              row    = m.row_begin + row_offset + t.row;
         const int begin = row_offset >= 0 ? m.row_ptr[row] : 0, end = row_offset >= 0 ? m.row_ptr[row + 1] : 0;
-        float sum[NX] = {};
-        int before = -1; // column of the last entry so far
+        float     sum[NX] = {};
+        int       before  = -1; // column of the last entry so far
         for (int e = begin & ~7; e < end; e += 256) {
             const int k0 = e + lane * 8;
-            int step[8], total = 0;
+            int       step[8], total = 0;
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const bool here = k0 + k >= begin && k0 + k < end;
-                step[k] = here ? 1 + file_code(m.codes, k0 + k, m.delta_bits) : 0;
+                step[k]         = here ? 1 + file_code(m.codes, k0 + k, m.delta_bits) : 0;
                 total += step[k];
             }
             const int through = warp_prefix_sum(total);
-            int at = before + through - total;
+            int       at      = before + through - total;
             before += __shfl_sync(FULL_WARP, through, 31);
 #pragma unroll
             for (int k = 0; k < 8; k++) {
@@ -98,12 +101,14 @@ template <typename T> static cudaError_t launch_rows(const sparse_launch & p, in
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     const int64_t blocks = std::min<int64_t>((p.n_units + 7) / 8, 8 * device.multiprocessors);
-    return nx == 4 ? launch_sparse(rows_kernel<T, 4>, p, 256, 0, blocks, grid_y, stream) : launch_sparse(rows_kernel<T, 1>, p, 256, 0, blocks, grid_y, stream);
+    return nx == 4 ? launch_sparse(rows_kernel<T, 4>, p, 256, 0, blocks, grid_y, stream)
+                   : launch_sparse(rows_kernel<T, 1>, p, 256, 0, blocks, grid_y, stream);
 }
 
 // ---- dispatch ----
 
-static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, int nx, int grid_y, cudaStream_t stream) {
+static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, int nx, int grid_y,
+                              cudaStream_t stream) {
     if (w.layout == CUDA_SPARSE_LAYOUT_ROWS) {
         switch (w.type) {
             case GGML_MACKO_TYPE_F16:  return launch_rows<__half>(p, nx, grid_y, stream);
@@ -112,20 +117,22 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
         }
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-        return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_blocks_q8_0(p, nx, grid_y, stream) : launch_blocks_q4_0(p, nx, grid_y, stream);
+        return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_blocks_q8_0(p, nx, grid_y, stream)
+                                                    : launch_blocks_q4_0(p, nx, grid_y, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
         return launch_runs_compact(p, w.lanes, nx, grid_y, stream);
     }
     const bool striped = w.layout == CUDA_SPARSE_LAYOUT_STRIPED;
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream) : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
+    return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream)
+                                         : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
 }
 
 // one launch of nx columns (more than 8: by tiles; experts: of all of a's columns, one each)
 static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
-    const cuda_sparse_matrix & w = *a.w[0];
-    const int rows_per_unit = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 1 : 32 / w.lanes;
-    sparse_launch p = {};
+    const cuda_sparse_matrix & w             = *a.w[0];
+    const int                  rows_per_unit = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 1 : 32 / w.lanes;
+    sparse_launch              p             = {};
     for (int i = 0; i < CUDA_SPARSE_MAX_GROUPED; i++) {
         sparse_operand & m = p.m[i];
         if (i >= a.n_matrices) {
@@ -180,31 +187,33 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
 
 cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::matrix(int i) const {
     cuda_sparse_mul_mat_params one = *this;
-    one.n_matrices   = 1;
-    one.w[0]         = w[i];
-    one.y[0]         = y[i];
-    one.ldy[0]       = ldy[i];
-    one.residual[0]  = residual[i];
-    one.bias[0]      = bias[i];
-    one.row_begin[0] = row_begin[i];
-    one.row_end[0]   = row_end[i];
+    one.n_matrices                 = 1;
+    one.w[0]                       = w[i];
+    one.y[0]                       = y[i];
+    one.ldy[0]                     = ldy[i];
+    one.residual[0]                = residual[i];
+    one.bias[0]                    = bias[i];
+    one.row_begin[0]               = row_begin[i];
+    one.row_end[0]                 = row_end[i];
     return one;
 }
 
 cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_t n_columns) const {
     cuda_sparse_mul_mat_params part = *this;
-    part.n = n_columns;
-    part.x = x + j * ldx;
+    part.n                          = n_columns;
+    part.x                          = x + j * ldx;
     for (int i = 0; i < n_matrices; i++) {
-        part.y[i] = y[i] + j * ldy[i];
+        part.y[i]        = y[i] + j * ldy[i];
         part.residual[i] = residual[i] ? residual[i] + j * ldy[i] : nullptr;
     }
     part.expert_ids = expert_ids ? expert_ids + j * expert_ids_stride : nullptr;
     return part;
 }
 
-// Measured on an H200 at densities .1 ... .5 (notes, sections 20 and 29): tiles, or two passes of eight columns, take less than unpacking and a dense product;
-// with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer columns fit shared memory at a time.
+// Measured on an H200 at densities .1 ... .5 (notes, sections 20 and 29): tiles, or two passes of eight columns, take
+// less than unpacking and a dense product;
+// with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer
+// columns fit shared memory at a time.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
     if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
         return 8;
@@ -219,8 +228,8 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
         return cudaErrorInvalidValue;
     }
-    const cuda_sparse_matrix & w = *a.w[0];
-    bool alike = true, ec_csr = w.ec_csr;
+    const cuda_sparse_matrix & w     = *a.w[0];
+    bool                       alike = true, ec_csr = w.ec_csr;
     for (int i = 1; i < a.n_matrices; i++) {
         alike  = alike && cuda_sparse_same_kernel(w, *a.w[i]);
         ec_csr = ec_csr || a.w[i]->ec_csr;
@@ -247,25 +256,33 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     sparse_launch p = {};
-    p.modulus = static_cast<int32_t>(cuda_sparse_words(w));
+    p.modulus       = static_cast<int32_t>(cuda_sparse_words(w));
     for (int i = 0; i < a.n_matrices; i++) {
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
-    p.lanes = w.lanes;
+    p.lanes         = w.lanes;
     const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS, blocks = w.layout == CUDA_SPARSE_LAYOUT_BLOCKS;
-    int fits = rows || blocks ? 4 : 8; // columns of x in shared memory
-    while (!rows && fits > 1 && (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
+    int        fits = rows || blocks ? 4 : 8; // columns of x in shared memory
+    while (!rows && fits > 1 &&
+           (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
         fits /= 2;
     }
-    const int64_t tiles_from = w.delta_bits == 6 ? 13 : 9; // columns; with few entries two passes of up to eight take less (notes, section 29)
-    bool tiles = a.n >= tiles_from && a.x16 && a.ldx % 4 == 0 && (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;
+    // columns; with few entries two passes of up to eight take less (notes, section 29)
+    const int64_t tiles_from = w.delta_bits == 6 ? 13 : 9;
+    bool          tiles      = a.n >= tiles_from && a.x16 && a.ldx % 4 == 0 &&
+                 (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;
     for (int i = 0; i < a.n_matrices; i++) {
         tiles = tiles && takes_tiles(*a.w[i]);
     }
     for (int64_t j = 0; j < a.n;) {
         const int64_t left = a.n - j;
-        const int nx = tiles && left >= tiles_from ? CUDA_SPARSE_X16_COLUMNS : left == 1 ? 1 : rows ? 4 : std::min(fits, left == 2 ? 2 : left <= 4 ? 4 : 8);
-        const int64_t n = std::min<int64_t>(nx, left);
+        const int     nx   = tiles && left >= tiles_from ? CUDA_SPARSE_X16_COLUMNS
+                             : left == 1                 ? 1
+                             : rows                      ? 4
+                                                         : std::min(fits, left == 2   ? 2
+                                                                          : left <= 4 ? 4
+                                                                                      : 8);
+        const int64_t n    = std::min<int64_t>(nx, left);
         CUDA_TRY(launch_columns(a.columns(j, n), nx, stream));
         j += n;
     }

@@ -1,5 +1,7 @@
-// Sparse times dense on the GPU: y = W x for one or many x, float32 in, float32 out, float32 accumulation, W as in sparse-layout.h.
-// Knows no ggml. Every function only enqueues on the stream it is given unless said otherwise: no allocation, no synchronization, so
+// Sparse times dense on the GPU: y = W x for one or many x, float32 in, float32 out, float32 accumulation, W as in
+// sparse-layout.h.
+// Knows no ggml. Every function only enqueues on the stream it is given unless said otherwise: no allocation, no
+// synchronization, so
 // all of it can be captured in a CUDA graph. Results do not depend on timing: no float atomics.
 #pragma once
 
@@ -12,70 +14,92 @@ namespace macko::cuda {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
-// Memory for x in 16 bits: so many columns of x, for matrices of at most so many columns (of more, 8 dense rows do not fit shared memory)
-constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32, CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
+// Memory for x in 16 bits: so many columns of x, for matrices of at most so many columns (of more, 8 dense rows do not
+// fit shared memory)
+constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
+                  CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
 
 // true if matrices can share a launch: one kernel, and one x in shared memory, serve both
 inline bool cuda_sparse_same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
-    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits && a.layout == b.layout && a.lanes == b.lanes;
+    return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits &&
+           a.layout == b.layout && a.lanes == b.lanes;
 }
 
-// Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is not. Sums are float32.
+// Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is
+// not. Sums are float32.
 // Of quantized weights every x is rounded to multiples of max |x| / 32767 (of its column, after the norm).
-// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if cuda_sparse_same_kernel() says so of all W_i; else one launch
-// each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld* floats apart.
+// y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if cuda_sparse_same_kernel() says so of all
+// W_i; else one launch
+// each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld*
+// floats apart.
 struct cuda_sparse_mul_mat_params {
     int32_t                    n_matrices;
     const cuda_sparse_matrix * w[CUDA_SPARSE_MAX_GROUPED];
-    float                    * y[CUDA_SPARSE_MAX_GROUPED];        // row_end - row_begin floats per column, all written
+    float *                    y[CUDA_SPARSE_MAX_GROUPED]; // row_end - row_begin floats per column, all written
     int64_t                    ldy[CUDA_SPARSE_MAX_GROUPED];
-    const float              * residual[CUDA_SPARSE_MAX_GROUPED]; // added to y, laid out like y, may be y itself; or null
-    const float              * bias[CUDA_SPARSE_MAX_GROUPED];     // row_end - row_begin floats, added to each column; or null
-    int64_t                    row_begin[CUDA_SPARSE_MAX_GROUPED];
-    int64_t                    row_end[CUDA_SPARSE_MAX_GROUPED];
-    const float              * x;                                 // cols floats per column
-    int64_t                    ldx;
-    int64_t                    n;                                 // columns
+    // added to y, laid out like y, may be y itself; or null
+    const float * residual[CUDA_SPARSE_MAX_GROUPED];
+    // row_end - row_begin floats, added to each column; or null
+    const float * bias[CUDA_SPARSE_MAX_GROUPED];
+    int64_t       row_begin[CUDA_SPARSE_MAX_GROUPED];
+    int64_t       row_end[CUDA_SPARSE_MAX_GROUPED];
+    const float * x; // cols floats per column
+    int64_t       ldx;
+    int64_t       n; // columns
 
-    void                     * x16;                               // CUDA_SPARSE_X16_NBYTES that the product may overwrite, aligned to 16 bytes; or null: then at most 8 columns at a time
+    // CUDA_SPARSE_X16_NBYTES that the product may overwrite, aligned to 16 bytes; or null: then at most 8 columns at a
+    // time
+    void * x16;
 
-    // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it is.
+    // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it
+    // is.
     // norm_weight is a weight: it is read before the previous kernel ends.
-    const float              * norm_weight;
-    float                      norm_eps;
+    const float * norm_weight;
+    float         norm_eps;
 
     // epilogue of two matrices of equal rows (gate, up): y[0] = silu(W_0 x) * (W_1 x); y[1] is not written
-    bool                       silu_mul;
+    bool silu_mul;
 
-    // experts (MUL_MAT_ID): null, or for column j the expert whose rows are used is *(expert_ids + j * expert_ids_stride), read on the
-    // device; the rows are then [id * expert_rows + row_begin, id * expert_rows + row_end). An id out of range gives zeros.
-    const int32_t            * expert_ids;
-    int64_t                    expert_ids_stride; // in elements
-    int64_t                    expert_rows;       // rows of one expert; the matrix has a multiple of it
+    // experts (MUL_MAT_ID): null, or for column j the expert whose rows are used is *(expert_ids + j *
+    // expert_ids_stride), read on the
+    // device; the rows are then [id * expert_rows + row_begin, id * expert_rows + row_end). An id out of range gives
+    // zeros.
+    const int32_t * expert_ids;
+    int64_t         expert_ids_stride; // in elements
+    int64_t         expert_rows;       // rows of one expert; the matrix has a multiple of it
 
-    // this kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch, cc >= 9.0): weights are then
-    // fetched while that one ends; x, residual, bias and y are touched only after it is complete. Ignored before cc 9.0.
-    bool                       programmatic;
+    // this kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch, cc >=
+    // 9.0): weights are then
+    // fetched while that one ends; x, residual, bias and y are touched only after it is complete. Ignored before cc
+    // 9.0.
+    bool programmatic;
 
-    cuda_sparse_mul_mat_params matrix(int i) const;                  // the product of w[i] alone
-    cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const;  // n columns from column j on
+    cuda_sparse_mul_mat_params matrix(int i) const;                 // the product of w[i] alone
+    cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const; // n columns from column j on
 };
 
-// largest n at which cuda_sparse_mul_mat, with x16 or with expert_ids, is faster than cuda_sparse_unpack + a dense product (a property of the device and the matrix)
+// largest n at which cuda_sparse_mul_mat, with x16 or with expert_ids, is faster than cuda_sparse_unpack + a dense
+// product (a property of the device and the matrix)
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);
 
 // any n; n > cuda_sparse_mul_mat_max_n is correct, only slow
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
 
-// rows row_begin ... row_end-1 as dense rows of w.cols elements, `ld` elements apart. type: the matrix's own (bits exact; also for
+// rows row_begin ... row_end-1 as dense rows of w.cols elements, `ld` elements apart. type: the matrix's own (bits
+// exact; also for
 // get_tensor), or F16 (BF16 and F32 values are rounded)
-cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream);
+cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                               void * dst, int64_t ld, cudaStream_t stream);
 
-struct cuda_free { void operator()(void * memory) const { cudaFree(memory); } };
+struct cuda_free {
+    void operator()(void * memory) const { cudaFree(memory); }
+};
 using cuda_memory = std::unique_ptr<void, cuda_free>;
 
-// Brings matrices from the loader to one device. Owns pinned and device staging memory (about the largest matrix), reused from one
-// matrix to the next and freed with the object. begin and finish belong to one thread; rows may be called by several at once between
+// Brings matrices from the loader to one device. Owns pinned and device staging memory (about the largest matrix),
+// reused from one
+// matrix to the next and freed with the object. begin and finish belong to one thread; rows may be called by several at
+// once between
 // them. These functions synchronize with the device and return a ggml_macko_status.
 class cuda_sparse_uploader {
 public:
@@ -88,10 +112,13 @@ public:
     [[nodiscard]] int rows(const macko_view & view);
     // after all rows: chooses the layout and makes it. The matrix is complete on return.
     [[nodiscard]] int finish(cuda_sparse_matrix * out);
-    // a packed matrix with quantized values, all at once. dst: the bytes of cuda_blocks_bind() with cuda_blocks_max_spill(). A matrix of unusual
+    // a packed matrix with quantized values, all at once. dst: the bytes of cuda_blocks_bind() with
+    // cuda_blocks_max_spill(). A matrix of unusual
     // structure that needs more is put into memory of its own, *outgrown, which has to live as long as it
-    [[nodiscard]] int packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads, cuda_sparse_matrix * out, cuda_memory * outgrown);
-    // for tests and measurements: this layout (enum cuda_sparse_layout) and these lanes (0: the usual), or an error if it does not fit
+    [[nodiscard]] int packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads,
+                             cuda_sparse_matrix * out, cuda_memory * outgrown);
+    // for tests and measurements: this layout (enum cuda_sparse_layout) and these lanes (0: the usual), or an error if
+    // it does not fit
     [[nodiscard]] int finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes);
 
 private:

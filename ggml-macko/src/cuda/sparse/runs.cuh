@@ -1,10 +1,15 @@
-// y = W x for up to eight columns of x, W in the RUNS, STRIPED or COMPACT layout (sparse-layout.h). Memory-bound: what matters is bytes in flight.
+// y = W x for up to eight columns of x, W in the RUNS, STRIPED or COMPACT layout (sparse-layout.h). Memory-bound: what
+// matters is bytes in flight.
 //
-//   block   fills shared memory with x (1 column in float32; 2, 4 or 8, interleaved, in the type of the weights), one block per
+//   block   fills shared memory with x (1 column in float32; 2, 4 or 8, interleaved, in the type of the weights), one
+//           block per
 //           SM, then deals rows to its warps
-//   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH are on their way,
-//           across row borders, and the first ones are requested before x is there (before the previous kernel has ended)
-//   thread  per group: 8 (7, 6) values and codes; a dp4a gives the address of entry k: codes[0..k] times the bytes per step, plus the base
+//   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH
+//           are on their way,
+//           across row borders, and the first ones are requested before x is there (before the previous kernel has
+//           ended)
+//   thread  per group: 8 (7, 6) values and codes; a dp4a gives the address of entry k: codes[0..k] times the bytes per
+//           step, plus the base
 //
 // Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
 #pragma once
@@ -18,10 +23,13 @@
 
 namespace macko::cuda {
 
-// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers from shared memory
+// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers
+// from shared memory
 // would take longer than the weights from global memory, and wide matrices would not have two columns fit.
 template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), value16<T>, float>;
-template <typename X, int NX> struct alignas(sizeof(X) * NX) columns { X v[NX]; };
+template <typename X, int NX> struct alignas(sizeof(X) * NX) columns {
+    X v[NX];
+};
 
 // x at a byte address of shared memory + a constant
 template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x(float (&x)[NX], uint32_t address) {
@@ -34,7 +42,9 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
         } else if constexpr (NX == 4) {
             asm volatile("ld.shared.v2.u32 {%0, %1}, [%2+%3];" : "=r"(w[0]), "=r"(w[1]) : "r"(address), "n"(OFFSET));
         } else {
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address), "n"(OFFSET));
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4+%5];"
+                         : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                         : "r"(address), "n"(OFFSET));
         }
 #pragma unroll
         for (int c = 0; c < NX; c++) {
@@ -47,7 +57,8 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
 template <typename T, int BITS, bool STRIPED, int NX>
 constexpr bool DIRECT = SHIFT<BITS, STRIPED> == 0 && (x_words(NX) == 1 || (std::is_same_v<T, compact_f16> && BITS < 4));
 // what places are counted with beside units of 2^-SHIFT bytes of one column
-template <typename T, int BITS, bool STRIPED, int NX> constexpr uint32_t SCALE = DIRECT<T, BITS, STRIPED, NX> ? x_words(NX) : 1;
+template <typename T, int BITS, bool STRIPED, int NX>
+constexpr uint32_t SCALE = DIRECT<T, BITS, STRIPED, NX> ? x_words(NX) : 1;
 
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
@@ -55,11 +66,12 @@ template <typename T, int BITS, int NX> struct group {
     static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
 
     // to: where entry K is without the steps up to it; x_address is in it already if it is DIRECT
-    template <bool STRIPED, int K> __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
-        constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
-        constexpr int      words = x_words(NX);
-        const uint32_t address = DIRECT<T, BITS, STRIPED, NX> ? to : x_address + (to >> shift) * words;
-        float x[NX];
+    template <bool STRIPED, int K>
+    __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
+        constexpr uint32_t shift   = SHIFT<BITS, STRIPED>;
+        constexpr int      words   = x_words(NX);
+        const uint32_t     address = DIRECT<T, BITS, STRIPED, NX> ? to : x_address + (to >> shift) * words;
+        float              x[NX];
         load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
 #pragma unroll
         for (int c = 0; c < NX; c++) {
@@ -68,12 +80,15 @@ template <typename T, int BITS, int NX> struct group {
     }
     // at: where the group's first step starts; returns where the next group starts
     template <bool STRIPED>
-    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight, float (&sum)[CHAINS][NX]) const {
-        const uint32_t last = bits.walk(at, weight, [&](auto k, uint32_t to) { add<STRIPED, decltype(k)::value>(to, x_address, sum); });
+    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight,
+                                                 float (&sum)[CHAINS][NX]) const {
+        const uint32_t last =
+            bits.walk(at, weight, [&](auto k, uint32_t to) { add<STRIPED, decltype(k)::value>(to, x_address, sum); });
         return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, STRIPED> * SCALE<T, BITS, STRIPED, NX>;
     }
     // COMPACT: the group has four spilled values
-    __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse, float (&sum)[CHAINS][NX]) const {
+    __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse,
+                                                     float (&sum)[CHAINS][NX]) const {
         const uint32_t pairs[4] = { bits.v.x, bits.v.y, bits.v.z, bits.v.w };
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -91,8 +106,8 @@ template <typename T, int BITS, int NX> struct group {
 
 // zeros behind x, and behind what is repeated of it
 template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const sparse_launch & p) {
-    constexpr int words = x_words(NX);
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+    constexpr int words   = x_words(NX);
+    const int     threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     for (int i = p.cols * words + thread; i < p.modulus * words; i += threads) {
         xs[i] = 0.0f;
     }
@@ -101,7 +116,8 @@ template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const s
     }
 }
 
-// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the x that they will be
+// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the
+// x that they will be
 // multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its word.
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
     fill_zeros<NX>(xs, p);
@@ -115,17 +131,22 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
 // what x is multiplied with after its norm's weights, from the warps' sums of squares
 __device__ __forceinline__ float norm_scale(const sparse_launch & p, const float * partial) {
     const unsigned l = threadIdx.x % 32;
-    return rsqrtf(__fdividef(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f), static_cast<float>(p.cols)) + p.norm_eps);
+    return rsqrtf(__fdividef(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f), static_cast<float>(p.cols)) +
+                  p.norm_eps);
 }
 
-// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes). In 16 bits the
-// normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the scale is left to the sums.
-template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x, int column) {
-    using word = columns<x_type<T, NX>, NX>;
-    constexpr bool ROUNDS = sizeof(x_type<T, NX>) == 2;
-    const auto x_at = [&](int c, int i) { return c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f; };
-    float squares[NX] = {}, scale[NX];
-    const auto sum_squares = [&] {
+// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes).
+// In 16 bits the
+// normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the scale is left
+// to the sums.
+template <typename T, int NX, bool NORM>
+__device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x,
+                                        int column) {
+    using word                 = columns<x_type<T, NX>, NX>;
+    constexpr bool ROUNDS      = sizeof(x_type<T, NX>) == 2;
+    const auto     x_at        = [&](int c, int i) { return c < p.n_columns - column ? x[c * p.ldx + i] : 0.0f; };
+    float          squares[NX] = {}, scale[NX];
+    const auto     sum_squares = [&] {
 #pragma unroll
         for (int c = 0; c < NX; c++) {
             const float sum = warp_sum(squares[c]);
@@ -134,12 +155,13 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
             }
         }
     };
-    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and each element would wait for
+    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and
+    // each element would wait for
     // the one before.
-    constexpr int BATCH = NX == 8 ? 2 : 4;
-    const int thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
-    float v[BATCH][NX];
-    const auto fetch = [&](int begin) {
+    constexpr int BATCH  = NX == 8 ? 2 : 4;
+    const int     thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
+    float         v[BATCH][NX];
+    const auto    fetch = [&](int begin) {
 #pragma unroll
         for (int k = 0; k < BATCH; k++) {
 #pragma unroll
@@ -180,7 +202,7 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
                 break;
             }
             const float weight = NORM ? xs[i * x_words(NX)] : 1.0f;
-            word w;
+            word        w;
 #pragma unroll
             for (int c = 0; c < NX; c++) {
                 if (NORM && ROUNDS) {
@@ -202,11 +224,13 @@ template <typename T, int NX, bool NORM> __device__ __forceinline__ void store_x
     }
 }
 
-// Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and the warps' sums of
+// Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and
+// the warps' sums of
 // squares go to partial. Ends with a barrier.
-template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
-    const float * x = p.x + column * p.ldx;
-    const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+template <typename T, int NX>
+__device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
+    const float * x       = p.x + column * p.ldx;
+    const int     threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if (NX == 1 && !p.norm_weight) {
         for (int i = thread; i < p.cols; i += threads) {
             copy_float(xs + i, x + i);
@@ -224,7 +248,8 @@ template <typename T, int NX> __device__ __forceinline__ void fill_x(float * xs,
     __syncthreads();
 }
 
-// n floats to shared memory, in vectors; a thread gets those that it has in finish_x. By cp.async: in registers they would share a scoreboard with the
+// n floats to shared memory, in vectors; a thread gets those that it has in finish_x. By cp.async: in registers they
+// would share a scoreboard with the
 // sparse weights, and what waits for them would wait for these, too (notes, section 24).
 __device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
 #pragma unroll 1
@@ -234,20 +259,21 @@ __device__ __forceinline__ void request_vectors(float * to, const float * from, 
     commit_copies();
 }
 
-// What is left to do when one column of x, and the weights of its norm, have been requested in vectors: x times weights, the warps' sums of squares of x
+// What is left to do when one column of x, and the weights of its norm, have been requested in vectors: x times
+// weights, the warps' sums of squares of x
 // to partial, and the words that repeat. Ends with a barrier.
 __device__ __forceinline__ void finish_x(float * xs, const float * weights, float * partial, const sparse_launch & p) {
-    const int thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
-    const bool norm = p.norm_weight;
-    float squares = 0.0f;
+    const int  thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
+    const bool norm    = p.norm_weight;
+    float      squares = 0.0f;
     wait_for_committed_copies();
 #pragma unroll 1
     for (int i = thread * 4; i < (norm ? p.cols : p.overshoot); i += step) {
         float4 v = *reinterpret_cast<const float4 *>(xs + i);
         if (norm) {
-            const float4 w = *reinterpret_cast<const float4 *>(weights + i);
-            squares = add_squares(squares, v);
-            v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+            const float4 w                      = *reinterpret_cast<const float4 *>(weights + i);
+            squares                             = add_squares(squares, v);
+            v                                   = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
             *reinterpret_cast<float4 *>(xs + i) = v;
         }
         if (i < p.overshoot) { // the modulus is no multiple of 4
@@ -277,41 +303,44 @@ __device__ __forceinline__ uint32_t in_register(uint32_t v) {
     return v;
 }
 
-// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a lane, so that there are fewer
+// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a
+// lane, so that there are fewer
 // shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
 template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float (&v)[NX], int lane) {
     if constexpr (NX == 1) {
         return warp_sum<LANES>(v[0]);
     } else {
         const bool upper = lane & LANES / 2;
-        float half[NX / 2];
+        float      half[NX / 2];
 #pragma unroll
         for (int c = 0; c < NX / 2; c++) {
-            half[c] = (upper ? v[c + NX / 2] : v[c]) + __shfl_xor_sync(FULL_WARP, upper ? v[c] : v[c + NX / 2], LANES / 2);
+            half[c] =
+                (upper ? v[c + NX / 2] : v[c]) + __shfl_xor_sync(FULL_WARP, upper ? v[c] : v[c + NX / 2], LANES / 2);
         }
         return sum_columns<LANES / 2, NX / 2>(half, lane);
     }
 }
 
-template <
-    typename T,    // of the values
-    int BITS,      // of a code
-    int LANES,     // runs per row
-    bool STRIPED,
-    int NX,        // columns of x
-    bool GROUPED,  // several matrices, or gate and up
-    int THREADS,   // at most
-    int DEPTH>     // groups ahead
+template <typename T, // of the values
+          int  BITS,  // of a code
+          int  LANES, // runs per row
+          bool STRIPED,
+          int  NX,      // columns of x
+          bool GROUPED, // several matrices, or gate and up
+          int  THREADS, // at most
+          int  DEPTH>    // groups ahead
 __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant__ sparse_launch p) {
-    constexpr int  ROWS    = 32 / LANES; // of a unit
-    constexpr bool COMPACT = std::is_same<T, compact_f16>::value;
-    constexpr uint32_t shift = SHIFT<BITS, STRIPED>;
-    constexpr bool POINTERS = GROUPED && NX == 1 && COMPACT; // to each row's groups, as there are registers for them
-    constexpr bool AHEAD    = !GROUPED && NX == 1;           // so is what is added to the results, and where they belong: known before they are
-    constexpr int  KEPT     = LANES / NX;                    // units whose results the lanes keep, to be stored side by side
+    constexpr int      ROWS    = 32 / LANES; // of a unit
+    constexpr bool     COMPACT = std::is_same<T, compact_f16>::value;
+    constexpr uint32_t shift   = SHIFT<BITS, STRIPED>;
+    constexpr bool POINTERS    = GROUPED && NX == 1 && COMPACT; // to each row's groups, as there are registers for them
+    // so is what is added to the results, and where they belong: known before they are
+    constexpr bool AHEAD = !GROUPED && NX == 1;
+    // units whose results the lanes keep, to be stored side by side
+    constexpr int     KEPT = LANES / NX;
     extern __shared__ __align__(16) float shared_words[];
-    float * partial = shared_words;
-    float * xs      = partial + NX * 32;
+    float *                               partial = shared_words;
+    float *                               xs      = partial + NX * 32;
 
     const int lane   = threadIdx.x % LANES;
     const int sub    = threadIdx.x % 32 / LANES;
@@ -323,19 +352,24 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     const uint32_t origin    = DIRECT<T, BITS, STRIPED, NX> ? x_address : 0;
     const uint32_t limit     = in_register(origin + p.lap); // where x starts again
 
-    const bool aligned = NX == 1 && p.aligned;
-    float * norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
-    const int row_offset = p.expert_ids ? expert_row(p, column) : 0;
+    const bool aligned      = NX == 1 && p.aligned;
+    float *    norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
+    const int  row_offset   = p.expert_ids ? expert_row(p, column) : 0;
 
-    struct row_start { int matrix, begin, end; uint32_t base; int tail; }; // tail: COMPACT, as what is named spill further down
+    // tail: COMPACT, as what is named spill further down
+    struct row_start {
+        int      matrix, begin, end;
+        uint32_t base;
+        int      tail;
+    };
     const auto fetch = [&](int j) {
         const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, j);
-        row_start s = { t.matrix, 0, 0, 0, 0 };
+        row_start         s = { t.matrix, 0, 0, 0, 0 };
         if (t.valid && row_offset >= 0) {
-            const sparse_operand & m = p.m[t.matrix];
-            const int row = m.row_begin + row_offset + t.row;
-            s.begin = __ldg(m.row_ptr + row);
-            s.end   = __ldg(m.row_ptr + row + 1);
+            const sparse_operand & m   = p.m[t.matrix];
+            const int              row = m.row_begin + row_offset + t.row;
+            s.begin                    = __ldg(m.row_ptr + row);
+            s.end                      = __ldg(m.row_ptr + row + 1);
             if (COMPACT) {
                 s.tail = __ldg(m.tails + row);
             }
@@ -345,16 +379,21 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     };
 
     // this thread's run of a row
-    struct cursor { int matrix, slot, begin, end, end_of_spilled, steps; uint32_t at; const uint8_t * values; }; // groups in steps begin ... end-1, then spilled ones
+    // groups in steps begin ... end-1, then spilled ones
+    struct cursor {
+        int             matrix, slot, begin, end, end_of_spilled, steps;
+        uint32_t        at;
+        const uint8_t * values;
+    };
     const auto begin_row = [&](const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
-        cursor c;
-        c.matrix = s.matrix;
-        c.slot   = row.slot(lane, LANES, 0);
-        c.begin  = row.first_step(lane);
-        c.end    = row.end_step(lane, LANES);
+        cursor           c;
+        c.matrix         = s.matrix;
+        c.slot           = row.slot(lane, LANES, 0);
+        c.begin          = row.first_step(lane);
+        c.end            = row.end_step(lane, LANES);
         c.end_of_spilled = row.end_of_spilled(lane, LANES);
-        c.steps  = row.end_of_spilled(0, LANES);
+        c.steps          = row.end_of_spilled(0, LANES);
         if (POINTERS) {
             c.values = p.m[s.matrix].values + static_cast<int64_t>(c.slot) * (2 * CUDA_SPARSE_GROUP);
             c.slot   = 0;
@@ -368,24 +407,32 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     };
 
     group<T, BITS, NX> now[DEPTH];
-    const auto load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
+    const auto         load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
         if (step >= c.begin && step < c.end_of_spilled) {
             g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].codes, c.slot + step * LANES);
         }
     };
 
-    // The results of up to KEPT units, from `number` on (counted by warp): where the one that this thread keeps belongs, and what is added to it.
+    // The results of up to KEPT units, from `number` on (counted by warp): where the one that this thread keeps
+    // belongs, and what is added to it.
     // lane % KEPT says which unit, lane / KEPT which column.
-    struct kept_result { float * y; float added; };
+    struct kept_result {
+        float * y;
+        float   added;
+    };
     const auto expect_results = [&](int number) {
-        const sparse_task t = task_at<GROUPED, ROWS>(p, first, stride, sub, (number + lane % KEPT) * (GROUPED && p.silu_mul ? 2 : 1));
+        const sparse_task t =
+            task_at<GROUPED, ROWS>(p, first, stride, sub, (number + lane % KEPT) * (GROUPED && p.silu_mul ? 2 : 1));
         const int k = column + lane / KEPT;
-        return t.valid && k < p.n_columns ? kept_result{ result_at(p.m[t.matrix], k, t.row), added_to_result(p, p.m[t.matrix], k, t.row) } : kept_result{ nullptr, 0.0f };
+        return t.valid && k < p.n_columns
+                   ? kept_result{ result_at(p.m[t.matrix], k, t.row), added_to_result(p, p.m[t.matrix], k, t.row) }
+                   : kept_result{ nullptr, 0.0f };
     };
 
-    // An SM's loads come back in order: where x takes a pass of its own for its norm, it is requested before the sparse weights are (notes, sections 21, 24).
-    const bool x_first = aligned && p.norm_weight;
-    const row_start start = fetch(0);
+    // An SM's loads come back in order: where x takes a pass of its own for its norm, it is requested before the sparse
+    // weights are (notes, sections 21, 24).
+    const bool      x_first = aligned && p.norm_weight;
+    const row_start start   = fetch(0);
     if (x_first) {
         request_vectors(norm_weights, p.norm_weight, p.cols);
     }
@@ -425,19 +472,19 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
     float result = 0.0f, gate = 0.0f; // of the unit and column that this thread keeps
     for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
-        float sum[group<T, BITS, NX>::CHAINS][NX] = {};
+        float     sum[group<T, BITS, NX>::CHAINS][NX] = {};
         const int matrix = c.matrix, begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, steps = c.steps;
-        uint32_t at = c.at;
-        int step = 0;
-        bool more;
+        uint32_t  at   = c.at;
+        int       step = 0;
+        bool      more;
         do {
             group<T, BITS, NX> next[DEPTH];
-            int to = step + DEPTH;
-            more = to < steps;
+            int                to = step + DEPTH;
+            more                  = to < steps;
             if (!more) {
-                c = begin_row(ahead);
+                c     = begin_row(ahead);
                 ahead = fetch(j + 2);
-                to = 0;
+                to    = 0;
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
@@ -475,17 +522,18 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int k = 0; k < NX; k++) {
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
-        const float y = sum_columns<LANES, NX>(total, lane) * (COMPACT ? p.m[matrix].power : 1.0f);
-        const int number = GROUPED && p.silu_mul ? j / 2 : j;
-        const bool mine = number % KEPT == lane % KEPT;
+        const float y      = sum_columns<LANES, NX>(total, lane) * (COMPACT ? p.m[matrix].power : 1.0f);
+        const int   number = GROUPED && p.silu_mul ? j / 2 : j;
+        const bool  mine   = number % KEPT == lane % KEPT;
         if (GROUPED && p.silu_mul && j % 2 == 0) {
             gate = mine ? y : gate;
             continue;
         }
-        result = mine ? y : result;
+        result          = mine ? y : result;
         const bool last = first + (number + 1) * stride >= p.n_units;
         if (last || number % KEPT == KEPT - 1) {
-            if (lane % KEPT <= number % KEPT) { // others may be of matrices whose parameters were never read: that takes long
+            // others may be of matrices whose parameters were never read: that takes long
+            if (lane % KEPT <= number % KEPT) {
                 if (!AHEAD) {
                     kept = expect_results(number / KEPT * KEPT);
                 }
@@ -513,33 +561,40 @@ cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int gri
     }
     p.lap     = static_cast<uint32_t>(p.modulus) * 4 * scale;
     p.aligned = NX == 1 && takes_vectors(p);
-    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32, runs_shared_nbytes(p, NX), blocks, grid_y, stream);
+    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32,
+                         runs_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 
-template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+template <typename T, int BITS, int LANES, bool STRIPED>
+cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     // one block per SM: x is in shared memory once
-    const int blocks = std::min(device.multiprocessors, p.n_units);
-    const int units  = (p.n_units + blocks - 1) / blocks;
+    const int  blocks  = std::min(device.multiprocessors, p.n_units);
+    const int  units   = (p.n_units + blocks - 1) / blocks;
     const bool grouped = p.n_matrices > 1;
     if constexpr (LANES <= 16) {
         if (units <= 16 && nx > 1) { // as for one column, below
             return nx == 8 ? launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 512, 3>(p, blocks, 16, grid_y, stream)
-                : nx == 4  ? launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 512, 4>(p, blocks, 16, grid_y, stream)
-                           : launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 512, 4>(p, blocks, 16, grid_y, stream);
+                   : nx == 4
+                       ? launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 512, 4>(p, blocks, 16, grid_y, stream)
+                       : launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 512, 4>(p, blocks, 16, grid_y, stream);
         }
     }
     if (nx == 8) { // 8 sums and 8 x per thread: no registers for more groups ahead
-        return launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 1024, 1>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+        return launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 1024, 1>(p, blocks, warps_for(units, 24, 32),
+                                                                             grid_y, stream);
     }
     if (nx == 4) {
-        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 2>(p, blocks, warps_for(units, 24, 32),
+                                                                             grid_y, stream);
     }
     if (nx == 2) {
-        return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32), grid_y, stream);
+        return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32),
+                                                                             grid_y, stream);
     }
-    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. Else 32 warps with 2 groups ahead or 24 with 3
+    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. Else 32 warps
+    // with 2 groups ahead or 24 with 3
     // are 40 KB in flight.
     if (units <= 16) {
         return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
@@ -547,30 +602,39 @@ template <typename T, int BITS, int LANES, bool STRIPED> cudaError_t launch_runs
     }
     const int warps = BITS < 6 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
     if (warps <= 24) {
-        return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
-                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
+        return grouped
+                   ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
+                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
     }
     return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
                    : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y, stream);
 }
 
-template <typename T, int BITS, bool STRIPED> cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+template <typename T, int BITS, bool STRIPED>
+cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
     if constexpr (!STRIPED && BITS < 6) {
         return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
     } else {
         switch (lanes) {
-            case 8:  return launch_runs_shape<T, BITS,  8, STRIPED>(p, nx, grid_y, stream);
+            case 8:  return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
             case 16: return launch_runs_shape<T, BITS, 16, STRIPED>(p, nx, grid_y, stream);
             default: return launch_runs_shape<T, BITS, 32, STRIPED>(p, nx, grid_y, stream);
         }
     }
 }
 
-template <typename T> cudaError_t launch_runs(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream) {
+template <typename T>
+cudaError_t launch_runs(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream) {
     switch (p.m[0].delta_bits) {
-        case 1:  return striped ? launch_runs_lanes<T, 1, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 1, false>(p, lanes, nx, grid_y, stream);
-        case 2:  return striped ? launch_runs_lanes<T, 2, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 2, false>(p, lanes, nx, grid_y, stream);
-        case 4:  return striped ? launch_runs_lanes<T, 4, true>(p, lanes, nx, grid_y, stream) : launch_runs_lanes<T, 4, false>(p, lanes, nx, grid_y, stream);
+        case 1:
+            return striped ? launch_runs_lanes<T, 1, true>(p, lanes, nx, grid_y, stream)
+                           : launch_runs_lanes<T, 1, false>(p, lanes, nx, grid_y, stream);
+        case 2:
+            return striped ? launch_runs_lanes<T, 2, true>(p, lanes, nx, grid_y, stream)
+                           : launch_runs_lanes<T, 2, false>(p, lanes, nx, grid_y, stream);
+        case 4:
+            return striped ? launch_runs_lanes<T, 4, true>(p, lanes, nx, grid_y, stream)
+                           : launch_runs_lanes<T, 4, false>(p, lanes, nx, grid_y, stream);
         default: return launch_runs_lanes<T, 8, false>(p, lanes, nx, grid_y, stream);
     }
 }

@@ -1,8 +1,12 @@
-// y = W x for 9 to 32 columns of x on tensor cores, W in the COMPACT layout: rows become dense in shared memory, a tile of them at a time, and are multiplied there.
+// y = W x for 9 to 32 columns of x on tensor cores, W in the COMPACT layout: rows become dense in shared memory, a tile
+// of them at a time, and are multiplied there.
 //
-//   stage_kernel   x, normalized, in 16 bits and in the order of the tensor cores' operands, into memory that the caller has for it
-//   tiles_kernel   one block per SM: each warp makes some of the tile's rows dense, 32 runs at a time; all meet; each multiplies a share of the columns of
-//                  all rows, and leaves zeros; all meet; the shares are added up. The next rows' first groups are on their way meanwhile.
+//   stage_kernel   x, normalized, in 16 bits and in the order of the tensor cores' operands, into memory that the
+//                  caller has for it
+//   tiles_kernel   one block per SM: each warp makes some of the tile's rows dense, 32 runs at a time; all meet; each
+//                  multiplies a share of the columns of
+//                  all rows, and leaves zeros; all meet; the shares are added up. The next rows' first groups are on
+//                  their way meanwhile.
 //
 // Measurements, and what bounds it: docs/notes-gpu-kernels.md, sections 29 and 30.
 #include "cuda/lib/mma.cuh"
@@ -24,19 +28,25 @@ struct tiles_launch {
 
 constexpr int STAGE_THREADS = 256;
 
-// blocks along y for two columns that share operands, 8 apart, along x for some of their elements; zeros for columns that are not there
-static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
+// blocks along y for two columns that share operands, 8 apart, along x for some of their elements; zeros for columns
+// that are not there
+static __global__ void __launch_bounds__(STAGE_THREADS)
+    stage_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
     __shared__ float2 partial[STAGE_THREADS / 32];
-    const int set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x, i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
+    const int         set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x,
+              i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
     cuda_allow_next();
     cuda_wait_for_previous();
-    const auto column_of_x = [&](int j) { return reinterpret_cast<const float4 *>(p.x + min(j, p.n_columns - 1) * p.ldx); };
-    const float4 * x0 = column_of_x(column), * x1 = column_of_x(column + 8), * weights = reinterpret_cast<const float4 *>(p.norm_weight);
+    const auto column_of_x = [&](int j) {
+        return reinterpret_cast<const float4 *>(p.x + min(j, p.n_columns - 1) * p.ldx);
+    };
+    const float4 *x0 = column_of_x(column), *x1 = column_of_x(column + 8),
+                 *weights = reinterpret_cast<const float4 *>(p.norm_weight);
     const float4 v0 = x0[min(i, n - 1)], v1 = x1[min(i, n - 1)];
-    float4 w0 = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-    float2 scale = make_float2(column < p.n_columns ? 1.0f : 0.0f, column + 8 < p.n_columns ? 1.0f : 0.0f);
+    float4       w0    = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    float2       scale = make_float2(column < p.n_columns ? 1.0f : 0.0f, column + 8 < p.n_columns ? 1.0f : 0.0f);
     if (weights) { // each block needs all of a column
-        w0 = weights[min(i, n - 1)];
+        w0             = weights[min(i, n - 1)];
         float2 squares = make_float2(0.0f, 0.0f);
 #pragma unroll 4
         for (int k = thread; k < n; k += STAGE_THREADS) {
@@ -53,8 +63,10 @@ static __global__ void __launch_bounds__(STAGE_THREADS) stage_kernel(const __gri
     }
     if (i < n) { // four columns of W: half of what a thread has of an operand
         x16[((i / 8 * (gridDim.y / 8) + set) * 2 + i % 2) * 32 + blockIdx.y % 8 * 4 + i % 8 / 2] =
-            make_uint4(pack_pair(__half(), v0.x * scale.x * w0.x, v0.y * scale.x * w0.y), pack_pair(__half(), v1.x * scale.y * w0.x, v1.y * scale.y * w0.y),
-                       pack_pair(__half(), v0.z * scale.x * w0.z, v0.w * scale.x * w0.w), pack_pair(__half(), v1.z * scale.y * w0.z, v1.w * scale.y * w0.w));
+            make_uint4(pack_pair(__half(), v0.x * scale.x * w0.x, v0.y * scale.x * w0.y),
+                       pack_pair(__half(), v1.x * scale.y * w0.x, v1.y * scale.y * w0.y),
+                       pack_pair(__half(), v0.z * scale.x * w0.z, v0.w * scale.x * w0.w),
+                       pack_pair(__half(), v1.z * scale.y * w0.z, v1.w * scale.y * w0.w));
     }
 }
 
@@ -67,15 +79,21 @@ static __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, __half2 pow
 }
 // place -= lap from limit on, in two instructions
 static __device__ __forceinline__ void fold(uint32_t & place, uint32_t limit, uint32_t lap) {
-    asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}" : "+r"(place) : "r"(limit), "r"(lap));
+    asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}"
+        : "+r"(place)
+        : "r"(limit), "r"(lap));
 }
 template <int OFFSET> static __device__ __forceinline__ void store_half(uint32_t address, uint32_t value) {
-    asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value)) : "memory");
+    asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value))
+                 : "memory");
 }
 // what is there, and zeros instead
 static __device__ __forceinline__ uint4 take_words(uint32_t address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
     return v;
 }
@@ -83,26 +101,26 @@ static __device__ __forceinline__ uint4 take_words(uint32_t address) {
 // a code step: 32 columns of 16 bits, or with codes of 6 bits one
 constexpr uint32_t tile_unit(int bits) { return bits == 6 ? 2 : 64; }
 
-template <
-    int BITS,   // of a code
-    int LANES,  // runs per row
-    int BLOCKS, // of 8 rows in a tile
-    int SETS,   // of 16 columns of x
-    int WARPS,
-    int DEPTH>  // groups ahead
+template <int BITS,   // of a code
+          int LANES,  // runs per row
+          int BLOCKS, // of 8 rows in a tile
+          int SETS,   // of 16 columns of x
+          int WARPS,
+          int DEPTH> // groups ahead
 __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_constant__ tiles_launch q) {
-    constexpr int ROWS    = 32 / LANES; // of a warp
-    constexpr int TILE    = 8 * BLOCKS; // rows
-    constexpr int ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
-    constexpr bool STRIPED = BITS != 6;
-    constexpr uint32_t UNIT = tile_unit(BITS); // bytes from one code step to the next
-    constexpr int SUMS    = BLOCKS * SETS * 4; // per thread
-    constexpr int TURNS   = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
-    constexpr int X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
-    static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS), "all warps that have rows have as many");
+    constexpr int      ROWS    = 32 / LANES; // of a warp
+    constexpr int      TILE    = 8 * BLOCKS; // rows
+    constexpr int      ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
+    constexpr bool     STRIPED = BITS != 6;
+    constexpr uint32_t UNIT    = tile_unit(BITS);                // bytes from one code step to the next
+    constexpr int      SUMS    = BLOCKS * SETS * 4;              // per thread
+    constexpr int      TURNS = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
+    constexpr int      X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
+    static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
+                  "all warps that have rows have as many");
     extern __shared__ __align__(128) uint8_t tile[];
-    const sparse_launch & p = q.p;
-    float * sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
+    const sparse_launch &                    p    = q.p;
+    float *                                  sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
     const uint32_t lap = static_cast<uint32_t>(p.modulus) * 2;
@@ -115,34 +133,43 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         }
         return task_at<true, TILE>(p, t, 0, r, 0);
     };
-    struct row_start { int matrix, begin, end; uint32_t base; int tail; };
+    struct row_start {
+        int      matrix, begin, end;
+        uint32_t base;
+        int      tail;
+    };
     const auto fetch = [&](int turn) { // of this warp, TURNS to a tile
-        const int r = row_of_tile + turn % TURNS * (WARPS * ROWS);
+        const int         r    = row_of_tile + turn % TURNS * (WARPS * ROWS);
         const sparse_task task = task_of(blockIdx.x + turn / TURNS * gridDim.x, r);
-        row_start s = {};
+        row_start         s    = {};
         if (task.valid && r < TILE) {
             const sparse_operand & m = p.m[task.matrix];
-            s.matrix = task.matrix;
-            const int row = m.row_begin + task.row;
-            s.begin = __ldg(m.row_ptr + row);
-            s.end   = __ldg(m.row_ptr + row + 1);
-            s.tail  = __ldg(m.tails + row);
-            s.base  = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
+            s.matrix                 = task.matrix;
+            const int row            = m.row_begin + task.row;
+            s.begin                  = __ldg(m.row_ptr + row);
+            s.end                    = __ldg(m.row_ptr + row + 1);
+            s.tail                   = __ldg(m.tails + row);
+            s.base                   = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
         }
         return s;
     };
-    // this thread's run: groups in steps begin ... end-1, spilled ones up to end_of_spilled. whole: steps in front of the last of any run; one of those has the row's end
-    struct cursor { int matrix, begin, end, end_of_spilled, whole, steps; uint32_t base; const uint4 * groups; };
+    // this thread's run: groups in steps begin ... end-1, spilled ones up to end_of_spilled. whole: steps in front of
+    // the last of any run; one of those has the row's end
+    struct cursor {
+        int           matrix, begin, end, end_of_spilled, whole, steps;
+        uint32_t      base;
+        const uint4 * groups;
+    };
     const auto begin_row = [&](const row_start & s) {
         const row_places row(s.begin, s.end, s.tail);
-        cursor c;
-        c.matrix = s.matrix;
-        c.groups = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
-        c.begin  = row.first_step(lane);
-        c.end    = row.end_step(lane, LANES);
+        cursor           c;
+        c.matrix         = s.matrix;
+        c.groups         = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
+        c.begin          = row.first_step(lane);
+        c.end            = row.end_step(lane, LANES);
         c.end_of_spilled = row.end_of_spilled(lane, LANES);
-        c.whole  = row.end_step(LANES - 1, LANES) - 1;
-        c.steps  = row.end_of_spilled(0, LANES);
+        c.whole          = row.end_step(LANES - 1, LANES) - 1;
+        c.steps          = row.end_of_spilled(0, LANES);
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.whole = min(c.whole, __shfl_xor_sync(FULL_WARP, c.whole, offset));
@@ -152,7 +179,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         return c;
     };
     group_bits<compact_f16, BITS> now[DEPTH];
-    const auto load = [&](const cursor & c, int first) {
+    const auto                    load = [&](const cursor & c, int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (first + d >= c.begin && first + d < c.end_of_spilled) {
@@ -164,7 +191,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     cursor c = begin_row(fetch(0));
     load(c, 0);
     row_start ahead = fetch(1);
-    int turn = 0;
+    int       turn  = 0;
     for (int i = threadIdx.x; i < TILE * q.pitch / 16; i += WARPS * 32) {
         reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
     }
@@ -175,7 +202,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     for (int t = blockIdx.x; t < p.n_units; t += gridDim.x) {
         for (int row = row_of_tile; warp * ROWS < TILE && row < TILE; row += WARPS * ROWS, turn++) {
             const uint32_t mine = shared_address(tile) + row * q.pitch;
-            uint32_t limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
+            uint32_t       limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
 #pragma unroll
             for (int k = 0; k <= ENTRIES; k++) {
                 limit[k] = mine + lap - k % ENTRIES * UNIT;
@@ -183,12 +210,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             }
             const __half2 power = __float2half2_rn(p.m[c.matrix].power);
             const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, whole = c.whole, steps = c.steps;
-            uint32_t at = mine + c.base * 2;
+            uint32_t  at       = mine + c.base * 2;
             const auto scatter = [&](const group_bits<compact_f16, BITS> & group, auto all) {
-                const uint4 v = group.words();
-                const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power), scale_pair(v.w, power) };
-                at = group.walk(at, p.weight, [&](auto entry, uint32_t place) {
-                    constexpr int k = decltype(entry)::value;
+                const uint4    v        = group.words();
+                const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power),
+                                            scale_pair(v.w, power) };
+                at                      = group.walk(at, p.weight, [&](auto entry, uint32_t place) {
+                    constexpr int  k     = decltype(entry)::value;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
                     if (STRIPED) {
                         fold(place, limit[k], lap);
@@ -202,7 +230,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                     fold(at, limit[ENTRIES], lap);
                 }
             };
-            int step = 0;
+            int  step = 0;
             bool more;
             do {
                 group_bits<compact_f16, BITS> have[DEPTH];
@@ -212,7 +240,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 }
                 more = step + DEPTH < steps;
                 if (!more) {
-                    c = begin_row(ahead);
+                    c     = begin_row(ahead);
                     ahead = fetch(turn + 2);
                 }
                 load(c, more ? step + DEPTH : 0);
@@ -222,7 +250,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                         if (step + d >= begin) {
                             scatter(have[d], std::true_type());
                         }
-                    } else if (step + d >= begin && step + d < end) { // fillers behind the row's entries would hit the first ones
+                        // fillers behind the row's entries would hit the first ones
+                    } else if (step + d >= begin && step + d < end) {
                         scatter(have[d], std::false_type());
                     }
                 }
@@ -242,9 +271,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 step += DEPTH;
             } while (more);
         }
-        // A thread has 8 columns of row l / 4 of each block, and the same ones for columns l / 4 and l / 4 + 8 of each 16 of x: their order does not matter
-        const int l = threadIdx.x % 32, last = p.cols / 32 - 1;
-        uint4 a[X_AHEAD][2 * SETS];
+        // A thread has 8 columns of row l / 4 of each block, and the same ones for columns l / 4 and l / 4 + 8 of each
+        // 16 of x: their order does not matter
+        const int  l = threadIdx.x % 32, last = p.cols / 32 - 1;
+        uint4      a[X_AHEAD][2 * SETS];
         const auto request = [&](uint4 * to, int k) {
 #pragma unroll
             for (int i = 0; i < 2 * SETS; i++) {
@@ -257,8 +287,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         }
         __syncthreads();
         if (warp < q.shares) {
-            float sum[BLOCKS][SETS][4] = {};
-            const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
+            float          sum[BLOCKS][SETS][4] = {};
+            const uint32_t rows_at              = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
 #pragma unroll X_AHEAD
             for (int k = warp; k <= last; k += q.shares) {
                 uint4 x[2 * SETS];
@@ -272,7 +302,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                     const uint4 b = take_words(rows_at + r * 8 * q.pitch + k * 64);
 #pragma unroll
                     for (int s = 0; s < SETS; s++) {
-                        const uint32_t lower[4] = { x[2 * s].x, x[2 * s].y, x[2 * s].z, x[2 * s].w }, upper[4] = { x[2 * s + 1].x, x[2 * s + 1].y, x[2 * s + 1].z, x[2 * s + 1].w };
+                        const uint32_t lower[4] = { x[2 * s].x, x[2 * s].y, x[2 * s].z, x[2 * s].w },
+                                       upper[4] = { x[2 * s + 1].x, x[2 * s + 1].y, x[2 * s + 1].z, x[2 * s + 1].w };
                         multiply_add<__half>(sum[r][s], lower, b.x, b.y);
                         multiply_add<__half>(sum[r][s], upper, b.z, b.w);
                     }
@@ -285,7 +316,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         }
         __syncthreads();
         const auto sum_of = [&](int row, int column) {
-            const float * s = sums + ((row / 8 * SETS + column / 16) * 4 + column % 16 / 8 * 2 + row % 2) * 32 + column % 8 * 4 + row % 8 / 2;
+            const float * s = sums + ((row / 8 * SETS + column / 16) * 4 + column % 16 / 8 * 2 + row % 2) * 32 +
+                              column % 8 * 4 + row % 8 / 2;
             float y = 0.0f;
 #pragma unroll 4
             for (int w = 0; w < q.shares; w++) {
@@ -294,10 +326,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             return y;
         };
         for (int i = threadIdx.x; i < TILE * p.n_columns; i += WARPS * 32) {
-            const int row = i % TILE, column = i / TILE;
+            const int         row = i % TILE, column = i / TILE;
             const sparse_task task = task_of(t, row);
             if (task.valid && !(p.silu_mul && task.matrix)) {
-                store_result<true>(p, task, column, sum_of(p.silu_mul ? row + TILE / 2 : row, column), p.silu_mul ? sum_of(row, column) : 0.0f);
+                store_result<true>(p, task, column, sum_of(p.silu_mul ? row + TILE / 2 : row, column),
+                                   p.silu_mul ? sum_of(row, column) : 0.0f);
             }
         }
     }
@@ -305,7 +338,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
 
 // ---- launch ----
 
-// bytes of a row of a tile: for all places of the layout; 64 beyond whole 128, so that rows that are read together lie in other banks
+// bytes of a row of a tile: for all places of the layout; 64 beyond whole 128, so that rows that are read together lie
+// in other banks
 static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
 // bytes of the sums of a warp
 static constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
@@ -322,12 +356,14 @@ static int most_tile_blocks(int modulus, int shared_nbytes) {
 // those with which all multiprocessors are done soonest
 static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
     constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making so many rows dense
-    int rows = 0, best = 0, least = 0;
+    int           rows = 0, best = 0, least = 0;
     for (int i = 0; i < p.n_matrices; i++) {
         rows += p.m[i].n_rows;
     }
     for (int blocks = most_tile_blocks(p.modulus, device.shared_nbytes); blocks > 0; blocks--) {
-        const int tiles = (rows + 8 * blocks - 1) / (8 * blocks), turns = (tiles + device.multiprocessors - 1) / device.multiprocessors, cost = turns * (8 * blocks + MULTIPLICATION);
+        const int tiles = (rows + 8 * blocks - 1) / (8 * blocks),
+                  turns = (tiles + device.multiprocessors - 1) / device.multiprocessors,
+                  cost  = turns * (8 * blocks + MULTIPLICATION);
         if (!best || cost < least) {
             best  = blocks;
             least = cost;
@@ -337,21 +373,27 @@ static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & de
 }
 
 bool takes_tiles(const cuda_sparse_matrix & w) {
-    constexpr int MAX_EXPONENT = 15; // 2^exponent is an F16
+    constexpr int    MAX_EXPONENT = 15; // 2^exponent is an F16
     cuda_device_info device;
-    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
-        cuda_current_device(&device) == cudaSuccess && most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
+    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 &&
+           w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
+           most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
 
-template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense soonest with 24 warps; x of 32 columns comes sooner
+template <int BITS, int LANES, int BLOCKS, int SETS>
+static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense
+    // soonest with 24 warps; x of 32 columns comes sooner
     // with 12, which have registers for it.
-    constexpr int TILE = 8 * BLOCKS, WARPS = BLOCKS == 3 && LANES == 32 && SETS == 1 ? 24 : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12 : 16,
-                  DEPTH = BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16);
+    constexpr int TILE            = 8 * BLOCKS,
+                  WARPS           = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
+                                    : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
+                                                                                 : 16,
+                  DEPTH           = BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16);
     constexpr int64_t SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
-    sparse_launch & p = q.p;
-    const int rows = p.silu_mul ? TILE / 2 : TILE;
-    p.n_units = 0;
+    sparse_launch &   p           = q.p;
+    const int         rows        = p.silu_mul ? TILE / 2 : TILE;
+    p.n_units                     = 0;
     for (int i = 0; i < p.n_matrices; i++) {
         p.m[i].first_unit = p.n_units;
         p.n_units += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
@@ -359,22 +401,27 @@ template <int BITS, int LANES, int BLOCKS, int SETS> static cudaError_t launch_t
     q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
     q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SUMS_NBYTES));
     const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_units)));
-    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32, TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
+    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32,
+                         TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
 }
-template <int BITS, int LANES, int BLOCKS> static cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream) : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
+template <int BITS, int LANES, int BLOCKS>
+static cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+    return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream)
+                               : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
 }
-template <int BITS, int LANES> static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+template <int BITS, int LANES>
+static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     switch (best_tile_blocks(q.p, device)) {
         case 3:  return launch_tiles_sets<BITS, LANES, 3>(q, device, stream);
         case 2:  return launch_tiles_sets<BITS, LANES, 2>(q, device, stream);
         default: return launch_tiles_sets<BITS, LANES, 1>(q, device, stream);
     }
 }
-template <int BITS> static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
+template <int BITS>
+static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     set_compact_weights(q.p.weight, BITS, tile_unit(BITS));
     switch (q.p.lanes) {
-        case 8:  return launch_tiles_blocks<BITS,  8>(q, device, stream);
+        case 8:  return launch_tiles_blocks<BITS, 8>(q, device, stream);
         case 16: return launch_tiles_blocks<BITS, 16>(q, device, stream);
         default: return launch_tiles_blocks<BITS, 32>(q, device, stream);
     }
@@ -384,8 +431,10 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
-    const dim3 blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS, p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
-    CUDA_TRY(cuda_launch(stage_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p, static_cast<uint4 *>(x16)));
+    const dim3   blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS,
+                      p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
+    CUDA_TRY(cuda_launch(stage_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p,
+                         static_cast<uint4 *>(x16)));
     switch (p.m[0].delta_bits) {
         case 2:  return launch_tiles_bits<2>(q, device, stream);
         case 3:  return launch_tiles_bits<3>(q, device, stream);

@@ -1,4 +1,5 @@
-// Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the layout
+// Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the
+// layout
 // (sparse-layout.h). The host only copies.
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/groups.cuh"
@@ -14,12 +15,13 @@ namespace macko::cuda {
 
 // ---- order of a row's entries ----
 
-// RUNS: place q is column q. STRIPED: place q is position (q + start) mod modulus; start differs for rows that share a warp, so that
+// RUNS: place q is column q. STRIPED: place q is position (q + start) mod modulus; start differs for rows that share a
+// warp, so that
 // their first runs do not begin in the same bank.
 struct row_order {
-    int  places; // of a row
-    int  width;  // stripe; 0: RUNS
-    int  start;
+    int places; // of a row
+    int width;  // stripe; 0: RUNS
+    int start;
 
     __device__ row_order(const cuda_sparse_matrix & m, int64_t row) {
         width  = m.stripe;
@@ -39,17 +41,17 @@ struct row_order {
 // ---- one row, canonical, as dense values in shared memory ----
 
 static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, uint16_t * dense, int n_dense) {
-    const int lane = threadIdx.x % 32;
+    const int        lane   = threadIdx.x % 32;
     const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
     for (int i = lane; i < n_dense; i += 32) {
         dense[i] = 0;
     }
     __syncwarp();
-    constexpr int AHEAD = 4; // loads on their way at a time
-    int column = -1;
-    const int end = raw.row_ptr[row + 1];
+    constexpr int AHEAD  = 4; // loads on their way at a time
+    int           column = -1;
+    const int     end    = raw.row_ptr[row + 1];
     for (int e = raw.row_ptr[row]; e < end; e += 32 * AHEAD) {
-        int step[AHEAD] = {};
+        int      step[AHEAD]  = {};
         uint16_t value[AHEAD] = {};
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
@@ -71,21 +73,23 @@ static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, u
     __syncwarp();
 }
 
-// calls entry(index, place before the step + 1, code, value) for each entry of a row that decode_row() left in shared memory, and
+// calls entry(index, place before the step + 1, code, value) for each entry of a row that decode_row() left in shared
+// memory, and
 // returns the number of entries, on all lanes
-template <typename F> static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
+template <typename F>
+static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
     const int lane = threadIdx.x % 32;
-    int n = 0, last = -1; // entries so far, place of the last non-zero
+    int       n = 0, last = -1; // entries so far, place of the last non-zero
     for (int q0 = 0; q0 < order.places; q0 += 32) {
-        const int q = q0 + lane;
-        const uint16_t value = q < order.places ? dense[order.word(q)] : uint16_t(0);
-        const unsigned here  = __ballot_sync(FULL_WARP, value != 0);
-        const unsigned below = here & ((1u << lane) - 1);
-        const int before = below ? q0 + 31 - __clz(below) : last;
-        const int gap    = q - before - 1;
-        const int fill   = value != 0 ? gap >> delta_bits : 0;
-        int index = __popc(below);
-        int total = __popc(here);
+        const int      q      = q0 + lane;
+        const uint16_t value  = q < order.places ? dense[order.word(q)] : uint16_t(0);
+        const unsigned here   = __ballot_sync(FULL_WARP, value != 0);
+        const unsigned below  = here & ((1u << lane) - 1);
+        const int      before = below ? q0 + 31 - __clz(below) : last;
+        const int      gap    = q - before - 1;
+        const int      fill   = value != 0 ? gap >> delta_bits : 0;
+        int            index  = __popc(below);
+        int            total  = __popc(here);
         if (__any_sync(FULL_WARP, fill)) {
             const int sum = warp_prefix_sum(fill);
             index += sum - fill;
@@ -95,7 +99,8 @@ template <typename F> static __device__ int walk_row(const row_order & order, co
             for (int f = 0; f < fill; f++) {
                 entry(n + index + f, before + 1 + (f << delta_bits), (1u << delta_bits) - 1, uint16_t(0));
             }
-            entry(n + index + fill, before + 1 + (fill << delta_bits), static_cast<unsigned>(gap) & ((1u << delta_bits) - 1), value);
+            entry(n + index + fill, before + 1 + (fill << delta_bits),
+                  static_cast<unsigned>(gap) & ((1u << delta_bits) - 1), value);
         }
         n += total;
         if (here) {
@@ -105,14 +110,17 @@ template <typename F> static __device__ int walk_row(const row_order & order, co
     return n;
 }
 
-// COMPACT: calls spilled(index, column, value) for each value of a row that the bits beside its code cannot say, and returns their number, on all lanes
-template <typename F> static __device__ int walk_spilled(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense, F && spilled) {
+// COMPACT: calls spilled(index, column, value) for each value of a row that the bits beside its code cannot say, and
+// returns their number, on all lanes
+template <typename F>
+static __device__ int walk_spilled(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense,
+                                   F && spilled) {
     const int lane = threadIdx.x % 32;
-    int n = 0;
+    int       n    = 0;
     for (int q0 = 0; q0 < order.places; q0 += 32) {
-        const int word = q0 + lane < order.places ? order.word(q0 + lane) : -1;
-        const bool here = word >= 0 && to_compact(dense[word], m.exponent, m.delta_bits) < 0;
-        const unsigned all = __ballot_sync(FULL_WARP, here);
+        const int      word = q0 + lane < order.places ? order.word(q0 + lane) : -1;
+        const bool     here = word >= 0 && to_compact(dense[word], m.exponent, m.delta_bits) < 0;
+        const unsigned all  = __ballot_sync(FULL_WARP, here);
         if (here) {
             spilled(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
         }
@@ -122,22 +130,27 @@ template <typename F> static __device__ int walk_spilled(const cuda_sparse_matri
 }
 
 // of a group
-static __device__ int entries_of(const cuda_sparse_matrix & m) { return static_cast<int>(m.tails ? compact_entries(m.delta_bits) : CUDA_SPARSE_GROUP); }
+static __device__ int entries_of(const cuda_sparse_matrix & m) {
+    return static_cast<int>(m.tails ? compact_entries(m.delta_bits) : CUDA_SPARSE_GROUP);
+}
 
 constexpr int N_EXPONENTS = 30;
-constexpr int SPILLED = 4;  // values to a group
-constexpr int WIDE = 2048;  // columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
+constexpr int SPILLED     = 4; // values to a group
+// columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
+constexpr int WIDE = 2048;
 
-// COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its begin, -1 behind its end.
+// COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its
+// begin, -1 behind its end.
 static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
     for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
         mine[i] = 0;
     }
     __syncthreads();
-    const int n = raw.row_ptr[raw.rows];
+    const int        n      = raw.row_ptr[raw.rows];
     const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
         const int bits = values[i] & 0x7fff, e = bits >> 10;
         if (bits != 0 && e < 31) {
             const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits;
@@ -164,12 +177,12 @@ struct repack_counts {
 // groups of each row into row_ptr[row + 1]
 static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, repack_counts * counts) {
     extern __shared__ __align__(16) uint16_t dense[];
-    const row_order shape(m, 0);
+    const row_order                          shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
         const row_order order(m, row);
-        const int n = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
-        const int spilled = m.tails ? walk_spilled(m, order, dense, [](int, int, uint16_t) {}) : 0;
+        const int       n       = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
+        const int       spilled = m.tails ? walk_spilled(m, order, dense, [](int, int, uint16_t) {}) : 0;
         if (threadIdx.x == 0) {
             int groups = (n + entries_of(m) - 1) / entries_of(m);
             if (m.tails) {
@@ -177,9 +190,12 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
                 groups += spill_groups;
                 const int unused = m.cols >= WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
                 groups += unused;
-                m.tails[row] = static_cast<uint16_t>(tail_of(min(spill_groups, TAIL_MAX_SPILLED), unused)); // of more the matrix is not kept like this
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups), static_cast<unsigned long long>(spill_groups));
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups), static_cast<unsigned long long>(unused));
+                // of more the matrix is not kept like this
+                m.tails[row] = static_cast<uint16_t>(tail_of(min(spill_groups, TAIL_MAX_SPILLED), unused));
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups),
+                          static_cast<unsigned long long>(spill_groups));
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups),
+                          static_cast<unsigned long long>(unused));
                 atomicMax(&counts->most_spill_groups, spill_groups);
             }
             m.row_ptr[row + 1] = groups;
@@ -191,8 +207,8 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
 // counts to offsets, in one block; *total may exceed 31 bits, and then row_ptr is not used
 static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
     __shared__ int64_t warp_total[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int64_t sum = 0;
+    const int          lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t            sum = 0;
     for (int64_t r0 = 0; r0 < rows; r0 += blockDim.x) {
         const int64_t r = r0 + threadIdx.x;
         const int64_t n = warp_prefix_sum(r < rows ? static_cast<int64_t>(row_ptr[r + 1]) : int64_t(0));
@@ -214,31 +230,36 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
     }
     if (threadIdx.x == 0) {
         row_ptr[0] = 0;
-        *total = sum;
+        *total     = sum;
     }
 }
 
 // values, codes (both zero before) and bases
 static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) uint16_t dense[];
-    const int entries = entries_of(m);
-    const row_order shape(m, 0);
+    const int                                entries = entries_of(m);
+    const row_order                          shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
         decode_row(raw, row, dense, shape.places);
-        const row_order order(m, row);
+        const row_order  order(m, row);
         const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
         if (m.tails) {
             walk_spilled(m, order, dense, [&](int index, int word, uint16_t value) {
-                reinterpret_cast<uint32_t *>(m.values)[static_cast<int64_t>(places.begin + places.groups) * SPILLED + index] = static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
+                reinterpret_cast<uint32_t *>(
+                    m.values)[static_cast<int64_t>(places.begin + places.groups) * SPILLED + index] =
+                    static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
             });
         }
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
-            const int k = index % entries;
-            const int group = index / entries, run = places.run_of(group, m.lanes), in_run = group - places.n_before(run, m.lanes);
+            const int k     = index % entries;
+            const int group = index / entries, run = places.run_of(group, m.lanes),
+                      in_run   = group - places.n_before(run, m.lanes);
             const int64_t slot = places.slot(run, m.lanes, places.first_step(run) + in_run);
             if (m.tails) {
-                set_compact_entry(k, static_cast<uint32_t>(max(to_compact(value, m.exponent, m.delta_bits), 0)), code, m.delta_bits,
-                                  [&](int word, uint32_t bits) { atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits); });
+                set_compact_entry(k, static_cast<uint32_t>(max(to_compact(value, m.exponent, m.delta_bits), 0)), code,
+                                  m.delta_bits, [&](int word, uint32_t bits) {
+                                      atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits);
+                                  });
             } else if (value != 0) {
                 reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
             }
@@ -254,19 +275,20 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
     }
 }
 
-// one thread per run follows the codes as the product will, and finds how far past x they reach; INT32_MAX: further than one lap
+// one thread per run follows the codes as the product will, and finds how far past x they reach; INT32_MAX: further
+// than one lap
 static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot) {
-    const int64_t run = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-    int most = 0;
+    const int64_t run  = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+    int           most = 0;
     if (run < m.rows * m.lanes) {
-        const int64_t row = run / m.lanes;
-        const int lane = static_cast<int>(run % m.lanes);
+        const int64_t    row  = run / m.lanes;
+        const int        lane = static_cast<int>(run % m.lanes);
         const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
-        const int modulus = 32 * m.stripe - 1;
-        int at = m.bases[run];
+        const int        modulus = 32 * m.stripe - 1;
+        int              at      = m.bases[run];
         for (int step = places.first_step(lane); step < places.end_step(lane, m.lanes); step++) {
-            const int64_t slot = places.slot(lane, m.lanes, step);
-            int steps = entries_of(m) - 1;
+            const int64_t slot  = places.slot(lane, m.lanes, step);
+            int           steps = entries_of(m) - 1;
             for (int k = 0; k < entries_of(m); k++) {
                 if (m.tails) {
                     steps += compact_code(reinterpret_cast<const uint32_t *>(m.values) + slot * 4, k, m.delta_bits);
@@ -276,8 +298,8 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
                 }
             }
             const int last = at + 32 * steps;
-            most = max(most, last + 1 - modulus);
-            at = last + 32;
+            most           = max(most, last + 1 - modulus);
+            at             = last + 32;
             at -= at >= modulus ? modulus : 0;
             if (at >= modulus) {
                 most = INT32_MAX;
@@ -297,28 +319,28 @@ constexpr int     N_PINNED      = 32;                 // not more: pinning memor
 
 // one piece of pinned memory, on its own stream
 struct pinned_buffer {
-    void       * data      = nullptr;
+    void *       data      = nullptr;
     cudaStream_t stream    = nullptr;
     bool         in_flight = false; // a copy may still read it
 };
 
 struct cuda_sparse_uploader::impl {
-    int                     device  = 0;
-    cuda_device_info        info    = {};
-    uint8_t               * staging = nullptr; // device memory
-    int64_t                 staging_nbytes = 0;
-    repack_counts         * counts  = nullptr; // device memory
+    int                         device         = 0;
+    cuda_device_info            info           = {};
+    uint8_t *                   staging        = nullptr; // device memory
+    int64_t                     staging_nbytes = 0;
+    repack_counts *             counts         = nullptr; // device memory
     pinned_buffer               pinned[N_PINNED];
     std::mutex                  mutex;
     std::condition_variable     freed;
     std::deque<pinned_buffer *> unused; // those that nobody fills, the one that was filled first in front
 
-    macko_desc              desc     = {};
-    int64_t                 n_padded = 0;
-    void                  * dst      = nullptr;
-    cuda_sparse_matrix      raw      = {};     // ROWS in staging memory
-    bool                    have_row_ptr = false;
-    blocks_image            image    = {};     // its memory is used again: fresh pages are slow
+    macko_desc         desc         = {};
+    int64_t            n_padded     = 0;
+    void *             dst          = nullptr;
+    cuda_sparse_matrix raw          = {}; // ROWS in staging memory
+    bool               have_row_ptr = false;
+    blocks_image       image        = {}; // its memory is used again: fresh pages are slow
 
     ~impl() {
         cudaSetDevice(device);
@@ -333,11 +355,14 @@ struct cuda_sparse_uploader::impl {
         cudaFree(counts);
     }
 
-    // host memory of any kind to the device, for several threads; returns when `from` may be reused. The bytes are there after arrived()
+    // host memory of any kind to the device, for several threads; returns when `from` may be reused. The bytes are
+    // there after arrived()
     int copy(void * to, const void * from, int64_t nbytes) {
         CUDA_OK(cudaSetDevice(device));
         for (int64_t at = 0; at < nbytes; at += PINNED_NBYTES) {
-            const cudaError_t copied = copy_piece(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at, static_cast<size_t>(std::min(PINNED_NBYTES, nbytes - at)));
+            const cudaError_t copied =
+                copy_piece(static_cast<uint8_t *>(to) + at, static_cast<const uint8_t *>(from) + at,
+                           static_cast<size_t>(std::min(PINNED_NBYTES, nbytes - at)));
             CUDA_OK(copied);
         }
         return GGML_MACKO_STATUS_OK;
@@ -355,7 +380,7 @@ struct cuda_sparse_uploader::impl {
         if (error == cudaSuccess) {
             memcpy(p->data, from, nbytes);
             p->in_flight = true;
-            error = cudaMemcpyAsync(to, p->data, nbytes, cudaMemcpyHostToDevice, p->stream);
+            error        = cudaMemcpyAsync(to, p->data, nbytes, cudaMemcpyHostToDevice, p->stream);
         }
         {
             const std::lock_guard<std::mutex> lock(mutex);
@@ -379,7 +404,8 @@ struct cuda_sparse_uploader::impl {
     // COMPACT: the exponent that can say most values
     int find_exponent(cuda_sparse_matrix * m) {
         const cudaStream_t stream = pinned[0].stream;
-        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(raw, compact_exponents(m->delta_bits), counts->exponents);
+        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(
+            raw, compact_exponents(m->delta_bits), counts->exponents);
         CUDA_OK(cudaGetLastError());
         int32_t changes[N_EXPONENTS + 1];
         CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
@@ -388,15 +414,18 @@ struct cuda_sparse_uploader::impl {
         for (int i = 0; i < N_EXPONENTS; i++) {
             said += changes[i];
             if (said > most) {
-                most = said;
+                most        = said;
                 m->exponent = i;
             }
         }
         return GGML_MACKO_STATUS_OK;
     }
 
-    int shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(cuda_sparse_words(m) * 2); } // a dense row
-    unsigned blocks_of(const cuda_sparse_matrix & m) const { return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32)); }
+    // a dense row
+    int      shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(cuda_sparse_words(m) * 2); }
+    unsigned blocks_of(const cuda_sparse_matrix & m) const {
+        return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32));
+    }
 
     // The groups of each row, in m->row_ptr and m->tails, with codes of m->delta_bits. m->exponent is set
     int count(cuda_sparse_matrix * m, repack_counts * found) {
@@ -417,11 +446,12 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or about what the file has; m->stripe suits it
+    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or
+    // about what the file has; m->stripe suits it
     int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
         if (m->delta_bits == 8) {
             m->delta_bits = 6;
-            m->stripe = 0;
+            m->stripe     = 0;
             return count(m, found);
         }
         const int32_t other = std::max(m->delta_bits, 2);
@@ -430,7 +460,7 @@ struct cuda_sparse_uploader::impl {
         if (const int status = count(m, &of_3)) {
             return status;
         }
-        m->delta_bits = other;
+        m->delta_bits    = other;
         const int status = count(m, found);
         if (status || found->groups <= of_3.groups) {
             return status;
@@ -439,42 +469,52 @@ struct cuda_sparse_uploader::impl {
         return count(m, found);
     }
 
-    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if spilled values take at most half of what it saves beside STRIPED. m.overshoot,
+    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if spilled values take at most half of what
+    // it saves beside STRIPED. m.overshoot,
     // m.exponent, and m.delta_bits of COMPACT are set.
     int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
-        *fits = false;
+        *fits                 = false;
         const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT;
-        const int64_t room   = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several stripes at once
-        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 || (m->layout == CUDA_SPARSE_LAYOUT_STRIPED && m->delta_bits == 8) || (compact && m->type != GGML_MACKO_TYPE_F16)) {
+        const int64_t room    = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several
+        // stripes at once
+        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 ||
+            (m->layout == CUDA_SPARSE_LAYOUT_STRIPED && m->delta_bits == 8) ||
+            (compact && m->type != GGML_MACKO_TYPE_F16)) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
-        repack_counts found;
+        repack_counts      found;
         if (const int status = compact ? count_compact(m, &found) : count(m, &found)) {
             return status;
         }
-        const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits), group = 2 * CUDA_SPARSE_GROUP;
-        const bool    saves      = 2 * group * found.spill_groups <= of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
-        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) || found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && !saves)) {
+        const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
+                      group      = 2 * CUDA_SPARSE_GROUP;
+        const bool saves         = 2 * group * found.spill_groups <=
+                           of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
+        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) ||
+            found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
         CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));
         if (m->codes) {
-            CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)), stream));
+            CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)),
+                                    stream));
         }
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
         CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         repack_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
         if (m->stripe) {
-            overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(*m, &counts->overshoot);
+            overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(
+                *m, &counts->overshoot);
             CUDA_OK(cudaGetLastError());
         }
-        CUDA_OK(cudaMemcpyAsync(&m->overshoot, &counts->overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
+        CUDA_OK(
+            cudaMemcpyAsync(&m->overshoot, &counts->overshoot, sizeof(m->overshoot), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
         const int64_t words = cuda_sparse_words(*m);
-        *fits = m->overshoot <= std::min(words, room - words);
+        *fits               = m->overshoot <= std::min(words, room - words);
         return GGML_MACKO_STATUS_OK;
     }
 };
@@ -483,7 +523,7 @@ cuda_sparse_uploader::cuda_sparse_uploader(std::unique_ptr<impl> p) : impl_(std:
 cuda_sparse_uploader::~cuda_sparse_uploader() = default;
 
 int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploader> * out) {
-    auto p = std::make_unique<impl>();
+    auto p    = std::make_unique<impl>();
     p->device = device;
     CUDA_OK(cudaSetDevice(device));
     CUDA_OK(cuda_current_device(&p->info));
@@ -506,7 +546,7 @@ int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void 
     const int64_t nbytes = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
     if (nbytes > s.staging_nbytes) {
         CUDA_OK(cudaFree(s.staging));
-        s.staging = nullptr;
+        s.staging        = nullptr;
         s.staging_nbytes = 0;
         CUDA_OK(cudaMalloc(&s.staging, static_cast<size_t>(nbytes)));
         s.staging_nbytes = nbytes;
@@ -520,12 +560,12 @@ int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void 
 }
 
 int cuda_sparse_uploader::rows(const macko_view & view) {
-    impl & s = *impl_;
-    const macko_rows & r = view.rows();
-    bool first = false;
+    impl &             s     = *impl_;
+    const macko_rows & r     = view.rows();
+    bool               first = false;
     {
         std::lock_guard<std::mutex> lock(s.mutex);
-        first = !s.have_row_ptr;
+        first          = !s.have_row_ptr;
         s.have_row_ptr = true;
     }
     int status = GGML_MACKO_STATUS_OK;
@@ -535,7 +575,8 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
     const int64_t begin = r.row_ptr[r.row_begin], end = r.row_ptr[r.row_end], b = s.desc.delta_bits;
     const int64_t value = value_nbytes(s.desc.type);
     if (status == GGML_MACKO_STATUS_OK && begin < end) {
-        status = s.copy(s.raw.values + begin * value, static_cast<const uint8_t *>(r.values) + (begin - r.base) * value, (end - begin) * value);
+        status = s.copy(s.raw.values + begin * value, static_cast<const uint8_t *>(r.values) + (begin - r.base) * value,
+                        (end - begin) * value);
     }
     // the first and last byte may hold codes of neighbouring rows: the file's, the same ones that the neighbour writes
     const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
@@ -545,13 +586,14 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
     return status;
 }
 
-int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads, cuda_sparse_matrix * out, cuda_memory * outgrown) {
+int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads,
+                                 cuda_sparse_matrix * out, cuda_memory * outgrown) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    const packed_desc & desc = view.arrays().desc;
-    blocks_shape used      = shape;
-    int64_t      max_spill = cuda_blocks_max_spill(desc, shape);
-    blocks_image & image = s.image;
+    const packed_desc & desc      = view.arrays().desc;
+    blocks_shape        used      = shape;
+    int64_t             max_spill = cuda_blocks_max_spill(desc, shape);
+    blocks_image &      image     = s.image;
     cuda_blocks_make(view, used, max_spill, n_threads, &image);
     if (image.n_spill > max_spill) {
         used = { 8, shape.lanes }; // the fewest spill
@@ -561,16 +603,14 @@ int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & 
         CUDA_OK(cudaMalloc(&dst, image.memory.size()));
         outgrown->reset(dst);
     }
-    *out = cuda_blocks_bind(desc, used, max_spill, dst);
-    out->overshoot = image.matrix.overshoot;
+    *out             = cuda_blocks_bind(desc, used, max_spill, dst);
+    out->overshoot   = image.matrix.overshoot;
     const int status = s.copy(dst, image.memory.data(), out->nbytes);
     const int late   = s.arrived();
     return status ? status : late;
 }
 
-int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) {
-    return finish(out, -1, 0);
-}
+int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) { return finish(out, -1, 0); }
 
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
     impl & s = *impl_;
@@ -578,18 +618,23 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     if (const int status = s.arrived()) {
         return status;
     }
-    const bool stripes = s.desc.cols >= WIDE; // in narrow matrices a group soon walks around all of them
-    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS, CUDA_SPARSE_LAYOUT_ROWS };
+    const bool    stripes  = s.desc.cols >= WIDE; // in narrow matrices a group soon walks around all of them
+    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS,
+                               CUDA_SPARSE_LAYOUT_ROWS };
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
-        const bool compact = wish == CUDA_SPARSE_LAYOUT_COMPACT, striped = compact || wish == CUDA_SPARSE_LAYOUT_STRIPED;
-        if (layout < 0 && ((striped && !stripes) || (compact && getenv("GGML_MACKO_NO_COMPACT")))) { // the variable: to compare
+        const bool    compact   = wish == CUDA_SPARSE_LAYOUT_COMPACT,
+                   striped      = compact || wish == CUDA_SPARSE_LAYOUT_STRIPED;
+        // the variable: to compare
+        if (layout < 0 && ((striped && !stripes) || (compact && getenv("GGML_MACKO_NO_COMPACT")))) {
             continue;
         }
-        cuda_sparse_matrix m = cuda_sparse_bind(s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
+        cuda_sparse_matrix m = cuda_sparse_bind(
+            s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
         bool fits = true;
         if (candidate == CUDA_SPARSE_LAYOUT_ROWS) {
-            CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice, s.pinned[0].stream));
+            CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice,
+                                    s.pinned[0].stream));
             CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));
         } else {
             if (const int status = s.repack(&m, layout < 0, &fits)) {

@@ -39,20 +39,20 @@ bool cuda_ec_csr_supported(const ec_csr_view & view, bool all, int64_t shared_nb
 
 cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * memory) {
     const macko_desc & desc = view.arrays().desc;
-    cuda_ec_csr_blocks b = {};
-    b.rows       = desc.rows;
-    b.cols       = desc.cols;
-    b.type       = desc.type;
-    b.delta_bits = desc.delta_bits;
-    b.whole      = all || view.sets().back().granularity > 1;
+    cuda_ec_csr_blocks b    = {};
+    b.rows                  = desc.rows;
+    b.cols                  = desc.cols;
+    b.type                  = desc.type;
+    b.delta_bits            = desc.delta_bits;
+    b.whole                 = all || view.sets().back().granularity > 1;
     cuda_sparse_parts parts(memory);
-    int64_t n_slots = 0;
+    int64_t           n_slots = 0;
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
         cuda_ec_csr_set & d = b.sets[i];
-        b.n_sets      = i + 1;
-        d.granularity = gpu_piece_rows(s.granularity, desc.type);
-        d.n_pieces    = s.n_blocks * cuts(s, desc.type);
-        d.n_chunks    = 0;
+        b.n_sets            = i + 1;
+        d.granularity       = gpu_piece_rows(s.granularity, desc.type);
+        d.n_pieces          = s.n_blocks * cuts(s, desc.type);
+        d.n_chunks          = 0;
         for (int64_t k = 0; k < s.n_blocks; k++) {
             d.n_chunks += chunks_of(columns_of(view, s, k)) * cuts(s, desc.type);
         }
@@ -63,7 +63,7 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
         parts.take(&d.codes, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
         parts.take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity * value_nbytes(desc.type));
         b.n_pieces += d.n_pieces;
-        n_slots    += int64_t(d.n_pieces) * d.granularity;
+        n_slots += int64_t(d.n_pieces) * d.granularity;
     });
     b.n_slots = static_cast<int32_t>(n_slots); // at most the elements of X.rows
     parts.take(&b.slot_ptr, desc.rows + 1);
@@ -77,8 +77,8 @@ namespace {
 
 // what is common to the pieces of a set while they are filled
 struct set_filler {
-    const ec_csr_arrays   & a;
-    const ec_csr_range    & s;
+    const ec_csr_arrays &   a;
+    const ec_csr_range &    s;
     const cuda_ec_csr_set & d;
 
     void put_code(int64_t chunk, int64_t lane, int64_t k, uint32_t code) const {
@@ -86,41 +86,49 @@ struct set_filler {
         d.codes[bit >> 3] = static_cast<uint8_t>(d.codes[bit >> 3] | code << (bit & 7));
     }
 
-    // values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block; from: the file's for this column
+    // values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block; from: the
+    // file's for this column
     void put_values(int64_t chunk, int64_t lane, int64_t k, const uint8_t * from) const {
         const int64_t size = value_nbytes(a.desc.type), n_vectors = EC_VECTOR * d.granularity * size / 16;
         const int64_t begin = k * d.granularity * size; // in bytes of this lane's values of the chunk
         for (int64_t done = 0; done < d.granularity * size;) {
             const int64_t byte = begin + done, n = std::min<int64_t>(d.granularity * size - done, 16 - byte % 16);
-            memcpy(d.values + ((chunk * n_vectors + byte / 16) * EC_LANES + lane) * 16 + byte % 16, from + done, static_cast<size_t>(n));
+            memcpy(d.values + ((chunk * n_vectors + byte / 16) * EC_LANES + lane) * 16 + byte % 16, from + done,
+                   static_cast<size_t>(n));
             done += n;
         }
     }
 
-    uint16_t base(int64_t block, int64_t lane) const { return static_cast<const uint16_t *>(a.bases)[(s.block + block) * EC_LANES + lane]; }
+    uint16_t base(int64_t block, int64_t lane) const {
+        return static_cast<const uint16_t *>(a.bases)[(s.block + block) * EC_LANES + lane];
+    }
 
     // the rows first ... of a block with vectors of 4 columns: lanes stay as they are
     void long_piece(int64_t block, int64_t piece, int64_t first) const {
         const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block];
-        const auto  * values = static_cast<const uint8_t *>(a.values) + (s.value + col * s.granularity + first) * size;
+        const auto *  values = static_cast<const uint8_t *>(a.values) + (s.value + col * s.granularity + first) * size;
         const int64_t n = d.chunk_ptr[piece + 1] - d.chunk_ptr[piece], bits = a.desc.delta_bits;
-        memcpy(d.codes + d.chunk_ptr[piece] * CUDA_EC_CSR_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8, static_cast<size_t>(n * CUDA_EC_CSR_CHUNK * bits / 8));
+        memcpy(d.codes + d.chunk_ptr[piece] * CUDA_EC_CSR_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
+               static_cast<size_t>(n * CUDA_EC_CSR_CHUNK * bits / 8));
         for (int64_t lane = 0; lane < EC_LANES; lane++) {
             d.bases[piece * EC_LANES + lane] = base(block, lane);
         }
         for (int64_t e = 0; e < n * CUDA_EC_CSR_CHUNK; e++) {
-            put_values(d.chunk_ptr[piece] + e / CUDA_EC_CSR_CHUNK, e / EC_VECTOR % EC_LANES, e % EC_VECTOR, values + e * s.granularity * size);
+            put_values(d.chunk_ptr[piece] + e / CUDA_EC_CSR_CHUNK, e / EC_VECTOR % EC_LANES, e % EC_VECTOR,
+                       values + e * s.granularity * size);
         }
     }
 
     // a short block: its list of columns dealt to the lanes again, four each
     void short_piece(int64_t block, int64_t piece) const {
-        const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block], per_lane = (a.blk_ptr[s.blk_ptr + block + 1] - col) / EC_LANES;
-        const auto  * values = static_cast<const uint8_t *>(a.values) + (s.value + col) * size;
-        int64_t before = 0, column = 0;
+        const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block],
+                      per_lane = (a.blk_ptr[s.blk_ptr + block + 1] - col) / EC_LANES;
+        const auto * values    = static_cast<const uint8_t *>(a.values) + (s.value + col) * size;
+        int64_t      before = 0, column = 0;
         for (int64_t i = 0; i < per_lane * EC_LANES; i++, before = column) {
             const int64_t e = i % per_lane * EC_LANES + i / per_lane; // vectors of one column: chunks of 32
-            column = i % per_lane ? column + delta_code(a.deltas, s.col + col + e, a.desc.delta_bits) : base(block, i / per_lane);
+            column          = i % per_lane ? column + delta_code(a.deltas, s.col + col + e, a.desc.delta_bits)
+                                           : base(block, i / per_lane);
             if (i % EC_VECTOR == 0) {
                 d.bases[piece * EC_LANES + i / EC_VECTOR] = static_cast<uint16_t>(column);
             } else {
@@ -128,7 +136,8 @@ struct set_filler {
             }
             put_values(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, values + e * size);
         }
-        for (int64_t lane = (per_lane * EC_LANES + EC_VECTOR - 1) / EC_VECTOR; lane < EC_LANES; lane++) { // zeros, times an x that the row uses anyway
+        // zeros, times an x that the row uses anyway
+        for (int64_t lane = (per_lane * EC_LANES + EC_VECTOR - 1) / EC_VECTOR; lane < EC_LANES; lane++) {
             d.bases[piece * EC_LANES + lane] = static_cast<uint16_t>(column);
         }
     }
@@ -139,8 +148,8 @@ struct set_filler {
 void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const cuda_ec_csr_blocks & b) {
     const ec_csr_arrays & a = view.arrays();
     each_set(view, all, [&](const ec_csr_range & s, int32_t i) {
-        const cuda_ec_csr_set & d = b.sets[i];
-        const int32_t n_cuts = cuts(s, b.type);
+        const cuda_ec_csr_set & d      = b.sets[i];
+        const int32_t           n_cuts = cuts(s, b.type);
         for (int64_t k = 0, p = 0; k < s.n_blocks; k++) {
             for (int32_t c = 0; c < n_cuts; c++, p++) {
                 d.chunk_ptr[p + 1] = d.chunk_ptr[p] + static_cast<int32_t>(chunks_of(columns_of(view, s, k)));

@@ -1,5 +1,7 @@
-// y = W x, W with blocks of rows that share their columns (ec-csr-layout.h; EC-SpMV paper, section 7). Three launches: the sums of all pieces, each to
-// a slot of its own; the slots of each row added up, in their order (the paper has atomic additions); what is left of the rows, by MACKO's
+// y = W x, W with blocks of rows that share their columns (ec-csr-layout.h; EC-SpMV paper, section 7). Three launches:
+// the sums of all pieces, each to
+// a slot of its own; the slots of each row added up, in their order (the paper has atomic additions); what is left of
+// the rows, by MACKO's
 // kernel, which adds to them. Each can start before the one ahead has ended.
 #include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/runs.cuh"
@@ -14,12 +16,12 @@ struct blocks_launch {
     cuda_ec_csr_set sets[EC_MAX_SETS];
     int32_t         first_piece[EC_MAX_SETS]; // counted over all sets
     int32_t         n_sets;
-    const float   * x;
+    const float *   x;
     int64_t         ldx;
     int32_t         cols;
     int32_t         n_columns;
     int32_t         n_slots;
-    float         * partial;
+    float *         partial;
     bool            rounds;    // x to the type of the weights, as MACKO's kernel does with several columns
     uint32_t        weight[4]; // dp4a: bytes from one column of x to the next, for codes 0 ... k
 };
@@ -28,21 +30,27 @@ struct blocks_launch {
 
 template <int BITS> struct chunk_codes;
 template <> struct chunk_codes<8> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t i) { c = load_streaming(reinterpret_cast<const uint32_t *>(p) + i); }
+    uint32_t                        c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t i) {
+        c = load_streaming(reinterpret_cast<const uint32_t *>(p) + i);
+    }
     __device__ __forceinline__ uint32_t bytes() const { return c; }
 };
 template <> struct chunk_codes<4> {
-    uint32_t c;
-    __device__ __forceinline__ void load(const uint8_t * p, int64_t i) { c = load_streaming(reinterpret_cast<const uint16_t *>(p) + i); }
+    uint32_t                        c;
+    __device__ __forceinline__ void load(const uint8_t * p, int64_t i) {
+        c = load_streaming(reinterpret_cast<const uint16_t *>(p) + i);
+    }
     __device__ __forceinline__ uint32_t bytes() const { return __byte_perm(c & 0x0f0fu, c >> 4 & 0x0f0fu, 0x5140); }
 };
 
-template <int E> __device__ __forceinline__ uint32_t word_of(const uint4 & v) { return E == 0 ? v.x : E == 1 ? v.y : E == 2 ? v.z : v.w; }
+template <int E> __device__ __forceinline__ uint32_t word_of(const uint4 & v) {
+    return E == 0 ? v.x : E == 1 ? v.y : E == 2 ? v.z : v.w;
+}
 
 template <typename T, int G> struct chunk_values {
-    static constexpr int VECTORS = 4 * G * static_cast<int>(sizeof(T)) / 16;
-    uint4 v[VECTORS];
+    static constexpr int            VECTORS = 4 * G * static_cast<int>(sizeof(T)) / 16;
+    uint4                           v[VECTORS];
     __device__ __forceinline__ void load(const uint8_t * p, int64_t chunk, int lane) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
@@ -53,7 +61,7 @@ template <typename T, int G> struct chunk_values {
         if constexpr (sizeof(T) == 4) {
             return __uint_as_float(word_of<E % 4>(v[E / 4]));
         } else {
-            return half_word<E % 2 == 1>(T(), word_of<E / 2 % 4>(v[E / 8]));
+            return half_word < E % 2 == 1 > (T(), word_of<E / 2 % 4>(v[E / 8]));
         }
     }
 };
@@ -62,7 +70,9 @@ template <int NX> __device__ __forceinline__ void gather(float (&x)[NX], uint32_
     if constexpr (NX == 1) {
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[0]) : "r"(address));
     } else {
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(address));
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                     : "r"(address));
     }
 }
 
@@ -70,9 +80,11 @@ template <typename T, int BITS, int G, int NX> struct chunk {
     chunk_values<T, G> values;
     chunk_codes<BITS>  codes;
 
-    template <int J> __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, const uint32_t * weight, float (&sum)[NX][G]) const {
+    template <int J>
+    __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, const uint32_t * weight,
+                                            float (&sum)[NX][G]) const {
         const uint32_t to = __dp4a(packed, weight[J], at);
-        float x[NX];
+        float          x[NX];
         gather<NX>(x, to);
         add_rows<J, 0>(x, sum);
         return to;
@@ -99,7 +111,8 @@ template <typename T, int BITS, int G, int NX> struct chunk {
 
 // ---- sums over the lanes ----
 
-// v[r] summed over the warp, for r = lane * G / 32: each exchange halves the rows that a lane looks after, then the lanes of a row add up
+// v[r] summed over the warp, for r = lane * G / 32: each exchange halves the rows that a lane looks after, then the
+// lanes of a row add up
 template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
     int offset = 16;
 #pragma unroll
@@ -154,16 +167,21 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 }
 
 // fill: x to shared memory, after the first loads are on their way
-template <typename T, int BITS, int G, int NX, typename FILL> __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
+template <typename T, int BITS, int G, int NX, typename FILL>
+__device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
     constexpr int VECTORS = chunk_values<T, G>::VECTORS;
-    constexpr int DEPTH   = VECTORS == 1 ? 4 : VECTORS == 2 ? 2 : 1; // chunks ahead: more spill registers and are slower (notes)
-    const cuda_ec_csr_set & set = p.sets[index];
-    const int lane   = threadIdx.x % 32;
-    const int stride = gridDim.x * (blockDim.x / 32);
-    const int warp   = blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all: sets are dealt out one behind the other
-    const int first  = (warp - p.first_piece[index] % stride + stride) % stride;
+    // chunks ahead: more spill registers and are slower (notes)
+    constexpr int           DEPTH  = VECTORS == 1 ? 4 : VECTORS == 2 ? 2 : 1;
+    const cuda_ec_csr_set & set    = p.sets[index];
+    const int               lane   = threadIdx.x % 32;
+    const int               stride = gridDim.x * (blockDim.x / 32);
+    const int warp  = blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all: sets are dealt out one behind the other
+    const int first = (warp - p.first_piece[index] % stride + stride) % stride;
 
-    struct piece { int begin, end, slot; uint32_t base; };
+    struct piece {
+        int      begin, end, slot;
+        uint32_t base;
+    };
     const auto fetch = [&](int i) {
         piece t = { 0, 0, 0, 0 };
         if (i < set.n_pieces) {
@@ -175,7 +193,7 @@ template <typename T, int BITS, int G, int NX, typename FILL> __device__ __force
         return t;
     };
     chunk<T, BITS, G, NX> now[DEPTH];
-    const auto load = [&](chunk<T, BITS, G, NX> & c, const piece & t, int i) {
+    const auto            load = [&](chunk<T, BITS, G, NX> & c, const piece & t, int i) {
         if (t.begin + i < t.end) {
             c.values.load(set.values, t.begin + i, lane);
             c.codes.load(set.codes, static_cast<int64_t>(t.begin + i) * 32 + lane);
@@ -189,19 +207,19 @@ template <typename T, int BITS, int G, int NX, typename FILL> __device__ __force
     piece ahead = fetch(first + stride);
     fill();
     for (int i = first; i < set.n_pieces; i += stride) {
-        float sum[NX][G] = {};
-        const piece here = t;
-        uint32_t at = x_address + here.base * static_cast<uint32_t>(4 * NX);
-        int step = 0;
-        bool more;
+        float       sum[NX][G] = {};
+        const piece here       = t;
+        uint32_t    at         = x_address + here.base * static_cast<uint32_t>(4 * NX);
+        int         step       = 0;
+        bool        more;
         do {
             chunk<T, BITS, G, NX> next[DEPTH];
-            int to = step + DEPTH;
-            more = here.begin + to < here.end;
+            int                   to = step + DEPTH;
+            more                     = here.begin + to < here.end;
             if (!more) {
-                t = ahead;
+                t     = ahead;
                 ahead = fetch(i + 2 * stride);
-                to = 0;
+                to    = 0;
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
@@ -229,11 +247,13 @@ template <typename T, int BITS, int G, int NX, typename FILL> __device__ __force
     }
 }
 
-constexpr int THREADS = 512; // at most: fewer warps than MACKO's kernel has, with more registers, because sums and chunks of several rows need them
+// at most: fewer warps than MACKO's kernel has, with more registers, because sums and chunks of several rows need them
+constexpr int THREADS = 512;
 
-template <typename T, int BITS, int NX> __global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
+template <typename T, int BITS, int NX>
+__global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
     extern __shared__ __align__(16) float xs[];
-    const uint32_t x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
+    const uint32_t                        x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
     for (int s = 0; s < p.n_sets; s++) {
         const auto fill = [&] {
             if (s == 0) {
@@ -262,18 +282,19 @@ template <typename T, int BITS, int NX> __global__ void __launch_bounds__(THREAD
 
 struct sums_launch {
     const int32_t * slot_ptr; // of the first row
-    const float   * partial;
-    const float   * residual; // or null
-    const float   * bias;     // or null
-    float         * y;
-    int64_t         ldy;      // of y and residual
+    const float *   partial;
+    const float *   residual; // or null
+    const float *   bias;     // or null
+    float *         y;
+    int64_t         ldy; // of y and residual
     int32_t         n_rows;
     int32_t         n_slots;
 };
 
 __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_launch p) {
     const int row = static_cast<int>(blockIdx.x * 256 + threadIdx.x), column = blockIdx.y;
-    const int begin = row < p.n_rows ? __ldg(p.slot_ptr + row) : 0, end = row < p.n_rows ? __ldg(p.slot_ptr + row + 1) : 0;
+    const int begin = row < p.n_rows ? __ldg(p.slot_ptr + row) : 0,
+              end   = row < p.n_rows ? __ldg(p.slot_ptr + row + 1) : 0;
     cuda_allow_next();
     cuda_wait_for_previous();
     if (row >= p.n_rows) {
@@ -294,29 +315,35 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_
 
 // ---- launches ----
 
-template <typename T, int BITS> cudaError_t launch_blocks(blocks_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
+template <typename T, int BITS>
+cudaError_t launch_blocks(blocks_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     for (int k = 0; k < 4; k++) {
         p.weight[k] = (0x01010101u >> (24 - 8 * k)) * static_cast<uint32_t>(4 * nx);
     }
     const int blocks = std::min(device.multiprocessors, n_pieces); // one per SM: x is in shared memory once
-    const int warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks)); // 8 at least: they fetch x
+    // 8 at least: they fetch x
+    const int     warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks));
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
-    const dim3 grid(static_cast<unsigned>(blocks));
+    const dim3    grid(static_cast<unsigned>(blocks));
     return nx == 1 ? launch_kernel(blocks_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
-                   : launch_kernel(blocks_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared, programmatic, stream);
+                   : launch_kernel(blocks_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared,
+                                   programmatic, stream);
 }
 
-template <typename T> cudaError_t launch_blocks(blocks_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
-    return delta_bits == 4 ? launch_blocks<T, 4>(p, nx, n_pieces, programmatic, stream) : launch_blocks<T, 8>(p, nx, n_pieces, programmatic, stream);
+template <typename T>
+cudaError_t launch_blocks(blocks_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic,
+                          cudaStream_t stream) {
+    return delta_bits == 4 ? launch_blocks<T, 4>(p, nx, n_pieces, programmatic, stream)
+                           : launch_blocks<T, 8>(p, nx, n_pieces, programmatic, stream);
 }
 
 // a.n columns of x, at most nx, of one matrix with blocks
 cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
     const cuda_ec_csr_blocks & b = *w.ec_csr;
-    blocks_launch p = {};
+    blocks_launch              p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
         p.first_piece[i] = p.first_piece[i - 1] + b.sets[i - 1].n_pieces;
@@ -330,21 +357,34 @@ cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaS
     p.partial   = b.partial;
     p.rounds    = a.n > 1;
     switch (b.type) {
-        case GGML_MACKO_TYPE_F16:  CUDA_TRY(launch_blocks<__half>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream)); break;
-        case GGML_MACKO_TYPE_BF16: CUDA_TRY(launch_blocks<__nv_bfloat16>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream)); break;
-        default:                   CUDA_TRY(launch_blocks<float>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+        case GGML_MACKO_TYPE_F16:
+            CUDA_TRY(launch_blocks<__half>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+            break;
+        case GGML_MACKO_TYPE_BF16:
+            CUDA_TRY(launch_blocks<__nv_bfloat16>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+            break;
+        default: CUDA_TRY(launch_blocks<float>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
     }
-    const int32_t n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
-    const sums_launch s = { b.slot_ptr + a.row_begin[0], b.partial, a.residual[0], b.whole ? a.bias[0] : nullptr, a.y[0], a.ldy[0], n_rows, b.n_slots };
-    CUDA_TRY(launch_kernel(sums_kernel, s, dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)), 256, 0, a.programmatic, stream));
+    const int32_t     n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
+    const sums_launch s      = { b.slot_ptr + a.row_begin[0],
+                                 b.partial,
+                                 a.residual[0],
+                            b.whole ? a.bias[0] : nullptr,
+                                 a.y[0],
+                                 a.ldy[0],
+                                 n_rows,
+                                 b.n_slots };
+    CUDA_TRY(launch_kernel(sums_kernel, s,
+                           dim3(static_cast<unsigned>((n_rows + 255) / 256), static_cast<unsigned>(a.n)), 256, 0,
+                           a.programmatic, stream));
     if (b.whole) {
         return cudaSuccess;
     }
-    cuda_sparse_matrix rest = w;
-    rest.ec_csr = nullptr;
+    cuda_sparse_matrix rest      = w;
+    rest.ec_csr                  = nullptr;
     cuda_sparse_mul_mat_params r = a;
-    r.w[0]        = &rest;
-    r.residual[0] = a.y[0];
+    r.w[0]                       = &rest;
+    r.residual[0]                = a.y[0];
     return cuda_sparse_mul_mat(r, stream);
 }
 
@@ -362,7 +402,8 @@ cudaError_t cuda_ec_csr_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
             CUDA_TRY(cuda_sparse_mul_mat(one, stream));
             continue;
         }
-        const int most = one.w[0]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
+        const int most =
+            one.w[0]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
         for (int64_t j = 0; j < a.n; j += most) {
             const int64_t n = std::min<int64_t>(most, a.n - j);
             CUDA_TRY(multiply_columns(one.columns(j, n), n == 1 ? 1 : most, stream));

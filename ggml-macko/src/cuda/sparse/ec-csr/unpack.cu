@@ -10,7 +10,8 @@ namespace {
 
 // A warp per piece; no two pieces have an element in common. Padding is zero: what is there already.
 template <typename U, typename D, typename CONVERT>
-__global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, int delta_bits, int64_t row_begin, int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
+__global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, int delta_bits, int64_t row_begin,
+                                                     int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
     const int lane = threadIdx.x % 32, g = set.granularity, n_vectors = 4 * g * static_cast<int>(sizeof(U)) / 16;
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -20,9 +21,10 @@ __global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, 
             for (int k = 0; k < 4; k++) {
                 column += file_code(set.codes, (chunk * 32 + lane) * 4 + k, delta_bits);
                 for (int r = 0; r < g; r++) {
-                    const int     byte = (k * g + r) * static_cast<int>(sizeof(U));
-                    const U       bits = *reinterpret_cast<const U *>(set.values + ((chunk * n_vectors + byte / 16) * 32 + lane) * 16 + byte % 16);
-                    const int64_t row  = set.rows[i * g + r];
+                    const int byte = (k * g + r) * static_cast<int>(sizeof(U));
+                    const U   bits = *reinterpret_cast<const U *>(
+                        set.values + ((chunk * n_vectors + byte / 16) * 32 + lane) * 16 + byte % 16);
+                    const int64_t row = set.rows[i * g + r];
                     if (row >= row_begin && row < row_end && bits != 0) {
                         dst[(row - row_begin) * ld + column] = convert(bits);
                     }
@@ -34,16 +36,20 @@ __global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, 
 
 } // namespace
 
-cudaError_t cuda_ec_csr_unpack(const cuda_ec_csr_blocks & b, int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld, cudaStream_t stream) {
+cudaError_t cuda_ec_csr_unpack(const cuda_ec_csr_blocks & b, int64_t row_begin, int64_t row_end, int32_t type,
+                               void * dst, int64_t ld, cudaStream_t stream) {
     for (int32_t s = 0; s < b.n_sets; s++) {
         const auto run = [&](auto from, auto * to, auto convert) {
             const unsigned blocks = static_cast<unsigned>(std::min(1 << 16, (b.sets[s].n_pieces + 7) / 8));
-            unpack_kernel<decltype(from)><<<blocks, 256, 0, stream>>>(b.sets[s], b.delta_bits, row_begin, row_end, to, ld, convert);
+            unpack_kernel<decltype(from)>
+                <<<blocks, 256, 0, stream>>>(b.sets[s], b.delta_bits, row_begin, row_end, to, ld, convert);
             return cudaGetLastError();
         };
         uint16_t * to16 = static_cast<uint16_t *>(dst);
         if (b.type == GGML_MACKO_TYPE_F32) {
-            CUDA_TRY(type == b.type ? run(uint32_t(), static_cast<uint32_t *>(dst), same_bits()) : type == GGML_MACKO_TYPE_F16 ? run(uint32_t(), to16, f32_to_f16()) : run(uint32_t(), to16, f32_to_bf16()));
+            CUDA_TRY(type == b.type                ? run(uint32_t(), static_cast<uint32_t *>(dst), same_bits())
+                     : type == GGML_MACKO_TYPE_F16 ? run(uint32_t(), to16, f32_to_f16())
+                                                   : run(uint32_t(), to16, f32_to_bf16()));
         } else {
             CUDA_TRY(type == b.type ? run(uint16_t(), to16, same_bits()) : run(uint16_t(), to16, bf16_to_f16()));
         }

@@ -1,8 +1,8 @@
 #include "cuda/sparse/ec-csr/upload.h"
 
-#include "cuda/lib/common.cuh"
 #include "codec/ec-csr/cost.h"
 #include "codec/macko/encode.h"
+#include "cuda/lib/common.cuh"
 
 #include <algorithm>
 #include <atomic>
@@ -14,7 +14,8 @@ namespace macko::cuda {
 namespace {
 
 // MACKO's arrays of a recoded matrix to the GPU, from several threads
-int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_threads, void * dst, cuda_sparse_matrix * out) {
+int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_threads, void * dst,
+                cuda_sparse_matrix * out) {
     if (const int status = uploader.begin(m.desc, n_padded(m.row_ptr.back()), dst)) {
         return status;
     }
@@ -23,9 +24,11 @@ int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_t
 #pragma omp parallel for schedule(dynamic, 1) num_threads(n_threads)
     for (int64_t r = 0; r < m.desc.rows; r += ROWS) {
         macko_view view;
-        int status = failed.load();
+        int        status = failed.load();
         if (!status) {
-            status = validate({ m.desc, r, std::min(m.desc.rows, r + ROWS), m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view);
+            status = validate(
+                { m.desc, r, std::min(m.desc.rows, r + ROWS), m.row_ptr.data(), 0, m.values.data(), m.deltas.data() },
+                &view);
             status = status ? status : uploader.rows(view);
         }
         if (status) {
@@ -36,9 +39,12 @@ int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_t
 }
 
 // entries of a matrix as MACKO with delta_bits
-int64_t entries(const ggml_macko_count & count, int32_t delta_bits) { return count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3]; }
+int64_t entries(const ggml_macko_count & count, int32_t delta_bits) {
+    return count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
+}
 
-// The rows of a matrix as the GPU would keep them, with codes of the width that takes least memory: never more than with the file's.
+// The rows of a matrix as the GPU would keep them, with codes of the width that takes least memory: never more than
+// with the file's.
 struct rows_plan {
     macko_desc desc   = {};
     int64_t    padded = 0;
@@ -67,10 +73,14 @@ struct rows_plan {
 
 ec_csr_choice ec_csr_choice_of_environment() {
     const char * forced = getenv("GGML_MACKO_EC_CSR");
-    return !forced ? ec_csr_choice::FASTER : !strcmp(forced, "blocks") ? ec_csr_choice::BLOCKS : !strcmp(forced, "rows") ? ec_csr_choice::ROWS : ec_csr_choice::FASTER;
+    return !forced                     ? ec_csr_choice::FASTER
+           : !strcmp(forced, "blocks") ? ec_csr_choice::BLOCKS
+           : !strcmp(forced, "rows")   ? ec_csr_choice::ROWS
+                                       : ec_csr_choice::FASTER;
 }
 
-int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads, void * dst, int64_t room, cuda_sparse_matrix * out,
+int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads,
+                       void * dst, int64_t room, cuda_sparse_matrix * out,
                        std::unique_ptr<cuda_ec_csr_blocks> * blocks) {
     const macko_desc & desc = view.arrays().desc;
     const bool         all  = !gpu_keeps_rows_of_one(desc.type);
@@ -87,8 +97,8 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             return status;
         }
         const rows_plan          rest_plan(desc, rest.count);
-        const cuda_ec_csr_blocks b = cuda_ec_csr_bind(view, all, nullptr);
-        const bool fits   = rest_plan.nbytes + b.nbytes <= room;
+        const cuda_ec_csr_blocks b    = cuda_ec_csr_bind(view, all, nullptr);
+        const bool               fits = rest_plan.nbytes + b.nbytes <= room;
         const bool faster = gpu_us(gpu_blocks_work(view, rest)) < gpu_us(gpu_rows_work(desc, whole, longest_row(view)));
         if (fits && (faster || choice == ec_csr_choice::BLOCKS)) {
             macko_matrix m;
@@ -105,17 +115,17 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             if (const int status = upload_rows(uploader, m, n_threads, dst, out)) {
                 return status;
             }
-            uint8_t * at = static_cast<uint8_t *>(dst) + rest_plan.nbytes;
+            uint8_t *            at = static_cast<uint8_t *>(dst) + rest_plan.nbytes;
             std::vector<uint8_t> image(static_cast<size_t>(b.nbytes_arrays), 0);
             cuda_ec_csr_fill(view, all, n_threads, cuda_ec_csr_bind(view, all, image.data()));
             CUDA_OK(cudaMemcpy(at, image.data(), image.size(), cudaMemcpyHostToDevice));
-            *blocks = std::make_unique<cuda_ec_csr_blocks>(cuda_ec_csr_bind(view, all, at));
+            *blocks     = std::make_unique<cuda_ec_csr_blocks>(cuda_ec_csr_bind(view, all, at));
             out->ec_csr = blocks->get();
             return GGML_MACKO_STATUS_OK;
         }
     }
     macko_matrix m;
-    const int status = recode(view, plan.desc.delta_bits, n_threads, &m);
+    const int    status = recode(view, plan.desc.delta_bits, n_threads, &m);
     return status ? status : upload_rows(uploader, m, n_threads, dst, out);
 }
 

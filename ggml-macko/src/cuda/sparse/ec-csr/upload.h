@@ -1,4 +1,5 @@
-// Brings an EC-CSR matrix to a GPU: in blocks, or recoded to MACKO's rows, whichever its cost model says is faster. No ggml.
+// Brings an EC-CSR matrix to a GPU: in blocks, or recoded to MACKO's rows, whichever its cost model says is faster. No
+// ggml.
 #pragma once
 
 #include "cuda/sparse/ec-csr/layout.h"
@@ -13,9 +14,12 @@ enum class ec_csr_choice { FASTER, BLOCKS, ROWS }; // BLOCKS: where it has kerne
 // The choice asked for by GGML_MACKO_EC_CSR (blocks, rows; anything else or nothing: FASTER), to compare
 ec_csr_choice ec_csr_choice_of_environment();
 
-// view passed decode_rows. dst: `room` bytes of device memory, enough for the matrix recoded with its own delta_bits, aligned to CUDA_SPARSE_ALIGNMENT.
-// blocks may be refused by the caller (experts). *blocks is what out->ec_csr points to, or null. Returns a ggml_macko_status.
-[[nodiscard]] int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads, void * dst, int64_t room,
-                                     cuda_sparse_matrix * out, std::unique_ptr<cuda_ec_csr_blocks> * blocks);
+// view passed decode_rows. dst: `room` bytes of device memory, enough for the matrix recoded with its own delta_bits,
+// aligned to CUDA_SPARSE_ALIGNMENT.
+// blocks may be refused by the caller (experts). *blocks is what out->ec_csr points to, or null. Returns a
+// ggml_macko_status.
+[[nodiscard]] int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice,
+                                     int n_threads, void * dst, int64_t room, cuda_sparse_matrix * out,
+                                     std::unique_ptr<cuda_ec_csr_blocks> * blocks);
 
 } // namespace macko::cuda

@@ -10,7 +10,7 @@ from collections import namedtuple
 import pytest
 
 import generators
-from ggml_macko import cli
+from ggml_macko.commands import cli
 
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -42,7 +42,7 @@ def macko_process():
 
     def run(*args: object, **kwargs: object) -> Done:
         done = subprocess.run(
-            [sys.executable, "-m", "ggml_macko.cli", *map(str, args)],
+            [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)],
             capture_output=True,
             text=True,
             timeout=300,

@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 
-from ggml_macko import bindings, cli
+from ggml_macko.commands import cli
+from ggml_macko.native import bindings
 
 OPERATIONS = ("write", "pwrite", "fsync", "ftruncate", "rename")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_macko import formats
-from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"

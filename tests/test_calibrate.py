@@ -17,9 +17,11 @@ import gguf_bytes
 import tiny_models
 import upstream
 from bad_input import FILES, SAMPLE, one_line, texts_and_models
-from ggml_macko import activations, errors, imatrix
-from ggml_macko.gguf_files import AtomicOutput, Model
-from ggml_macko.text_model import TextModel
+from ggml_macko import errors
+from ggml_macko.evaluation import activations
+from ggml_macko.evaluation.text_model import TextModel
+from ggml_macko.gguf import imatrix
+from ggml_macko.gguf.files import AtomicOutput, Model
 
 DEMO = generators.DEMO
 
@@ -47,7 +49,7 @@ def letters(tmp_path):
 
 @pytest.fixture(scope="module")
 def demo_imatrix(tmp_path_factory):
-    from ggml_macko import cli
+    from ggml_macko.commands import cli
 
     path = tmp_path_factory.mktemp("imatrix") / "demo.gguf"
     assert cli.main(["calibrate", "-m", str(DEMO), "-f", str(SAMPLE), "-o", str(path), "--chunks", "4"]) == 0
@@ -287,7 +289,7 @@ def test_neither_tool_reads_the_others_file(tmp_path, macko, demo_imatrix):
 
 def start(args):
     return subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", "calibrate", *map(str, args)],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "calibrate", *map(str, args)],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -320,7 +322,7 @@ def test_interrupted_run_ends_in_other_bytes(tmp_path, macko, number):
 
 def test_checkpoint_of_another_run_is_continued(tmp_path, macko, monkeypatch):
     """Another model, text, or way of cutting it: an error that names what differs."""
-    from ggml_macko import calibrate
+    from ggml_macko.evaluation import calibrate
 
     def stop(self, sums, chunks, save=calibrate.Checkpoint.save):
         save(self, sums, chunks)

@@ -100,7 +100,8 @@ def test_python_status_codes_drifted():
 
 
 def test_every_status_has_a_class_and_a_name():
-    from ggml_macko import bindings, errors
+    from ggml_macko import errors
+    from ggml_macko.native import bindings
 
     for name, value in re.findall(r"(GGML_MACKO_STATUS_\w+)\s*=\s*(\d+)", HEADER.read_text()):
         assert bindings.status_name(int(value)) == name

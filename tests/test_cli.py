@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import generators
-from ggml_macko import bindings, cli
+from ggml_macko.commands import cli
+from ggml_macko.native import bindings
 
 TOOLS = generators.ROOT / "tools"
 
@@ -79,7 +80,7 @@ def test_results_and_progress_share_a_stream(tmp_path, tiny, macko):
 def test_reader_that_goes_away_gives_a_traceback(tmp_path):
     big = {f"blk.{i}.attn_q.weight": generators.tiny_tensors()["blk.0.attn_q.weight"] for i in range(900)}
     path = generators.write_gguf(tmp_path / "big.gguf", big)
-    command = f"'{sys.executable}' -m ggml_macko.cli inspect '{path}' | head -1"
+    command = f"'{sys.executable}' -m ggml_macko.commands.cli inspect '{path}' | head -1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("| tensor") and done.stderr == ""
 

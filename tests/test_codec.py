@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import bindings, errors, formats
-from ggml_macko.formats import DELTA_BITS, TYPE_F16
+from ggml_macko import errors
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.macko import DELTA_BITS, TYPE_F16
+from ggml_macko.native import bindings
 
 
 def test_example_of_the_specification():

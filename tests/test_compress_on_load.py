@@ -16,7 +16,8 @@ import generators
 import gguf_bytes as gb
 import llama_logits
 import tiny_models
-from ggml_macko import bindings, errors
+from ggml_macko import errors
+from ggml_macko.native import bindings
 from llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
@@ -112,7 +113,8 @@ def test_memory_is_not_bounded_by_the_compressed_size(tmp_path):
     )
     code = f"""
 import resource
-from ggml_macko import Llama, loader
+from ggml_macko import Llama
+from ggml_macko.native import loader
 loader.register()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 Llama({str(dense)!r}, n_ctx=64, n_batch=64, n_threads=2, verbose=False, compress=True)
@@ -195,7 +197,7 @@ def test_loading_sizes_only_needs_the_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.loader import compressing, register
+    from ggml_macko.native.loader import compressing, register
 
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 import generators
-from ggml_macko import bindings, convert, formats
-from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
-from ggml_macko.gguf_files import Model
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.conversion import convert
+from ggml_macko.gguf.files import Model
+from ggml_macko.native import bindings
 
 SPARSE = {  # of tiny; attn_output is too dense
     "blk.0.attn_q.weight",

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 import generators
 import gguf_bytes as gb
-from ggml_macko import SparseMatrix, bindings, ec_csr, errors, formats
-from ggml_macko.bindings import EcCsrOptions
-from ggml_macko.ec_csr import DELTA_BITS
-from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import SparseMatrix, errors
+from ggml_macko.codecs import ec_csr
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.ec_csr import DELTA_BITS
+from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.native import bindings
+from ggml_macko.native.bindings import EcCsrOptions
 from test_model_runs import DEMO, SHARED_MODELS, greedy, open_model
 from test_sparse_matrix import assert_close_to_float64, safe_bits
 

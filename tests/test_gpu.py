@@ -18,7 +18,7 @@ import generators
 import gguf_bytes
 import lora_files
 import tiny_models
-from ggml_macko import bench_gpu
+from ggml_macko.benchmark import bench_gpu
 from llama_logits import logits, logits_one_by_one
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,7 @@ def gpu():
 
 def run_macko(*args):
     subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)], check=True, capture_output=True, text=True
     )
 
 

@@ -18,7 +18,8 @@ import pytest
 
 import gguf_bytes as gb
 import tiny_models
-from ggml_macko import bindings, errors
+from ggml_macko import errors
+from ggml_macko.native import bindings
 
 NAN = float("nan")
 Q = "blk.0.attn_q.weight"
@@ -31,7 +32,7 @@ def sparse_path(tmp_path_factory):
     command = [
         sys.executable,
         "-m",
-        "ggml_macko.cli",
+        "ggml_macko.commands.cli",
         "convert",
         folder / "dense.gguf",
         folder / "sparse.gguf",
@@ -262,7 +263,8 @@ def test_symlink_to_a_file_is_refused(sparse_path, tmp_path):
 DURING_LOAD = """
 import os, sys
 import ggml_macko, llama_cpp.llama_cpp as api
-from ggml_macko import bindings, errors
+from ggml_macko import errors
+from ggml_macko.native import bindings
 ggml_macko.register()
 path, action = sys.argv[1], sys.argv[2]
 load = bindings.Load(path.encode())

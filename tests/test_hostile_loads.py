@@ -261,7 +261,7 @@ def models(tmp_path_factory):
         dense, sparse = folder / f"{name}.gguf", folder / f"{name}-sparse.gguf"
         dense.write_bytes(gb.write(tiny_models.make(name)))
         subprocess.run(
-            [sys.executable, "-m", "ggml_macko.cli", "convert", str(dense), str(sparse)],
+            [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(dense), str(sparse)],
             check=True,
             capture_output=True,
         )

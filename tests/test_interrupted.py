@@ -20,8 +20,10 @@ import pytest
 
 import fork_server as fork_server_module
 import generators
-from ggml_macko import bindings, errors, gguf_files
-from ggml_macko.gguf_files import AtomicOutput
+from ggml_macko import errors
+from ggml_macko.gguf import files as gguf_files
+from ggml_macko.gguf.files import AtomicOutput
+from ggml_macko.native import bindings
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,7 @@ def test_ctrl_c_leaves_something(tmp_path, command, number, code):
     source = generators.write_gguf(tmp_path / "tiny.gguf", big)
     out = tmp_path / "out.gguf"
     process = subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", *command[:1], str(source), str(out), *command[1:]],
+        [sys.executable, "-m", "ggml_macko.commands.cli", *command[:1], str(source), str(out), *command[1:]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that ran us in the background left it ignored
     )  # fmt: skip

@@ -24,7 +24,7 @@ def pair(tmp_path_factory):
     """(dense, sparse)"""
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
     subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
         check=True,
         capture_output=True,
     )

@@ -27,7 +27,7 @@ def tensors(path):
 
 
 def perplexity(path):
-    from ggml_macko.perplexity import of_file
+    from ggml_macko.evaluation.perplexity import of_file
 
     held_out = SHARED_MODELS / "held-out.txt"
     return of_file(path, held_out if held_out.exists() else DEMO.parent / "sample.txt", PERPLEXITY_CHUNKS).ppl

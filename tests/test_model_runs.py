@@ -27,7 +27,11 @@ open_model = functools.partial(llama_logits.open_model, seed=1)
 
 def macko(*args, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True, **kwargs
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)],
+        check=True,
+        capture_output=True,
+        text=True,
+        **kwargs,
     )
 
 
@@ -109,7 +113,8 @@ def test_prefill_batch_sizes_disagree(pair):
 @pytest.mark.parametrize("name", ["portable", "avx2"])
 def test_forced_kernels_did_not_run(pair, name):
     code = f"""
-from ggml_macko import Llama, bindings
+from ggml_macko import Llama
+from ggml_macko.native import bindings
 m = Llama({str(pair[1])!r}, n_ctx=512, n_threads=2, verbose=False, seed=1)
 assert bindings.cpu_kernels() == {name!r}, bindings.cpu_kernels()
 print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")"""
@@ -145,7 +150,7 @@ def test_vocab_only_needs_weights(pair):
 def test_progress_callback_that_stops_leaves_the_library_unusable(pair):
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.loader import register
+    from ggml_macko.native.loader import register
 
     register()
     params = api.llama_model_default_params()

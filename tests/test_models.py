@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import generators
-from ggml_macko import bindings, errors
-from ggml_macko.gguf_files import type_name
+from ggml_macko import errors
+from ggml_macko.gguf.files import type_name
+from ggml_macko.native import bindings
 from llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
@@ -147,7 +148,7 @@ def test_caller_parameters_are_changed(tmp_path, macko):
 def test_other_llama_cpp_version_is_accepted(monkeypatch):
     import llama_cpp
 
-    from ggml_macko import loader
+    from ggml_macko.native import loader
 
     monkeypatch.setattr(loader, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")

@@ -17,8 +17,9 @@ import gguf_bytes
 import tiny_models
 import upstream
 from bad_input import FILES, SAMPLE, one_line, texts_and_models
-from ggml_macko import errors, kl_divergence, likelihood, perplexity
-from ggml_macko.text_model import TextModel
+from ggml_macko import errors
+from ggml_macko.evaluation import kl_divergence, likelihood, perplexity
+from ggml_macko.evaluation.text_model import TextModel
 
 DEMO = generators.DEMO
 
@@ -26,7 +27,7 @@ DEMO = generators.DEMO
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory):
     """The demo model with fewer non-zeros."""
-    from ggml_macko import cli
+    from ggml_macko.commands import cli
 
     path = tmp_path_factory.mktemp("pruned") / "pruned.gguf"
     assert cli.main(["prune", str(DEMO), str(path), "--sparsity", "0.8"]) == 0
@@ -36,7 +37,7 @@ def pruned(tmp_path_factory):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Log-probabilities of the demo model: 8 chunks of 128 tokens."""
-    from ggml_macko import cli
+    from ggml_macko.commands import cli
 
     path = tmp_path_factory.mktemp("base") / "base.bin"
     args = ["-m", DEMO, "-f", SAMPLE, "-c", 128, "--chunks", 8, "--kl-divergence-base", path]
@@ -240,7 +241,7 @@ def test_interrupt_leaves_half_a_file(tmp_path):
     text.write_bytes(SAMPLE.read_bytes() * 20)
     args = ["-m", DEMO, "-f", text, "--kl-divergence-base", tmp_path / "base"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", "perplexity", *map(str, args)],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "perplexity", *map(str, args)],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import formats, layerwise, masks
-from ggml_macko.formats import TYPE_F16, TYPE_F32
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.macko import TYPE_F16, TYPE_F32
+from ggml_macko.pruning import layerwise, masks
 
 PRUNED = {
     "blk.0.attn_q.weight",

@@ -17,10 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import bindings, errors, formats, imatrix, mixture, packed, quantize
-from ggml_macko.formats import TYPE_BF16, TYPE_F16, TYPE_F32
-from ggml_macko.gguf_files import AtomicOutput, Model
-from ggml_macko.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
+from ggml_macko import errors
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs import packed, quantize
+from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
+from ggml_macko.conversion import bit_allocation as mixture
+from ggml_macko.gguf import imatrix
+from ggml_macko.gguf.files import AtomicOutput, Model
+from ggml_macko.native import bindings
 from test_model_runs import DEMO, greedy, open_model
 
 GGML_KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}

@@ -13,8 +13,9 @@ import pytest
 import generators
 import gguf_bytes
 import tiny_models
-from ggml_macko import likelihood, perplexity, report
-from ggml_macko.text_model import TextModel
+from ggml_macko.benchmark import report
+from ggml_macko.evaluation import likelihood, perplexity
+from ggml_macko.evaluation.text_model import TextModel
 
 
 @pytest.fixture(scope="module")

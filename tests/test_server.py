@@ -44,7 +44,7 @@ def is_open(port: int) -> bool:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """alias -> path"""
-    from ggml_macko import cli
+    from ggml_macko.commands import cli
 
     sparse = tmp_path_factory.mktemp("server") / "sparse.gguf"
     assert cli.main(["convert", str(generators.DEMO), str(sparse)]) == 0

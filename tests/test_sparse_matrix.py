@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import SparseMatrix, bindings, errors, formats
-from ggml_macko.formats import DELTA_BITS, TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import SparseMatrix, errors
+from ggml_macko.codecs import macko as formats
+from ggml_macko.codecs.macko import DELTA_BITS, TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.native import bindings
 
 
 def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 import generators
 import gguf_bytes
 import tiny_models
-from ggml_macko import arrays, hessians, layerwise, prune, report, sparsegpt
-from ggml_macko.activations import Weight
+from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
-from ggml_macko.gguf_files import Model
+from ggml_macko.evaluation.activations import Weight
+from ggml_macko.gguf.files import Model
+from ggml_macko.pruning import array_backend as arrays
+from ggml_macko.pruning import hessians, layerwise, prune, sparsegpt
 
 
 def inputs(rng, n, cols):
@@ -303,7 +305,7 @@ def test_ctrl_c_leaves_the_working_copy(tmp_path, text, number, code, more):
     text.write_text(text.read_text() * 2000)
     args = ["--method", "sparsegpt", "--sparsity", "0.5", "-f", text, "--chunks", "-1", "-c", "64", *more]
     process = subprocess.Popen(
-        [sys.executable, "-m", "ggml_macko.cli", "prune", model, tmp_path / "out.gguf", *args],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "prune", model, tmp_path / "out.gguf", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -25,7 +25,7 @@ open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=Tr
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
     subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
         check=True,
         capture_output=True,
     )
@@ -133,7 +133,7 @@ def test_second_part_given_is_loaded(sparse, tmp_path):
 def test_part_that_changes_while_loading_is_accepted(sparse, tmp_path, monkeypatch):
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.loader import register
+    from ggml_macko.native.loader import register
 
     register()
     paths = split(sparse, tmp_path, [47, 47])

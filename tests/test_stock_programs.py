@@ -35,7 +35,7 @@ def folder():
 def sparse(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
     subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "convert", str(generators.DEMO), str(path)],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
         check=True,
         capture_output=True,
     )
@@ -72,7 +72,14 @@ def test_split_parts_do_not_run(folder, sparse, tmp_path):
     assert programs.simple(folder, first, 16) == programs.simple(folder, generators.DEMO, 16)
     programs.run(folder / "llama-gguf-split", "--merge", first, tmp_path / "merged.gguf")
     done = subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "verify", str(generators.DEMO), str(tmp_path / "merged.gguf")],
+        [
+            sys.executable,
+            "-m",
+            "ggml_macko.commands.cli",
+            "verify",
+            str(generators.DEMO),
+            str(tmp_path / "merged.gguf"),
+        ],
         capture_output=True,
         text=True,
     )
@@ -159,7 +166,7 @@ def test_server_with_draft_model_writes_another_text(folder, sparse):
 
 def test_environment_lines_do_not_do_what_run_does(folder, sparse):
     lines = subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "env"], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "ggml_macko.commands.cli", "env"], check=True, capture_output=True, text=True
     ).stdout
     script = f"{lines}\n{shlex.quote(str(folder / 'llama-simple'))} -m {shlex.quote(str(sparse))} -n 8 {shlex.quote(programs.PROMPT)}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
@@ -171,13 +178,13 @@ def test_environment_lines_do_not_do_what_run_does(folder, sparse):
 
 def env_lines(*args: object) -> list:
     return subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "env", *args], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "ggml_macko.commands.cli", "env", *args], check=True, capture_output=True, text=True
     ).stdout.splitlines()
 
 
 def test_env_prints_what_no_service_file_reads():
-    from ggml_macko import bindings
-    from ggml_macko import env as env_command
+    from ggml_macko.commands import env as env_command
+    from ggml_macko.native import bindings
 
     preload, plugin = str(bindings.PRELOAD_PATH), str(bindings.LIBRARY_PATH)
     assert env_lines("--format", "docker") == [f"LD_PRELOAD={preload}", f"GGML_MACKO_PLUGIN={plugin}"]
@@ -203,7 +210,7 @@ def test_preload_path_that_the_linker_would_cut(tmp_path):
     package = tmp_path / "a b" / "ggml_macko"
     shutil.copytree(pathlib.Path(ggml_macko.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", "run", "true"],
+        [sys.executable, "-m", "ggml_macko.commands.cli", "run", "true"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(package.parent)},
@@ -217,7 +224,7 @@ def test_builder_does_not_know_the_pin():
 
 def test_weight_names_are_judged_otherwise():
     """the rule of which weights may be sparse: one in the library, for the converter and for compressing on load"""
-    from ggml_macko import weights
+    from ggml_macko.gguf import tensor_rules as weights
 
     in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv"]
     multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]

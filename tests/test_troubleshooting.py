@@ -22,9 +22,9 @@ import gguf_bytes
 import test_gpu
 import test_split_and_edited_files
 import upstream
-from ggml_macko import bindings
-from ggml_macko.formats import TYPE_F16
-from ggml_macko.gguf_files import AtomicOutput
+from ggml_macko.codecs.macko import TYPE_F16
+from ggml_macko.gguf.files import AtomicOutput
+from ggml_macko.native import bindings
 
 PAGE = generators.ROOT / "docs" / "troubleshooting.md"
 PACKAGE = bindings.LIBRARY_PATH.parent
@@ -49,7 +49,7 @@ def with_marks(message: str):
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     """The bundled model as a sparse file; tests that break it copy it."""
-    from ggml_macko import cli
+    from ggml_macko.commands import cli
 
     path = tmp_path_factory.mktemp("sparse") / "sparse.gguf"
     assert cli.main(["convert", str(generators.DEMO), str(path)]) == 0
@@ -77,7 +77,7 @@ class Place:
         return self.run(sys.executable, "-c", code, **environment)
 
     def macko_process(self, *args: object, **environment: str) -> str:
-        return self.run(sys.executable, "-m", "ggml_macko.cli", *args, **environment)
+        return self.run(sys.executable, "-m", "ggml_macko.commands.cli", *args, **environment)
 
     def program(self) -> pathlib.Path:
         return upstream.compile_program(generators.ROOT / "tests" / "run-llama.c", self.tmp_path / "run-llama")

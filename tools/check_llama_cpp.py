@@ -27,7 +27,7 @@ MAX_TIE = 0.05  # logits of F16 models differ by some 0.02 between orders of rou
 
 def macko(*args: object) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "ggml_macko.cli", *map(str, args)], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)], check=True, capture_output=True, text=True
     ).stdout
 
 

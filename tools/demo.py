@@ -24,7 +24,7 @@ N_TOKENS = 48
 
 
 def macko(*args: object, quiet: bool = False) -> str:
-    command = [sys.executable, "-m", "ggml_macko.cli", *map(str, args)]
+    command = [sys.executable, "-m", "ggml_macko.commands.cli", *map(str, args)]
     print("\n$ macko " + " ".join(_shown(a) for a in args), flush=True)
     done = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True

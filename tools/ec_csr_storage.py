@@ -18,9 +18,13 @@ import time
 
 import numpy as np
 
-from ggml_macko import SparseMatrix, bindings, console, ec_csr, formats, weights
-from ggml_macko.bindings import EcCsrOptions
-from ggml_macko.gguf_files import Model
+from ggml_macko import SparseMatrix, console
+from ggml_macko.codecs import ec_csr
+from ggml_macko.codecs import macko as formats
+from ggml_macko.gguf import tensor_rules as weights
+from ggml_macko.gguf.files import Model
+from ggml_macko.native import bindings
+from ggml_macko.native.bindings import EcCsrOptions
 
 SHAPES = "1024x8192,4096x4096,4096x11008,11008x4096,5120x5120,5120x13824,13824x5120,8192x8192"
 VARIANTS = {  # label -> options. 128 is the smallest block that the paper extracts

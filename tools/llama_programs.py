@@ -16,7 +16,7 @@ PROMPT = "The function returns"
 
 
 def command(program: pathlib.Path, *args: object, compress: bool = False) -> list:
-    macko = [sys.executable, "-m", "ggml_macko.cli", "run", *(["--compress"] if compress else []), "--"]
+    macko = [sys.executable, "-m", "ggml_macko.commands.cli", "run", *(["--compress"] if compress else []), "--"]
     return [*macko, str(program), *map(str, args)]
 
 

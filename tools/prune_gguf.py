@@ -3,7 +3,7 @@
 
 import sys
 
-from ggml_macko.cli import main
+from ggml_macko.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["prune", *sys.argv[1:]]))

@@ -20,8 +20,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
-from ggml_macko import cli, console, hessians, layerwise, prune, report
-from ggml_macko.gguf_files import AtomicOutput, Model
+from ggml_macko import console
+from ggml_macko.benchmark import report
+from ggml_macko.commands import cli
+from ggml_macko.gguf.files import AtomicOutput, Model
+from ggml_macko.pruning import hessians, layerwise, prune
 
 # label, method, --per
 METHODS = (

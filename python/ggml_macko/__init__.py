@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .errors import FileFormatError, MackoError, VersionMismatchError
     from .llama import Llama
-    from .loader import register
+    from .native.loader import register
     from .sparse_matrix import SparseMatrix
 
 _HOME = {
     "Llama": "llama",
-    "register": "loader",
+    "register": "native.loader",
     "SparseMatrix": "sparse_matrix",
     "MackoError": "errors",
     "FileFormatError": "errors",
@@ -30,7 +30,7 @@ __all__ = ["FileFormatError", "Llama", "MackoError", "SparseMatrix", "VersionMis
 
 def __getattr__(name: str) -> object:
     if name == "__version__":  # one place for the number: the C library's
-        return importlib.import_module(".bindings", __name__).version()
+        return importlib.import_module(".native.bindings", __name__).version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

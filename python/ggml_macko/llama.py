@@ -8,7 +8,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp._logger import set_verbose
 
-from .loader import compressing, register
+from .native.loader import compressing, register
 
 
 class Llama(llama_cpp.Llama):

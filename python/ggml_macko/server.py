@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 
-from .cli import one_line
-from .loader import register
+from .commands.cli import one_line
+from .native.loader import register
 
 
 def main() -> int:

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from . import bindings, ec_csr, errors, formats, packed
-from .bindings import EcCsrOptions
-from .formats import TYPE_BF16, TYPE_F16, TYPE_F32
+from . import errors
+from .codecs import ec_csr, packed
+from .codecs import macko as formats
+from .codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from .native import bindings
+from .native.bindings import EcCsrOptions
 
 
 class SparseMatrix:

@@ -1,0 +1,127 @@
+"""`macko bench --gpu`: sparse matrix times vector on the GPU, against cuBLAS and cuSPARSE.
+
+The measurement is bench-spmv-gpu's, a program that is built and installed with the plugin where there is a CUDA
+compiler; this module starts it and presents its results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import subprocess
+import tempfile
+from pathlib import Path
+
+from .. import console, errors
+
+PROGRAM = Path(__file__).parent.parent / "bench-spmv-gpu"
+DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
+VALUES = ("f16", "q8_0", "q4_0")
+
+
+def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f16") -> list:
+    """A result per shape and density, as the program's --json writes them. shapes, values: its options."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results"
+        command = [str(PROGRAM), "--shapes", shapes, "--densities", densities]
+        command += ["--values", values, "--json", str(out)]
+        command += ["--csr"] if cusparse else []
+        last = ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+            try:
+                for line in program.stdout:
+                    last = line.strip()
+                    console.log(last)
+            except BaseException:
+                program.kill()
+                raise
+        if program.returncode != 0:
+            raise errors.error(errors.LOAD_FAILED, last or f"{PROGRAM.name} ended with {program.returncode}")
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def devices() -> list:
+    """The plugin's GPUs, as (name, description, free bytes, total bytes)."""
+    from ..native.loader import register
+
+    register()
+    ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for function in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
+    base.ggml_backend_dev_memory.restype = None
+    found = []
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(i)
+        name = base.ggml_backend_dev_name(device).decode()
+        if name.startswith("MACKO") and base.ggml_backend_dev_type(device) == 1:  # GGML_BACKEND_DEVICE_TYPE_GPU
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            found.append((name, base.ggml_backend_dev_description(device).decode(), free.value, total.value))
+    return found
+
+
+def geometric_means(results: list) -> list:
+    """(density, geometric mean of the speedup over the shapes)"""
+    by_density: dict = {}
+    for r in results:
+        if r["speedup"] > 0:
+            by_density.setdefault(r["density"], []).append(math.log(r["speedup"]))
+    return [(d, math.exp(sum(logs) / len(logs))) for d, logs in by_density.items()]
+
+
+def print_matrices(results: list) -> None:
+    rows = [
+        [
+            f"{r['rows']}x{r['cols']}",
+            r["density"],
+            round(r["nbytes"] / 1e6, 1),
+            round(r["nbytes"] / (2 * r["rows"] * r["cols"]), 3),
+            round(min(r["us"], r["chained_us"]), 1),
+            round(r["dense_us"], 1) if r["dense_us"] else None,
+            round(r["csr_us"], 1) if r["csr_us"] else None,
+            f"{r['bandwidth'] / r['read_bandwidth']:.0%}",
+            f"{r['speedup']:.2f}x" if r["dense_us"] else None,
+        ]
+        for r in results
+    ]
+    headers = ["shape", "density", "MB", "of dense", "us", "cuBLAS us", "cuSPARSE us", "of bandwidth", "vs cuBLAS"]
+    print(console.table(rows, headers, "g"))
+    first = results[0]
+    print(f"\n{first['gpu']}, {first['date']}, read bandwidth {first['read_bandwidth'] / 1e12:.2f} TB/s (measured)")
+    for density, mean in geometric_means(results):
+        print(f"density {density:g}: {mean:.2f}x cuBLAS, geometric mean of the shapes")
+
+
+def plot(results: list, path: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise errors.error(errors.LOAD_FAILED, "--plot needs matplotlib: pip install 'ggml-macko[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (speed, bandwidth) = pyplot.subplots(1, 2, figsize=(12, 5))
+    for shape in sorted({(r["rows"], r["cols"]) for r in results}):
+        own = sorted((r["density"], r["speedup"]) for r in results if (r["rows"], r["cols"]) == shape)
+        speed.plot(*zip(*own), color="tab:blue", alpha=0.25, linewidth=1)
+    speed.plot(*zip(*sorted(geometric_means(results))), color="tab:blue", marker="o", label="geometric mean")
+    speed.axhline(1, color="gray", linewidth=1, linestyle="--")
+    speed.set(xlabel="density", ylabel="speed relative to cuBLAS, F16", yscale="log", title=results[0]["gpu"])
+    speed.legend()
+    nbytes, share = [r["nbytes"] / 1e6 for r in results], [r["bandwidth"] / r["read_bandwidth"] for r in results]
+    dots = bandwidth.scatter(nbytes, share, s=12, c=[r["density"] for r in results])
+    figure.colorbar(dots, ax=bandwidth, label="density")
+    bandwidth.set(
+        xlabel="MB read", ylabel="of measured read bandwidth", xscale="log", ylim=(0, 1), title=results[0]["date"]
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

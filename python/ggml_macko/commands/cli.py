@@ -1,0 +1,106 @@
+"""The `macko` command: `macko SUBCOMMAND ...`.
+
+Exit codes: 0 done, 1 any error (one line on stderr), 130 and 143 after Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from ..errors import MackoError
+
+# subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
+COMMANDS = {
+    "calibrate": "evaluation.calibrate",
+    "perplexity": "evaluation.perplexity",
+    "prune": "pruning.prune",
+    "convert": "conversion.convert",
+    "restore": "conversion.restore",
+    "verify": "conversion.verify",
+    "inspect": "conversion.inspect",
+    "generate": "commands.generate",
+    "bench": "benchmark.bench",
+    "report": "benchmark.report",
+    "run": "commands.run",
+    "env": "commands.env",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Bad usage exits with 1, as llama.cpp's tools do."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\nto show complete usage, run with -h", file=sys.stderr)
+        raise SystemExit(1)
+
+
+class Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
+        from ..native import bindings
+
+        print(
+            f"macko {bindings.version()}, for llama-cpp-python {bindings.built_for_llama_cpp_python()} "
+            f"(ggml {bindings.built_for_ggml()}), CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
+        )
+        parser.exit()
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="macko", description="Sparse LLM weights for stock llama.cpp.", allow_abbrev=False)
+    parser.add_argument("--version", action=Version, nargs=0, help="print versions and exit")
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    for name, module_name in COMMANDS.items():
+        module = importlib.import_module(f"ggml_macko.{module_name}")
+        sub = subparsers.add_parser(name, help=module.HELP, allow_abbrev=False)
+        module.add_arguments(sub)
+        sub.add_argument("--debug", action="store_true", help="show a traceback with an error")
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def one_line(error: BaseException) -> str:
+    """What to tell the user."""
+    if isinstance(error, MackoError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    elif isinstance(error, MemoryError):
+        text = "out of memory"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+def on_sigterm(*unused: object) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)  # unwinds, so that partial files go
+
+
+def main(argv: list | None = None) -> int:
+    args = None
+    try:
+        signal.signal(signal.SIGTERM, on_sigterm)
+        args = make_parser().parse_args(argv)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output has gone: `macko inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as e:
+        if args is not None and args.debug:
+            raise
+        with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
+            print(f"error: {one_line(e)}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

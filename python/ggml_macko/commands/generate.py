@@ -1,0 +1,111 @@
+"""Writes text with a model, dense or sparse: `macko generate -m MODEL -p PROMPT`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .. import errors
+
+HELP = "write text with a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Continues a prompt with a GGUF model, dense or sparse. The text goes to stdout, everything else to stderr."
+    )
+    parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="text to continue")
+    prompt.add_argument("-f", "--file", metavar="FNAME", help="file with the text to continue")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "-n", "--predict", "--n-predict", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
+    )
+    parser.add_argument(
+        "--temp",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="temperature; 0 always takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument("--top-k", type=int, default=40, metavar="N", help="keep the N likeliest tokens (default: 40)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="keep the likeliest tokens of joint probability P (default: 0.95)",
+    )
+    parser.add_argument(
+        "-s", "--seed", type=int, default=-1, metavar="SEED", help="seed of the random choices (default: -1, random)"
+    )
+    parser.add_argument("--no-display-prompt", action="store_true", help="print only what the model writes")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of everything that runs a model, with llama.cpp's names."""
+    parser.add_argument(
+        "-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)"
+    )
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
+    )
+    add_gpu_layers(parser)
+
+
+def add_gpu_layers(
+    parser: argparse.ArgumentParser,
+    default: int | None = -1,
+    which: str = "all or auto: as many as there are (default)",
+) -> None:
+    """llama.cpp's option; all and auto are -1."""
+    names = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+    parser.add_argument(*names, type=gpu_layers, default=default, metavar="N", help=f"layers on the GPU; {which}")
+
+
+def gpu_layers(text: str) -> int:
+    return -1 if text in ("all", "auto") else int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..llama import Llama
+
+    prompt = args.prompt
+    if prompt is None:
+        with open(args.file, encoding="utf-8") as f:
+            prompt = f.read()
+    llama = Llama(
+        args.model,
+        n_ctx=args.ctx_size,
+        n_threads=args.threads or None,
+        n_threads_batch=args.threads or None,
+        n_gpu_layers=args.gpu_layers,
+        seed=args.seed & 0xFFFFFFFF,
+        verbose=args.verbose,
+    )
+    n_prompt = len(llama.tokenize(prompt.encode("utf-8"), special=True))
+    if n_prompt >= llama.n_ctx():
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"the prompt has {n_prompt} tokens, the context {llama.n_ctx()}; see -c"
+        )
+    if not args.no_display_prompt:
+        sys.stdout.write(prompt)
+    chunks = llama.create_completion(
+        prompt,
+        max_tokens=args.predict,
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=0.05,
+        repeat_penalty=1.0,
+        seed=None if args.seed < 0 else args.seed,
+        stream=True,
+    )
+    for chunk in chunks:
+        sys.stdout.write(chunk["choices"][0]["text"])
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    llama.close()
+    return 0

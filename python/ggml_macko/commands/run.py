@@ -1,0 +1,59 @@
+"""Runs a program that is linked to libllama so that it opens sparse GGUFs: `macko run -- llama-cli -m sparse.gguf`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+from .. import errors
+from ..native import bindings
+
+HELP = "run a llama.cpp program with sparse models"
+
+
+def variables(compress: bool) -> dict[str, str]:
+    """What a program needs in its environment. LD_PRELOAD is ours alone: the caller joins it with another one."""
+    for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
+        if not path.exists():
+            raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
+        if set(str(path)) & set(" :\t\n"):  # the dynamic linker would take it for two paths, and only warn
+            raise errors.error(errors.IO, f"{path}: LD_PRELOAD cannot name a path with a space or a colon")
+    return {
+        "LD_PRELOAD": str(bindings.PRELOAD_PATH),
+        "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
+        **({"GGML_MACKO_COMPRESS": "1"} if compress else {}),
+    }
+
+
+def add_compress_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compress", action="store_true", help="compress dense F16, BF16 and F32 models while they are loaded"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs PROGRAM with the plugin preloaded, so that llama_model_load_from_file opens sparse GGUFs too. The "
+        "program must use the shared libllama and libggml of the llama.cpp build that the plugin was made for (`macko"
+        " --version` names it)."
+    )
+    add_compress_argument(parser)
+    parser.add_argument(
+        "program", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="for example: -- llama-cli -m sparse.gguf"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not program:
+        raise errors.error(errors.BAD_ARGUMENT, "PROGRAM is missing: macko run -- PROGRAM ARGS")
+    environment = {**os.environ, **variables(args.compress)}
+    if os.environ.get("LD_PRELOAD"):
+        environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
+        signal.signal(name, signal.SIG_DFL)
+    try:
+        os.execvpe(program[0], program, environment)
+    except OSError as e:
+        raise errors.error(errors.IO, f"{program[0]}: {e.strerror}") from e

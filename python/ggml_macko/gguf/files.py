@@ -1,0 +1,551 @@
+"""Reading and writing GGUF model files for the tools: dense or sparse, whole or split, one tensor in memory at a time.
+
+Every file first passes the C library's header checks; after that this module walks the (now known to be well-formed)
+header for the metadata. Keys are copied as raw records, so nothing about them can change: empty arrays, NaNs and types
+stay as they are. gguf-py's reader is not used for that: it needs 15 s and 600 MiB for a 128k-token vocabulary, and its
+writer drops empty arrays. Data is read with pread into NumPy buffers, never mapped: a file that shrinks gives an
+error, not SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import errors
+from ..codecs import ec_csr, packed
+from ..codecs import macko as formats
+from ..native import bindings
+
+MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
+COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
+
+# ---- metadata ----
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_U32, _F32, _STRING, _ARRAY, _U64 = 4, 6, 8, 9, 10
+
+
+@dataclass(frozen=True)
+class Key:
+    """A metadata entry: its whole record as it stands in the file, and where its value starts."""
+
+    name: str
+    type: int
+    record: bytes
+    value_at: int
+
+    def value(self) -> object:
+        return _read_value(self.record, self.value_at, self.type)[0]
+
+
+def _read_value(data: bytes, at: int, kind: int) -> tuple:
+    """(value, end) of a value in checked data."""
+    if kind in _SCALARS:
+        layout = _SCALARS[kind]
+        return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
+    if kind == _STRING:
+        (n,) = struct.unpack_from("<Q", data, at)
+        return data[at + 8 : at + 8 + n].decode("utf-8", errors="replace"), at + 8 + n
+    element, n = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if element in _SCALARS:
+        width = struct.calcsize(_SCALARS[element])
+        return np.frombuffer(data, _SCALARS[element][1:].replace("?", "B"), n, at).tolist(), at + n * width
+    out = []
+    for _ in range(n):
+        value, at = _read_value(data, at, element)
+        out.append(value)
+    return out, at
+
+
+def _value_end(data: bytes, at: int, kind: int) -> int:
+    """Like _read_value, without making the value: vocabularies have 100,000 strings."""
+    if kind in _SCALARS:
+        return at + struct.calcsize(_SCALARS[kind])
+    length = struct.Struct("<Q").unpack_from
+    if kind == _STRING:
+        return at + 8 + length(data, at)[0]
+    element, n = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if element in _SCALARS:
+        return at + n * struct.calcsize(_SCALARS[element])
+    for _ in range(n):
+        at += 8 + length(data, at)[0]
+    return at
+
+
+def _walk_keys(header: bytes) -> list:
+    n_keys = struct.unpack_from("<Q", header, 16)[0]
+    at, keys = 24, []
+    for _ in range(n_keys):
+        begin = at
+        name, at = _read_value(header, at, _STRING)
+        (kind,) = struct.unpack_from("<I", header, at)
+        value_at = at + 4
+        at = _value_end(header, value_at, kind)
+        if at > len(header):
+            raise struct.error("key past the header")
+        keys.append(Key(name, kind, header[begin:at], value_at - begin))
+    return keys
+
+
+def make_key(name: str, kind: str, value: object) -> Key:
+    """kind: "u32", "f32", "str", "[u32", "[u64" or "[str"."""
+    prefix = _pack_string(name)
+    if kind == "str":
+        kind_id, body = _STRING, _pack_string(value)
+    elif kind == "u32":
+        kind_id, body = _U32, struct.pack("<I", value)
+    elif kind == "f32":
+        kind_id, body = _F32, struct.pack("<f", value)
+    else:
+        kind_id = _ARRAY
+        element = {"[u32": _U32, "[u64": _U64, "[str": _STRING}[kind]
+        body = struct.pack("<IQ", element, len(value))
+        if element == _STRING:
+            body += b"".join(_pack_string(v) for v in value)
+        else:
+            body += struct.pack(f"<{len(value)}{'I' if element == _U32 else 'Q'}", *value)
+    return Key(name, kind_id, prefix + struct.pack("<I", kind_id) + body, len(prefix) + 4)
+
+
+def _pack_string(text: object) -> bytes:
+    data = str(text).encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+# ---- reading ----
+
+
+def type_name(type_id: int) -> str:
+    """llama.cpp's spelling of a ggml type id."""
+    if type_id in formats.TYPE_NAMES:
+        return formats.TYPE_NAMES[type_id]
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(type_id).name.lower().replace("_k", "_K")
+    except ValueError:  # gguf-py may know fewer types than llama.cpp
+        return f"type {type_id}"
+
+
+def _identity(file: Path | int | os.stat_result) -> tuple:
+    info = file if isinstance(file, os.stat_result) else os.stat(file)
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+class _Shard:
+    """One file: the descriptor that everything is read from, and the checked header."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        with contextlib.ExitStack() as on_error:
+            before = _identity(path)
+            checked = on_error.enter_context(bindings.File(path))
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            on_error.callback(os.close, self.fd)
+            self.opened = os.fstat(self.fd)
+            if before != _identity(self.fd):  # then the checks were made on another file
+                raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
+            self.checked = checked
+            self.is_sparse = checked.is_sparse
+            self.tensors = checked.tensors()
+            self.sparse = checked.sparse()
+            self.alignment = checked.alignment
+            header = self.read(0, min((t.offset for t in self.tensors), default=checked.size)).tobytes()
+            try:
+                self.keys = _walk_keys(header)
+            except (struct.error, MemoryError, ValueError) as e:
+                raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was read") from e
+            on_error.pop_all()
+
+    def close(self) -> None:
+        self.checked.close()
+        os.close(self.fd)
+
+    def read(self, offset: int, nbytes: int) -> np.ndarray:
+        out = np.empty(nbytes, dtype=np.uint8)
+        view = memoryview(out)
+        done = 0
+        while done < nbytes:
+            try:
+                n = os.preadv(self.fd, [view[done : done + (1 << 30)]], offset + done)
+            except OSError as e:
+                raise errors.error(errors.IO, f"{self.path}: {e.strerror}") from e
+            if n == 0:
+                raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
+            done += n
+        return out
+
+    def check_unchanged(self) -> None:
+        if _identity(self.fd) != _identity(self.opened):
+            raise errors.error(errors.FILE_CHANGED, f"{self.path}: changed while it was read")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the dense model; it may be stored sparse."""
+
+    name: str
+    type: int
+    ne: tuple  # ggml order
+    nbytes: int  # of the dense tensor
+    shard: _Shard
+    offset: int  # of the dense data, -1 if sparse
+    sparse: bindings.FileSparse | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(np.prod(self.ne[1:], dtype=np.int64))
+
+    @property
+    def cols(self) -> int:
+        return self.ne[0]
+
+    @property
+    def n_elements(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def is_quantized(self) -> bool:
+        """Stored sparse with quantized values: not bit for bit what it was made from."""
+        return self.sparse is not None and self.sparse.value_type != self.type
+
+    @property
+    def nbytes_stored(self) -> int:
+        return self.nbytes if self.sparse is None else self.sparse.nbytes
+
+    def read(self, n_threads: int = 0) -> np.ndarray:
+        """All dense bytes (uint8); a sparse tensor is checked and decoded."""
+        if self.sparse is None:
+            return self.shard.read(self.offset, self.nbytes)
+        try:
+            return bindings.decode(self.read_sparse(), n_threads).reshape(-1).view(np.uint8)
+        except errors.MackoError as e:
+            raise errors.error(e.code, f"{self.shard.path}: {self.name}: {e}") from e
+
+    def read_bits(self, n_threads: int = 0) -> np.ndarray:
+        """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
+        return self.read(n_threads).view(formats.bits_dtype(self.type)).reshape(self.rows, self.cols)
+
+    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix:
+        """The stored arrays, not yet checked."""
+        s = self.sparse
+        arrays = [self._read_component(i, np.uint8) for i in range(len(s.tensor_index))]
+        arrays[0] = arrays[0].view(packed.values_dtype(self.type, s.value_type))
+        if s.format == "packed":
+            return packed.PackedMatrix(
+                self.rows,
+                self.cols,
+                self.type,
+                s.value_type,
+                s.delta_bits,
+                s.nnz,
+                *arrays[:2],
+                arrays[2].view(np.int32),
+            )
+        if s.format == "ec-csr":
+            dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)
+            arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
+            return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
+        arrays[2] = arrays[2].view(np.int32)
+        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
+
+    def _read_component(self, i: int, dtype: type) -> np.ndarray:
+        component = self.shard.tensors[self.sparse.tensor_index[i]]
+        return self.shard.read(component.offset, component.nbytes).view(dtype)
+
+    def n_stored(self) -> int:
+        """Values of a sparse tensor, fillers and padding of blocks counted."""
+        if self.sparse.format == "ec-csr":
+            return self.shard.tensors[self.sparse.tensor_index[0]].ne[0]
+        row_ptr = self.shard.tensors[self.sparse.tensor_index[2]]
+        return int(self.shard.read(row_ptr.offset + row_ptr.nbytes - 4, 4).view(np.int32)[0])
+
+    def sets(self) -> np.ndarray:
+        """Of an ec-csr tensor: (n_sets, 4) of granularity, vector size, blocks, columns; not checked."""
+        return self._read_component(5, np.int32).reshape(-1, 4)
+
+    def blocks(self, n_threads: int = 0) -> Iterator[np.ndarray]:
+        """The dense bytes in pieces: small ones for a dense tensor, all at once for a sparse one."""
+        if self.sparse is not None:
+            yield self.read(n_threads)
+            return
+        for at in range(0, self.nbytes, COPY_BLOCK):
+            yield self.shard.read(self.offset + at, min(COPY_BLOCK, self.nbytes - at))
+
+
+def _is_format_key(name: str) -> bool:
+    """Keys that describe how this file is stored, not the model."""
+    return name.startswith(("split.", "macko.tensor.")) or name in ("macko.version", "macko.min_reader_version")
+
+
+class Model:
+    """A model file, dense or sparse, or all parts of a split one, seen as the dense model."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self.shards = []
+        try:
+            for shard in _open_shards(self.path):
+                self.shards.append(shard)
+            self.alignment = self.shards[0].alignment
+            self.tensors = [tensor for shard in self.shards for tensor in _dense_view(shard)]
+            names = {t.name for t in self.tensors}
+            if len(names) != len(self.tensors):
+                raise errors.error(errors.DUPLICATE_TENSOR, f"{self.path}: a tensor stands in two parts")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def keys(self) -> list:
+        """Metadata of the model: that of the first part, without what describes storage."""
+        return [k for k in self.shards[0].keys if not _is_format_key(k.name)]
+
+    @property
+    def is_sparse(self) -> bool:
+        return any(shard.is_sparse for shard in self.shards)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(shard.opened.st_size for shard in self.shards)
+
+    @property
+    def paths(self) -> list:
+        return [shard.path for shard in self.shards]
+
+    def key(self, name: str) -> Key | None:
+        return next((k for k in self.shards[0].keys if k.name == name), None)
+
+    def check_unchanged(self) -> None:
+        for shard in self.shards:
+            shard.check_unchanged()
+
+    def close(self) -> None:
+        while self.shards:
+            self.shards.pop().close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _open_shards(path: Path) -> Iterator[_Shard]:
+    first = _Shard(path)
+    yield first
+    numbers = {k.name: k.value() for k in first.keys if k.name.startswith("split.")}
+    count = numbers.get("split.count", 1)
+    if count in (0, 1):  # 0: llama-gguf-split merged it
+        return
+    name = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    if not name or int(name[3]) != count or not isinstance(count, int) or not 1 < count <= 99999:
+        raise errors.error(errors.SPLIT_FILE, f"{path}: part of a split model, but not named NAME-00001-of-0000N.gguf")
+    if numbers.get("split.no") != 0 or int(name[2]) != 1:
+        raise errors.error(errors.SPLIT_FILE, f"{path}: is not the first part; give {name[1]}-00001-of-{name[3]}.gguf")
+    n_tensors = len(first.tensors)
+    for no in range(1, count):
+        shard = _Shard(path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf"))
+        yield shard
+        n_tensors += len(shard.tensors)
+        found = {k.name: k.value() for k in shard.keys if k.name.startswith("split.")}
+        if found.get("split.no") != no or found.get("split.count") != count:
+            raise errors.error(errors.SPLIT_FILE, f"{shard.path}: is not part {no + 1} of {count}")
+    if numbers.get("split.tensors.count", n_tensors) != n_tensors:
+        raise errors.error(
+            errors.SPLIT_FILE, f"{path}: the parts hold {n_tensors} tensors, not {numbers['split.tensors.count']}"
+        )
+
+
+def _dense_view(shard: _Shard) -> Iterator[Tensor]:
+    for t in shard.tensors:
+        if t.sparse_index < 0:
+            yield Tensor(t.name, t.type, t.ne, t.nbytes, shard, t.offset)
+            continue
+        sparse = shard.sparse[t.sparse_index]
+        if shard.tensors[sparse.tensor_index[0]] is t:  # once, at the place of the first component
+            yield Tensor(sparse.name, sparse.type, sparse.ne, sparse.nbytes_dense, shard, -1, sparse)
+
+
+# ---- writing ----
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """An entry of the tensor table of a file that is being written."""
+
+    name: str
+    type: int
+    ne: tuple
+    nbytes: int
+
+
+def build_header(keys: Iterable[Key], tensors: list, alignment: int) -> bytes:
+    """Everything before the data, padded to where the data starts."""
+    keys = list(keys)
+    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
+    for key in keys:
+        header += key.record
+    offset = 0
+    for t in tensors:
+        header += _pack_string(t.name) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.type, offset)
+        offset += align(t.nbytes, alignment)
+    return bytes(header.ljust(align(len(header), alignment), b"\0"))
+
+
+def file_nbytes(keys: Iterable[Key], tensors: list, alignment: int) -> int:
+    """The exact size of the file that Writer will write."""
+    return len(build_header(keys, tensors, alignment)) + sum(align(t.nbytes, alignment) for t in tensors)
+
+
+class Writer:
+    """Writes a GGUF front to back into an open output: header first, then the data of each tensor in table order."""
+
+    def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: list, alignment: int):
+        self._output = output
+        self._alignment = alignment
+        self._left = [t.nbytes for t in tensors]
+        output.write(output.magic + build_header(keys, tensors, alignment)[4:])
+
+    def write(self, blocks: Iterable[np.ndarray]) -> None:
+        """The data of the next tensor."""
+        nbytes = self._left.pop(0)
+        written = 0
+        for block in blocks:
+            data = memoryview(np.ascontiguousarray(block)).cast("B")
+            self._output.write(data)
+            written += len(data)
+        if written != nbytes:
+            raise RuntimeError(f"wrote {written} bytes of a tensor of {nbytes}")
+        self._output.write(bytes(align(nbytes, self._alignment) - nbytes))
+
+    def finish(self) -> None:
+        if self._left:
+            raise RuntimeError(f"{len(self._left)} tensors were not written")
+
+
+def align(n: int, alignment: int) -> int:
+    return (n + alignment - 1) // alignment * alignment
+
+
+class AtomicOutput:
+    """A file that appears under its final name complete, checked and durable, or not at all.
+
+        with AtomicOutput("out.gguf", inputs, force) as out:
+            ... out.write(data) ...
+            out.seal()           # complete, on disk, still under the partial name
+            ... verify out.partial ...
+            out.commit()
+
+    The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
+    seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
+    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
+    over.
+    """
+
+    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False, signature: bytes = b"GGUF"):
+        self.path = Path(os.path.realpath(path))
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.magic = struct.pack("<I", os.getpid())
+        self._force = force
+        self._signature = signature
+        for source in inputs:
+            if self.path.exists() and self.path.samefile(source):
+                raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
+        self._check_free()
+        self._fd = -1
+
+    def _check_free(self) -> None:
+        try:
+            mode = os.stat(self.path).st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(mode):
+            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: is not a regular file")
+        if not self._force:
+            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: exists; use --force to replace it")
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """A full disk says neither which file nor which disk."""
+        try:
+            yield
+        except OSError as e:
+            if e.filename is not None:
+                raise
+            raise OSError(e.errno, e.strerror, str(self.path)) from e
+
+    def __enter__(self) -> AtomicOutput:
+        while True:
+            fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # between open and flock its owner may have renamed it to a final name: never touch that file
+                same = os.path.exists(self.partial) and os.path.samestat(os.fstat(fd), os.stat(self.partial))
+            except OSError as e:
+                owner = os.pread(fd, 4, 0)
+                os.close(fd)
+                if e.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise
+                unknown = len(owner) < 4 or owner == self._signature
+                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
+                raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
+            if same:
+                break
+            os.close(fd)
+        self._fd = fd
+        try:
+            with self._named():
+                os.ftruncate(fd, 0)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._fd >= 0:  # not committed
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.partial)
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        with self._named():
+            while len(view):
+                view = view[os.write(self._fd, view[: 1 << 30]) :]
+
+    def seal(self) -> None:
+        """All data is written: make it durable, then turn it into a file of its format."""
+        with self._named():
+            os.fsync(self._fd)
+            if os.pwrite(self._fd, self._signature, 0) != 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.fsync(self._fd)
+
+    def commit(self) -> None:
+        self._check_free()  # it may have appeared meanwhile
+        with self._named():
+            os.rename(self.partial, self.path)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with self._named():
+                os.fsync(folder)
+        finally:
+            os.close(folder)

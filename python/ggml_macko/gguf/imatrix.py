@@ -1,0 +1,192 @@
+"""llama.cpp's imatrix files: the sum of squares of each input column of each weight, over a calibration text.
+
+The GGUF form that llama-imatrix writes and llama-quantize reads: for each weight X a tensor X.in_sum2 (F32, one row
+per expert, sums as they are, not divided) and X.counts (F32, one number, or one per expert: how many input rows were
+summed), and four keys. What a stranger's file may get wrong is refused here, with one line; callers can rely on sums
+that are finite and not negative, and on counts that fit them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from .. import errors
+from ..codecs.macko import TYPE_F32
+from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+_ALIGNMENT = 32
+_LARGEST_COUNT = 2**53
+
+
+@dataclass
+class Statistics:
+    """Of one weight."""
+
+    sums: np.ndarray  # (matrices, cols), >= 0
+    counts: np.ndarray  # int64, one per matrix, or one for all
+
+    @property
+    def n_unused(self) -> int:
+        """Experts that no token was routed to."""
+        return int(np.count_nonzero(self.counts == 0))
+
+
+@dataclass
+class Imatrix:
+    path: Path  # for messages
+    entries: dict  # weight name -> Statistics
+    datasets: list = field(default_factory=list)  # text files
+    chunk_count: int = 0
+    chunk_size: int = 0  # tokens
+
+    def of(self, tensor: Tensor) -> Statistics:
+        """The statistics of a tensor of the model, sums (n_mat, cols) and counts (n_mat,).
+
+        counts[i] is 0, and sums[i] all zero, for an expert that no token was routed to. Raises MackoError when there
+        are none or when they are of another shape.
+        """
+        found = self.entries.get(tensor.name)
+        if found is None:
+            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: did not find weights for {tensor.name}")
+        cols, n_mat = tensor.cols, _n_mat(tensor)
+        if found.sums.size != cols * n_mat or len(found.counts) not in (1, n_mat):
+            raise errors.error(
+                errors.BAD_ARGUMENT,
+                f"{self.path}: {tensor.name}: {_shape(found.sums)} sums and {len(found.counts)} counts, but the tensor "
+                f"has {n_mat} x {cols} columns: it is the imatrix of another model",
+            )
+        return Statistics(found.sums.reshape(n_mat, cols), np.broadcast_to(found.counts, n_mat))
+
+    def check_model(self, model: Model) -> None:
+        """Raises MackoError unless each entry belongs to a tensor of the model and has its shape."""
+        tensors = {t.name: t for t in model.tensors}
+        for name in self.entries:
+            if name not in tensors:
+                raise errors.error(
+                    errors.BAD_ARGUMENT,
+                    f"{self.path}: {name}: {model.path} has no such tensor: it is the imatrix of another model",
+                )
+            self.of(tensors[name])
+
+
+def _n_mat(tensor: Tensor) -> int:
+    return int(np.prod(tensor.ne[2:], dtype=np.int64))
+
+
+def _shape(a: np.ndarray) -> str:
+    return " x ".join(map(str, a.shape))
+
+
+# ---- reading ----
+
+
+def read(path: str | os.PathLike) -> Imatrix:
+    """Raises MackoError naming file, tensor, place and value, or OSError."""
+    path = Path(path)
+    with open(path, "rb") as f:
+        if f.read(4) not in (b"GGUF", b""):
+            raise errors.error(
+                errors.BAD_ARGUMENT,
+                f"{path}: is not a GGUF file; an imatrix in the old format becomes one with llama-imatrix --in-file",
+            )
+    with Model(path) as file:
+        keys = {k.name: k.value() for k in file.keys if not k.name.startswith("tokenizer.")}
+        if keys.get("general.type", "imatrix") != "imatrix":
+            raise errors.error(errors.BAD_ARGUMENT, f"{path}: general.type is {keys['general.type']!r}, not 'imatrix'")
+        parts = {t.name: t for t in file.tensors}
+        names = sorted({n[: -len(s)] for n in parts for s in (SUMS, COUNTS) if n.endswith(s)})
+        if not names:
+            raise errors.error(errors.BAD_ARGUMENT, f"{path}: holds no statistics: it is not an imatrix")
+        out = Imatrix(
+            path,
+            {name: _read_entry(path, name, parts) for name in names},
+            _checked_key(path, keys, "imatrix.datasets", list, []),
+            _checked_key(path, keys, "imatrix.chunk_count", int, 0),
+            _checked_key(path, keys, "imatrix.chunk_size", int, 0),
+        )
+        file.check_unchanged()
+        return out
+
+
+def _checked_key(path: Path, keys: dict, name: str, kind: type, default: object) -> object:
+    value = keys.get(name, default)
+    if not isinstance(value, kind):
+        raise errors.error(errors.BAD_ARGUMENT, f"{path}: {name} has another type than llama-imatrix writes")
+    return value
+
+
+def _read_entry(path: Path, name: str, parts: dict) -> Statistics:
+    def bad(text: str) -> errors.MackoError:
+        return errors.error(errors.BAD_ARGUMENT, f"{path}: {name}: {text}")
+
+    arrays = []
+    for suffix in (SUMS, COUNTS):
+        t = parts.get(name + suffix)
+        if t is None:
+            raise bad(f"{suffix[1:]} is missing")
+        if t.type != TYPE_F32:
+            raise bad(f"{suffix[1:]} is not f32")
+        arrays.append(t.read().view(np.float32))
+    sums, counts = arrays
+    for what, a in (("in_sum2", sums), ("counts", counts)):
+        wrong = np.flatnonzero(~np.isfinite(a) | (a < 0))
+        if len(wrong):
+            raise bad(f"{what}[{wrong[0]}] is {a[wrong[0]]:g}; a finite number, at least 0, was expected")
+    wrong = np.flatnonzero((counts != np.rint(counts)) | (counts > _LARGEST_COUNT))
+    if len(wrong):
+        raise bad(f"counts[{wrong[0]}] is {counts[wrong[0]]:.9g}; a whole number up to 2^53 was expected")
+    rows = parts[name + SUMS].rows
+    if sums.size % len(counts) or len(counts) not in (1, rows):
+        raise bad(f"{len(counts)} counts for {rows} x {sums.size // rows} sums")
+    sums = sums.reshape(len(counts), -1)
+    used = counts > 0
+    if not used.any():
+        raise bad("all counts are 0: nothing was measured")
+    empty = ~sums.any(axis=1)
+    if np.any(used & empty):
+        i = np.flatnonzero(used & empty)[0]
+        where = f" of matrix {i}" if len(counts) > 1 else ""
+        raise bad(f"all sums{where} are zero, over {counts[i]:.0f} rows")
+    if np.any(~used & ~empty):
+        raise bad(f"matrix {np.flatnonzero(~used & ~empty)[0]} has sums, but its count is 0")
+    return Statistics(sums, counts.astype(np.int64))
+
+
+# ---- writing ----
+
+
+def write(imatrix: Imatrix, output: AtomicOutput) -> None:
+    """All of the file, into an open output; seal and commit are the caller's."""
+    keys = [
+        make_key("general.type", "str", "imatrix"),
+        make_key("imatrix.datasets", "[str", imatrix.datasets),
+        make_key("imatrix.chunk_count", "u32", imatrix.chunk_count),
+        make_key("imatrix.chunk_size", "u32", imatrix.chunk_size),
+    ]
+    arrays = {}
+    for name, s in sorted(imatrix.entries.items()):
+        arrays[name + SUMS] = s.sums.reshape(len(s.counts), -1).astype(np.float32)
+        arrays[name + COUNTS] = s.counts.reshape(-1, 1).astype(np.float32)
+    write_arrays(arrays, keys, output)
+
+
+_TYPES = {np.dtype(np.float32): TYPE_F32, np.dtype(np.int64): 27, np.dtype(np.float64): 28}
+
+
+def write_arrays(arrays: dict, keys: list, output: AtomicOutput) -> None:
+    """A GGUF of NumPy arrays, name -> array of at most two dimensions."""
+    tensors = []
+    for name, a in arrays.items():
+        ne = a.shape[::-1]
+        while len(ne) > 1 and ne[-1] == 1:  # as ggml counts dimensions
+            ne = ne[:-1]
+        tensors.append(NewTensor(name, _TYPES[a.dtype], ne, a.nbytes))
+    writer = Writer(output, keys, tensors, _ALIGNMENT)
+    for a in arrays.values():
+        writer.write([a])
+    writer.finish()

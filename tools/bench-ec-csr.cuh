@@ -1,26 +1,12 @@
-// bench-spmv-gpu --ec-csr: EC-CSR, in blocks and as rows, beside MACKO, cuBLAS and cuSPARSE, on masks with and without
-// structure. Included by
-// bench-spmv-gpu.cu. Every result is checked against float64.
+// The --ec-csr mode of bench-spmv-gpu.cu, which includes this file: EC-CSR, in blocks and as rows, beside MACKO, cuBLAS
+// and cuSPARSE, on masks with and without structure. Every result is checked against float64.
 //
 //   MASK     random; alike-K[-P]: K rows have one mask, P percent of the places redrawn; columns: a quarter of them at
-//            .95, the others as sparse as it
-//            takes; uneven: densities of rows differ (log-normal, sigma 1); dense-rows: one row in 64 is 10 times
-//            denser (.95 at most);
-//            FILE.f16: a matrix, rows and cols from --shapes
-//   VARIANT  bits of the deltas, and how blocks are extracted: "8" as `convert` does it, "8d" none (delta indices
-//            alone), "8x" every block of 128 columns,
-//            "8c" these, cut where they are larger than twice a row; "8a" as "8", and kept on the GPU as the device
-//            would: in blocks or as rows. The others
-//            are kept in blocks if they have any
-#include "codec/ec-csr/cost.h"
-#include "codec/ec-csr/extract.h"
-#include "codec/macko/encode.h"
-#include "cuda/sparse/ec-csr/upload.h"
-
-#include <map>
-#include <optional>
-#include <random>
-
+//            .95, the others as sparse as it takes; uneven: densities of rows differ (log-normal, sigma 1); dense-rows:
+//            one row in 64 is 10 times denser (.95 at most); FILE.f16: a matrix, its rows and cols from --shapes
+//   VARIANT  bits of the deltas, and how blocks are extracted: "8" as `convert` does it, "8d" none (deltas alone),
+//            "8x" every block of 128 columns, "8c" these, cut where they are larger than twice a row; "8a" as "8", and
+//            kept on the GPU as the device would: in blocks or as rows. The others are kept in blocks if they have any
 struct bench_mask {
     int64_t                              rows, cols;
     std::vector<uint16_t>                dense; // F16: both signs, magnitudes 1/8 ... 2
@@ -69,7 +55,7 @@ struct bench_mask {
 };
 
 // The blocks of a variant, made once for both types of values (seconds to minutes). "d": of rows alone
-static ec_csr_blocks & blocks_of(bench_mask & mask, int64_t nnz, const std::string & variant) {
+ec_csr_blocks & blocks_of(bench_mask & mask, int64_t nnz, const std::string & variant) {
     const auto [at, fresh] = mask.found.try_emplace(variant);
     if (fresh) {
         const bool alone = variant[1] == 'd';
@@ -289,10 +275,10 @@ struct ec_csr_bench {
     }
 };
 
-static void bench_ec_csr(cudaStream_t stream, cuda_sparse_uploader & uploader, const std::vector<shape> & shapes,
-                         const std::vector<double> & densities, const std::vector<std::string> & masks,
-                         const std::vector<std::string> & variants, const std::vector<std::string> & types,
-                         double bandwidth, FILE * json) {
+void bench_ec_csr(cudaStream_t stream, cuda_sparse_uploader & uploader, const std::vector<shape> & shapes,
+                  const std::vector<double> & densities, const std::vector<std::string> & masks,
+                  const std::vector<std::string> & variants, const std::vector<std::string> & types, double bandwidth,
+                  FILE * json) {
     dense_product dense;
     csr_product   csr;
     for (const shape & s : shapes) {

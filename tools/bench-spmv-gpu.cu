@@ -1,21 +1,24 @@
-// Times the sparse products of the GPU over random matrices: against dense F16 products of cuBLAS and CSR products of
-// cuSPARSE (both
-// loaded if they are there), with bytes, fraction of the measured read bandwidth, and speedup. Every result is checked
-// against float64; its
-// x have eight bits, so that rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed
-// (FORMAT.md section 7).
+// Times the sparse products of the GPU over random matrices, against dense F16 products of cuBLAS and CSR products of
+// cuSPARSE (both are opened if they are installed, never linked), with bytes read, fraction of the measured read
+// bandwidth, and speedup. Every result is checked against float64; the x of these checks have eight bits, so that
+// rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed (FORMAT.md section 7).
 //
-//   bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values
-//   f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]
-//   bench-spmv-gpu --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]
+//   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,q8_0,q4_0] [--csr]
+//   [--unpack] [--layer] [--json FILE]
+//   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
 //   bench-ec-csr.cuh
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough
-// copies that none is
-// in the L2 cache when its turn comes. "chained": each launch may start while the one before ends (programmatic
-// dependent launch), as in
-// the device's token graph.
+// copies that none is in the L2 cache when its turn comes. "chained": each launch may start before the one ahead of it
+// has ended (programmatic dependent launch), as in the device's token graph.
+//
+// Linked into the plugin, which has the kernels already. `macko bench --gpu` calls it in a child process, because it
+// prints and ends the process at the first error; so does `python -m ggml_macko.benchmark.bench_gpu OPTIONS`.
+#include "codec/ec-csr/cost.h"
+#include "codec/ec-csr/extract.h"
+#include "codec/macko/encode.h"
 #include "cuda/lib/common.cuh"
+#include "cuda/sparse/ec-csr/upload.h"
 #include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
@@ -27,19 +30,23 @@
 #include <ctime>
 #include <dlfcn.h>
 #include <functional>
+#include <map>
+#include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
-using namespace macko;
-using namespace macko::cuda;
+namespace macko::cuda {
 
-static void check(cudaError_t error, const char * what) {
+namespace {
+
+void check(cudaError_t error, const char * what) {
     if (error != cudaSuccess) {
         fprintf(stderr, "bench-spmv-gpu: %s: %s\n", what, cudaGetErrorString(error));
         exit(1);
     }
 }
-static void check_status(int status) {
+void check_status(int status) {
     if (status != GGML_MACKO_STATUS_OK) {
         fprintf(stderr, "bench-spmv-gpu: %s\n", ggml_macko_last_error());
         exit(1);
@@ -52,7 +59,7 @@ struct shape {
 };
 
 // MACKO paper, appendix H
-static const shape PAPER[] = {
+const shape PAPER[] = {
     { 4096, 4096 },   { 8192, 8192 },  { 8192, 29568 }, { 32000, 5120 },  { 32000, 8192 },  { 28672, 8192 },
     { 5120, 5120 },   { 5120, 13824 }, { 3584, 20480 }, { 4096, 11008 },  { 13824, 5120 },  { 18944, 3584 },
     { 14336, 4096 },  { 4096, 14336 }, { 8192, 28672 }, { 11008, 4096 },  { 32000, 4096 },  { 20480, 3584 },
@@ -60,9 +67,7 @@ static const shape PAPER[] = {
     { 9216, 9216 },   { 36864, 9216 }, { 9216, 36864 }, { 36864, 12288 }, { 12288, 12288 }, { 49152, 12288 },
     { 12288, 49152 },
 };
-static const shape ACCEPTANCE[] = {
-    { 36864, 12288 }, { 8192, 28672 }, { 11008, 4096 }, { 4096, 11008 }, { 4096, 4096 }
-};
+const shape ACCEPTANCE[] = { { 36864, 12288 }, { 8192, 28672 }, { 11008, 4096 }, { 4096, 11008 }, { 4096, 4096 } };
 
 // ---- random matrices in the file's encoding ----
 
@@ -75,7 +80,7 @@ struct random_matrix {
     int64_t file_nbytes() const { return padded * 2 + deltas_nbytes(padded, desc.delta_bits) + 4 * (desc.rows + 1); }
 };
 
-static uint64_t xorshift(uint64_t & s) {
+uint64_t xorshift(uint64_t & s) {
     s ^= s << 13;
     s ^= s >> 7;
     s ^= s << 17;
@@ -83,7 +88,7 @@ static uint64_t xorshift(uint64_t & s) {
 }
 
 // the code width that makes the file smallest (paper, section 4.1)
-static int best_delta_bits(double density) {
+int best_delta_bits(double density) {
     int    best     = 1;
     double smallest = 1e300;
     for (const int bits : { 1, 2, 4, 8 }) {
@@ -97,7 +102,7 @@ static int best_delta_bits(double density) {
 }
 
 // bits of a normal number of deviation 1/64, as weights are; never 0
-static uint16_t normal_f16(uint64_t random) {
+uint16_t normal_f16(uint64_t random) {
     const double u = (static_cast<double>(random >> 32) + 0.5) * 0x1p-32,
                  v = static_cast<double>(random & 0xffffffffu) * 0x1p-32;
     const uint16_t bits =
@@ -105,7 +110,7 @@ static uint16_t normal_f16(uint64_t random) {
     return bits & 0x7fff ? bits : 1;
 }
 
-static random_matrix make_random(int64_t rows, int64_t cols, double density) {
+random_matrix make_random(int64_t rows, int64_t cols, double density) {
     random_matrix        m;
     const int            bits = best_delta_bits(density), reach = 1 << bits;
     const uint64_t       threshold = static_cast<uint64_t>(density * 4294967296.0);
@@ -166,7 +171,7 @@ static random_matrix make_random(int64_t rows, int64_t cols, double density) {
     return m;
 }
 
-static double f16_to_double(uint16_t bits) {
+double f16_to_double(uint16_t bits) {
     __half_raw raw;
     raw.x = bits;
     return static_cast<double>(__half2float(__half(raw)));
@@ -196,7 +201,7 @@ struct reference {
     }
 };
 
-static reference reference_of(const random_matrix & m, const float * x) {
+reference reference_of(const random_matrix & m, const float * x) {
     reference want(m.desc.rows);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < m.desc.rows; r++) {
@@ -313,7 +318,7 @@ private:
 };
 
 // bytes that a product reads: of the groups that are there, not of those reserved
-static double read_nbytes(const cuda_sparse_matrix & w) {
+double read_nbytes(const cuda_sparse_matrix & w) {
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
         std::vector<uint8_t> records(static_cast<size_t>(w.rows * blocks_row_nbytes(w.lanes)));
         CHECKED(cudaMemcpy(records.data(), w.row_ptr, records.size(), cudaMemcpyDeviceToHost));
@@ -349,7 +354,7 @@ static double read_nbytes(const cuda_sparse_matrix & w) {
 template <typename T> static void move(T *& pointer, int64_t nbytes) {
     pointer = pointer ? reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr;
 }
-static cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
+cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
     move(w.values, nbytes), move(w.codes, nbytes), move(w.bases, nbytes), move(w.tails, nbytes),
         move(w.row_ptr, nbytes), move(w.spill, nbytes);
     return w;
@@ -359,18 +364,18 @@ struct value_type {
     const char * name;
     int32_t      type;
 };
-static const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16 },
-                                          { "q8_0", GGML_MACKO_TYPE_Q8_0 },
-                                          { "q4_0", GGML_MACKO_TYPE_Q4_0 } };
+const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16 },
+                                   { "q8_0", GGML_MACKO_TYPE_Q8_0 },
+                                   { "q4_0", GGML_MACKO_TYPE_Q4_0 } };
 
 // ---- timing ----
 
-static constexpr double COLD_NBYTES = 4e8; // copies of a matrix together: several times any L2
+constexpr double COLD_NBYTES = 4e8; // copies of a matrix together: several times any L2
 
-static int n_copies(double nbytes) { return std::max(2, static_cast<int>(std::ceil(COLD_NBYTES / nbytes)) + 1); }
+int n_copies(double nbytes) { return std::max(2, static_cast<int>(std::ceil(COLD_NBYTES / nbytes)) + 1); }
 
 // median microseconds of one call of run(i); i goes through 0 ... n-1
-static double time_us(cudaStream_t stream, int n, const std::function<void(int)> & run) {
+double time_us(cudaStream_t stream, int n, const std::function<void(int)> & run) {
     constexpr int   REPEATS = 11;
     cudaGraph_t     graph;
     cudaGraphExec_t exec;
@@ -432,7 +437,7 @@ __global__ void fill_kernel(uint32_t * p, int64_t n) {
     }
 }
 
-static double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
+double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
     constexpr int64_t NBYTES = int64_t(2) << 30;
     uint32_t *        p;
     CHECKED(cudaMalloc(&p, static_cast<size_t>(NBYTES + 16)));
@@ -455,7 +460,7 @@ static double read_bandwidth(cudaStream_t stream) { // bytes per microsecond
 
 // ---- the dense and the CSR product: libraries are opened, not linked ----
 
-static void * open_library(const std::vector<const char *> & names) {
+void * open_library(const std::vector<const char *> & names) {
     for (const char * name : names) {
         if (void * library = dlopen(name, RTLD_NOW | RTLD_GLOBAL)) {
             return library;
@@ -623,8 +628,8 @@ struct csr_product {
 
 // Llama2-7B shape: norm + q, k, v; o + residual; norm + gate, up + SiLU; down + residual. Prints microseconds of each
 // and of the layer.
-static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density, const value_type & values,
-                       int64_t shared_nbytes) {
+void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double density, const value_type & values,
+                int64_t shared_nbytes) {
     constexpr int64_t EMBD = 4096, FF = 11008;
     struct product {
         const char * name;
@@ -700,9 +705,9 @@ static void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, dou
 
 #include "bench-ec-csr.cuh"
 
-// ---- main ----
+// ---- options ----
 
-static std::vector<std::string> split(const char * text) {
+std::vector<std::string> split(const char * text) {
     std::vector<std::string> parts(1);
     for (; *text; text++) {
         if (*text == ',') {
@@ -714,221 +719,308 @@ static std::vector<std::string> split(const char * text) {
     return parts;
 }
 
-int main(int argc, char ** argv) {
-    std::vector<shape>      shapes(std::begin(ACCEPTANCE), std::end(ACCEPTANCE));
+struct bench_options {
+    std::vector<shape>      shapes    = { std::begin(ACCEPTANCE), std::end(ACCEPTANCE) };
     std::vector<double>     densities = { 0.5, 0.3, 0.1 };
     std::vector<int64_t>    columns   = { 1 };
     std::vector<value_type> types     = { VALUE_TYPES[0] };
-    bool                    csr = false, unpack = false, layer = false;
+    bool                    csr = false, densify = false, layer = false;
     const char *            ec_csr = nullptr, *variants = "4,8", *ec_csr_types = "f16";
     FILE *                  json = nullptr;
-    for (int i = 1; i < argc; i++) {
-        const bool more = i + 1 < argc;
-        if (!strcmp(argv[i], "--shapes") && more) {
-            const std::string which = argv[++i];
-            if (which == "paper") {
-                shapes.assign(std::begin(PAPER), std::end(PAPER));
-            } else if (which != "acceptance") {
-                shapes.clear();
-                for (const std::string & s : split(which.c_str())) {
-                    const size_t x = s.find('x');
-                    shapes.push_back({ atoll(s.c_str()), x == std::string::npos ? 0 : atoll(s.c_str() + x + 1) });
+
+    void set_shapes(const std::string & which) {
+        if (which == "paper") {
+            shapes.assign(std::begin(PAPER), std::end(PAPER));
+        } else if (which != "acceptance") {
+            shapes.clear();
+            for (const std::string & s : split(which.c_str())) {
+                const size_t x = s.find('x');
+                shapes.push_back({ atoll(s.c_str()), x == std::string::npos ? 0 : atoll(s.c_str() + x + 1) });
+            }
+        }
+    }
+    void set_types(const char * names) {
+        types.clear();
+        for (const std::string & name : split(names)) {
+            for (const value_type & t : VALUE_TYPES) {
+                if (name == t.name) {
+                    types.push_back(t);
                 }
             }
-        } else if (!strcmp(argv[i], "--densities") && more) {
+        }
+    }
+    // an option that takes a value; false: there is none of this name
+    bool set(const char * name, const char * value) {
+        const auto is = [&](const char * option) { return !strcmp(name, option); };
+        if (is("--shapes")) {
+            set_shapes(value);
+        } else if (is("--densities")) {
             densities.clear();
-            for (const std::string & s : split(argv[++i])) {
+            for (const std::string & s : split(value)) {
                 densities.push_back(atof(s.c_str()));
             }
-        } else if (!strcmp(argv[i], "--columns") && more) {
+        } else if (is("--columns")) {
             columns.clear();
-            for (const std::string & s : split(argv[++i])) {
+            for (const std::string & s : split(value)) {
                 columns.push_back(atoll(s.c_str()));
             }
-        } else if (!strcmp(argv[i], "--values") && more) {
-            types.clear();
-            for (const std::string & name : split(argv[++i])) {
-                for (const value_type & t : VALUE_TYPES) {
-                    if (name == t.name) {
-                        types.push_back(t);
-                    }
-                }
-            }
-        } else if (!strcmp(argv[i], "--csr")) {
-            csr = true;
-        } else if (!strcmp(argv[i], "--layer")) {
-            layer = true;
-        } else if (!strcmp(argv[i], "--ec-csr") && more) {
-            ec_csr = argv[++i];
-        } else if (!strcmp(argv[i], "--variants") && more) {
-            variants = argv[++i];
-        } else if (!strcmp(argv[i], "--types") && more) {
-            ec_csr_types = argv[++i];
-        } else if (!strcmp(argv[i], "--unpack")) {
-            unpack = true;
-        } else if (!strcmp(argv[i], "--json") && more) {
-            json = fopen(argv[++i], "w");
+        } else if (is("--values")) {
+            set_types(value);
+        } else if (is("--ec-csr")) {
+            ec_csr = value;
+        } else if (is("--variants")) {
+            variants = value;
+        } else if (is("--types")) {
+            ec_csr_types = value;
+        } else if (is("--json")) {
+            json = fopen(value, "w");
         } else {
-            fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
-                            "[--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]\n");
-            return 2;
+            return false;
         }
+        return true;
     }
-    cudaStream_t stream;
-    CHECKED(cudaStreamCreate(&stream));
-    cudaDeviceProp device;
-    CHECKED(cudaGetDeviceProperties(&device, 0));
-    const int64_t shared_nbytes = static_cast<int64_t>(device.sharedMemPerBlockOptin);
-    int           driver = 0, runtime = 0;
-    CHECKED(cudaDriverGetVersion(&driver));
-    CHECKED(cudaRuntimeGetVersion(&runtime));
-    const double bandwidth = read_bandwidth(stream);
-    char         date[32];
-    const time_t now = time(nullptr);
-    strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
-    printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
-           driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
-    printf("%14s %6s %7s %3s %4s %-9s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n", "bits",
-           "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+    bool parse(int argc, char ** argv) {
+        for (int i = 1; i < argc; i++) {
+            if (!strcmp(argv[i], "--csr")) {
+                csr = true;
+            } else if (!strcmp(argv[i], "--layer")) {
+                layer = true;
+            } else if (!strcmp(argv[i], "--unpack")) {
+                densify = true;
+            } else if (i + 1 < argc && set(argv[i], argv[i + 1])) {
+                i++;
+            } else {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+// ---- one matrix ----
+
+struct spmv_bench {
+    const bench_options &                 options;
+    cudaStream_t                          stream        = nullptr;
+    cudaDeviceProp                        device        = {};
+    int64_t                               shared_nbytes = 0;
+    double                                bandwidth     = 0; // bytes per microsecond
+    char                                  date[32]      = {};
+    std::unique_ptr<cuda_sparse_uploader> uploader;
     dense_product                         dense;
     csr_product                           sparse;
-    std::unique_ptr<cuda_sparse_uploader> uploader;
-    check_status(cuda_sparse_uploader::create(0, &uploader));
-    if (ec_csr) {
-        bench_ec_csr(stream, *uploader, shapes, densities, split(ec_csr), split(variants), split(ec_csr_types),
-                     bandwidth, json);
-        return 0;
+    std::vector<double>                   log_speedup; // sums over the shapes, per density, type and number of columns
+
+    explicit spmv_bench(const bench_options & o)
+        : options(o), log_speedup(o.types.size() * o.densities.size() * o.columns.size(), 0.0) {
+        CHECKED(cudaStreamCreate(&stream));
+        CHECKED(cudaGetDeviceProperties(&device, 0));
+        shared_nbytes = static_cast<int64_t>(device.sharedMemPerBlockOptin);
+        int driver = 0, runtime = 0;
+        CHECKED(cudaDriverGetVersion(&driver));
+        CHECKED(cudaRuntimeGetVersion(&runtime));
+        bandwidth        = read_bandwidth(stream);
+        const time_t now = time(nullptr);
+        strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
+        printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
+               driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
+        printf("%14s %6s %7s %3s %4s %-9s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n", "bits",
+               "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+        check_status(cuda_sparse_uploader::create(0, &uploader));
     }
-    if (layer) {
-        for (const double d : densities) {
-            for (const value_type & t : types) {
-                time_layer(stream, *uploader, d, t, shared_nbytes);
-            }
-        }
-        return 0;
-    }
-    std::vector<double> log_speedup(types.size() * densities.size() * columns.size(), 0.0);
-    for (const shape s : shapes) {
-        std::vector<double> dense_us;
-        for (const int64_t n : columns) {
-            dense_us.push_back(dense.time(stream, s.rows, s.cols, n));
-        }
-        for (size_t dt = 0; dt < densities.size() * types.size(); dt++) {
-            const double       density = densities[dt / types.size()];
-            const value_type & values  = types[dt % types.size()];
-            const file_matrix  file(s.rows, s.cols, density, values.type, shared_nbytes);
-            const int64_t      nbytes = file.nbytes();
-            const int          copies = n_copies(static_cast<double>(nbytes));
-            uint8_t *          memory;
-            CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * copies)));
+
+    // copies of one matrix, enough of them that none is in the L2 cache when its turn comes
+    struct copies {
+        const file_matrix &             file;
+        shape                           s;
+        const char *                    type;
+        double                          density;
+        int64_t                         nbytes;
+        uint8_t *                       memory = nullptr;
+        std::vector<cuda_sparse_matrix> w;
+        double                          read = 0, csr_us = 0, upload_ms[2] = {};
+
+        copies(const file_matrix & f, shape s, const char * type, double density, cuda_sparse_uploader & uploader)
+            : file(f), s(s), type(type), density(density), nbytes(f.nbytes()) {
+            const int n = n_copies(static_cast<double>(nbytes));
+            CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * n)));
             cuda_sparse_matrix first;
-            double             ms[2];
-            file.upload(*uploader, memory, &first, ms);
-            if (unpack) {
-                printf("%lldx%lld %s density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n",
-                       static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name, density, ms[0],
-                       ms[1]);
-            }
-            std::vector<cuda_sparse_matrix> w;
-            for (int i = 0; i < copies; i++) {
+            file.upload(uploader, memory, &first, upload_ms);
+            for (int i = 0; i < n; i++) {
                 if (i) {
                     CHECKED(
                         cudaMemcpy(memory + nbytes * i, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
                 }
                 w.push_back(moved(first, nbytes * i));
             }
-            const double read = read_nbytes(first);
-            if (unpack) { // back to dense, a panel of at most 96 MiB at a time, as for products with many columns
-                const int64_t panel = std::max<int64_t>(1, std::min(s.rows, (int64_t(48) << 20) / s.cols));
-                uint16_t *    dst;
-                CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * s.cols * 2)));
-                const double t = time_us(stream, copies, [&](int i) {
-                    for (int64_t r = 0; r < s.rows; r += panel) {
-                        CHECKED(cuda_sparse_unpack(w[static_cast<size_t>(i)], r, std::min(s.rows, r + panel),
-                                                   first.type, dst, s.cols, stream));
-                    }
-                });
-                printf("%lldx%lld %s density %.2f: unpack %.1f us, %.0f G elements/s\n", static_cast<long long>(s.rows),
-                       static_cast<long long>(s.cols), values.name, density, t,
-                       static_cast<double>(s.rows * s.cols) / t * 1e-3);
-                CHECKED(cudaFree(dst));
+            read = read_nbytes(first);
+        }
+        ~copies() { cudaFree(memory); }
+        copies(const copies &) = delete;
+
+        int         count() const { return static_cast<int>(w.size()); }
+        std::string shape_name() const { return std::to_string(s.rows) + "x" + std::to_string(s.cols); }
+    };
+
+    // the upload, and back to dense, a panel of at most 96 MiB at a time, as for products with many columns
+    void time_densify(const copies & m) {
+        printf("%s %s density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n", m.shape_name().c_str(),
+               m.type, m.density, m.upload_ms[0], m.upload_ms[1]);
+        const int64_t panel = std::max<int64_t>(1, std::min(m.s.rows, (int64_t(48) << 20) / m.s.cols));
+        uint16_t *    dst;
+        CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * m.s.cols * 2)));
+        const double t = time_us(stream, m.count(), [&](int i) {
+            for (int64_t r = 0; r < m.s.rows; r += panel) {
+                CHECKED(cuda_sparse_unpack(m.w[static_cast<size_t>(i)], r, std::min(m.s.rows, r + panel), m.w[0].type,
+                                           dst, m.s.cols, stream));
             }
-            const double csr_us = csr && !file.quantized() ? sparse.time(stream, file.m) : 0;
-            for (size_t c = 0; c < columns.size(); c++) {
-                const int64_t      n = columns[c];
-                std::vector<float> x(static_cast<size_t>(s.cols * n));
-                for (size_t i = 0; i < x.size(); i++) {
-                    x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
-                }
-                float *device_x, *y;
-                void * x16;
-                CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
-                CHECKED(cudaMalloc(&device_x, x.size() * 4));
-                CHECKED(cudaMalloc(&y, static_cast<size_t>(s.rows * n * 4)));
-                CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
-                CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(s.rows * n * 4)));
-                cuda_sparse_mul_mat_params p = {};
-                p.n_matrices                 = 1;
-                p.y[0]                       = y;
-                p.ldy[0]                     = s.rows;
-                p.row_end[0]                 = s.rows;
-                p.x                          = device_x;
-                p.ldx                        = s.cols;
-                p.n                          = n;
-                p.x16                        = x16;
-                const auto run               = [&](int i) {
-                    p.w[0] = &w[static_cast<size_t>(i)];
-                    CHECKED(cuda_sparse_mul_mat(p, stream));
-                };
-                run(copies - 1);
-                CHECKED(cudaStreamSynchronize(stream));
-                char what[96];
-                snprintf(what, sizeof(what), "%lldx%lld %s density %.2f, column %lld", static_cast<long long>(s.rows),
-                         static_cast<long long>(s.cols), values.name, density, static_cast<long long>(n));
-                file.product(x.data() + (n - 1) * s.cols).compare(y + (n - 1) * s.rows, what);
-                const double alone   = time_us(stream, copies, run);
-                p.programmatic       = true;
-                const double chained = time_us(stream, copies, run);
-                const double best = std::min(alone, chained), speedup = dense_us[c] / best;
-                log_speedup[dt * columns.size() + c] += std::log(speedup > 0 ? speedup : 1);
-                char text[32];
-                snprintf(text, sizeof(text), "%lldx%lld", static_cast<long long>(s.rows),
-                         static_cast<long long>(s.cols));
-                printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n", text,
-                       values.name, density, static_cast<long long>(n), first.delta_bits,
-                       cuda_sparse_layout_name(first.layout), first.lanes, read * 1e-6,
-                       static_cast<double>(nbytes) / static_cast<double>(file.file_nbytes()), dense_us[c], csr_us,
-                       alone, chained, speedup, 100 * read / best / bandwidth);
-                fflush(stdout);
-                if (json) {
-                    fprintf(
-                        json,
-                        "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", "
-                        "\"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, "
-                        "\"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, "
-                        "\"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
-                        device.name, date, static_cast<long long>(s.rows), static_cast<long long>(s.cols), values.name,
-                        density, static_cast<long long>(n), first.delta_bits, cuda_sparse_layout_name(first.layout),
-                        first.lanes, read, static_cast<long long>(file.file_nbytes()), dense_us[c], csr_us, alone,
-                        chained, speedup, read / best * 1e6, bandwidth * 1e6);
-                    fflush(json); // a run that is cut off keeps what it has measured
-                }
-                CHECKED(cudaFree(device_x));
-                CHECKED(cudaFree(y));
-                CHECKED(cudaFree(x16));
-            }
-            CHECKED(cudaFree(memory));
+        });
+        printf("%s %s density %.2f: unpack %.1f us, %.0f G elements/s\n", m.shape_name().c_str(), m.type, m.density, t,
+               static_cast<double>(m.s.rows * m.s.cols) / t * 1e-3);
+        CHECKED(cudaFree(dst));
+    }
+
+    struct product_times {
+        double dense_us, alone, chained;
+        double best() const { return std::min(alone, chained); }
+        double speedup() const { return dense_us / best(); }
+    };
+
+    // a line of the table and of the file; the file keeps what was measured before a run is cut off
+    void report(const copies & m, int64_t n, const product_times & t) {
+        const cuda_sparse_matrix & w      = m.w[0];
+        const char *               layout = cuda_sparse_layout_name(w.layout);
+        printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n",
+               m.shape_name().c_str(), m.type, m.density, static_cast<long long>(n), w.delta_bits, layout, w.lanes,
+               m.read * 1e-6, static_cast<double>(m.nbytes) / static_cast<double>(m.file.file_nbytes()), t.dense_us,
+               m.csr_us, t.alone, t.chained, t.speedup(), 100 * m.read / t.best() / bandwidth);
+        fflush(stdout);
+        if (options.json) {
+            fprintf(options.json,
+                    "{\"gpu\": \"%s\", \"date\": \"%s\", \"rows\": %lld, \"cols\": %lld, \"values\": \"%s\", "
+                    "\"density\": %g, \"n\": %lld, \"delta_bits\": %d, \"layout\": \"%s\", \"lanes\": %d, "
+                    "\"nbytes\": %.0f, \"file_nbytes\": %lld, \"dense_us\": %.3f, \"csr_us\": %.3f, \"us\": %.3f, "
+                    "\"chained_us\": %.3f, \"speedup\": %.4f, \"bandwidth\": %.4g, \"read_bandwidth\": %.4g}\n",
+                    device.name, date, static_cast<long long>(m.s.rows), static_cast<long long>(m.s.cols), m.type,
+                    m.density, static_cast<long long>(n), w.delta_bits, layout, w.lanes, m.read,
+                    static_cast<long long>(m.file.file_nbytes()), t.dense_us, m.csr_us, t.alone, t.chained, t.speedup(),
+                    m.read / t.best() * 1e6, bandwidth * 1e6);
+            fflush(options.json);
         }
     }
-    for (size_t dt = 0; dt < densities.size() * types.size(); dt++) {
-        for (size_t c = 0; c < columns.size(); c++) {
+
+    // a product with n columns of x, checked and timed
+    product_times time_product(const copies & m, int64_t n, double dense_us) {
+        std::vector<float> x(static_cast<size_t>(m.s.cols * n));
+        for (size_t i = 0; i < x.size(); i++) {
+            x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
+        }
+        float *device_x, *y;
+        void * x16;
+        CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
+        CHECKED(cudaMalloc(&device_x, x.size() * 4));
+        CHECKED(cudaMalloc(&y, static_cast<size_t>(m.s.rows * n * 4)));
+        CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
+        CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(m.s.rows * n * 4)));
+        cuda_sparse_mul_mat_params p = {};
+        p.n_matrices                 = 1;
+        p.y[0]                       = y;
+        p.ldy[0]                     = m.s.rows;
+        p.row_end[0]                 = m.s.rows;
+        p.x                          = device_x;
+        p.ldx                        = m.s.cols;
+        p.n                          = n;
+        p.x16                        = x16;
+        const auto run               = [&](int i) {
+            p.w[0] = &m.w[static_cast<size_t>(i)];
+            CHECKED(cuda_sparse_mul_mat(p, stream));
+        };
+        run(m.count() - 1);
+        CHECKED(cudaStreamSynchronize(stream));
+        char what[96];
+        snprintf(what, sizeof(what), "%s %s density %.2f, column %lld", m.shape_name().c_str(), m.type, m.density,
+                 static_cast<long long>(n));
+        m.file.product(x.data() + (n - 1) * m.s.cols).compare(y + (n - 1) * m.s.rows, what);
+        product_times t = { dense_us, time_us(stream, m.count(), run), 0 };
+        p.programmatic  = true;
+        t.chained       = time_us(stream, m.count(), run);
+        CHECKED(cudaFree(device_x));
+        CHECKED(cudaFree(y));
+        CHECKED(cudaFree(x16));
+        return t;
+    }
+
+    void time_shape(shape s) {
+        std::vector<double> dense_us;
+        for (const int64_t n : options.columns) {
+            dense_us.push_back(dense.time(stream, s.rows, s.cols, n));
+        }
+        const size_t n_types = options.types.size();
+        for (size_t dt = 0; dt < options.densities.size() * n_types; dt++) {
+            const double       density = options.densities[dt / n_types];
+            const value_type & values  = options.types[dt % n_types];
+            const file_matrix  file(s.rows, s.cols, density, values.type, shared_nbytes);
+            copies             m(file, s, values.name, density, *uploader);
+            if (options.densify) {
+                time_densify(m);
+            }
+            m.csr_us = options.csr && !file.quantized() ? sparse.time(stream, file.m) : 0;
+            for (size_t c = 0; c < options.columns.size(); c++) {
+                const product_times t = time_product(m, options.columns[c], dense_us[c]);
+                log_speedup[dt * options.columns.size() + c] += std::log(t.speedup() > 0 ? t.speedup() : 1);
+                report(m, options.columns[c], t);
+            }
+        }
+    }
+
+    void print_means() const {
+        const size_t n_types = options.types.size(), n_columns = options.columns.size();
+        for (size_t i = 0; i < log_speedup.size(); i++) {
+            const size_t dt = i / n_columns;
             printf("geometric mean of the speedup of %s at density %.2f, n = %lld: %.3f\n",
-                   types[dt % types.size()].name, densities[dt / types.size()], static_cast<long long>(columns[c]),
-                   std::exp(log_speedup[dt * columns.size() + c] / static_cast<double>(shapes.size())));
+                   options.types[dt % n_types].name, options.densities[dt / n_types],
+                   static_cast<long long>(options.columns[i % n_columns]),
+                   std::exp(log_speedup[i] / static_cast<double>(options.shapes.size())));
         }
     }
-    if (json) {
-        fclose(json);
+};
+
+// ---- entry ----
+
+int bench_spmv_gpu(int argc, char ** argv) {
+    bench_options options;
+    if (!options.parse(argc, argv)) {
+        fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
+                        "[--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]\n");
+        return 2;
+    }
+
+    spmv_bench bench(options);
+    if (options.ec_csr) {
+        bench_ec_csr(bench.stream, *bench.uploader, options.shapes, options.densities, split(options.ec_csr),
+                     split(options.variants), split(options.ec_csr_types), bench.bandwidth, options.json);
+    } else if (options.layer) {
+        for (const double d : options.densities) {
+            for (const value_type & t : options.types) {
+                time_layer(bench.stream, *bench.uploader, d, t, bench.shared_nbytes);
+            }
+        }
+    } else {
+        for (const shape s : options.shapes) {
+            bench.time_shape(s);
+        }
+        bench.print_means();
+    }
+    if (options.json) {
+        fclose(options.json);
     }
     return 0;
+}
+
+} // namespace
+
+} // namespace macko::cuda
+
+extern "C" __attribute__((visibility("default"))) int ggml_macko_bench_spmv_gpu(int argc, char ** argv) {
+    return macko::cuda::bench_spmv_gpu(argc, argv);
 }

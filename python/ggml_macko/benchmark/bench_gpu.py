@@ -1,7 +1,7 @@
 """`macko bench --gpu`: sparse matrix times vector on the GPU, against cuBLAS and cuSPARSE.
 
-The measurement is bench-spmv-gpu's, a program that is built and installed with the plugin where there is a CUDA
-compiler; this module starts it and presents its results.
+The measurement is a part of the plugin (tools/bench-spmv-gpu.cu). It prints and ends its process at the first error, so
+it runs in a child process; this module starts that, is its main module, and presents the results.
 """
 
 from __future__ import annotations
@@ -10,21 +10,46 @@ import ctypes
 import json
 import math
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .. import console, errors
+from ..native import bindings
 
-PROGRAM = Path(__file__).parent.parent / "bench-spmv-gpu"
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
 VALUES = ("f16", "q8_0", "q4_0")
 
 
-def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f16") -> list:
-    """A result per shape and density, as the program's --json writes them. shapes, values: its options."""
+def is_built() -> bool:
+    """Whether the plugin was built with CUDA, and so has the measurement; there may be no GPU all the same."""
+    return hasattr(_plugin(), "ggml_macko_bench_spmv_gpu")
+
+
+def _plugin() -> ctypes.CDLL:
+    bindings.version()  # loads the plugin, with the libggml-base that it needs
+    return ctypes.CDLL(str(bindings.LIBRARY_PATH))
+
+
+def main(arguments: list[str]) -> int:
+    """Calls the plugin's measurement with options like a program's (tools/bench-spmv-gpu.cu) and returns its status."""
+    if not is_built():
+        raise errors.error(errors.LOAD_FAILED, "the plugin was built without CUDA")
+    argv = [b"bench-spmv-gpu", *(argument.encode() for argument in arguments)]
+    return int(_plugin().ggml_macko_bench_spmv_gpu(len(argv), (ctypes.c_char_p * (len(argv) + 1))(*argv)))
+
+
+def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f16") -> list[dict[str, Any]]:
+    """Measures every shape and density in a child process.
+
+    shapes, densities, values: the measurement's options. Returns one dictionary per line of its --json file: rows,
+    cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadFailedError with the last
+    line that the measurement printed if it fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
-        command = [str(PROGRAM), "--shapes", shapes, "--densities", densities]
+        command = [sys.executable, "-m", __name__, "--shapes", shapes, "--densities", densities]
         command += ["--values", values, "--json", str(out)]
         command += ["--csr"] if cusparse else []
         last = ""
@@ -37,11 +62,11 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
                 program.kill()
                 raise
         if program.returncode != 0:
-            raise errors.error(errors.LOAD_FAILED, last or f"{PROGRAM.name} ended with {program.returncode}")
+            raise errors.error(errors.LOAD_FAILED, last or f"the measurement ended with {program.returncode}")
         return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def devices() -> list:
+def devices() -> list[tuple[str, str, int, int]]:
     """The plugin's GPUs, as (name, description, free bytes, total bytes)."""
     from ..native.loader import register
 
@@ -68,16 +93,16 @@ def devices() -> list:
     return found
 
 
-def geometric_means(results: list) -> list:
+def geometric_means(results: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(density, geometric mean of the speedup over the shapes)"""
-    by_density: dict = {}
+    by_density: dict[float, list[float]] = {}
     for r in results:
         if r["speedup"] > 0:
             by_density.setdefault(r["density"], []).append(math.log(r["speedup"]))
     return [(d, math.exp(sum(logs) / len(logs))) for d, logs in by_density.items()]
 
 
-def print_matrices(results: list) -> None:
+def print_matrices(results: list[dict[str, Any]]) -> None:
     rows = [
         [
             f"{r['rows']}x{r['cols']}",
@@ -100,7 +125,7 @@ def print_matrices(results: list) -> None:
         print(f"density {density:g}: {mean:.2f}x cuBLAS, geometric mean of the shapes")
 
 
-def plot(results: list, path: str) -> None:
+def plot(results: list[dict[str, Any]], path: str) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -125,3 +150,7 @@ def plot(results: list, path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

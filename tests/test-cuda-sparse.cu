@@ -280,6 +280,16 @@ static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
 static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int BITS[]  = { 1, 2, 4, 8 };
 
+// one of the numbers of runs per row that kernels are built for; ROWS has none
+static int32_t random_lanes(rng & random, int32_t layout, int32_t type, int32_t code_bits) {
+    const lanes_range built = cuda_sparse_built_lanes(layout, type, code_bits);
+    int32_t           lanes = 0;
+    while (!built.has(lanes)) {
+        lanes = 8 << random.range(0, 2);
+    }
+    return lanes;
+}
+
 // every layout, type, code width and batch size, over shapes that do not divide evenly
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
@@ -300,11 +310,10 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         test_matrix     w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
         w.upload(random, uploader);
         if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another layout than the usual one, if it fits
-            static const int32_t LANES[] = { 8, 16, 32 };
-            const int32_t        layout =
-                static_cast<int32_t>(random.range(w.delta_bits == 8 ? 1 : 0, w.delta_bits == 8 ? 1 : 2));
-            const int32_t lanes = layout == CUDA_SPARSE_LAYOUT_RUNS && w.delta_bits < 8 ? 8 : LANES[random.range(0, 2)];
-            if (!w.upload(random, uploader, layout, lanes)) {
+            const bool    striped = type == GGML_MACKO_TYPE_BF16; // has kernels
+            const int32_t layout =
+                w.delta_bits == 8 ? CUDA_SPARSE_LAYOUT_RUNS : static_cast<int32_t>(random.range(0, striped ? 2 : 1));
+            if (!w.upload(random, uploader, layout, random_lanes(random, layout, type, w.delta_bits))) {
                 w.upload(random, uploader);
             }
         }
@@ -375,7 +384,8 @@ static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, compact
                       : which == WIDE_CODES ? BITS[random.range(2, 3)]
                                             : 2,
                       density, s, binades, lowest);
-    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
+    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT,
+                  random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, w.delta_bits))) {
         w.upload(random, uploader);
     }
     const int64_t     n    = batches[random.range(0, 7)];
@@ -403,8 +413,8 @@ static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
           n_cases, wide[4], wide[6]);
 }
 
-// which matrices get them: not those that spill much
-static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
+// F16 matrices of 2048 columns and more are kept in COMPACT if that fits their memory, those that spill much in RUNS
+static void test_wide_f16_matrices_are_compact_where_that_fits(cuda_sparse_uploader & uploader) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
@@ -423,16 +433,16 @@ static void test_compact_only_where_it_pays(cuda_sparse_uploader & uploader) {
         return layout_and_bits(w.device.layout, w.device.delta_bits);
     };
     const auto compact = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_COMPACT, bits); };
-    const auto striped = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_STRIPED, bits); };
+    const auto runs    = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_RUNS, bits); };
     CHECK(layout_of(7.1, 0) == compact(2), "narrow values");
-    CHECK(layout_of(12, 0) == striped(2), "wide values");
+    CHECK(layout_of(12, 0) == runs(2), "wide values");
     CHECK(layout_of(7.1, 60) == compact(2), "a row with many spilled values");
     CHECK(layout_of(7.1, 2000) == compact(2), "a row of which nearly all values are spilled");
     CHECK(layout_of(3, 0) == compact(3), "values of three powers of two");
     CHECK(layout_of(3, 0, 4, 0.3) == compact(3), "the same, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 4, 0.3) == compact(4), "seven powers of two, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 8, 0.1) == compact(6), "the same, with codes of 8 bits");
-    CHECK(layout_of(12, 0, 4, 0.3) == striped(4), "wide values, with codes of 4 bits in the file");
+    CHECK(layout_of(12, 0, 4, 0.3) == runs(4), "wide values, with codes of 4 bits in the file");
     CHECK(layout_of(7.1, 0, 1, 0.7) == compact(2), "seven powers of two, with codes of 1 bit in the file");
 }
 
@@ -484,7 +494,8 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
         const structure s = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
         test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s,
                       random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8 << random.range(0, 2))) {
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT,
+                      random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, w.delta_bits))) {
             w.upload(random, uploader);
         }
         tiles += cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
@@ -494,15 +505,16 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
-    int n_compact = 0;
+    int n_compact = 0, n_striped = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int     bits = BITS[random.range(1, 3)];
         const int64_t rows = random.range(50, 150);
-        test_matrix   a(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 2.9, -12),
-            b(random, rows, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNEVEN, 2.9, -9);
-        test_matrix c(random, 33, cols, GGML_MACKO_TYPE_F16, bits, 0.3, UNIFORM, 2.9, -4);
+        const int     type = seed % 4 == 3 ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
+        test_matrix   a(random, rows, cols, type, bits, 0.3, UNIFORM, 2.9, -12),
+            b(random, rows, cols, type, bits, 0.3, UNEVEN, 2.9, -9);
+        test_matrix c(random, 33, cols, type, bits, 0.3, UNIFORM, 2.9, -4);
         const auto  all = [&](int32_t layout, int32_t lanes) {
             return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) &&
                    c.upload(random, uploader, layout, lanes) && cuda_sparse_same_kernel(a.device, b.device) &&
@@ -510,9 +522,13 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         };
         if (seed % 4 == 0) {
             all(CUDA_SPARSE_LAYOUT_ROWS, 0);
-        } else if (bits < 8 && seed % 4 != 1 && all(CUDA_SPARSE_LAYOUT_COMPACT, 8 << seed % 3)) {
+        } else if (seed % 4 == 2 && bits < 8 &&
+                   all(CUDA_SPARSE_LAYOUT_COMPACT, random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, type, bits))) {
             n_compact++; // exponents of their own
-        } else if (seed % 4 == 1 || bits == 8 || !all(CUDA_SPARSE_LAYOUT_STRIPED, seed % 2 ? 8 : 16)) {
+        } else if (seed % 4 == 3 && bits < 8 &&
+                   all(CUDA_SPARSE_LAYOUT_STRIPED, random_lanes(random, CUDA_SPARSE_LAYOUT_STRIPED, type, bits))) {
+            n_striped++;
+        } else {
             all(CUDA_SPARSE_LAYOUT_RUNS, 8);
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
@@ -524,7 +540,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
-    CHECK(n_compact > 0 || n_seeds < 24, "none was compact");
+    CHECK((n_compact > 0 && n_striped > 0) || n_seeds < 24, "%d were compact, %d striped", n_compact, n_striped);
 }
 
 // rows of an expert, ids from device memory, ids out of range
@@ -636,7 +652,7 @@ int main(int argc, char ** argv) {
         test_very_wide(*uploader);
     }
     test_compact_values(*uploader, n_cases / 2);
-    test_compact_only_where_it_pays(*uploader);
+    test_wide_f16_matrices_are_compact_where_that_fits(*uploader);
     test_tiles(*uploader, n_cases / 2);
     test_unpack_of_many_rows(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);

@@ -18,7 +18,12 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
         return 8; // the only kernel there is: for narrow matrices and unusual structure
     }
     const int64_t per_row = n_padded / desc.rows;
-    return per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
+    const int32_t lanes   = per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
+    if (layout == CUDA_SPARSE_LAYOUT_RUNS && desc.type == GGML_MACKO_TYPE_F16) {
+        return std::min(lanes, 16);
+    }
+    const bool wide = desc.cols >= CUDA_SPARSE_WIDE;
+    return wide && desc.delta_bits <= 2 ? std::max(lanes, 16) : lanes; // so wide and so dense a matrix has long rows
 }
 
 static int64_t max_groups(const macko_desc & desc, int64_t n_padded) {

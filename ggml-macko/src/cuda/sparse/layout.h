@@ -50,6 +50,8 @@ const char * cuda_sparse_layout_name(int32_t layout);
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
 constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries (of COMPACT: compact_entries)
 constexpr int     CUDA_SPARSE_LINE      = 8;   // groups: 128 bytes of 16-bit values
+// columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
+constexpr int64_t CUDA_SPARSE_WIDE = 2048;
 // of a COMPACT group
 constexpr int64_t compact_entries(int code_bits) { return code_bits == 6 ? 6 : code_bits == 4 ? 7 : CUDA_SPARSE_GROUP; }
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) {
@@ -115,6 +117,25 @@ constexpr int TAIL_MAX_SPILLED = 8191;
 constexpr int tail_of(int spilled, int unused) { return spilled << 3 | unused; }
 constexpr int tail_spilled(int tail) { return tail >> 3; }
 constexpr int tail_unused(int tail) { return tail & 7; }
+
+// The runs per row (8, 16, 32) that kernels are built for: what no real shape would choose is not built
+// (docs/design/gpu-layouts.md). type: GGML_MACKO_TYPE_F16 or _BF16
+struct lanes_range {
+    int32_t        least, most;
+    constexpr bool has(int32_t lanes) const { return least <= lanes && lanes <= most; }
+};
+constexpr lanes_range cuda_sparse_built_lanes(int32_t layout, int32_t type, int32_t code_bits) {
+    const bool f16 = type == GGML_MACKO_TYPE_F16, bf16 = type == GGML_MACKO_TYPE_BF16;
+    switch (layout) {
+        case CUDA_SPARSE_LAYOUT_RUNS:    return { 8, !f16 && !bf16 ? 0 : code_bits < 8 ? 8 : f16 ? 16 : 32 };
+        case CUDA_SPARSE_LAYOUT_STRIPED: return { code_bits <= 2 ? 16 : 8, bf16 && code_bits < 8 ? 32 : 0 };
+        case CUDA_SPARSE_LAYOUT_COMPACT: return { code_bits <= 2 ? 16 : 8, f16 ? 32 : 0 };
+        default:                         return { 0, 32 };
+    }
+}
+inline bool cuda_sparse_has_kernels(const cuda_sparse_matrix & m) {
+    return cuda_sparse_built_lanes(m.layout, m.type, m.delta_bits).has(m.lanes);
+}
 
 // bytes to reserve for a matrix, known from the header alone: whatever the data is, one of the layouts fits
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);

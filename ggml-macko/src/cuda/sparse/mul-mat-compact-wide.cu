@@ -3,9 +3,11 @@
 
 namespace macko::cuda {
 
-cudaError_t launch_runs_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
-    return p.m[0].delta_bits == 4 ? launch_runs_lanes<compact_f16, 4, true>(p, lanes, nx, grid_y, stream)
-                                  : launch_runs_lanes<compact_f16, 6, false>(p, lanes, nx, grid_y, stream);
+cudaError_t launch_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    switch (p.m[0].delta_bits) {
+        case 4:  return launch_runs<compact_f16, 4, CUDA_SPARSE_LAYOUT_COMPACT>(p, lanes, nx, grid_y, stream);
+        default: return launch_runs<compact_f16, 6, CUDA_SPARSE_LAYOUT_COMPACT>(p, lanes, nx, grid_y, stream);
+    }
 }
 
 } // namespace macko::cuda

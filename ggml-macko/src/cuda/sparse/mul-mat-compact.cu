@@ -3,11 +3,10 @@
 
 namespace macko::cuda {
 
-cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+cudaError_t launch_compact_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
     switch (p.m[0].delta_bits) {
-        case 2:  return launch_runs_lanes<compact_f16, 2, true>(p, lanes, nx, grid_y, stream);
-        case 3:  return launch_runs_lanes<compact_f16, 3, true>(p, lanes, nx, grid_y, stream);
-        default: return launch_runs_compact_wide(p, lanes, nx, grid_y, stream);
+        case 2:  return launch_runs<compact_f16, 2, CUDA_SPARSE_LAYOUT_COMPACT>(p, lanes, nx, grid_y, stream);
+        default: return launch_runs<compact_f16, 3, CUDA_SPARSE_LAYOUT_COMPACT>(p, lanes, nx, grid_y, stream);
     }
 }
 

@@ -144,8 +144,7 @@ __device__ __forceinline__ void store_result(const sparse_launch & p, const spar
 }
 
 // Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units
-// (39 units are 2 rounds
-// of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+// (39 units are 2 rounds of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
 inline int warps_for(int units, int least, int most) {
     int best = most;
     for (int w = most; w >= least; w--) {
@@ -200,12 +199,14 @@ inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) {
     return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
 }
 
-// one launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each.
-// lanes, striped: of the layout
-cudaError_t launch_runs_f16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_runs_compact(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_runs_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream);
+// One launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each.
+// One function per .cu file, so that they compile side by side: RUNS, STRIPED, and COMPACT with codes of 2 or 3 bits
+// and of 4 or 6
+cudaError_t launch_runs_f16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_striped_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_compact_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 // one launch of the BLOCKS kernel: nx is 1, 2 or 4
 cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_blocks_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);

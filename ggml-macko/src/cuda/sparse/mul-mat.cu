@@ -121,11 +121,14 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
                                                     : launch_blocks_q4_0(p, nx, grid_y, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
-        return launch_runs_compact(p, w.lanes, nx, grid_y, stream);
+        return w.delta_bits < 4 ? launch_compact_narrow(p, w.lanes, nx, grid_y, stream)
+                                : launch_compact_wide(p, w.lanes, nx, grid_y, stream);
     }
-    const bool striped = w.layout == CUDA_SPARSE_LAYOUT_STRIPED;
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, striped, nx, grid_y, stream)
-                                         : launch_runs_bf16(p, w.lanes, striped, nx, grid_y, stream);
+    if (w.layout == CUDA_SPARSE_LAYOUT_STRIPED) {
+        return launch_striped_bf16(p, w.lanes, nx, grid_y, stream);
+    }
+    return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, nx, grid_y, stream)
+                                         : launch_runs_bf16(p, w.lanes, nx, grid_y, stream);
 }
 
 // one launch of nx columns (more than 8: by tiles; experts: of all of a's columns, one each)

@@ -24,8 +24,8 @@
 namespace macko::cuda {
 
 // Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers
-// from shared memory
-// would take longer than the weights from global memory, and wide matrices would not have two columns fit.
+// from shared memory would take longer than the weights from global memory, and wide matrices would not have two
+// columns fit.
 template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), value16<T>, float>;
 template <typename X, int NX> struct alignas(sizeof(X) * NX) columns {
     X v[NX];
@@ -117,8 +117,8 @@ template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const s
 }
 
 // Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the
-// x that they will be
-// multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its word.
+// x that they will be multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its
+// word.
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
     fill_zeros<NX>(xs, p);
     if (p.norm_weight) {
@@ -136,9 +136,8 @@ __device__ __forceinline__ float norm_scale(const sparse_launch & p, const float
 }
 
 // x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes).
-// In 16 bits the
-// normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the scale is left
-// to the sums.
+// In 16 bits the normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the
+// scale is left to the sums.
 template <typename T, int NX, bool NORM>
 __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x,
                                         int column) {
@@ -156,8 +155,7 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const spars
         }
     };
     // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and
-    // each element would wait for
-    // the one before.
+    // each element would wait for the one before.
     constexpr int BATCH  = NX == 8 ? 2 : 4;
     const int     thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
     float         v[BATCH][NX];
@@ -225,8 +223,7 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const spars
 }
 
 // Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and
-// the warps' sums of
-// squares go to partial. Ends with a barrier.
+// the warps' sums of squares go to partial. Ends with a barrier.
 template <typename T, int NX>
 __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
     const float * x       = p.x + column * p.ldx;
@@ -249,8 +246,8 @@ __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse
 }
 
 // n floats to shared memory, in vectors; a thread gets those that it has in finish_x. By cp.async: in registers they
-// would share a scoreboard with the
-// sparse weights, and what waits for them would wait for these, too (notes, section 24).
+// would share a scoreboard with the sparse weights, and what waits for them would wait for these, too (notes, section
+// 24).
 __device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * 4; i < n; i += static_cast<int>(blockDim.x) * 4) {
@@ -260,8 +257,7 @@ __device__ __forceinline__ void request_vectors(float * to, const float * from, 
 }
 
 // What is left to do when one column of x, and the weights of its norm, have been requested in vectors: x times
-// weights, the warps' sums of squares of x
-// to partial, and the words that repeat. Ends with a barrier.
+// weights, the warps' sums of squares of x to partial, and the words that repeat. Ends with a barrier.
 __device__ __forceinline__ void finish_x(float * xs, const float * weights, float * partial, const sparse_launch & p) {
     const int  thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
     const bool norm    = p.norm_weight;
@@ -304,8 +300,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t v) {
 }
 
 // Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a
-// lane, so that there are fewer
-// shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
+// lane, so that there are fewer shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
 template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float (&v)[NX], int lane) {
     if constexpr (NX == 1) {
         return warp_sum<LANES>(v[0]);
@@ -378,8 +373,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         return s;
     };
 
-    // this thread's run of a row
-    // groups in steps begin ... end-1, then spilled ones
+    // this thread's run of a row groups in steps begin ... end-1, then spilled ones
     struct cursor {
         int             matrix, slot, begin, end, end_of_spilled, steps;
         uint32_t        at;
@@ -593,49 +587,49 @@ cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_
         return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32),
                                                                              grid_y, stream);
     }
-    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. Else 32 warps
-    // with 2 groups ahead or 24 with 3
-    // are 40 KB in flight.
-    if (units <= 16) {
-        return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
+    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. (Rows that need
+    // 32 lanes and wider codes than 2 bits are of matrices with more rows.) Else 32 warps with 2 groups ahead or 24
+    // with 3 are 40 KB in flight.
+    if constexpr (LANES <= 16 || BITS <= 2) {
+        if (units <= 16) {
+            return grouped
+                       ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
                        : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
-    }
-    const int warps = BITS < 6 && LANES == 16 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
-    if (warps <= 24) {
-        return grouped
-                   ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
-                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
-    }
-    return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
-                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y, stream);
-}
-
-template <typename T, int BITS, bool STRIPED>
-cudaError_t launch_runs_lanes(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
-    if constexpr (!STRIPED && BITS < 6) {
-        return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
-    } else {
-        switch (lanes) {
-            case 8:  return launch_runs_shape<T, BITS, 8, STRIPED>(p, nx, grid_y, stream);
-            case 16: return launch_runs_shape<T, BITS, 16, STRIPED>(p, nx, grid_y, stream);
-            default: return launch_runs_shape<T, BITS, 32, STRIPED>(p, nx, grid_y, stream);
         }
     }
+    constexpr bool AT_MOST_24 = BITS < 6 && LANES == 16;
+    const int      warps      = AT_MOST_24 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    if constexpr (!AT_MOST_24) {
+        if (warps > 24) {
+            return grouped
+                       ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
+                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y,
+                                                                                        stream);
+        }
+    }
+    return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
+                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
 template <typename T>
-cudaError_t launch_runs(sparse_launch & p, int lanes, bool striped, int nx, int grid_y, cudaStream_t stream) {
-    switch (p.m[0].delta_bits) {
-        case 1:
-            return striped ? launch_runs_lanes<T, 1, true>(p, lanes, nx, grid_y, stream)
-                           : launch_runs_lanes<T, 1, false>(p, lanes, nx, grid_y, stream);
-        case 2:
-            return striped ? launch_runs_lanes<T, 2, true>(p, lanes, nx, grid_y, stream)
-                           : launch_runs_lanes<T, 2, false>(p, lanes, nx, grid_y, stream);
-        case 4:
-            return striped ? launch_runs_lanes<T, 4, true>(p, lanes, nx, grid_y, stream)
-                           : launch_runs_lanes<T, 4, false>(p, lanes, nx, grid_y, stream);
-        default: return launch_runs_lanes<T, 8, false>(p, lanes, nx, grid_y, stream);
+constexpr int32_t value_type_of = std::is_same<T, __nv_bfloat16>::value ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
+
+template <typename T, int BITS, int32_t LAYOUT>
+cudaError_t launch_runs(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    const auto launch = [&](auto n) {
+        constexpr int  LANES = decltype(n)::value;
+        constexpr bool STRIPED =
+            LAYOUT == CUDA_SPARSE_LAYOUT_STRIPED || (LAYOUT == CUDA_SPARSE_LAYOUT_COMPACT && BITS < 6);
+        if constexpr (cuda_sparse_built_lanes(LAYOUT, value_type_of<T>, BITS).has(LANES)) {
+            return launch_runs_shape<T, BITS, LANES, STRIPED>(p, nx, grid_y, stream);
+        } else {
+            return cudaErrorNotSupported; // no matrix is kept like this (cuda_sparse_has_kernels)
+        }
+    };
+    switch (lanes) {
+        case 8:  return launch(std::integral_constant<int, 8>());
+        case 16: return launch(std::integral_constant<int, 16>());
+        default: return launch(std::integral_constant<int, 32>());
     }
 }
 

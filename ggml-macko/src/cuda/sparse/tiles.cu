@@ -372,11 +372,17 @@ static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & de
     return best;
 }
 
+// Codes of 6 bits are of matrices with few entries: rows that 32 lanes are for are too wide for tiles.
+static constexpr bool tiles_built(int bits, int lanes) {
+    return cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, bits).has(lanes) &&
+           (bits < 6 || lanes < 32);
+}
+
 bool takes_tiles(const cuda_sparse_matrix & w) {
     constexpr int    MAX_EXPONENT = 15; // 2^exponent is an F16
     cuda_device_info device;
-    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && w.exponent <= MAX_EXPONENT && w.cols % 32 == 0 &&
-           w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
+    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && tiles_built(w.delta_bits, w.lanes) && w.exponent <= MAX_EXPONENT &&
+           w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
            most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
 
@@ -420,10 +426,18 @@ static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info 
 template <int BITS>
 static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     set_compact_weights(q.p.weight, BITS, tile_unit(BITS));
+    const auto launch = [&](auto n) {
+        constexpr int LANES = decltype(n)::value;
+        if constexpr (tiles_built(BITS, LANES)) {
+            return launch_tiles_blocks<BITS, LANES>(q, device, stream);
+        } else {
+            return cudaErrorNotSupported; // takes_tiles() says no
+        }
+    };
     switch (q.p.lanes) {
-        case 8:  return launch_tiles_blocks<BITS, 8>(q, device, stream);
-        case 16: return launch_tiles_blocks<BITS, 16>(q, device, stream);
-        default: return launch_tiles_blocks<BITS, 32>(q, device, stream);
+        case 8:  return launch(std::integral_constant<int, 8>());
+        case 16: return launch(std::integral_constant<int, 16>());
+        default: return launch(std::integral_constant<int, 32>());
     }
 }
 

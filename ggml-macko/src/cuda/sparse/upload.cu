@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 
@@ -136,8 +135,6 @@ static __device__ int entries_of(const cuda_sparse_matrix & m) {
 
 constexpr int N_EXPONENTS = 30;
 constexpr int SPILLED     = 4; // values to a group
-// columns from which on rows are long enough for stripes, and COMPACT's for lines of their own
-constexpr int WIDE = 2048;
 
 // COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its
 // begin, -1 behind its end.
@@ -188,7 +185,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
             if (m.tails) {
                 const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
                 groups += spill_groups;
-                const int unused = m.cols >= WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
+                const int unused = m.cols >= CUDA_SPARSE_WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
                 groups += unused;
                 // of more the matrix is not kept like this
                 m.tails[row] = static_cast<uint16_t>(tail_of(min(spill_groups, TAIL_MAX_SPILLED), unused));
@@ -469,18 +466,15 @@ struct cuda_sparse_uploader::impl {
         return count(m, found);
     }
 
-    // The layout in m, if it fits: *fits tells; wanted: COMPACT fits only if spilled values take at most half of what
-    // it saves beside STRIPED. m.overshoot,
-    // m.exponent, and m.delta_bits of COMPACT are set.
+    // Makes the layout of m if there are kernels for it and it fits the reserved memory (*fits). wanted: the choice is
+    // ours, and where RUNS is as fast (codes of 8 bits), COMPACT is taken only if its spilled values take at most half
+    // of what it saves beside separate values and codes. Sets m.overshoot, and of COMPACT m.exponent and m.delta_bits.
     int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
         *fits                 = false;
         const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT;
         const int64_t room    = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        // no kernels: F32 values (rare: not worth the compile time), and stripes with codes that step over several
-        // stripes at once
-        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 ||
-            (m->layout == CUDA_SPARSE_LAYOUT_STRIPED && m->delta_bits == 8) ||
-            (compact && m->type != GGML_MACKO_TYPE_F16)) {
+        if (cuda_sparse_words(*m) > room || (compact && m->type != GGML_MACKO_TYPE_F16) ||
+            (!compact && !cuda_sparse_has_kernels(*m))) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
@@ -488,12 +482,15 @@ struct cuda_sparse_uploader::impl {
         if (const int status = compact ? count_compact(m, &found) : count(m, &found)) {
             return status;
         }
+        if (!cuda_sparse_has_kernels(*m)) { // of COMPACT known only now: count_compact() sets the width of its codes
+            return GGML_MACKO_STATUS_OK;
+        }
         const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
                       group      = 2 * CUDA_SPARSE_GROUP;
         const bool saves         = 2 * group * found.spill_groups <=
                            of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
         if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) ||
-            found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && !saves)) {
+            found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && desc.delta_bits == 8 && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
         CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));
@@ -618,15 +615,13 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     if (const int status = s.arrived()) {
         return status;
     }
-    const bool    stripes  = s.desc.cols >= WIDE; // in narrow matrices a group soon walks around all of them
+    const bool    stripes = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon walks around all of them
     const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS,
                                CUDA_SPARSE_LAYOUT_ROWS };
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
-        const bool    compact   = wish == CUDA_SPARSE_LAYOUT_COMPACT,
-                   striped      = compact || wish == CUDA_SPARSE_LAYOUT_STRIPED;
-        // the variable: to compare
-        if (layout < 0 && ((striped && !stripes) || (compact && getenv("GGML_MACKO_NO_COMPACT")))) {
+        const bool    striped   = wish == CUDA_SPARSE_LAYOUT_COMPACT || wish == CUDA_SPARSE_LAYOUT_STRIPED;
+        if (layout < 0 && striped && !stripes) {
             continue;
         }
         cuda_sparse_matrix m = cuda_sparse_bind(

@@ -169,9 +169,9 @@ static void test_model_counts_other_lanes() {
 // ---- products ----
 
 struct on_device {
-    uint8_t *                           memory = nullptr;
-    cuda_sparse_matrix                  matrix = {};
-    std::unique_ptr<cuda_ec_csr_blocks> blocks;
+    uint8_t *                    memory = nullptr;
+    cuda_sparse_matrix           matrix = {};
+    std::unique_ptr<matrix_part> part;
 
     on_device(cuda_sparse_uploader & uploader, const test_matrix & w, ec_csr_choice choice) {
         const macko_desc & desc = w.coded.desc;
@@ -182,7 +182,7 @@ struct on_device {
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(room) + 2 * CUDA_SPARSE_ALIGNMENT));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
         STATUS_CHECK(
-            cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &blocks));
+            cuda_ec_csr_upload(uploader, w.view, choice, 2, memory + CUDA_SPARSE_ALIGNMENT, room, &matrix, &part));
         std::vector<uint8_t> around(2 * CUDA_SPARSE_ALIGNMENT);
         CUDA_CHECK(cudaMemcpy(around.data(), memory, CUDA_SPARSE_ALIGNMENT, cudaMemcpyDeviceToHost));
         CUDA_CHECK(cudaMemcpy(&around[CUDA_SPARSE_ALIGNMENT], memory + CUDA_SPARSE_ALIGNMENT + room,
@@ -251,8 +251,8 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         const test_matrix w = make_random(random, type);
         for (const ec_csr_choice choice : { ec_csr_choice::BLOCKS, ec_csr_choice::ROWS, ec_csr_choice::FASTER }) {
             const on_device d(uploader, w, choice);
-            used[d.matrix.ec_csr != nullptr]++;
-            const std::string name = name_of(seed, w) + (d.matrix.ec_csr ? ", blocks" : ", rows");
+            used[d.matrix.part != nullptr]++;
+            const std::string name = name_of(seed, w) + (d.matrix.part ? ", blocks" : ", rows");
             check_product(random, w, d, BATCHES[random.range(0, 8)], name);
             check_unpack(w, d, name);
         }
@@ -268,7 +268,7 @@ static void test_large(cuda_sparse_uploader & uploader) {
             const test_matrix w(random, 300, cols, type, 8, 0.3, 40, { 16, 128, false, 0 });
             CHECK(w.coded.sets.size() >= 4, "%zu sets", w.coded.sets.size());
             const on_device d(uploader, w, ec_csr_choice::BLOCKS);
-            CHECK(d.matrix.ec_csr != nullptr, "no blocks");
+            CHECK(d.matrix.part != nullptr, "no blocks");
             for (const int64_t n : { 1, 4, 6 }) {
                 check_product(random, w, d, n, name_of(static_cast<uint64_t>(cols), w));
             }
@@ -282,7 +282,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
     rng               random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F16, 8, 0.3, 60, { 16, 128, true, 0 });
     const on_device   d(uploader, w, ec_csr_choice::BLOCKS);
-    CHECK(d.matrix.ec_csr != nullptr, "no blocks");
+    CHECK(d.matrix.part != nullptr, "no blocks");
     for (const int64_t n : { 1, 4, 7 }) {
         guarded x(w.cols * n), y(w.rows * n);
         for (int64_t i = 0; i < w.cols * n; i++) {

@@ -68,18 +68,17 @@ ec_csr_blocks & blocks_of(bench_mask & mask, int64_t nnz, const std::string & va
 
 // a matrix on the GPU, and copies of it whose addresses follow by a distance
 struct bench_matrix {
-    uint8_t *                           memory = nullptr;
-    int64_t                             nbytes = 0; // of one copy
-    cuda_sparse_matrix                  first  = {};
-    std::unique_ptr<cuda_ec_csr_blocks> blocks;
-    std::vector<cuda_sparse_matrix>     copies;
-    std::vector<cuda_ec_csr_blocks>     copies_of_blocks;
+    uint8_t *                       memory = nullptr;
+    int64_t                         nbytes = 0; // of one copy
+    cuda_sparse_matrix              first  = {};
+    std::unique_ptr<matrix_part>    part;
+    std::vector<cuda_sparse_matrix> copies;
+    std::deque<ec_csr_part>         copies_of_part;
 
     void reserve(int64_t n, int64_t n_read) {
         nbytes          = (n + 255) & ~int64_t(255);
         const int count = n_copies(static_cast<double>(n_read));
         copies.resize(static_cast<size_t>(count));
-        copies_of_blocks.resize(static_cast<size_t>(count));
         CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * count)));
     }
     void copy() {
@@ -89,16 +88,20 @@ struct bench_matrix {
                 CHECKED(cudaMemcpy(memory + distance, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
             }
             cuda_sparse_matrix & m = copies[i] = moved(first, distance);
-            if (blocks) {
-                cuda_ec_csr_blocks & b = copies_of_blocks[i] = *blocks;
+            if (blocks()) {
+                cuda_ec_csr_blocks b = *blocks();
                 move(b.slot_ptr, distance), move(b.partial, distance);
                 for (cuda_ec_csr_set & s : b.sets) {
                     move(s.chunk_ptr, distance), move(s.bases, distance), move(s.rows, distance),
                         move(s.slots, distance), move(s.codes, distance), move(s.values, distance);
                 }
-                m.ec_csr = &b;
+                m.part = &copies_of_part.emplace_back(b);
             }
         }
+    }
+    // null: the matrix is kept as rows alone
+    const cuda_ec_csr_blocks * blocks() const {
+        return part ? &static_cast<const ec_csr_part &>(*part).blocks : nullptr;
     }
     ~bench_matrix() { cudaFree(memory); }
 };
@@ -137,7 +140,7 @@ struct ec_csr_bench {
         const double alone               = time_us(stream, n, run);
         p.programmatic                   = true;
         const double             chained = time_us(stream, n, run), best = std::min(alone, chained);
-        const cuda_ec_csr_blocks none = {}, &b = w.blocks ? *w.blocks : none;
+        const cuda_ec_csr_blocks none = {}, &b = w.blocks() ? *w.blocks() : none;
         const double             row_nbytes = b.whole ? 0 : read_nbytes(w.first),
                      read                   = row_nbytes + static_cast<double>(b.nbytes_arrays);
         printf("%s %-8s %8.1f MB, %5.3f B/nnz, %4.0f%% in %6d pieces: %8.2f us, chained %8.2f; cuBLAS %7.2f %5.2fx, "
@@ -154,7 +157,7 @@ struct ec_csr_bench {
                     "%.3f, \"model_blocks_us\": %.3f}\n",
                     where.c_str(), static_cast<long long>(rows), static_cast<long long>(cols),
                     static_cast<long long>(nnz), name, row_nbytes, static_cast<long long>(b.nbytes_arrays), b.n_pieces,
-                    b.n_slots, (w.blocks ? model.blocks : model.rows).n_steps, alone, chained, dense_us, csr_us,
+                    b.n_slots, (w.blocks() ? model.blocks : model.rows).n_steps, alone, chained, dense_us, csr_us,
                     model.rows_us, std::min(model.blocks_us, 1e9));
             fflush(json);
         }
@@ -264,7 +267,7 @@ struct ec_csr_bench {
             w.reserve(room, coded.arrays().n_values * value_nbytes(type));
             check_status(cuda_ec_csr_upload(uploader, view,
                                             v.back() == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16,
-                                            w.memory, room, &w.first, &w.blocks));
+                                            w.memory, room, &w.first, &w.part));
             w.copy();
             printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(),
                    t1 - t0, seconds() - t1, static_cast<double>(coded.nbytes()) / static_cast<double>(nnz));

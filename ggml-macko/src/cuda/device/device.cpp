@@ -285,7 +285,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
             const ec_csr_choice choice =
                 tensor->ne[1] == matrix.desc.rows ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
             return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data,
-                                       cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
+                                       cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.part);
         }
         bool takes_packed() const override { return shape.lanes != 0; }
         int  consume_packed(const packed_view & view) override {

@@ -578,8 +578,8 @@ bool same_kind(const ggml_tensor * a, const ggml_tensor * b) {
     return cuda_sparse_same_kernel(stored(a->src[0])->matrix, stored(b->src[0])->matrix);
 }
 
-// EC-CSR's kernels for blocks have no norm and no product of gate and up
-bool has_blocks(const ggml_tensor * product) { return stored(product->src[0])->matrix.ec_csr; }
+// the kernels of a part in another layout have no norm and no product of gate and up
+bool has_part(const ggml_tensor * product) { return stored(product->src[0])->matrix.part; }
 
 bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, int i, fused_group * group) {
     ggml_tensor * first = graph->nodes[i];
@@ -605,7 +605,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
     int                 last = i;
     for (int k = at; k < graph->n_nodes && f.n < CUDA_SPARSE_MAX_GROUPED && can_group(ctx, graph->nodes[k], input);
          k     = next_node(graph, k)) {
-        if (shared >= 0 && has_blocks(graph->nodes[k])) {
+        if (shared >= 0 && has_part(graph->nodes[k])) {
             return false;
         }
         index[f.n]     = k;
@@ -667,7 +667,7 @@ bool match_sparse_products(const op_context & ctx, const ggml_cgraph * graph, in
         n_chosen        = 0;
     }
     const int next = next_node(graph, last);
-    if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !has_blocks(f.product[0]) && !has_blocks(f.product[1]) &&
+    if (f.n == 2 && same_kind(f.product[0], f.product[1]) && !has_part(f.product[0]) && !has_part(f.product[1]) &&
         !f.bias[0] && !f.bias[1] && !f.residual[0] && !f.residual[1] && next < graph->n_nodes &&
         graph->nodes[next]->op == GGML_OP_GLU && has_uses(graph, index[0], 1) && has_uses(graph, index[1], 1)) {
         ggml_tensor * glu = graph->nodes[next];

@@ -12,10 +12,10 @@ namespace macko::cuda {
 // a sparse weight in one of our buffers: tensor->extra of the tensor that was loaded. Nothing else in our buffers has
 // an extra.
 struct stored_matrix {
-    cuda_sparse_matrix                  matrix;
-    int64_t                             rows_per_matrix; // ne1; experts and other matrices follow each other
-    std::unique_ptr<cuda_ec_csr_blocks> blocks;          // matrix.ec_csr, where the matrix has some
-    cuda_memory                         outgrown; // of a matrix that did not fit the memory reserved for it; else null
+    cuda_sparse_matrix           matrix;
+    int64_t                      rows_per_matrix; // ne1; experts and other matrices follow each other
+    std::unique_ptr<matrix_part> part;            // matrix.part, where the matrix has one
+    cuda_memory                  outgrown;        // of a matrix that did not fit the memory reserved for it; else null
 };
 inline const stored_matrix * stored(const ggml_tensor * tensor) {
     return static_cast<const stored_matrix *>(tensor->extra);

@@ -100,8 +100,8 @@ struct cuda_sparse_matrix {
     struct cuda_sparse_spilled * spill;    // BLOCKS
     int64_t                      n_groups; // BLOCKS
     int64_t                      nbytes;   // from the first part to the end of the last
-    // host memory: the part of the matrix that is in blocks of rows (ec-csr-layout.h); or null
-    const struct cuda_ec_csr_blocks * ec_csr;
+    // the part of the matrix that another codec's layout has (mul-mat.cuh), owned by whoever owns the matrix; or null
+    const class matrix_part * part;
 };
 
 // column c = 32 * position mod (32 * width - 1), which is at least cols

@@ -1,6 +1,5 @@
 // Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any
 // matrix, any cols, any type.
-#include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
 
@@ -218,7 +217,7 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
 // with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer
 // columns fit shared memory at a time.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
-    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.ec_csr) {
+    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.part) {
         return 8;
     }
     if (takes_tiles(w) && !experts) {
@@ -227,18 +226,30 @@ int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
     return w.cols > 12288 ? (w.delta_bits >= 6 ? 16 : 12) : w.delta_bits >= 6 ? 24 : 16;
 }
 
+// Matrices of which at least one has a part in another layout: one after the other
+static cudaError_t mul_mat_with_parts(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
+    if (a.norm_weight || a.silu_mul || a.expert_ids) {
+        return cudaErrorNotSupported;
+    }
+    for (int i = 0; i < a.n_matrices; i++) {
+        const matrix_part * part = a.w[i]->part;
+        CUDA_TRY(part ? part->mul_mat(a.matrix(i), stream) : cuda_sparse_mul_mat(a.matrix(i), stream));
+    }
+    return cudaSuccess;
+}
+
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.n_matrices < 1 || a.n_matrices > CUDA_SPARSE_MAX_GROUPED || (a.silu_mul && a.n_matrices != 2)) {
         return cudaErrorInvalidValue;
     }
     const cuda_sparse_matrix & w     = *a.w[0];
-    bool                       alike = true, ec_csr = w.ec_csr;
+    bool                       alike = true, parts = w.part;
     for (int i = 1; i < a.n_matrices; i++) {
-        alike  = alike && cuda_sparse_same_kernel(w, *a.w[i]);
-        ec_csr = ec_csr || a.w[i]->ec_csr;
+        alike = alike && cuda_sparse_same_kernel(w, *a.w[i]);
+        parts = parts || a.w[i]->part;
     }
-    if (ec_csr) {
-        return cuda_ec_csr_mul_mat(a, stream);
+    if (parts) {
+        return mul_mat_with_parts(a, stream);
     }
     if (!alike && a.silu_mul) {
         return cudaErrorNotSupported;

@@ -78,6 +78,19 @@ struct cuda_sparse_mul_mat_params {
     cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const; // n columns from column j on
 };
 
+// Elements of a matrix that stand beside those of its cuda_sparse_matrix, in a layout of another codec, with kernels of
+// their own. cuda_sparse_matrix::part points to it; the products and cuda_sparse_unpack() take it in by themselves.
+class matrix_part {
+public:
+    virtual ~matrix_part() = default;
+    // The product of one matrix that has this part, with all of its other elements, as cuda_sparse_mul_mat() would.
+    // params: n_matrices is 1; no norm, no silu_mul, no experts
+    virtual cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const = 0;
+    // writes its elements of rows row_begin ... row_end-1 into dense rows that have the others already
+    virtual cudaError_t densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
+                                cudaStream_t stream) const = 0;
+};
+
 // largest n at which cuda_sparse_mul_mat, with x16 or with expert_ids, is faster than cuda_sparse_unpack + a dense
 // product (a property of the device and the matrix)
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);

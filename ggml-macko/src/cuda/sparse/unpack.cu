@@ -1,7 +1,6 @@
 // Sparse rows back to dense ones: for products with many columns (a panel of rows at a time, then a dense product) and
 // for get_tensor.
 #include "cuda/lib/common.cuh"
-#include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
 
@@ -270,11 +269,11 @@ cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, 
     if (row_begin >= row_end) {
         return cudaSuccess;
     }
-    if (w.ec_csr) {
+    if (w.part) {
         cuda_sparse_matrix rest = w;
-        rest.ec_csr             = nullptr;
+        rest.part               = nullptr;
         CUDA_TRY(cuda_sparse_unpack(rest, row_begin, row_end, type, dst, ld, stream));
-        return cuda_ec_csr_unpack(*w.ec_csr, row_begin, row_end, type, dst, ld, stream);
+        return w.part->densify(row_begin, row_end, type, dst, ld, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
         return cuda_blocks_unpack(w, row_begin, row_end, type, dst, ld, stream);

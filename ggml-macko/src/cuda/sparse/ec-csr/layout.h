@@ -40,7 +40,7 @@ struct cuda_ec_csr_set {    // pieces with equally many rows; arrays in device m
     uint8_t *  values;
 };
 
-// What cuda_sparse_matrix::ec_csr points to (host memory): the part of a matrix that is in blocks, in one allocation of
+// In host memory: the part of a matrix that is in blocks, in one allocation of
 // `nbytes` bytes.
 struct cuda_ec_csr_blocks {
     int64_t         rows; // of the matrix

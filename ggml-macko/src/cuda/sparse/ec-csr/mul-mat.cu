@@ -339,10 +339,10 @@ cudaError_t launch_blocks(blocks_launch & p, int delta_bits, int nx, int n_piece
                            : launch_blocks<T, 8>(p, nx, n_pieces, programmatic, stream);
 }
 
-// a.n columns of x, at most nx, of one matrix with blocks
-cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
+// a.n columns of x, at most nx, of one matrix with blocks b
+cudaError_t multiply_columns(const cuda_ec_csr_blocks & b, const cuda_sparse_mul_mat_params & a, int nx,
+                             cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
-    const cuda_ec_csr_blocks & b = *w.ec_csr;
     blocks_launch              p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
@@ -381,7 +381,7 @@ cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaS
         return cudaSuccess;
     }
     cuda_sparse_matrix rest      = w;
-    rest.ec_csr                  = nullptr;
+    rest.part                    = nullptr;
     cuda_sparse_mul_mat_params r = a;
     r.w[0]                       = &rest;
     r.residual[0]                = a.y[0];
@@ -390,24 +390,13 @@ cudaError_t multiply_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaS
 
 } // namespace
 
-cudaError_t cuda_ec_csr_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
-    if (a.norm_weight || a.silu_mul || a.expert_ids) {
-        return cudaErrorNotSupported;
-    }
+cudaError_t ec_csr_part::mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) const {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    for (int i = 0; i < a.n_matrices; i++) {
-        const cuda_sparse_mul_mat_params one = a.matrix(i);
-        if (!one.w[0]->ec_csr) {
-            CUDA_TRY(cuda_sparse_mul_mat(one, stream));
-            continue;
-        }
-        const int most =
-            one.w[0]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
-        for (int64_t j = 0; j < a.n; j += most) {
-            const int64_t n = std::min<int64_t>(most, a.n - j);
-            CUDA_TRY(multiply_columns(one.columns(j, n), n == 1 ? 1 : most, stream));
-        }
+    const int most = a.w[0]->cols * 4 * CUDA_EC_CSR_MAX_COLUMNS <= device.shared_nbytes ? CUDA_EC_CSR_MAX_COLUMNS : 1;
+    for (int64_t j = 0; j < a.n; j += most) {
+        const int64_t n = std::min<int64_t>(most, a.n - j);
+        CUDA_TRY(multiply_columns(blocks, a.columns(j, n), n == 1 ? 1 : most, stream));
     }
     return cudaSuccess;
 }

@@ -1,5 +1,4 @@
-// Products and unpacking of matrices that have blocks (ec-csr-layout.h). cuda_sparse_mul_mat and cuda_sparse_unpack
-// come here by themselves.
+// The blocks of an EC-CSR matrix as a part of a cuda_sparse_matrix.
 #pragma once
 
 #include "cuda/sparse/ec-csr/layout.h"
@@ -7,13 +6,14 @@
 
 namespace macko::cuda {
 
-// cuda_sparse_mul_mat for matrices of which at least one has blocks: one after the other. NotSupported: a norm,
-// silu_mul or experts with them
-cudaError_t cuda_ec_csr_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
+class ec_csr_part final : public matrix_part {
+public:
+    const cuda_ec_csr_blocks blocks;
 
-// the elements of the blocks in rows row_begin ... row_end-1 into dense rows that have everything else
-// (cuda_sparse_unpack)
-cudaError_t cuda_ec_csr_unpack(const cuda_ec_csr_blocks & b, int64_t row_begin, int64_t row_end, int32_t type,
-                               void * dst, int64_t ld, cudaStream_t stream);
+    explicit ec_csr_part(const cuda_ec_csr_blocks & b) : blocks(b) {}
+    cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const override;
+    cudaError_t densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
+                        cudaStream_t stream) const override;
+};
 
 } // namespace macko::cuda

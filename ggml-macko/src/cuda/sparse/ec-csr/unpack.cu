@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, 
 
 } // namespace
 
-cudaError_t cuda_ec_csr_unpack(const cuda_ec_csr_blocks & b, int64_t row_begin, int64_t row_end, int32_t type,
-                               void * dst, int64_t ld, cudaStream_t stream) {
+cudaError_t ec_csr_part::densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
+                                 cudaStream_t stream) const {
+    const cuda_ec_csr_blocks & b = blocks;
     for (int32_t s = 0; s < b.n_sets; s++) {
         const auto run = [&](auto from, auto * to, auto convert) {
             const unsigned blocks = static_cast<unsigned>(std::min(1 << 16, (b.sets[s].n_pieces + 7) / 8));

@@ -80,8 +80,7 @@ ec_csr_choice ec_csr_choice_of_environment() {
 }
 
 int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice, int n_threads,
-                       void * dst, int64_t room, cuda_sparse_matrix * out,
-                       std::unique_ptr<cuda_ec_csr_blocks> * blocks) {
+                       void * dst, int64_t room, cuda_sparse_matrix * out, std::unique_ptr<matrix_part> * part) {
     const macko_desc & desc = view.arrays().desc;
     const bool         all  = !gpu_keeps_rows_of_one(desc.type);
     cuda_device_info   device;
@@ -119,8 +118,8 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             std::vector<uint8_t> image(static_cast<size_t>(b.nbytes_arrays), 0);
             cuda_ec_csr_fill(view, all, n_threads, cuda_ec_csr_bind(view, all, image.data()));
             CUDA_OK(cudaMemcpy(at, image.data(), image.size(), cudaMemcpyHostToDevice));
-            *blocks     = std::make_unique<cuda_ec_csr_blocks>(cuda_ec_csr_bind(view, all, at));
-            out->ec_csr = blocks->get();
+            *part     = std::make_unique<ec_csr_part>(cuda_ec_csr_bind(view, all, at));
+            out->part = part->get();
             return GGML_MACKO_STATUS_OK;
         }
     }

@@ -2,8 +2,7 @@
 // ggml.
 #pragma once
 
-#include "cuda/sparse/ec-csr/layout.h"
-#include "cuda/sparse/mul-mat.cuh"
+#include "cuda/sparse/ec-csr/mul-mat.cuh"
 
 #include <memory>
 
@@ -16,10 +15,10 @@ ec_csr_choice ec_csr_choice_of_environment();
 
 // view passed decode_rows. dst: `room` bytes of device memory, enough for the matrix recoded with its own delta_bits,
 // aligned to CUDA_SPARSE_ALIGNMENT.
-// blocks may be refused by the caller (experts). *blocks is what out->ec_csr points to, or null. Returns a
+// blocks may be refused by the caller (experts). *part is what out->part points to, an ec_csr_part, or null. Returns a
 // ggml_macko_status.
 [[nodiscard]] int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view, ec_csr_choice choice,
                                      int n_threads, void * dst, int64_t room, cuda_sparse_matrix * out,
-                                     std::unique_ptr<cuda_ec_csr_blocks> * blocks);
+                                     std::unique_ptr<matrix_part> * part);
 
 } // namespace macko::cuda

@@ -1,6 +1,6 @@
-// The GPU's blocks of EC-CSR against float64, element by element, over random shapes, densities, structures,
-// granularities and batches; and how blocks
-// stand in its memory, which needs no GPU. Exit code 77 (skipped) without one, after that.
+// The EC-CSR blocks of the GPU against float64, element by element, over random shapes, densities, structures,
+// granularities and batches; and how blocks stand in its memory, which needs no GPU. Exit code 77 (skipped) without
+// one, after that.
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 #include "cuda/sparse/ec-csr/upload.h"
@@ -19,8 +19,8 @@ struct test_matrix {
     ec_csr_matrix        coded;
     ec_csr_view          view;
 
-    // n_patterns: rows follow one of so many masks (0: none), with some places redrawn; some rows are empty, some have
-    // few entries
+    // n_patterns: rows follow one of so many masks (0: none), some of whose places are redrawn; some rows are empty,
+    // some have few entries
     test_matrix(rng & random, int64_t rows, int64_t cols, int32_t type, int32_t delta_bits, double density,
                 int64_t n_patterns, const extract_options & options)
         : rows(rows), cols(cols), type(type) {
@@ -79,8 +79,8 @@ static test_matrix make_random(rng & random, int32_t type) {
 
 // ---- memory ----
 
-// what cuda_ec_csr_fill() made, read as ec-csr-layout.h describes it: elements of blocks, each once, and the slots of
-// each row
+// What cuda_ec_csr_fill() made, read as ec-csr/layout.h describes it: the elements of blocks, each once, and the slots
+// of each row.
 static void check_layout(const test_matrix & w, bool all, const std::string & name) {
     const int64_t            size = value_nbytes(w.type);
     std::vector<uint8_t>     memory(static_cast<size_t>(cuda_ec_csr_bind(w.view, all, nullptr).nbytes_arrays), 0);
@@ -101,7 +101,7 @@ static void check_layout(const test_matrix & w, bool all, const std::string & na
                 int64_t column = set.bases[p * 32 + lane];
                 for (int64_t k = 0; k < (set.chunk_ptr[p + 1] - set.chunk_ptr[p]) * 4; k++) {
                     const int64_t chunk = set.chunk_ptr[p] + k / 4, vectors = 4 * set.granularity * size / 16;
-                    column += delta_code(set.codes, (chunk * 32 + lane) * 4 + k % 4, b.delta_bits);
+                    column += delta_code(set.deltas, (chunk * 32 + lane) * 4 + k % 4, b.delta_bits);
                     for (int64_t r = 0; r < set.granularity; r++) {
                         const int64_t   byte = (k % 4 * set.granularity + r) * size;
                         const uint8_t * from =
@@ -151,14 +151,13 @@ static void test_blocks_keep_their_elements() {
     }
 }
 
-// The model of its time (format/ec-csr-cost.h) counts with the lanes that rows really have; but for few rows, which
-// since its fit have 16 where they had 32
-// (docs/notes-ec-csr.md)
-static void test_model_counts_other_lanes() {
+// The cost model (codec/ec-csr/cost.h) counts with the lanes that rows really have, but for few rows, which have 16
+// lanes since it was fitted, where they had 32 before.
+static void test_cost_model_counts_the_lanes_of_rows() {
     for (const int64_t rows : { 100, 5000 }) {
         for (const int64_t per_row : { 1, 100, 767, 768, 2047, 2048, 6999, 7000, 9999 }) {
             const macko_desc desc  = { rows, 20000, GGML_MACKO_TYPE_F16, 4, rows * per_row };
-            const int64_t    lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_STRIPED);
+            const int64_t    lanes = cuda_sparse_lanes(desc, rows * per_row, CUDA_SPARSE_LAYOUT_BANKED);
             const int64_t    want  = rows == 100 && per_row >= 2048 && per_row < 7000 ? 16 : gpu_row_lanes(per_row);
             CHECK(lanes == want, "%lld rows of %lld entries: %lld lanes", static_cast<long long>(rows),
                   static_cast<long long>(per_row), static_cast<long long>(lanes));
@@ -236,9 +235,9 @@ static void check_product(rng & random, const test_matrix & w, const on_device &
     }
 }
 
-static void check_unpack(const test_matrix & w, const on_device & d, const std::string & name) {
-    check_unpacked(d.matrix, name,
-                   [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
+static void check_densify(const test_matrix & w, const on_device & d, const std::string & name) {
+    check_densified(d.matrix, name,
+                    [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
@@ -254,14 +253,14 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
             used[d.matrix.part != nullptr]++;
             const std::string name = name_of(seed, w) + (d.matrix.part ? ", blocks" : ", rows");
             check_product(random, w, d, BATCHES[random.range(0, 8)], name);
-            check_unpack(w, d, name);
+            check_densify(w, d, name);
         }
     }
     CHECK(used[1] > n_cases / 3, "only %d matrices were kept in blocks", used[1]);
 }
 
-// every number of rows that a piece may have, in one matrix; and four columns of x that do not fit shared memory
-static void test_large(cuda_sparse_uploader & uploader) {
+// Every number of rows that a piece may have, in one matrix; and four columns of x that do not fit shared memory.
+static void test_every_granularity_and_columns_that_do_not_fit(cuda_sparse_uploader & uploader) {
     for (const int64_t cols : { 4096, 28672 }) {
         for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F32 }) {
             rng               random(static_cast<uint64_t>(cols));
@@ -272,12 +271,12 @@ static void test_large(cuda_sparse_uploader & uploader) {
             for (const int64_t n : { 1, 4, 6 }) {
                 check_product(random, w, d, n, name_of(static_cast<uint64_t>(cols), w));
             }
-            check_unpack(w, d, name_of(static_cast<uint64_t>(cols), w));
+            check_densify(w, d, name_of(static_cast<uint64_t>(cols), w));
         }
     }
 }
 
-// the same bits every time, launched alone, as dependent launches and from a graph
+// The same bits every time: launched alone, as dependent launches, and from a graph.
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     rng               random(3);
     const test_matrix w(random, 700, 4096, GGML_MACKO_TYPE_F16, 8, 0.3, 60, { 16, 128, true, 0 });
@@ -295,7 +294,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
 
 int main(int argc, char ** argv) {
     test_blocks_keep_their_elements();
-    test_model_counts_other_lanes();
+    test_cost_model_counts_the_lanes_of_rows();
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         printf("test-cuda-ec-csr: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
@@ -306,7 +305,7 @@ int main(int argc, char ** argv) {
     const int n_cases = argc > 1 ? atoi(argv[1]) : 200; // fewer under a sanitizer
     test_random_shapes(*uploader, n_cases);
     if (n_cases >= 100) {
-        test_large(*uploader);
+        test_every_granularity_and_columns_that_do_not_fit(*uploader);
     }
     test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
     return test_summary("test-cuda-ec-csr");

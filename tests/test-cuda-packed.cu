@@ -1,7 +1,6 @@
 // Packed matrices with quantized values on the GPU: the layout in host memory, then the kernels against float64 of the
-// decoded weights, element by
-// element, over random shapes, densities, structures, value types, index codings and batches. Without a GPU: the layout
-// only, and exit code 77.
+// decoded weights, element by element, over random shapes, densities, structures, value types, index codings and
+// batches. Without a GPU: the layout only, and exit code 77.
 #include "cuda/sparse/mul-mat.cuh"
 #include "test-cuda.h"
 
@@ -18,7 +17,7 @@ enum structure { UNIFORM, UNEVEN, HALF_EMPTY, STRIPES, N_STRUCTURES };
 
 static double density_at(structure s, double density, double row_density, int64_t c, int64_t cols) {
     switch (s) {
-        case HALF_EMPTY: return c > cols / 4 && c < cols * 3 / 4 ? 0 : density; // gaps that no code spans
+        case HALF_EMPTY: return c > cols / 4 && c < cols * 3 / 4 ? 0 : density; // gaps that no delta spans
         case STRIPES:    return c % 32 < 3 ? density : density / 50;
         case UNEVEN:     return row_density;
         default:         return density;
@@ -30,7 +29,7 @@ struct test_matrix {
     packed_matrix       packed;
     packed_view         view;
     std::vector<double> weights; // d * q
-    blocks_shape        shape  = {};
+    quantized_shape     shape  = {};
     void *              memory = nullptr;
     cuda_memory         outgrown;
     cuda_sparse_matrix  device = {};
@@ -76,9 +75,9 @@ struct test_matrix {
     test_matrix(const test_matrix &) = delete;
 
     void upload(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
-        shape          = cuda_blocks_shape(packed.desc, shared_nbytes);
+        shape          = cuda_quantized_shape(packed.desc, shared_nbytes);
         const size_t n = static_cast<size_t>(
-            cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes);
+            cuda_quantized_bind(packed.desc, shape, cuda_quantized_max_outliers(packed.desc, shape), nullptr).nbytes);
         CUDA_CHECK(cudaMalloc(&memory, n));
         CUDA_CHECK(cudaMemset(memory, 0xa5, n));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
@@ -88,7 +87,7 @@ struct test_matrix {
         char                text[200];
         const packed_desc & d = packed.desc;
         snprintf(text, sizeof(text),
-                 "seed %llu: %lldx%lld type %d values %d index %d, codes of %d bits, %d lanes, n %lld",
+                 "seed %llu: %lldx%lld type %d values %d index %d, deltas of %d bits, %d lanes, n %lld",
                  static_cast<unsigned long long>(seed), static_cast<long long>(rows()), static_cast<long long>(cols()),
                  d.dense.type, d.value_type, d.index_bits, device.delta_bits, device.lanes, static_cast<long long>(n));
         return text;
@@ -114,10 +113,10 @@ static std::unique_ptr<test_matrix> random_matrix(rng & random) {
                                          VALUES[random.range(0, std::size(VALUES) - 1)], index, density, s);
 }
 
-// ---- the layout, read by the words of sparse-blocks.h ----
+// ---- the layout, read by the words of quantized.h ----
 
 static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) {
-    return m.values + group / 32 * 32 * (4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2);
+    return m.values + group / 32 * 32 * (4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2);
 }
 
 // base: of the tile's values or codes
@@ -135,7 +134,7 @@ static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int
 
 static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
     const int       quad = k / 4, shift = k % 4 * 8;
-    const uint8_t * codes = image_tile(m, group) + 32 * 4 * blocks_value_words(m.value_type);
+    const uint8_t * codes = image_tile(m, group) + 32 * 4 * quantized_value_words(m.value_type);
     const auto      word  = [&](int i) { return plane_word(codes, m.delta_bits, group, i) >> shift & 0xff; };
     if (m.delta_bits == 8) {
         return static_cast<int>(word(quad));
@@ -156,24 +155,24 @@ static int image_value(const cuda_sparse_matrix & m, int64_t group, int k) {
 
 static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
     uint16_t bits;
-    memcpy(&bits, image_tile(m, group) + 32 * 4 * (blocks_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32),
-           2);
+    memcpy(&bits,
+           image_tile(m, group) + 32 * 4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2 * (group % 32), 2);
     return static_cast<double>(float_of_f16(bits));
 }
 
-// each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of segments
-static int64_t check_image(const test_matrix & t, const blocks_image & image, const std::string & name) {
+// Each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of segments.
+static int64_t check_image(const test_matrix & t, const quantized_image & image, const std::string & name) {
     const cuda_sparse_matrix & m     = image.matrix;
-    const int64_t              words = 32 * m.stripe - 1, overshoot = m.overshoot;
+    const int64_t              words = 32 * m.bank_width - 1, overshoot = m.overshoot;
     std::vector<int64_t>       column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
     for (int64_t place = 0; place < words; place++) {
-        column_of[static_cast<size_t>(blocks_word(place, m.stripe))] = place % (m.lanes * m.stripe);
+        column_of[static_cast<size_t>(quantized_word(place, m.bank_width))] = place % (m.lanes * m.bank_width);
     }
     bool          inside = true, same = true;
-    int64_t       spilled = 0, segments = 0; // of the rows so far
-    const int64_t end         = m.codes - m.values,
-                  tile_nbytes = blocks_tile_nbytes(blocks_value_words(m.value_type), m.delta_bits);
-    std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_BLOCKS_TILE), 0); // of groups of the image
+    int64_t       n_outliers = 0, segments = 0; // of the rows so far
+    const int64_t end         = m.deltas - m.values,
+                  tile_nbytes = quantized_tile_nbytes(quantized_value_words(m.value_type), m.delta_bits);
+    std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_QUANTIZED_TILE), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
         const auto          add = [&](int64_t word, double value) {
@@ -183,54 +182,54 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
                 row[static_cast<size_t>(c)] += value;
             }
         };
-        cuda_blocks_row head;
-        memcpy(&head, blocks_row(m, r), sizeof(head));
-        const int64_t groups = head.n_groups, rest = blocks_segments(head, m.lanes), segment = head.rest >> 8;
-        CHECK(head.first_spilled == spilled && (rest == 0 || segment == segments), "%s: row %lld begins elsewhere",
+        cuda_quantized_row head;
+        memcpy(&head, quantized_row(m, r), sizeof(head));
+        const int64_t groups = head.n_groups, rest = quantized_segments(head, m.lanes), segment = head.rest >> 8;
+        CHECK(head.first_outlier == n_outliers && (rest == 0 || segment == segments), "%s: row %lld begins elsewhere",
               name.c_str(), static_cast<long long>(r));
         CHECK(rest <= m.lanes, "%s: row %lld has %lld segments", name.c_str(), static_cast<long long>(r),
               static_cast<long long>(rest));
-        spilled += head.n_spilled;
+        n_outliers += head.n_outliers;
         segments += rest;
         for (int64_t l = 0; l < m.lanes; l++) {
             const int64_t skip = l * groups / m.lanes, own = (l + 1) * groups / m.lanes - skip, full = groups / m.lanes,
                           longer = skip - l * full;
             uint16_t base;
-            memcpy(&base, blocks_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
+            memcpy(&base, quantized_row(m, r) + sizeof(head) + 2 * l, sizeof(base));
             int64_t at = base;
             for (int64_t s = 0; s < own; s++) {
                 const int64_t slot =
-                    blocks_group(head, m.lanes, static_cast<int>(s),
-                                 static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
+                    quantized_group(head, m.lanes, static_cast<int>(s),
+                                    static_cast<int>(own > full ? longer : groups % m.lanes + l - longer));
                 inside = inside && slot >= 0 && slot < static_cast<int64_t>(uses.size()) &&
                          uses[static_cast<size_t>(slot)]++ == 0;
                 if (!inside) {
                     continue;
                 }
-                CHECK(s >= blocks_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes),
+                CHECK(s >= quantized_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes),
                       "%s: row %lld is at another place of its unit's tile", name.c_str(), static_cast<long long>(r));
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;
                     add(at, image_scale(m, slot) * image_value(m, slot, k));
                     at += 32;
-                    at -= m.delta_bits < 8 && k % CUDA_BLOCKS_SEGMENT == 7 && at >= words ? words : 0;
+                    at -= m.delta_bits < 8 && k % CUDA_QUANTIZED_SEGMENT == 7 && at >= words ? words : 0;
                 }
             }
         }
         for (int64_t i = 0; i < rest; i++) {
-            cuda_blocks_segment s;
-            memcpy(&s, m.codes - (segment + i + 1) * static_cast<int64_t>(sizeof(s)), sizeof(s));
+            cuda_quantized_segment s;
+            memcpy(&s, m.deltas - (segment + i + 1) * static_cast<int64_t>(sizeof(s)), sizeof(s));
             int64_t at = s.word;
             for (int k = 0; k < 8; k++) {
-                at += 32 * (s.codes[k % 4] >> k / 4 * m.delta_bits & ((1 << m.delta_bits) - 1));
+                at += 32 * (s.deltas[k % 4] >> k / 4 * m.delta_bits & ((1 << m.delta_bits) - 1));
                 add(at, static_cast<double>(float_of_f16(s.scale)) * s.values[k] /
                             (m.value_type == GGML_MACKO_TYPE_Q4_0 ? 16 : 1));
                 at += 32;
             }
         }
-        for (int32_t e = head.first_spilled; e < head.first_spilled + head.n_spilled; e++) {
-            add(m.spill[e].word, static_cast<double>(m.spill[e].value));
+        for (int32_t e = head.first_outlier; e < head.first_outlier + head.n_outliers; e++) {
+            add(m.outliers[e].word, static_cast<double>(m.outliers[e].value));
         }
         same =
             same && memcmp(row.data(), &t.weights[static_cast<size_t>(r * m.cols)], row.size() * sizeof(double)) == 0;
@@ -241,7 +240,7 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
     while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
         group--;
     }
-    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) <= end,
+    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_quantized_segment)) <= end,
           "%s: groups and segments overlap", name.c_str());
     return segments;
 }
@@ -249,53 +248,53 @@ static int64_t check_image(const test_matrix & t, const blocks_image & image, co
 constexpr int64_t SHARED_NBYTES = 232448;
 
 static void test_layout_holds_the_matrix(int n_cases) {
-    int used[9] = {}, spilled = 0, rests = 0;
+    int used[9] = {}, n_outliers = 0, rests = 0;
     for (int i = 0; i < n_cases; i++) {
         rng  random(static_cast<uint64_t>(i));
         auto t = random_matrix(random);
         for (double & w : t->weights) {
             w += 0.0; // no -0: sums have none
         }
-        blocks_shape shape = cuda_blocks_shape(t->packed.desc, SHARED_NBYTES);
+        quantized_shape shape = cuda_quantized_shape(t->packed.desc, SHARED_NBYTES);
         CHECK(shape.lanes, "no layout for %lld columns", static_cast<long long>(t->cols()));
-        blocks_image image;
-        cuda_blocks_make(t->view, shape, cuda_blocks_max_spill(t->packed.desc, shape), 2, &image);
-        if (image.n_spill > cuda_blocks_max_spill(t->packed.desc, shape)) {
+        quantized_image image;
+        cuda_quantized_make(t->view, shape, cuda_quantized_max_outliers(t->packed.desc, shape), 2, &image);
+        if (image.n_outliers > cuda_quantized_max_outliers(t->packed.desc, shape)) {
             shape.bits = 8;
-            cuda_blocks_make(t->view, shape, t->packed.desc.dense.nnz, 2, &image);
+            cuda_quantized_make(t->view, shape, t->packed.desc.dense.nnz, 2, &image);
         }
         used[shape.bits]++;
-        spilled += image.n_spill > 0;
+        n_outliers += image.n_outliers > 0;
         t->device = image.matrix;
         rests += check_image(*t, image, t->name(static_cast<uint64_t>(i), 0)) > 0;
         t->device = {};
     }
     CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 &&
-                            spilled > n_cases / 20 && rests > n_cases / 20),
+                            n_outliers > n_cases / 20 && rests > n_cases / 20),
           "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill, %d with segments", used[3], used[4], used[8],
-          spilled, rests);
+          n_outliers, rests);
 }
 
-// bytes that the device reserves against those of the file, for values that stay as they are, and enough of them:
-// uniform masks never outgrow them
-static void test_memory() {
+// The bytes that the device reserves against those of the file, for values that keep their type, and enough of them
+// that uniform masks never outgrow them.
+static void test_reserved_memory_stays_near_the_file() {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
         for (const int64_t cols : { 4096, 11008 }) {
             for (const double density : { 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7 }) {
-                rng                random(static_cast<uint64_t>(cols + value_type));
-                test_matrix        t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
-                const blocks_shape shape = cuda_blocks_shape(t.packed.desc, SHARED_NBYTES);
-                const int64_t      room  = cuda_blocks_max_spill(t.packed.desc, shape);
-                blocks_image       image;
-                cuda_blocks_make(t.view, shape, room, 2, &image);
+                rng                   random(static_cast<uint64_t>(cols + value_type));
+                test_matrix           t(random, 96, cols, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
+                const quantized_shape shape = cuda_quantized_shape(t.packed.desc, SHARED_NBYTES);
+                const int64_t         room  = cuda_quantized_max_outliers(t.packed.desc, shape);
+                quantized_image       image;
+                cuda_quantized_make(t.view, shape, room, 2, &image);
                 const double file =
                     static_cast<double>(t.packed.values.size() + t.packed.index.size() + t.packed.row_ptr.size() * 4);
                 const double ratio = static_cast<double>(image.matrix.nbytes) / file;
-                printf("memory: values %d, %lld columns, density %.1f: codes of %d bits, %d lanes, %.3f of the file's "
+                printf("memory: values %d, %lld columns, density %.1f: deltas of %d bits, %d lanes, %.3f of the file's "
                        "bytes\n",
                        value_type, static_cast<long long>(cols), density, shape.bits, shape.lanes, ratio);
-                CHECK(image.n_spill <= room, "%lld spilled, room for %lld", static_cast<long long>(image.n_spill),
-                      static_cast<long long>(room));
+                CHECK(image.n_outliers <= room, "%lld n_outliers, room for %lld",
+                      static_cast<long long>(image.n_outliers), static_cast<long long>(room));
                 CHECK(ratio <= (density < 0.25 ? 1.5 : 1.35), "density %.1f: %.3f of the file's bytes", density, ratio);
             }
         }
@@ -304,7 +303,7 @@ static void test_memory() {
 
 // ---- products ----
 
-// exact: x are integers that the kernel's 16 bits hold as they are
+// exact: x are integers that the 16 bits of the kernel hold as they are
 static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool exact) {
     std::vector<float> x(static_cast<size_t>(ldx * n));
     for (float & v : x) {
@@ -317,7 +316,7 @@ static std::vector<float> random_x(rng & random, int64_t ldx, int64_t n, bool ex
     return x;
 }
 
-// rows of W x in float64, and what may be off: float32 sums, and x rounded to multiples of max |x| / 32767
+// Rows of W x in float64, and what may be off: float32 sums, and x rounded to multiples of max |x| / 32767.
 static void reference(const test_matrix & w, int64_t row0, int64_t rows, const float * x,
                       const std::vector<float> & norm, float eps, bool exact, std::vector<double> & y,
                       std::vector<double> & bound) {
@@ -408,9 +407,9 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     }
 }
 
-static void check_unpack(const test_matrix & t, const std::string & name) {
+static void check_densify(const test_matrix & t, const std::string & name) {
     std::vector<uint8_t> row(static_cast<size_t>(t.cols() * value_nbytes(t.packed.desc.dense.type)));
-    check_unpacked(t.device, name, [&](int64_t r) {
+    check_densified(t.device, name, [&](int64_t r) {
         t.view.decode_row(r, row.data());
         return row.data();
     });
@@ -430,7 +429,7 @@ static void test_random_products(cuda_sparse_uploader & uploader, int64_t shared
             n /= 2;
         }
         const std::string name = t->name(seed, n);
-        check_unpack(*t, name);
+        check_densify(*t, name);
         check_product(random, { t.get() }, n, random_options(random), name);
     }
     CHECK(n_cases < 100 || outgrown > 0, "no matrix outgrew its memory");
@@ -461,8 +460,8 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, int64_t 
     }
 }
 
-// rows of an expert, ids from device memory, ids out of range
-static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+// The rows of an expert, ids from device memory, ids out of range.
+static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     for (uint64_t seed = 1; seed <= 6; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
@@ -490,8 +489,8 @@ static void test_experts(cuda_sparse_uploader & uploader, int64_t shared_nbytes)
     }
 }
 
-// NaN and infinities must not become numbers, zeros and tiny x not NaN
-static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
+// NaN and infinities must not become numbers, and zeros and tiny x not NaN.
+static void test_nan_and_infinite_x_do_not_become_numbers(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     rng         random(3);
     test_matrix w(random, 40, 1000, GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0, -1, 0.5, UNIFORM);
     w.upload(uploader, shared_nbytes);
@@ -521,7 +520,7 @@ static void test_unusual_x(cuda_sparse_uploader & uploader, int64_t shared_nbyte
     }
 }
 
-// the same bits every time, launched alone, as a dependent launch and from a graph
+// The same bits every time: launched alone, as a dependent launch, and from a graph.
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int64_t shared_nbytes, int n_repeats) {
     for (const double density : { 0.5, 0.3, 0.1 }) {
         rng         random(9);
@@ -538,10 +537,10 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int6
     }
 }
 
-// each kernel once or twice, for sanitizers that take seconds per product
+// Each kernel once or twice, for sanitizers that take seconds per product.
 static void test_small_products(cuda_sparse_uploader & uploader, int64_t shared_nbytes) {
     for (const int value_type : { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q4_0 }) {
-        for (const double density : { 0.5, 0.3, 0.1 }) { // codes of 3, 4, 8 bits
+        for (const double density : { 0.5, 0.3, 0.1 }) { // deltas of 3, 4, 8 bits
             rng         random(static_cast<uint64_t>(value_type + 100 * density));
             test_matrix w(random, 12, 300, GGML_MACKO_TYPE_F16, value_type, -1, density, UNIFORM);
             w.upload(uploader, shared_nbytes);
@@ -562,7 +561,7 @@ int main(int argc, char ** argv) {
     const int  n_cases = small ? 1 : argc > 1 ? atoi(argv[1]) : 300;
     test_layout_holds_the_matrix(n_cases);
     if (!small) {
-        test_memory();
+        test_reserved_memory_stays_near_the_file();
     }
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
@@ -579,8 +578,8 @@ int main(int argc, char ** argv) {
     }
     test_random_products(*uploader, device.shared_nbytes, n_cases);
     test_matrices_that_share_x(*uploader, device.shared_nbytes, n_cases >= 100 ? 24 : 4);
-    test_experts(*uploader, device.shared_nbytes);
-    test_unusual_x(*uploader, device.shared_nbytes);
+    test_experts_and_ids_out_of_range(*uploader, device.shared_nbytes);
+    test_nan_and_infinite_x_do_not_become_numbers(*uploader, device.shared_nbytes);
     test_repeats_are_bit_identical(*uploader, device.shared_nbytes, n_cases >= 100 ? 60 : 3);
     return test_summary("test-cuda-packed");
 }

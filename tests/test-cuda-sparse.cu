@@ -1,6 +1,5 @@
 // The sparse kernels of the GPU against float64, element by element, over random shapes, densities, structures, layouts
-// and batches.
-// Exit code 77 (skipped) without a GPU.
+// and batches. Exit code 77 (skipped) without a GPU.
 #include "codec/macko/encode.h"
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/groups.cuh"
@@ -41,7 +40,7 @@ struct test_matrix {
         return b;
     }
 
-    // nearly all values from 2^lowest on, within so many binades (powers of two)
+    // values: nearly all from 2^lowest on, within `binades` powers of two
     test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s,
                 double binades = 12, double lowest = -8)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
@@ -83,13 +82,13 @@ struct test_matrix {
 
     macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
 
-    // blocks of rows in shuffled order, from two threads, from memory that ends where the block ends. False if the
-    // forced layout does not fit.
+    // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. False if
+    // the layout that is asked for does not fit.
     bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0) {
         if (!memory) {
             nbytes = std::max(
                 cuda_sparse_nbytes(desc(), n_padded(coded.n_stored)),
-                cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_STRIPED, 32, nullptr).nbytes);
+                cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_BANKED, 32, nullptr).nbytes);
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
@@ -135,10 +134,9 @@ struct test_matrix {
     }
 };
 
-// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error; x, after its norm,
-// rounded to the type
-// of the weights if `rounds`. Where the last bits of the norm decide to which side x is rounded, both are right: the
-// bound grows by that.
+// y of rows [begin, end) for n columns in float64, with the sum of magnitudes that bounds its error. rounds: x, after
+// its norm, is rounded to the type of the weights. Where the last bits of the norm decide to which side x is rounded,
+// both are right: the bound grows by that.
 static void reference(const test_matrix & w, int64_t begin, int64_t end, const std::vector<float> & x, int64_t ldx,
                       int64_t n, const std::vector<float> & norm, float eps, bool rounds, std::vector<double> & y,
                       std::vector<double> & magnitude) {
@@ -158,9 +156,11 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
         for (size_t c = 0; c < column.size(); c++) {
             const double v = column[c] * scale;
             column[c]      = rounds ? round_to(v, w.type) : v;
-            slack[c]       = rounds && !norm.empty()
-                                 ? std::fabs(round_to(v * (1 + 1e-6), w.type) - round_to(v * (1 - 1e-6), w.type)) / MAX_ERROR
-                                 : 0;
+            slack[c]       = 0;
+            if (rounds && !norm.empty()) {
+                const double above = round_to(v * (1 + 1e-6), w.type), below = round_to(v * (1 - 1e-6), w.type);
+                slack[c] = std::fabs(above - below) / MAX_ERROR;
+            }
         }
         for (int64_t r = begin; r < end; r++) {
             double sum = 0, m = 0;
@@ -176,7 +176,7 @@ static void reference(const test_matrix & w, int64_t begin, int64_t end, const s
     }
 }
 
-// memory for x in 16 bits, of NaN before its first use
+// memory for x in 16 bits, filled with NaN before its first use
 static void * x16_memory() {
     static void * memory = nullptr;
     if (!memory) {
@@ -186,8 +186,8 @@ static void * x16_memory() {
     return memory;
 }
 
-// one product of one to three matrices that share x, checked element by element; half of them may use memory for x in
-// 16 bits
+// One product of one to three matrices that share x, checked element by element. Half of them may use memory for x in
+// 16 bits.
 static void check_product(rng & random, const std::vector<const test_matrix *> & w, int64_t n, const options & o,
                           const std::string & name) {
     const bool         x16  = random.unit() < 0.5;
@@ -232,7 +232,7 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     for (size_t i = 0; i < out.count(); i++) {
         const int64_t m = out.rows(i);
         for (int64_t j = 0; j < n; j++) {
-            // A kernel for several columns may round x, all of a column; the one for a single column, and those of F32
+            // A kernel for several columns may round x, all of a column; the one for a single column, and those for F32
             // values, may not
             double  worst[2]    = {};
             int64_t worst_at[2] = {};
@@ -264,9 +264,9 @@ static void check_product(rng & random, const std::vector<const test_matrix *> &
     }
 }
 
-static void check_unpack(const test_matrix & w, const std::string & name) {
-    check_unpacked(w.device, name,
-                   [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
+static void check_densify(const test_matrix & w, const std::string & name) {
+    check_densified(w.device, name,
+                    [&](int64_t r) { return &w.dense[static_cast<size_t>(r * w.cols * value_nbytes(w.type))]; });
 }
 
 static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
@@ -280,9 +280,9 @@ static std::string name_of(uint64_t seed, const test_matrix & w, int64_t n) {
 static const int TYPES[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 static const int BITS[]  = { 1, 2, 4, 8 };
 
-// one of the numbers of runs per row that kernels are built for; ROWS has none
-static int32_t random_lanes(rng & random, int32_t layout, int32_t type, int32_t code_bits) {
-    const lanes_range built = cuda_sparse_built_lanes(layout, type, code_bits);
+// One of the numbers of runs per row that kernels are built for; FILE has none.
+static int32_t random_lanes(rng & random, int32_t layout, int32_t type, int32_t delta_bits) {
+    const lanes_range built = cuda_sparse_built_lanes(layout, type, delta_bits);
     int32_t           lanes = 0;
     while (!built.has(lanes)) {
         lanes = 8 << random.range(0, 2);
@@ -290,8 +290,8 @@ static int32_t random_lanes(rng & random, int32_t layout, int32_t type, int32_t 
     return lanes;
 }
 
-// every layout, type, code width and batch size, over shapes that do not divide evenly
-static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
+// Every layout, type, width of deltas and batch size, over shapes that do not divide evenly.
+static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
                                 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
@@ -310,9 +310,9 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
         test_matrix     w(random, rows, cols, type, BITS[random.range(0, 3)], density, s);
         w.upload(random, uploader);
         if (type != GGML_MACKO_TYPE_F32 && random.unit() < 0.5) { // another layout than the usual one, if it fits
-            const bool    striped = type == GGML_MACKO_TYPE_BF16; // has kernels
-            const int32_t layout =
-                w.delta_bits == 8 ? CUDA_SPARSE_LAYOUT_RUNS : static_cast<int32_t>(random.range(0, striped ? 2 : 1));
+            const bool    banked = type == GGML_MACKO_TYPE_BF16;  // has kernels
+            const int32_t layout = w.delta_bits == 8 ? CUDA_SPARSE_LAYOUT_INTERLEAVED
+                                                     : static_cast<int32_t>(random.range(0, banked ? 2 : 1));
             if (!w.upload(random, uploader, layout, random_lanes(random, layout, type, w.delta_bits))) {
                 w.upload(random, uploader);
             }
@@ -323,7 +323,7 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
             n /= 2;
         }
         const std::string name = name_of(seed, w, n);
-        check_unpack(w, name);
+        check_densify(w, name);
         check_product(random, { &w }, n, random_options(random), name);
     }
     for (int l = 0; l < 3 && n_cases >= 100; l++) {
@@ -331,46 +331,45 @@ static void test_random_shapes(cuda_sparse_uploader & uploader, int n_cases) {
     }
 }
 
-// What the repack writes into a COMPACT group, and what the kernels and the count of places make of it
-template <int BITS> static void check_compact_group(rng & random) {
-    group_bits<compact_f16, BITS> group   = {};
-    uint32_t * const              words   = &group.v.x;
-    constexpr int                 ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
-    uint32_t                      values[ENTRIES], codes[ENTRIES];
+// What the upload writes into a FUSED group, and what the kernels and the count of positions make of it.
+template <int BITS> static void check_fused_group(rng & random) {
+    group_bits<fused_f16, BITS> group   = {};
+    uint32_t * const            words   = &group.v.x;
+    constexpr int               ENTRIES = group_bits<fused_f16, BITS>::ENTRIES;
+    uint32_t                    values[ENTRIES], deltas[ENTRIES];
     for (int k = 0; k < ENTRIES; k++) {
-        values[k] = static_cast<uint32_t>(random.range(0, compact_exponents(BITS))) << 10 |
+        values[k] = static_cast<uint32_t>(random.range(0, fused_exponents(BITS))) << 10 |
                     static_cast<uint32_t>(random.range(0, 1023)) | static_cast<uint32_t>(random.range(0, 1)) << 15;
-        codes[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
-        set_compact_entry(k, values[k], codes[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
+        deltas[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
+        set_fused_entry(k, values[k], deltas[k], BITS, [&](int word, uint32_t bits) { words[word] |= bits; });
     }
     constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
     uint32_t           weight[8], sum                    = begin;
-    set_compact_weights(weight, BITS, step);
+    set_fused_weights(weight, BITS, step);
     const uint4    kept      = group.words();
     const uint32_t halves[4] = { kept.x, kept.y, kept.z, kept.w };
     const uint32_t last      = group.walk(begin, weight, [&](auto entry, uint32_t to) {
         const int k = decltype(entry)::value;
-        sum += codes[k] * step;
-        CHECK(to == sum, "codes of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
-        CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "codes of %d bits: value %d is %x, not %x", BITS,
+        sum += deltas[k] * step;
+        CHECK(to == sum, "deltas of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
+        CHECK((halves[k / 2] >> 16 * (k % 2) & 0xffff) == values[k], "deltas of %d bits: value %d is %x, not %x", BITS,
                    k, halves[k / 2], values[k]);
-        CHECK(compact_code(words, k, BITS) == static_cast<int>(codes[k]), "codes of %d bits: code %d", BITS, k);
+        CHECK(fused_delta(words, k, BITS) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
     });
-    CHECK(last == sum, "codes of %d bits: the next group begins at %u, not %u", BITS, last, sum);
+    CHECK(last == sum, "deltas of %d bits: the next group begins at %u, not %u", BITS, last, sum);
 }
-static void test_values_and_codes_of_a_group_overlap() {
+static void test_values_and_deltas_share_the_bits_of_a_fused_group() {
     rng random(99);
     for (int i = 0; i < 500; i++) {
-        check_compact_group<2>(random), check_compact_group<3>(random), check_compact_group<4>(random),
-            check_compact_group<6>(random);
+        check_fused_group<2>(random), check_fused_group<3>(random), check_fused_group<4>(random),
+            check_fused_group<6>(random);
     }
 }
 
-// A random matrix as COMPACT, if it fits; returns the bits of its codes, or 0. Codes of 2 bits in the file and values
-// of 14; MIXED: both may be less or more;
-// WIDE_CODES: codes of 4 or 8 bits
-enum compact_case { NARROW, MIXED, WIDE_CODES };
-static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, compact_case which) {
+// A random matrix as FUSED, if it fits; returns the bits of its deltas, or 0. NARROW: 2-bit deltas on file and values
+// of seven exponents; MIXED: 1, 2 or 4 bits and three or seven exponents; WIDE_DELTAS: deltas of 4 or 8 bits.
+enum fused_case { NARROW, MIXED, WIDE_DELTAS };
+static int check_fused(cuda_sparse_uploader & uploader, uint64_t seed, fused_case which) {
     const int64_t   widths[]  = { 31, 64, 300, 1000, 2048, 2049, 4096, 5120, 11008 };
     const int64_t   batches[] = { 1, 1, 2, 3, 5, 8, 17, 40 };
     rng             random(seed);
@@ -380,46 +379,45 @@ static int check_compact(cuda_sparse_uploader & uploader, uint64_t seed, compact
     const double    binades = which == MIXED && random.unit() < 0.5 ? 3.1 : 7.1;
     const double    density = 0.2 + random.unit() * 0.6;
     test_matrix     w(random, rows, cols, GGML_MACKO_TYPE_F16,
-                  which == MIXED        ? BITS[random.range(0, 2)]
-                      : which == WIDE_CODES ? BITS[random.range(2, 3)]
-                                            : 2,
+                  which == MIXED         ? BITS[random.range(0, 2)]
+                      : which == WIDE_DELTAS ? BITS[random.range(2, 3)]
+                                             : 2,
                       density, s, binades, lowest);
-    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT,
-                  random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, w.delta_bits))) {
+    if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED,
+                  random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, w.delta_bits))) {
         w.upload(random, uploader);
     }
     const int64_t     n    = batches[random.range(0, 7)];
     const std::string name = name_of(seed, w, n);
-    check_unpack(w, name);
+    check_densify(w, name);
     check_product(random, { &w }, n, random_options(random), name);
-    return w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT ? w.device.delta_bits : 0;
+    return w.device.layout == CUDA_SPARSE_LAYOUT_FUSED ? w.device.delta_bits : 0;
 }
 
-// Values of 14 bits, and of 13 and 14 from files with codes of any width: every number of lanes, batches, matrices
-// whose values are small (F16 subnormals
-// among them) and large, rows that spill much
-static void test_compact_values(cuda_sparse_uploader & uploader, int n_cases) {
-    int compact = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a code
+// Values of 14 bits, and of 13 and 14 from files with deltas of any width: every number of lanes, batches, matrices
+// whose values are small (F16 subnormals among them) and large, rows with many outliers.
+static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
+    int fused = 0, used[7] = {}, wide[7] = {}; // used, wide: by bits of a code
     for (int i = 0; i < n_cases; i++) {
         const uint64_t seed = 5000 + static_cast<uint64_t>(i);
-        compact += check_compact(uploader, seed, NARROW) != 0;
-        used[check_compact(uploader, seed, MIXED)]++;
-        wide[check_compact(uploader, seed, WIDE_CODES)]++;
+        fused += check_fused(uploader, seed, NARROW) != 0;
+        used[check_fused(uploader, seed, MIXED)]++;
+        wide[check_fused(uploader, seed, WIDE_DELTAS)]++;
     }
-    CHECK(compact > n_cases / 2 || n_cases < 50, "values were compact in %d of %d cases only", compact, n_cases);
+    CHECK(fused > n_cases / 2 || n_cases < 50, "the layout was FUSED in %d of %d cases only", fused, n_cases);
     CHECK(std::min(used[2], used[3]) > n_cases / 6 || n_cases < 50, "of %d cases values had 14 bits in %d, 13 in %d",
           n_cases, used[2], used[3]);
-    CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases codes had 4 bits in %d, 6 in %d",
+    CHECK(std::min(wide[4], wide[6]) > n_cases / 6 || n_cases < 50, "of %d cases deltas had 4 bits in %d, 6 in %d",
           n_cases, wide[4], wide[6]);
 }
 
-// F16 matrices of 2048 columns and more are kept in COMPACT if that fits their memory, those that spill much in RUNS
-static void test_wide_f16_matrices_are_compact_where_that_fits(cuda_sparse_uploader & uploader) {
+// F16 matrices of 2048 columns and more are FUSED if that fits their memory; those with many outliers are INTERLEAVED.
+static void test_wide_f16_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploader) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
     const auto layout_of  = [&](double binades, int lines, int delta_bits = 2, double density = 0.5) {
         rng         random(static_cast<uint64_t>(lines + 5));
         test_matrix w(random, 300, 4096, GGML_MACKO_TYPE_F16, delta_bits, density, UNIFORM, binades, -10);
-        int         left = lines; // values of the last row that do not fit
+        int         left = lines; // outliers to put into the last row
         for (int64_t k = w.row_ptr[299]; k < w.row_ptr[300] && left > 0; k++) {
             uint16_t v;
             memcpy(&v, &w.values[static_cast<size_t>(k) * 2], 2);
@@ -432,22 +430,22 @@ static void test_wide_f16_matrices_are_compact_where_that_fits(cuda_sparse_uploa
         w.upload(random, uploader);
         return layout_and_bits(w.device.layout, w.device.delta_bits);
     };
-    const auto compact = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_COMPACT, bits); };
-    const auto runs    = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_RUNS, bits); };
-    CHECK(layout_of(7.1, 0) == compact(2), "narrow values");
-    CHECK(layout_of(12, 0) == runs(2), "wide values");
-    CHECK(layout_of(7.1, 60) == compact(2), "a row with many spilled values");
-    CHECK(layout_of(7.1, 2000) == compact(2), "a row of which nearly all values are spilled");
-    CHECK(layout_of(3, 0) == compact(3), "values of three powers of two");
-    CHECK(layout_of(3, 0, 4, 0.3) == compact(3), "the same, with codes of 4 bits in the file");
-    CHECK(layout_of(7.1, 0, 4, 0.3) == compact(4), "seven powers of two, with codes of 4 bits in the file");
-    CHECK(layout_of(7.1, 0, 8, 0.1) == compact(6), "the same, with codes of 8 bits");
-    CHECK(layout_of(12, 0, 4, 0.3) == runs(4), "wide values, with codes of 4 bits in the file");
-    CHECK(layout_of(7.1, 0, 1, 0.7) == compact(2), "seven powers of two, with codes of 1 bit in the file");
+    const auto fused       = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_FUSED, bits); };
+    const auto interleaved = [](int32_t bits) { return layout_and_bits(CUDA_SPARSE_LAYOUT_INTERLEAVED, bits); };
+    CHECK(layout_of(7.1, 0) == fused(2), "narrow values");
+    CHECK(layout_of(12, 0) == interleaved(2), "wide values");
+    CHECK(layout_of(7.1, 60) == fused(2), "a row with many outliers");
+    CHECK(layout_of(7.1, 2000) == fused(2), "a row of which nearly all values are outliers");
+    CHECK(layout_of(3, 0) == fused(3), "values of three powers of two");
+    CHECK(layout_of(3, 0, 4, 0.3) == fused(3), "the same, with deltas of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 4, 0.3) == fused(4), "seven powers of two, with deltas of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 8, 0.1) == fused(6), "the same, with deltas of 8 bits");
+    CHECK(layout_of(12, 0, 4, 0.3) == interleaved(4), "wide values, with deltas of 4 bits in the file");
+    CHECK(layout_of(7.1, 0, 1, 0.7) == fused(2), "seven powers of two, with deltas of 1 bits in the file");
 }
 
-// more rows than there are places for rows on the GPU: each is unpacked where others have been
-static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
+// More rows than are resident on the GPU at a time: each is written where others have been.
+static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader & uploader) {
     rng random(77);
     for (const int delta_bits : { 1, 2, 4, 8 }) {
         for (const structure s : { UNIFORM, UNEVEN, BANDED }) {
@@ -457,32 +455,31 @@ static void test_unpack_of_many_rows(cuda_sparse_uploader & uploader) {
                            : delta_bits == 4                  ? 3.1
                                                               : 12,
                            -8);
-            if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT, 8)) {
+            if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, 8)) {
                 w.upload(random, uploader);
             }
-            check_unpack(w, "many rows, " + std::to_string(delta_bits) + " bits");
+            check_densify(w, "many rows, " + std::to_string(delta_bits) + " bits");
         }
     }
 }
 
-// x that does not fit shared memory
-static void test_very_wide(cuda_sparse_uploader & uploader) {
+// An x that does not fit shared memory: layout FILE.
+static void test_x_that_does_not_fit_shared_memory(cuda_sparse_uploader & uploader) {
     for (const int64_t cols : { int64_t(28672), int64_t(70001), int64_t(1) << 20 }) {
         rng         random(static_cast<uint64_t>(cols));
         test_matrix w(random, 9, cols, GGML_MACKO_TYPE_F16, 4, 0.2, UNIFORM);
         w.upload(random, uploader);
-        CHECK(cols < 50000 || w.device.layout == CUDA_SPARSE_LAYOUT_ROWS, "layout %d", w.device.layout);
+        CHECK(cols < 50000 || w.device.layout == CUDA_SPARSE_LAYOUT_FILE, "layout %d", w.device.layout);
         for (const int64_t n : { 1, 4 }) {
             check_product(random, { &w }, n, {}, name_of(static_cast<uint64_t>(cols), w, n));
         }
-        check_unpack(w, "very wide");
+        check_densify(w, "very wide");
     }
 }
 
-// Products of many columns by tiles (sparse-tiles.cu): all widths of codes, rows of all lengths, any number of columns,
-// more rows than one tile of each
-// multiprocessor, from narrow matrices to those of which 8 rows hardly fit shared memory
-static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
+// Products of many columns by tiles (tiles.cu): all widths of deltas, rows of all lengths, any number of columns, more
+// rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows hardly fit shared memory.
+static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824 };
     int           tiles    = 0;
     for (int i = 0; i < n_cases; i++) {
@@ -494,8 +491,8 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
         const structure s = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
         test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s,
                       random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_COMPACT,
-                      random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, w.delta_bits))) {
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED,
+                      random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, w.delta_bits))) {
             w.upload(random, uploader);
         }
         tiles += cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
@@ -505,7 +502,7 @@ static void test_tiles(cuda_sparse_uploader & uploader, int n_cases) {
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
-    int n_compact = 0, n_striped = 0;
+    int n_fused = 0, n_banked = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
@@ -521,15 +518,15 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
                    cuda_sparse_same_kernel(a.device, c.device);
         };
         if (seed % 4 == 0) {
-            all(CUDA_SPARSE_LAYOUT_ROWS, 0);
+            all(CUDA_SPARSE_LAYOUT_FILE, 0);
         } else if (seed % 4 == 2 && bits < 8 &&
-                   all(CUDA_SPARSE_LAYOUT_COMPACT, random_lanes(random, CUDA_SPARSE_LAYOUT_COMPACT, type, bits))) {
-            n_compact++; // exponents of their own
+                   all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, type, bits))) {
+            n_fused++; // exponents of their own
         } else if (seed % 4 == 3 && bits < 8 &&
-                   all(CUDA_SPARSE_LAYOUT_STRIPED, random_lanes(random, CUDA_SPARSE_LAYOUT_STRIPED, type, bits))) {
-            n_striped++;
+                   all(CUDA_SPARSE_LAYOUT_BANKED, random_lanes(random, CUDA_SPARSE_LAYOUT_BANKED, type, bits))) {
+            n_banked++;
         } else {
-            all(CUDA_SPARSE_LAYOUT_RUNS, 8);
+            all(CUDA_SPARSE_LAYOUT_INTERLEAVED, 8);
         }
         for (const int64_t n : { 1, 3, 6, 20 }) {
             options o;
@@ -540,18 +537,18 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
-    CHECK((n_compact > 0 && n_striped > 0) || n_seeds < 24, "%d were compact, %d striped", n_compact, n_striped);
+    CHECK((n_fused > 0 && n_banked > 0) || n_seeds < 24, "%d were fused, %d banked", n_fused, n_banked);
 }
 
-// rows of an expert, ids from device memory, ids out of range
-static void test_experts(cuda_sparse_uploader & uploader) {
+// The rows of an expert, ids from device memory, ids out of range.
+static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
         test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
         w.upload(random, uploader);
         if (seed == 3) {
-            w.upload(random, uploader, CUDA_SPARSE_LAYOUT_ROWS, 0);
+            w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FILE, 0);
         }
         guarded x(cols * N_EXPERT_COLUMNS), y(rows * N_EXPERT_COLUMNS);
         for (int64_t i = 0; i < cols * N_EXPERT_COLUMNS; i++) {
@@ -577,24 +574,25 @@ static void test_experts(cuda_sparse_uploader & uploader) {
     }
 }
 
-// rows pruned to the same number of entries, as some methods do: 6 of 8 entries of each row's last group are empty here
-static void test_equal_rows_keep_the_fast_layout(cuda_sparse_uploader & uploader) {
+// Rows pruned to the same number of entries, as some methods do: 6 of 8 entries of the last group of each row are
+// empty. They fit the reserved memory all the same.
+static void test_rows_of_equal_length_are_interleaved(cuda_sparse_uploader & uploader) {
     rng         random(7);
     test_matrix w(random, 200, 4096, GGML_MACKO_TYPE_F16, 8, 0.1, EQUAL_ROWS);
     CHECK(w.coded.nnz == 200 * 410, "%lld entries", static_cast<long long>(w.coded.nnz));
     w.upload(random, uploader);
-    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_RUNS, "layout %d", w.device.layout);
+    CHECK(w.device.layout == CUDA_SPARSE_LAYOUT_INTERLEAVED, "layout %d", w.device.layout);
     check_product(random, { &w }, 1, {}, "equal rows");
-    check_unpack(w, "equal rows");
+    check_densify(w, "equal rows");
 }
 
-// the same bits every time, launched alone, as a dependent launch and from a graph
+// The same bits every time: launched alone, as a dependent launch, and from a graph.
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
     for (const int bits : { 2, 4, 8 }) {
         rng         random(static_cast<uint64_t>(bits));
         test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, 7.1, -8);
         w.upload(random, uploader);
-        CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_COMPACT, "layout %d", w.device.layout);
+        CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_FUSED, "layout %d", w.device.layout);
         for (const int64_t n : { 1, 4, 20, 40 }) {
             guarded x(4096 * n), y(500 * n);
             for (int64_t i = 0; i < 4096 * n; i++) {
@@ -608,7 +606,7 @@ static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int 
     }
 }
 
-// what the device reserves from the header alone stays near the file's bytes
+// What the device reserves from the header alone stays near the bytes of the file.
 static void test_memory_stays_near_the_file() {
     for (const int64_t cols : { 2048, 4096, 8192, 11008, 12288, 28672 }) {
         for (int percent = 5; percent <= 90; percent += 5) {
@@ -638,7 +636,7 @@ static void test_memory_stays_near_the_file() {
 
 int main(int argc, char ** argv) {
     test_memory_stays_near_the_file();
-    test_values_and_codes_of_a_group_overlap();
+    test_values_and_deltas_share_the_bits_of_a_fused_group();
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         printf("test-cuda-sparse: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
@@ -647,17 +645,17 @@ int main(int argc, char ** argv) {
     std::unique_ptr<cuda_sparse_uploader> uploader;
     STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
     const int n_cases = argc > 1 ? atoi(argv[1]) : 400; // fewer under a sanitizer
-    test_random_shapes(*uploader, n_cases);
+    test_random_shapes_and_layouts(*uploader, n_cases);
     if (n_cases >= 100) {
-        test_very_wide(*uploader);
+        test_x_that_does_not_fit_shared_memory(*uploader);
     }
-    test_compact_values(*uploader, n_cases / 2);
-    test_wide_f16_matrices_are_compact_where_that_fits(*uploader);
-    test_tiles(*uploader, n_cases / 2);
-    test_unpack_of_many_rows(*uploader);
+    test_fused_products_of_any_values(*uploader, n_cases / 2);
+    test_wide_f16_matrices_are_fused_where_that_fits(*uploader);
+    test_products_by_tiles(*uploader, n_cases / 2);
+    test_densify_of_more_rows_than_resident_blocks(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);
-    test_experts(*uploader);
-    test_equal_rows_keep_the_fast_layout(*uploader);
+    test_experts_and_ids_out_of_range(*uploader);
+    test_rows_of_equal_length_are_interleaved(*uploader);
     test_repeats_are_bit_identical(*uploader, n_cases >= 100 ? 100 : 3);
     return test_summary("test-cuda-sparse");
 }

@@ -220,16 +220,16 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// Rows of W from a third on, unpacked with rows ld elements apart: row(r) points to the bytes that row r must have, and
+// Rows of W from a third on, written dense with rows ld elements apart: row(r) points to the bytes that row r must have, and
 // nothing is written between rows
 template <typename ROW>
-void check_unpacked(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
+void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
     const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
     std::vector<uint8_t> host(static_cast<size_t>((w.rows - begin) * ld * size), 0x7b);
     uint8_t *            dst;
     CUDA_CHECK(cudaMalloc(&dst, host.size()));
     CUDA_CHECK(cudaMemset(dst, 0x7b, host.size()));
-    CUDA_CHECK(cuda_sparse_unpack(w, begin, w.rows, w.type, dst, ld, nullptr));
+    CUDA_CHECK(cuda_sparse_densify(w, begin, w.rows, w.type, dst, ld, nullptr));
     CUDA_CHECK(cudaMemcpy(host.data(), dst, host.size(), cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaFree(dst));
     bool same = true, kept = true;
@@ -238,13 +238,13 @@ void check_unpacked(const cuda_sparse_matrix & w, int64_t ld, const std::string 
         same                = same && memcmp(got, row(r), static_cast<size_t>(width)) == 0;
         kept                = kept && std::all_of(got + width, got + ld * size, [](uint8_t b) { return b == 0x7b; });
     }
-    CHECK(same, "%s: unpacked bits differ", name.c_str());
-    CHECK(kept, "%s: unpack wrote between rows", name.c_str());
+    CHECK(same, "%s: dense bits differ", name.c_str());
+    CHECK(kept, "%s: something was written between rows", name.c_str());
 }
 // with rows that begin anywhere, and with aligned ones
-template <typename ROW> void check_unpacked(const cuda_sparse_matrix & w, const std::string & name, ROW && row) {
-    check_unpacked(w, w.cols + 2, name, row);
-    check_unpacked(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
+template <typename ROW> void check_densified(const cuda_sparse_matrix & w, const std::string & name, ROW && row) {
+    check_densified(w, w.cols + 2, name, row);
+    check_densified(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
 // Experts: of seven columns, each with the rows of an expert whose id is on the device; ids are 2 apart there, and two

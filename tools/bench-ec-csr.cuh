@@ -93,7 +93,7 @@ struct bench_matrix {
                 move(b.slot_ptr, distance), move(b.partial, distance);
                 for (cuda_ec_csr_set & s : b.sets) {
                     move(s.chunk_ptr, distance), move(s.bases, distance), move(s.rows, distance),
-                        move(s.slots, distance), move(s.codes, distance), move(s.values, distance);
+                        move(s.slots, distance), move(s.deltas, distance), move(s.values, distance);
                 }
                 m.part = &copies_of_part.emplace_back(b);
             }

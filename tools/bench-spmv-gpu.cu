@@ -222,11 +222,11 @@ reference reference_of(const random_matrix & m, const float * x) {
 // ---- a matrix as the file has it, and as the device gets it ----
 
 struct file_matrix {
-    random_matrix m;
-    int32_t       value_type;
-    packed_matrix packed; // of quantized values, as what follows
-    packed_view   view;
-    blocks_shape  shape = {};
+    random_matrix   m;
+    int32_t         value_type;
+    packed_matrix   packed; // of quantized values, as what follows
+    packed_view     view;
+    quantized_shape shape = {};
 
     file_matrix(int64_t rows, int64_t cols, double density, int32_t type, int64_t shared_nbytes)
         : m(make_random(rows, cols, density)), value_type(type) {
@@ -244,7 +244,7 @@ struct file_matrix {
         }
         check_status(pack(dense.data(), { m.desc, type, -1 }, N_THREADS, &packed));
         check_status(check_packed(packed.arrays(), N_THREADS, &view));
-        shape = cuda_blocks_shape(packed.desc, shared_nbytes);
+        shape = cuda_quantized_shape(packed.desc, shared_nbytes);
     }
     file_matrix(const file_matrix &) = delete;
 
@@ -256,7 +256,8 @@ struct file_matrix {
     }
     int64_t nbytes() const {
         return quantized()
-                   ? cuda_blocks_bind(packed.desc, shape, cuda_blocks_max_spill(packed.desc, shape), nullptr).nbytes
+                   ? cuda_quantized_bind(packed.desc, shape, cuda_quantized_max_outliers(packed.desc, shape), nullptr)
+                         .nbytes
                    : cuda_sparse_nbytes(m.desc, m.padded);
     }
 
@@ -320,26 +321,26 @@ private:
 
 // bytes that a product reads: of the groups that are there, not of those reserved
 double read_nbytes(const cuda_sparse_matrix & w) {
-    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-        std::vector<uint8_t> records(static_cast<size_t>(w.rows * blocks_row_nbytes(w.lanes)));
+    if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {
+        std::vector<uint8_t> records(static_cast<size_t>(w.rows * quantized_row_nbytes(w.lanes)));
         CHECKED(cudaMemcpy(records.data(), w.row_ptr, records.size(), cudaMemcpyDeviceToHost));
         int64_t groups = 0, segments = 0, spilled = 0;
         for (int64_t r = 0; r < w.rows; r++) {
-            cuda_blocks_row head;
-            memcpy(&head, records.data() + r * blocks_row_nbytes(w.lanes), sizeof(head));
+            cuda_quantized_row head;
+            memcpy(&head, records.data() + r * quantized_row_nbytes(w.lanes), sizeof(head));
             groups += head.n_groups;
-            segments += blocks_segments(head, w.lanes);
-            spilled += head.n_spilled;
+            segments += quantized_segments(head, w.lanes);
+            spilled += head.n_outliers;
         }
-        return static_cast<double>(groups * (4 * (blocks_value_words(w.value_type) + w.delta_bits) + 2) +
-                                   segments * static_cast<int64_t>(sizeof(cuda_blocks_segment)) +
-                                   w.rows * blocks_row_nbytes(w.lanes) +
-                                   spilled * static_cast<int64_t>(sizeof(cuda_sparse_spilled)));
+        return static_cast<double>(groups * (4 * (quantized_value_words(w.value_type) + w.delta_bits) + 2) +
+                                   segments * static_cast<int64_t>(sizeof(cuda_quantized_segment)) +
+                                   w.rows * quantized_row_nbytes(w.lanes) +
+                                   spilled * static_cast<int64_t>(sizeof(cuda_sparse_outlier)));
     }
     int32_t end = 0;
     CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
     double of_rows = static_cast<double>(w.rows) * (w.lanes * 2 + 4);
-    if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+    if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
         std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
         CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
         for (const uint16_t tail : tails) {
@@ -347,7 +348,7 @@ double read_nbytes(const cuda_sparse_matrix & w) {
         }
         return end * 16.0 + of_rows + static_cast<double>(w.rows) * 2;
     }
-    const double entries = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);
+    const double entries = w.layout == CUDA_SPARSE_LAYOUT_FILE ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);
     return entries * (static_cast<double>(value_nbytes(w.type)) + w.delta_bits / 8.0) + of_rows;
 }
 
@@ -356,8 +357,8 @@ template <typename T> static void move(T *& pointer, int64_t nbytes) {
     pointer = pointer ? reinterpret_cast<T *>(reinterpret_cast<uint8_t *>(pointer) + nbytes) : nullptr;
 }
 cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
-    move(w.values, nbytes), move(w.codes, nbytes), move(w.bases, nbytes), move(w.tails, nbytes),
-        move(w.row_ptr, nbytes), move(w.spill, nbytes);
+    move(w.values, nbytes), move(w.deltas, nbytes), move(w.bases, nbytes), move(w.tails, nbytes),
+        move(w.row_ptr, nbytes), move(w.outliers, nbytes);
     return w;
 }
 
@@ -825,8 +826,8 @@ struct spmv_bench {
         strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
         printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
                driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
-        printf("%14s %6s %7s %3s %4s %-9s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n", "bits",
-               "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+        printf("%14s %6s %7s %3s %4s %-14s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n",
+               "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
         check_status(cuda_sparse_uploader::create(0, &uploader));
     }
 
@@ -872,8 +873,8 @@ struct spmv_bench {
         CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * m.s.cols * 2)));
         const double t = time_us(stream, m.count(), [&](int i) {
             for (int64_t r = 0; r < m.s.rows; r += panel) {
-                CHECKED(cuda_sparse_unpack(m.w[static_cast<size_t>(i)], r, std::min(m.s.rows, r + panel), m.w[0].type,
-                                           dst, m.s.cols, stream));
+                CHECKED(cuda_sparse_densify(m.w[static_cast<size_t>(i)], r, std::min(m.s.rows, r + panel), m.w[0].type,
+                                            dst, m.s.cols, stream));
             }
         });
         printf("%s %s density %.2f: unpack %.1f us, %.0f G elements/s\n", m.shape_name().c_str(), m.type, m.density, t,
@@ -891,7 +892,7 @@ struct spmv_bench {
     void report(const copies & m, int64_t n, const product_times & t) {
         const cuda_sparse_matrix & w      = m.w[0];
         const char *               layout = cuda_sparse_layout_name(w.layout);
-        printf("%14s %6s %7.2f %3lld %4d %-7s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n",
+        printf("%14s %6s %7.2f %3lld %4d %-11s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n",
                m.shape_name().c_str(), m.type, m.density, static_cast<long long>(n), w.delta_bits, layout, w.lanes,
                m.read * 1e-6, static_cast<double>(m.nbytes) / static_cast<double>(m.file.file_nbytes()), t.dense_us,
                m.csr_us, t.alone, t.chained, t.speedup(), 100 * m.read / t.best() / bandwidth);

@@ -260,9 +260,9 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
 
 // how this GPU keeps a packed matrix with quantized values; lanes 0: it does not, and takes it recoded to MACKO like
 // all others
-blocks_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix) {
-    return matrix.format == &FORMAT_PACKED ? cuda_blocks_shape(matrix.packed(), device.shared_nbytes)
-                                           : blocks_shape{ 0, 0 };
+quantized_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix) {
+    return matrix.format == &FORMAT_PACKED ? cuda_quantized_shape(matrix.packed(), device.shared_nbytes)
+                                           : quantized_shape{ 0, 0 };
 }
 
 void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor,
@@ -272,10 +272,10 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         const sparse_matrix &  matrix;
         ggml_tensor *          tensor;
         stored_matrix &        stored;
-        const blocks_shape     shape;
+        const quantized_shape  shape;
         bool                   finished = false;
         upload(cuda_sparse_uploader & u, const sparse_matrix & s, ggml_tensor * t, stored_matrix & out,
-               const blocks_shape & b)
+               const quantized_shape & b)
             : uploader(u), matrix(s), tensor(t), stored(out), shape(b) {}
         int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
         bool takes_blocks() const override { return true; }
@@ -357,9 +357,9 @@ bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offse
     bool ok = true;
     for (int64_t row = first; ok && row < end; row += rows) {
         const int64_t row_end = std::min(end, row + rows);
-        ok =
-            device.check(cuda_sparse_unpack(m.matrix, row, row_end, m.matrix.type, dense, m.matrix.cols, device.stream),
-                         "unpacking a sparse weight");
+        ok                    = device.check(
+            cuda_sparse_densify(m.matrix, row, row_end, m.matrix.type, dense, m.matrix.cols, device.stream),
+            "unpacking a sparse weight");
         const size_t from = std::max(offset, static_cast<size_t>(row) * nbytes_row),
                      to   = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
         if (ok) {
@@ -458,10 +458,11 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
 }
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix) {
-    const blocks_shape shape = blocks_shape_of(gpu_of(buft), matrix);
+    const quantized_shape shape = blocks_shape_of(gpu_of(buft), matrix);
     return static_cast<size_t>(
         shape.lanes
-            ? cuda_blocks_bind(matrix.packed(), shape, cuda_blocks_max_spill(matrix.packed(), shape), nullptr).nbytes
+            ? cuda_quantized_bind(matrix.packed(), shape, cuda_quantized_max_outliers(matrix.packed(), shape), nullptr)
+                  .nbytes
             : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 

@@ -1,5 +1,5 @@
-// A group of the RUNS and STRIPED layouts (sparse-layout.h): how its values and codes are loaded, and how dp4a turns
-// codes into addresses.
+// A group of the INTERLEAVED, BANKED and FUSED layouts (layout.h): how its values and deltas are loaded, and how dp4a
+// turns deltas into addresses. Device code; no launches.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -33,9 +33,10 @@ template <typename T> struct group_values {
         return half_word < K % 2 == 1 > (T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
     }
 };
-// lo, hi: the codes of entries 0-3 and 4-7, one per byte, byte k shifted by what weight[] takes back
-template <int BITS> struct group_codes;
-template <> struct group_codes<8> {
+// lo, hi: the deltas of entries 0-3 and 4-7, one per byte. They stay where they are in the byte: weight[] makes up for
+// it.
+template <int BITS> struct group_deltas;
+template <> struct group_deltas<8> {
     uint2                           c;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
         c = load_streaming(reinterpret_cast<const uint2 *>(p) + g);
@@ -43,7 +44,7 @@ template <> struct group_codes<8> {
     __device__ __forceinline__ uint32_t lo() const { return c.x; }
     __device__ __forceinline__ uint32_t hi() const { return c.y; }
 };
-template <> struct group_codes<4> {
+template <> struct group_deltas<4> {
     uint32_t                        c;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
         c = load_streaming(reinterpret_cast<const uint32_t *>(p) + g);
@@ -51,7 +52,7 @@ template <> struct group_codes<4> {
     __device__ __forceinline__ uint32_t lo() const { return c & 0x0f0f0f0fu; }
     __device__ __forceinline__ uint32_t hi() const { return c & 0xf0f0f0f0u; }
 };
-template <> struct group_codes<2> {
+template <> struct group_deltas<2> {
     uint32_t                        c;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
         c = load_streaming(reinterpret_cast<const uint16_t *>(p) + g);
@@ -59,14 +60,14 @@ template <> struct group_codes<2> {
     __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0xc0300c03u; }
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x1111) & 0xc0300c03u; }
 };
-template <> struct group_codes<1> {
+template <> struct group_deltas<1> {
     uint32_t                            c;
     __device__ __forceinline__ void     load(const uint8_t * p, int64_t g) { c = load_streaming(p + g); }
     __device__ __forceinline__ uint32_t lo() const { return __byte_perm(c, 0, 0x0000) & 0x08040201u; }
     __device__ __forceinline__ uint32_t hi() const { return __byte_perm(c, 0, 0x0000) & 0x80402010u; }
 };
 
-// c and the products of four bytes of a with four of b
+// c + the dot product of the four bytes of a and of b; on the host as well, for the tests
 __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32_t c) {
 #ifdef __CUDA_ARCH__
     return __dp4a(a, b, c);
@@ -78,9 +79,9 @@ __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32
 #endif
 }
 
-// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, sum) for its entries in order, K as an
-// integral constant, sum: `at` and what
-// weight[] makes of the codes up to that one, without a step for each entry; it returns the last sum.
+// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, address) for its entries in order, K as
+// an integral constant, and returns the last address. An address is `at` plus the deltas up to its entry, as weight[]
+// scales them; the step of one column that each entry adds is a constant that the caller knows.
 template <int K, typename F>
 __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight,
                                                       F && entry) {
@@ -88,7 +89,7 @@ __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t 
     entry(std::integral_constant<int, K>(), to);
     return to;
 }
-// packed: the codes of four entries, one per byte
+// packed: four deltas, one per byte
 template <int K, typename F>
 __host__ __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t at, const uint32_t * weight,
                                                        F && entry) {
@@ -98,34 +99,34 @@ __host__ __device__ __forceinline__ uint32_t walk_quad(uint32_t packed, uint32_t
     return walk_one<K + 3>(packed, at, weight, entry);
 }
 template <typename F>
-__host__ __device__ __forceinline__ uint32_t walk_codes(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight,
-                                                        F && entry) {
+__host__ __device__ __forceinline__ uint32_t walk_deltas(uint32_t lo, uint32_t hi, uint32_t at, const uint32_t * weight,
+                                                         F && entry) {
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
-// values of layout COMPACT, and the type that is left of them without codes
-struct compact_f16 {};
-template <typename T> using value16 = std::conditional_t<std::is_same<T, compact_f16>::value, __half, T>;
+// tag of FUSED values, and the type that they have without the deltas
+struct fused_f16 {};
+template <typename T> using value16 = std::conditional_t<std::is_same<T, fused_f16>::value, __half, T>;
 
-// values and codes of a group
+// the values and the deltas of a group
 template <typename T, int BITS> struct group_bits {
     static constexpr int            ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
     group_values<T>                 values;
-    group_codes<BITS>               codes;
+    group_deltas<BITS>              deltas;
     __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
         values.load(v, g);
-        codes.load(c, g);
+        deltas.load(c, g);
     }
     __device__ __forceinline__ uint4                  words() const { return values.v; } // two values each
     template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
     template <typename F>
     __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
-        return walk_codes(codes.lo(), codes.hi(), at, weight, entry);
+        return walk_deltas(deltas.lo(), deltas.hi(), at, weight, entry);
     }
 };
-template <int BITS> struct group_bits<compact_f16, BITS> {
-    static constexpr int ENTRIES = static_cast<int>(compact_entries(BITS));
-    // below the sign of two values
+template <int BITS> struct group_bits<fused_f16, BITS> {
+    static constexpr int ENTRIES = static_cast<int>(fused_entries(BITS));
+    // the free bits of two values, below their signs
     static constexpr uint32_t                 FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u;
     uint4                                     v;
     __host__ __device__ __forceinline__ uint4 words() const {
@@ -140,84 +141,84 @@ template <int BITS> struct group_bits<compact_f16, BITS> {
     }
     template <typename F>
     __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
-        // codes of entries 0-3 in nibbles of the last half word, those of 4-6 in what two values leave free
+        // deltas of entries 0-3: nibbles of the last half word; of 4-6: what two values each leave free
         if constexpr (BITS == 4) {
             const uint32_t packed = (v.w & 0x0f0f0000u) | (v.w >> 16 & 0xf0f0u);
             at                    = walk_quad<0>(packed, at, weight, entry);
             at                    = walk_one<4>(v.x & FREE, at, weight, entry);
             at                    = walk_one<5>(v.y & FREE, at, weight, entry);
             return walk_one<6>(v.z & FREE, at, weight, entry);
-            // of entries 0-3 in the last word, a byte each, of 4 and 5 in three pieces each: what values leave free
+            // deltas of entries 0-3: bytes of the last word; of 4 and 5: three pieces each in what values leave free
         } else if constexpr (BITS == 6) {
             at               = walk_quad<0>(v.w, at, weight, entry);
             const uint32_t x = v.x >> 13 & 0x30003u, y = v.y >> 13 & 0x30003u, z = v.z >> 13 & 0x30003u;
             at = walk_one<4>(x, dot4(y, weight[6], at), weight, entry);
             return walk_one<5>(z, dot4(y, weight[7], at), weight, entry);
-        } else { // of entries 0-3 (4-7) in the upper bits but one of bytes 1, 3, 0, 2
-            return walk_codes((v.x & FREE) | (v.y & FREE) >> 8, (v.z & FREE) | (v.w & FREE) >> 8, at, weight, entry);
+        } else { // deltas of entries 0-3 (4-7): in the upper bits but one of bytes 1, 3, 0, 2
+            return walk_deltas((v.x & FREE) | (v.y & FREE) >> 8, (v.z & FREE) | (v.w & FREE) >> 8, at, weight, entry);
         }
     }
 };
 
-// calls set(word of the group, bits to set there) for entry k of a COMPACT group
+// calls set(word of the group, bits to set there) for entry k of a FUSED group that is zero so far
 template <typename F>
-__host__ __device__ __forceinline__ void set_compact_entry(int k, uint32_t value, uint32_t code, int code_bits,
-                                                           F && set) {
-    if (code_bits < 4) {
-        set(k / 2, (value | code << (15 - code_bits)) << 16 * (k % 2));
+__host__ __device__ __forceinline__ void set_fused_entry(int k, uint32_t value, uint32_t delta, int delta_bits,
+                                                         F && set) {
+    if (delta_bits < 4) {
+        set(k / 2, (value | delta << (15 - delta_bits)) << 16 * (k % 2));
         return;
     }
     set(k / 2, value << 16 * (k % 2));
     if (k < 4) {
-        set(3, code_bits == 4 ? code << (16 + 4 * k) : code << 8 * k);
-    } else if (code_bits == 4) {
-        set(k - 4, (code & 3) << 13 | code >> 2 << 29);
-    } else { // 4: both pieces of word 0, lower one of word 1; 5: upper one of word 1, both of word 2
+        set(3, delta_bits == 4 ? delta << (16 + 4 * k) : delta << 8 * k);
+    } else if (delta_bits == 4) {
+        set(k - 4, (delta & 3) << 13 | delta >> 2 << 29);
+    } else { // entry 4: both pieces of word 0, lower one of word 1; 5: upper one of word 1, both of word 2
         set(k == 4 ? 0 : 2,
-            k == 4 ? (code & 3) << 13 | (code >> 2 & 3) << 29 : (code >> 2 & 3) << 13 | code >> 4 << 29);
-        set(1, k == 4 ? code >> 4 << 13 : (code & 3) << 29);
+            k == 4 ? (delta & 3) << 13 | (delta >> 2 & 3) << 29 : (delta >> 2 & 3) << 13 | delta >> 4 << 29);
+        set(1, k == 4 ? delta >> 4 << 13 : (delta & 3) << 29);
     }
 }
-// the code of entry k of the COMPACT group that begins at `words`
-__host__ __device__ __forceinline__ int compact_code(const uint32_t * words, int k, int code_bits) {
+// the delta of entry k of the FUSED group that begins at `words`
+__host__ __device__ __forceinline__ int fused_delta(const uint32_t * words, int k, int delta_bits) {
     const auto piece = [&](int i) { return static_cast<int>(words[i / 2] >> (13 + 16 * (i % 2)) & 3); };
-    if (code_bits < 4) {
-        return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - code_bits));
+    if (delta_bits < 4) {
+        return static_cast<int>((words[k / 2] >> 16 * (k % 2) & 0x7fff) >> (15 - delta_bits));
     }
     if (k < 4) {
-        return static_cast<int>(code_bits == 4 ? words[3] >> (16 + 4 * k) & 15 : words[3] >> 8 * k & 63);
+        return static_cast<int>(delta_bits == 4 ? words[3] >> (16 + 4 * k) & 15 : words[3] >> 8 * k & 63);
     }
-    if (code_bits == 4) {
+    if (delta_bits == 4) {
         return piece(2 * (k - 4)) | piece(2 * (k - 4) + 1) << 2;
     }
     return piece(3 * (k - 4)) | piece(3 * (k - 4) + 1) << 2 | piece(3 * (k - 4) + 2) << 4;
 }
 
-// powers of two that a value beside a code of code_bits has
-constexpr int compact_exponents(int code_bits) { return code_bits == 3 ? 3 : 7; }
-// F16 bits with nothing in the bits between sign and exponent that codes take, that are `bits` times 2^-exponent; -1:
-// there are none
-__device__ __forceinline__ int to_compact(uint16_t bits, int exponent, int code_bits) {
+// the exponents that a value has beside a delta of delta_bits
+constexpr int fused_exponents(int delta_bits) { return delta_bits == 3 ? 3 : 7; }
+// The F16 that is `bits` times 2^-exponent and leaves free the bits between sign and exponent that deltas take. -1 if
+// there is none: the value is an outlier.
+__device__ __forceinline__ int to_fused(uint16_t bits, int exponent, int delta_bits) {
     const int sign = bits & 0x8000, e = bits >> 10 & 31, moved = e - exponent;
-    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= compact_exponents(code_bits))) {
+    if ((bits & 0x7fff) == 0 || (e < 31 && moved >= 1 && moved <= fused_exponents(delta_bits))) {
         return (bits & 0x7fff) == 0 ? sign : sign | moved << 10 | (bits & 0x3ff);
     }
-    // below the smallest power: an F16 subnormal
+    // below the smallest exponent: an F16 subnormal
     const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits & 0x3ff, shift = exponent + 1 - max(e, 1);
     return e < 31 && shift >= 0 && shift < 11 && mantissa % (1 << shift) == 0 ? sign | mantissa >> shift : -1;
 }
-__device__ __forceinline__ uint16_t from_compact(uint16_t bits, float power) {
+__device__ __forceinline__ uint16_t from_fused(uint16_t bits, float power) {
     return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(bits)) * power));
 }
 
-// Where entries are in x is counted in units of 2^-SHIFT bytes of one column; STEP of them from one code step to the
-// next. Codes of less
-// than 6 bits are weighted with down to 1/32 of a step (above), so those of adjacent columns (4 bytes) need units of
-// 1/32 byte.
-template <int BITS, bool STRIPED> constexpr uint32_t SHIFT = !STRIPED && BITS < 6 ? 5 : 0;
-template <int BITS, bool STRIPED> constexpr uint32_t STEP  = STRIPED || BITS < 6 ? 128 : 4;
+// Positions in x are counted in units of 2^-SHIFT bytes of one column of x, STEP units from one column (BANKED: 32
+// columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step (group_deltas), so those
+// that step over adjacent columns (4 bytes) need units of 1/32 byte.
+template <int BITS, bool BANKED> constexpr uint32_t SHIFT = !BANKED && BITS < 6 ? 5 : 0;
+template <int BITS, bool BANKED> constexpr uint32_t STEP  = BANKED || BITS < 6 ? 128 : 4;
 
-// sum modulo a modulus that it reaches at most once: `negative` is -modulus, and what is taken below zero is huge
+// sum modulo a modulus that it reaches at most once. negative: -modulus; a difference below zero is a huge unsigned
+// number.
 __device__ __forceinline__ uint32_t wrap(uint32_t sum, uint32_t negative) {
 #if __CUDA_ARCH__ >= 900
     return __viaddmin_u32(sum, negative, sum); // one instruction
@@ -236,58 +237,57 @@ inline void set_weights(uint32_t weight[8], int bits, uint32_t step) {
     }
 }
 
-inline void set_compact_weights(uint32_t weight[8], int bits, uint32_t step) {
+inline void set_fused_weights(uint32_t weight[8], int bits, uint32_t step) {
     if (bits == 6) {
         const uint32_t of[8] = { step,           step * 0x101,    step * 0x10101, step * 0x1010101,
                                  step * 0x40001, step * 0x100004, step << 4,      step << 16 };
         std::copy_n(of, 8, weight);
         return;
     }
-    // nibbles of odd entries are 16 times as large
+    // the deltas of odd entries are in high nibbles: 16 times as large
     constexpr int BYTE[4] = { 1, 3, 0, 2 }, NIBBLE_BYTE[4] = { 2, 0, 3, 1 };
     for (int k = 0; k < 8; k++) {
         weight[k] = k % 4 ? weight[k - 1] : 0;
         weight[k] |= bits == 4 ? step >> k % 2 * 4 << 8 * NIBBLE_BYTE[k % 4] : step >> (7 - bits) << 8 * BYTE[k % 4];
-        if (bits == 4 && k >= 4) { // two bits each above bit 5 of bytes 1 and 3
+        if (bits == 4 && k >= 4) { // two bits above bit 5 of byte 1, two above bit 5 of byte 3
             weight[k] = step >> 5 << 8 | step >> 3 << 24;
         }
     }
 }
 
-// the code of entry k in the file's order (layout ROWS)
-__device__ __forceinline__ int file_code(const uint8_t * codes, int64_t k, int delta_bits) {
+// delta of entry k of the file's array (layout FILE)
+__device__ __forceinline__ int file_delta(const uint8_t * deltas, int64_t k, int delta_bits) {
     const int64_t bit = k * delta_bits;
-    return static_cast<int>(codes[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));
+    return static_cast<int>(deltas[bit >> 3] >> (bit & 7) & ((1u << delta_bits) - 1));
 }
 
-// bit of a group's codes where that of entry k starts (group_codes)
-__device__ __forceinline__ int code_shift(int delta_bits, int k) {
+// the bit of a group's deltas at which that of entry k starts (group_deltas)
+__device__ __forceinline__ int delta_shift(int delta_bits, int k) {
     return delta_bits == 4 ? k % 4 * 8 + k / 4 * 4 : k * delta_bits;
 }
 
-// Where a row's groups are: `offset` of them behind the start of a line, each in the run of lane (offset + its number)
-// % lanes. A thread reads its run in steps
-// of `lanes` groups from the line's start on; in the first step lanes below `offset` have none. Groups of spilled
-// values go on in the same way. tail: of COMPACT, else 0.
-struct row_places {
-    int begin = 0, groups = 0, spilled = 0, offset = 0;
-    row_places() = default;
-    __device__ row_places(int begin, int end, int tail)
+// The groups of a row, of which the first is `offset` groups behind the start of a line. Group g is in the run of lane
+// (offset + g) % lanes. A thread reads its run in steps of `lanes` groups from the start of the line on; in the first
+// step lanes below `offset` have none. Groups of outliers follow in the same order. tail: of FUSED, else 0.
+struct row_span {
+    int begin = 0, groups = 0, outliers = 0, offset = 0;
+    row_span() = default;
+    __device__ row_span(int begin, int end, int tail)
         : begin(begin),
-          groups(end - begin - tail_spilled(tail) - tail_unused(tail)),
-          spilled(tail_spilled(tail)),
+          groups(end - begin - tail_outliers(tail) - tail_unused(tail)),
+          outliers(tail_outliers(tail)),
           offset(begin % CUDA_SPARSE_LINE) {}
 
     __device__ int slot(int lane, int lanes, int step) const { return begin - offset + step * lanes + lane; }
     __device__ int first_step(int lane) const { return lane < offset; }
     __device__ int end_step(int lane, int lanes) const { return steps_to(offset + groups - lane, lanes); }
-    // those from end_step on
-    __device__ int end_of_spilled(int lane, int lanes) const {
-        return steps_to(offset + groups + spilled - lane, lanes);
+    // groups of outliers are steps end_step() ... end_of_outliers()-1
+    __device__ int end_of_outliers(int lane, int lanes) const {
+        return steps_to(offset + groups + outliers - lane, lanes);
     }
-    // groups of the runs before
+    // groups in the runs of the lanes below
     __device__ int n_before(int lane, int lanes) const {
-        return places_before(offset + groups, lane, lanes) - min(offset, lane);
+        return groups_before(offset + groups, lane, lanes) - min(offset, lane);
     }
     __device__ int run_of(int group, int lanes) const {
         int run = static_cast<int>(static_cast<int64_t>(group) * lanes / groups);
@@ -299,11 +299,11 @@ struct row_places {
     }
 
 private:
-    __device__ static int steps_to(int place, int lanes) {
-        return static_cast<int>(static_cast<unsigned>(place + lanes - 1) / static_cast<unsigned>(lanes));
+    __device__ static int steps_to(int slot, int lanes) {
+        return static_cast<int>(static_cast<unsigned>(slot + lanes - 1) / static_cast<unsigned>(lanes));
     }
-    // of the first n, those of lanes below
-    __device__ static int places_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); }
+    // of the first n slots, those of lanes below
+    __device__ static int groups_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); }
 };
 
 // ---- elements: bits in, bits out ----

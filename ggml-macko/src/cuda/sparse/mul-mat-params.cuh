@@ -1,10 +1,10 @@
-// What the launchers of sparse-mul-mat*.cu hand to their kernels, and the parts that those share: where rows come from
-// and where results go.
+// What mul-mat.cu hands to the launchers of the layouts, and what their kernels share: where rows come from and where
+// results go. Internal to cuda/sparse.
 #pragma once
 
 #include "cuda/lib/common.cuh"
-#include "cuda/sparse/blocks.h"
 #include "cuda/sparse/mul-mat.cuh"
+#include "cuda/sparse/quantized.h"
 
 #include <algorithm>
 
@@ -12,20 +12,20 @@ namespace macko::cuda {
 
 struct sparse_operand {
     const uint8_t *  values;
-    const uint8_t *  codes;
+    const uint8_t *  deltas;
     const uint16_t * bases;
     const int32_t *  row_ptr;
-    const uint16_t * tails; // COMPACT
-    const uint2 *    spill; // BLOCKS
+    const uint16_t * tails;    // FUSED
+    const uint2 *    outliers; // QUANTIZED
     float *          y;
     const float *    residual;
     const float *    bias;
     int64_t          ldy;
     int32_t          row_begin;
     int32_t          n_rows;
-    int32_t          first_unit; // unit = the rows that a warp has at a time
+    int32_t          first_warp_rows; // warp_rows: the 32 / lanes rows that a warp has at a time
     int32_t          delta_bits;
-    float            power, inverse; // COMPACT: 2^exponent, 2^-exponent
+    float            power, inverse; // FUSED: 2^exponent, 2^-exponent
 };
 
 struct sparse_launch {
@@ -37,56 +37,56 @@ struct sparse_launch {
     int64_t         expert_ids_stride;
     int64_t         expert_rows;
     int32_t         n_experts;
-    int32_t         n_units;
+    int32_t         n_warp_rows;
     int32_t         n_matrices;
     bool            silu_mul;
     bool            programmatic;
     int32_t         n_columns;
     int32_t         cols;
-    int32_t         modulus;                                 // words of x before it repeats (STRIPED), else all words
-    int32_t         overshoot;                               // words that repeat
-    int32_t         lanes;                                   // BLOCKS: runs per row, as what follows
-    int32_t         lane_bits;                               // their logarithm
-    int32_t         width;                                   // places of x per lane
+    int32_t         modulus;   // words of x in shared memory before it repeats (with banks), else all
+    int32_t         overshoot; // words that repeat
+    int32_t         lanes;     // QUANTIZED, as all down to sums_at: runs per row
+    int32_t         lane_bits; // their logarithm
+    int32_t         width;     // x_slots of x per lane
     int32_t         rows_apart, rows_of_warp, again_of_warp; // of the words of x, as warps write them
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
-    int32_t         sums_at;     // floats in front of the sums of the warps
-    bool            adds;        // any matrix has a residual or a bias
-    // STRIPED, COMPACT: what a place in x is reduced by where x starts again; set with weight
-    uint32_t lap;
+    int32_t         sums_at;     // floats in front of the warps' sums
+    bool            adds;        // some matrix has a residual or a bias
+    // BANKED, FUSED: the distance after which x repeats, in the units of an address; set with weight
+    uint32_t x_period;
     bool     aligned; // x and the norm's weights can be read in vectors of 16 bytes
     float    norm_eps;
-    // dp4a weights of a group's entries: in constant memory, where dp4a takes them from without a register
+    // dp4a weights of the entries of a group. Constant memory: dp4a reads them there without a register.
     uint32_t weight[8];
 };
 
-// the j-th row of work of a thread
+// the row that a thread works on in its j-th turn
 struct sparse_task {
     int  matrix;
     int  row; // from row_begin
     bool valid;
 };
 
-// first: the warp's first unit, stride: from one of its units to the next, sub: which of the unit's rows is the
+// first: the index of the first warp_rows of the warp; stride: from there to its next; sub: which of the rows is the
 // thread's
 template <bool GROUPED>
 __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int rows, int first, int stride, int sub,
                                                int j) {
-    sparse_task t      = { 0, 0, false };
-    const int   unit   = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
-    int         before = 0; // units of the matrices in front
+    sparse_task t         = { 0, 0, false };
+    const int   warp_rows = first + (GROUPED && p.silu_mul ? j / 2 : j) * stride;
+    int         before    = 0; // those of the matrices in front
     if (GROUPED && p.silu_mul) {
         t.matrix = j % 2;
     } else if (GROUPED) {
 #pragma unroll
         for (int i = 1; i < CUDA_SPARSE_MAX_GROUPED; i++) {
-            const bool behind = unit >= p.m[i].first_unit;
+            const bool behind = warp_rows >= p.m[i].first_warp_rows;
             t.matrix          = behind ? i : t.matrix;
-            before            = behind ? p.m[i].first_unit : before;
+            before            = behind ? p.m[i].first_warp_rows : before;
         }
     }
-    t.row   = (unit - before) * rows + sub;
-    t.valid = unit < p.n_units && (rows == 1 || t.row < p.m[t.matrix].n_rows);
+    t.row   = (warp_rows - before) * rows + sub;
+    t.valid = warp_rows < p.n_warp_rows && (rows == 1 || t.row < p.m[t.matrix].n_rows);
     return t;
 }
 template <bool GROUPED, int ROWS>
@@ -94,7 +94,8 @@ __device__ __forceinline__ sparse_task task_at(const sparse_launch & p, int firs
     return task_at<GROUPED>(p, ROWS, first, stride, sub, j);
 }
 
-// first row of the expert of a column: written by an earlier kernel, so this waits for it. -1: no such expert
+// First row of the expert of a column; -1: there is no such expert. An earlier kernel writes the ids, so this waits for
+// it.
 __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
     cuda_wait_for_previous();
     const int id = p.expert_ids[column * p.expert_ids_stride];
@@ -103,7 +104,7 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
 
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
-// Where an element of W x goes, and what is added to it there. m: of gate and up the first one
+// Where an element of W x goes, and what is added to it. m: of gate and up the first matrix
 __device__ __forceinline__ float * result_at(const sparse_operand & m, int column, int row) {
     return m.y + (column * m.ldy + row);
 }
@@ -120,8 +121,8 @@ __device__ __forceinline__ float residual_at(const sparse_launch & p, const spar
     return residual_at(p.m[GROUPED && p.silu_mul ? 0 : t.matrix], column, t.row);
 }
 
-// one element of W x: the rest of the epilogue. gate: silu_mul's first matrix, kept from its row; residual:
-// residual_at(), if it was fetched ahead
+// The epilogue of one element of W x. gate: silu_mul: the result of the first matrix; residual: residual_at(), fetched
+// ahead
 template <bool GROUPED>
 __device__ __forceinline__ void store_result(const sparse_launch & p, const sparse_task & t, int column, float y,
                                              float gate, float residual) {
@@ -143,19 +144,19 @@ __device__ __forceinline__ void store_result(const sparse_launch & p, const spar
     store_result<GROUPED>(p, t, column, y, gate, residual_at<GROUPED>(p, t, column));
 }
 
-// Warps per block, least ... most of them: fewer if that wastes fewer turns in the last round over the block's units
-// (39 units are 2 rounds of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
-inline int warps_for(int units, int least, int most) {
+// Warps per block, from `least` to `most`. Fewer warps are taken if they leave fewer idle in the last round over the
+// warp_rows of a block (39 are two rounds of 32 warps, or of 20), by more than the 4 % that fewer bytes in flight cost.
+inline int warps_for(int warp_rows, int least, int most) {
     int best = most;
     for (int w = most; w >= least; w--) {
-        if ((units + w - 1) / w * w * 25 < (units + best - 1) / best * best * (best == most ? 24 : 25)) {
+        if ((warp_rows + w - 1) / w * w * 25 < (warp_rows + best - 1) / best * best * (best == most ? 24 : 25)) {
             best = w;
         }
     }
     return best;
 }
 
-// a launch with the shared memory that the device has, programmatic where it is asked for and known
+// Launches with that much shared memory, as a programmatic dependent launch where that is asked for and known.
 template <typename P>
 cudaError_t launch_kernel(void (*kernel)(P), const P & p, dim3 grid, int threads, int64_t shared_nbytes,
                           bool programmatic, cudaStream_t stream) {
@@ -173,49 +174,48 @@ inline cudaError_t launch_sparse(void (*kernel)(sparse_launch), const sparse_lau
                          shared_nbytes, p.programmatic, stream);
 }
 
-// 4-byte words of shared memory that nx columns of x take in the RUNS kernel: one is float32, more are 16-bit
+// 4-byte words of shared memory per position of x in the INTERLEAVED kernel: one column is float32, more are 16-bit
 constexpr int x_words(int nx) { return (nx + 1) / 2; }
 
-// Bytes of shared memory of the RUNS kernel with nx columns of x: sums of squares, x, and if these come in vectors the
-// weights of its norm
-inline int64_t runs_shared_nbytes(const sparse_launch & p, int nx) {
+// Bytes of shared memory of the INTERLEAVED kernel with nx columns of x: sums of squares, x, and, if x comes in
+// vectors, the weights of its norm
+inline int64_t interleaved_shared_nbytes(const sparse_launch & p, int nx) {
     const int64_t words = static_cast<int64_t>(p.modulus + p.overshoot) * x_words(nx);
     return (nx * 32 + (p.aligned && p.norm_weight ? ((words + 3) & ~int64_t(3)) + p.cols : words)) * 4;
 }
-// whether one column of x, and the weights of its norm, can be copied in vectors of 16 bytes, and there is room for
-// them
+// Whether one column of x, and the weights of its norm, can be copied in vectors of 16 bytes and fit shared memory.
 inline bool takes_vectors(const sparse_launch & p) {
     cuda_device_info device;
-    const uintptr_t  places = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) |
-                             static_cast<uintptr_t>(p.expert_ids ? p.ldx * 4 : 0);
+    const uintptr_t  addresses = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.norm_weight) |
+                                static_cast<uintptr_t>(p.expert_ids ? p.ldx * 4 : 0);
     sparse_launch vectors = p;
     vectors.aligned       = true;
-    return p.cols % 4 == 0 && places % 16 == 0 && p.overshoot <= p.cols &&
-           cuda_current_device(&device) == cudaSuccess && runs_shared_nbytes(vectors, 1) <= device.shared_nbytes;
+    return p.cols % 4 == 0 && addresses % 16 == 0 && p.overshoot <= p.cols &&
+           cuda_current_device(&device) == cudaSuccess && interleaved_shared_nbytes(vectors, 1) <= device.shared_nbytes;
 }
 
-// and of the BLOCKS kernel
-inline int64_t blocks_shared_nbytes(const sparse_launch & p, int nx) {
-    return blocks_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
+// bytes of shared memory of the QUANTIZED kernel
+inline int64_t quantized_shared_nbytes(const sparse_launch & p, int nx) {
+    return quantized_shared_nbytes((p.modulus + 1) / 32, p.lanes, p.overshoot, nx);
 }
 
-// One launch of the RUNS kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one each.
-// One function per .cu file, so that they compile side by side: RUNS, STRIPED, and COMPACT with codes of 2 or 3 bits
-// and of 4 or 6
-cudaError_t launch_runs_f16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_runs_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_striped_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_compact_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_compact_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-// one launch of the BLOCKS kernel: nx is 1, 2 or 4
-cudaError_t launch_blocks_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_blocks_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
-// A launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (sparse-tiles.cu), and the matrices that it takes. x, ldx
-// and norm_weight: aligned to 16 bytes
+// One launch of the INTERLEAVED kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one
+// each. One function per .cu file, so that they compile side by side: INTERLEAVED, BANKED, FUSED with deltas of 2 or 3
+// bits and with 4 or 6.
+cudaError_t launch_interleaved_f16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_interleaved_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_banked_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_fused_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_fused_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+// one launch of the QUANTIZED kernel, nx 1, 2 or 4
+cudaError_t launch_quantized_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_quantized_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
+// One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cu), and the matrices that it takes. x, ldx and
+// norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const cuda_sparse_matrix & w);
 cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream);
-// cuda_sparse_unpack() of the BLOCKS layout; type: F16, BF16 or F32
-cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                               void * dst, int64_t ld, cudaStream_t stream);
+// cuda_sparse_densify() of the QUANTIZED layout; type: F16, BF16 or F32
+cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                                   void * dst, int64_t ld, cudaStream_t stream);
 
 } // namespace macko::cuda

@@ -1,5 +1,5 @@
-// Chooses and launches the kernels of a product, and the one that reads the file's own arrays (layout ROWS): any
-// matrix, any cols, any type.
+// Chooses and launches the kernels of a product, and has the one for layout FILE, which takes any matrix of any type
+// and width.
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
 
@@ -8,12 +8,12 @@
 
 namespace macko::cuda {
 
-// ---- layout ROWS ----
+// ---- layout FILE ----
 
-// A warp per row; a lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in
+// A warp per row. A lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in
 // global memory.
 template <typename T, int NX>
-__global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ sparse_launch p) {
+__global__ void __launch_bounds__(256) file_kernel(const __grid_constant__ sparse_launch p) {
     __shared__ float partial[NX][8];
     const int        lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int        column     = blockIdx.y * NX;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ spars
     }
 
     float gate[NX] = {};
-    for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
+    for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_warp_rows; j++) {
         const sparse_task      t      = task_at<true, 1>(p, first, stride, 0, j);
         const sparse_operand & m      = p.m[t.matrix];
         const T *              values = reinterpret_cast<const T *>(m.values);
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ spars
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const bool here = k0 + k >= begin && k0 + k < end;
-                step[k]         = here ? 1 + file_code(m.codes, k0 + k, m.delta_bits) : 0;
+                step[k]         = here ? 1 + file_delta(m.deltas, k0 + k, m.delta_bits) : 0;
                 total += step[k];
             }
             const int through = warp_prefix_sum(total);
@@ -96,70 +96,70 @@ __global__ void __launch_bounds__(256) rows_kernel(const __grid_constant__ spars
     }
 }
 
-template <typename T> static cudaError_t launch_rows(const sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+template <typename T> static cudaError_t launch_file(const sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    const int64_t blocks = std::min<int64_t>((p.n_units + 7) / 8, 8 * device.multiprocessors);
-    return nx == 4 ? launch_sparse(rows_kernel<T, 4>, p, 256, 0, blocks, grid_y, stream)
-                   : launch_sparse(rows_kernel<T, 1>, p, 256, 0, blocks, grid_y, stream);
+    const int64_t blocks = std::min<int64_t>((p.n_warp_rows + 7) / 8, 8 * device.multiprocessors);
+    return nx == 4 ? launch_sparse(file_kernel<T, 4>, p, 256, 0, blocks, grid_y, stream)
+                   : launch_sparse(file_kernel<T, 1>, p, 256, 0, blocks, grid_y, stream);
 }
 
 // ---- dispatch ----
 
 static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, int nx, int grid_y,
                               cudaStream_t stream) {
-    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS) {
+    if (w.layout == CUDA_SPARSE_LAYOUT_FILE) {
         switch (w.type) {
-            case GGML_MACKO_TYPE_F16:  return launch_rows<__half>(p, nx, grid_y, stream);
-            case GGML_MACKO_TYPE_BF16: return launch_rows<__nv_bfloat16>(p, nx, grid_y, stream);
-            default:                   return launch_rows<float>(p, nx, grid_y, stream);
+            case GGML_MACKO_TYPE_F16:  return launch_file<__half>(p, nx, grid_y, stream);
+            case GGML_MACKO_TYPE_BF16: return launch_file<__nv_bfloat16>(p, nx, grid_y, stream);
+            default:                   return launch_file<float>(p, nx, grid_y, stream);
         }
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_BLOCKS) {
-        return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_blocks_q8_0(p, nx, grid_y, stream)
-                                                    : launch_blocks_q4_0(p, nx, grid_y, stream);
+    if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {
+        return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_quantized_q8_0(p, nx, grid_y, stream)
+                                                    : launch_quantized_q4_0(p, nx, grid_y, stream);
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_COMPACT) {
-        return w.delta_bits < 4 ? launch_compact_narrow(p, w.lanes, nx, grid_y, stream)
-                                : launch_compact_wide(p, w.lanes, nx, grid_y, stream);
+    if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
+        return w.delta_bits < 4 ? launch_fused_narrow(p, w.lanes, nx, grid_y, stream)
+                                : launch_fused_wide(p, w.lanes, nx, grid_y, stream);
     }
-    if (w.layout == CUDA_SPARSE_LAYOUT_STRIPED) {
-        return launch_striped_bf16(p, w.lanes, nx, grid_y, stream);
+    if (w.layout == CUDA_SPARSE_LAYOUT_BANKED) {
+        return launch_banked_bf16(p, w.lanes, nx, grid_y, stream);
     }
-    return w.type == GGML_MACKO_TYPE_F16 ? launch_runs_f16(p, w.lanes, nx, grid_y, stream)
-                                         : launch_runs_bf16(p, w.lanes, nx, grid_y, stream);
+    return w.type == GGML_MACKO_TYPE_F16 ? launch_interleaved_f16(p, w.lanes, nx, grid_y, stream)
+                                         : launch_interleaved_bf16(p, w.lanes, nx, grid_y, stream);
 }
 
-// one launch of nx columns (more than 8: by tiles; experts: of all of a's columns, one each)
+// One launch of nx columns (more than 8: by tiles; experts: all of a's columns, one each).
 static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, cudaStream_t stream) {
-    const cuda_sparse_matrix & w             = *a.w[0];
-    const int                  rows_per_unit = w.layout == CUDA_SPARSE_LAYOUT_ROWS ? 1 : 32 / w.lanes;
-    sparse_launch              p             = {};
+    const cuda_sparse_matrix & w                 = *a.w[0];
+    const int                  rows_of_warp_rows = w.layout == CUDA_SPARSE_LAYOUT_FILE ? 1 : 32 / w.lanes;
+    sparse_launch              p                 = {};
     for (int i = 0; i < CUDA_SPARSE_MAX_GROUPED; i++) {
         sparse_operand & m = p.m[i];
         if (i >= a.n_matrices) {
-            m.first_unit = INT32_MAX;
+            m.first_warp_rows = INT32_MAX;
             continue;
         }
-        m.values     = a.w[i]->values;
-        m.codes      = a.w[i]->codes;
-        m.bases      = a.w[i]->bases;
-        m.row_ptr    = a.w[i]->row_ptr;
-        m.tails      = a.w[i]->tails;
-        m.power      = std::ldexp(1.0f, a.w[i]->exponent);
-        m.inverse    = std::ldexp(1.0f, -a.w[i]->exponent);
-        m.spill      = reinterpret_cast<const uint2 *>(a.w[i]->spill);
-        m.y          = a.y[i];
-        m.residual   = a.residual[i];
-        m.bias       = a.bias[i];
-        p.adds       = p.adds || m.residual || m.bias;
-        m.ldy        = a.ldy[i];
-        m.row_begin  = static_cast<int32_t>(a.row_begin[i]);
-        m.n_rows     = static_cast<int32_t>(a.row_end[i] - a.row_begin[i]);
-        m.delta_bits = a.w[i]->delta_bits;
-        m.first_unit = p.n_units;
+        m.values          = a.w[i]->values;
+        m.deltas          = a.w[i]->deltas;
+        m.bases           = a.w[i]->bases;
+        m.row_ptr         = a.w[i]->row_ptr;
+        m.tails           = a.w[i]->tails;
+        m.power           = std::ldexp(1.0f, a.w[i]->exponent);
+        m.inverse         = std::ldexp(1.0f, -a.w[i]->exponent);
+        m.outliers        = reinterpret_cast<const uint2 *>(a.w[i]->outliers);
+        m.y               = a.y[i];
+        m.residual        = a.residual[i];
+        m.bias            = a.bias[i];
+        p.adds            = p.adds || m.residual || m.bias;
+        m.ldy             = a.ldy[i];
+        m.row_begin       = static_cast<int32_t>(a.row_begin[i]);
+        m.n_rows          = static_cast<int32_t>(a.row_end[i] - a.row_begin[i]);
+        m.delta_bits      = a.w[i]->delta_bits;
+        m.first_warp_rows = p.n_warp_rows;
         if (i == 0 || !a.silu_mul) {
-            p.n_units += (m.n_rows + rows_per_unit - 1) / rows_per_unit;
+            p.n_warp_rows += (m.n_rows + rows_of_warp_rows - 1) / rows_of_warp_rows;
         }
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
@@ -178,7 +178,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
     p.lanes             = w.lanes;
     p.silu_mul          = a.silu_mul;
     p.programmatic      = a.programmatic;
-    if (p.n_units == 0) {
+    if (p.n_warp_rows == 0) {
         return cudaSuccess;
     }
     if (nx > 8) {
@@ -212,12 +212,11 @@ cuda_sparse_mul_mat_params cuda_sparse_mul_mat_params::columns(int64_t j, int64_
     return part;
 }
 
-// Measured on an H200 at densities .1 ... .5 (notes, sections 20 and 29): tiles, or two passes of eight columns, take
-// less than unpacking and a dense product;
-// with codes of 6 or 8 bits (few entries: unpacking is mostly writing zeros) three passes. In wide matrices fewer
-// columns fit shared memory at a time.
+// Measured on an H200 at densities .1 ... .5: up to so many columns, tiles or two passes of eight columns take less
+// than writing the rows dense and a dense product; with deltas of 6 or 8 bits (few entries: dense rows are mostly
+// zeros) three passes do. In wide matrices fewer columns at a time fit shared memory.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
-    if (w.layout == CUDA_SPARSE_LAYOUT_ROWS || w.layout == CUDA_SPARSE_LAYOUT_BLOCKS || w.part) {
+    if (w.layout == CUDA_SPARSE_LAYOUT_FILE || w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED || w.part) {
         return 8;
     }
     if (takes_tiles(w) && !experts) {
@@ -226,7 +225,7 @@ int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts) {
     return w.cols > 12288 ? (w.delta_bits >= 6 ? 16 : 12) : w.delta_bits >= 6 ? 24 : 16;
 }
 
-// Matrices of which at least one has a part in another layout: one after the other
+// matrices of which at least one has a part in another layout: one after the other
 static cudaError_t mul_mat_with_parts(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     if (a.norm_weight || a.silu_mul || a.expert_ids) {
         return cudaErrorNotSupported;
@@ -275,13 +274,13 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream
         p.overshoot = std::max(p.overshoot, a.w[i]->overshoot);
     }
     p.lanes         = w.lanes;
-    const bool rows = w.layout == CUDA_SPARSE_LAYOUT_ROWS, blocks = w.layout == CUDA_SPARSE_LAYOUT_BLOCKS;
+    const bool rows = w.layout == CUDA_SPARSE_LAYOUT_FILE, blocks = w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED;
     int        fits = rows || blocks ? 4 : 8; // columns of x in shared memory
     while (!rows && fits > 1 &&
-           (blocks ? blocks_shared_nbytes(p, fits) : runs_shared_nbytes(p, fits)) > device.shared_nbytes) {
+           (blocks ? quantized_shared_nbytes(p, fits) : interleaved_shared_nbytes(p, fits)) > device.shared_nbytes) {
         fits /= 2;
     }
-    // columns; with few entries two passes of up to eight take less (notes, section 29)
+    // columns from which on tiles pay; with few entries two passes of up to eight columns take less (measured)
     const int64_t tiles_from = w.delta_bits == 6 ? 13 : 9;
     bool          tiles      = a.n >= tiles_from && a.x16 && a.ldx % 4 == 0 &&
                  (reinterpret_cast<uintptr_t>(a.x) | reinterpret_cast<uintptr_t>(a.norm_weight)) % 16 == 0;

@@ -1,11 +1,10 @@
-// Sparse times dense on the GPU: y = W x for one or many x, float32 in, float32 out, float32 accumulation, W as in
-// sparse-layout.h.
-// Knows no ggml. Every function only enqueues on the stream it is given unless said otherwise: no allocation, no
-// synchronization, so
-// all of it can be captured in a CUDA graph. Results do not depend on timing: no float atomics.
+// Sparse times dense on the GPU: y = W x for one or many columns of x, float32 in and out, float32 sums, W as in
+// layout.h. Knows no ggml. Every function only enqueues on the stream it is given unless said otherwise: it neither
+// allocates nor synchronizes, so all of it can be captured in a CUDA graph. Results do not depend on timing: there are
+// no float atomics.
 #pragma once
 
-#include "cuda/sparse/blocks.h"
+#include "cuda/sparse/quantized.h"
 
 #include <cuda_runtime.h>
 #include <memory>
@@ -14,24 +13,23 @@ namespace macko::cuda {
 
 constexpr int CUDA_SPARSE_MAX_GROUPED = 4; // matrices in one launch
 
-// Memory for x in 16 bits: so many columns of x, for matrices of at most so many columns (of more, 8 dense rows do not
-// fit shared memory)
+// Memory for x in 16 bits, which tiles need: of so many columns of x, for matrices of at most so many columns (8 dense
+// rows of a wider one do not fit shared memory).
 constexpr int64_t CUDA_SPARSE_X16_COLS = 14336, CUDA_SPARSE_X16_COLUMNS = 32,
                   CUDA_SPARSE_X16_NBYTES = CUDA_SPARSE_X16_COLS * CUDA_SPARSE_X16_COLUMNS * 2;
 
-// true if matrices can share a launch: one kernel, and one x in shared memory, serve both
+// whether matrices can share a launch: one kernel, and one x in shared memory, serve both
 inline bool cuda_sparse_same_kernel(const cuda_sparse_matrix & a, const cuda_sparse_matrix & b) {
     return a.cols == b.cols && a.type == b.type && a.value_type == b.value_type && a.delta_bits == b.delta_bits &&
            a.layout == b.layout && a.lanes == b.lanes;
 }
 
-// Several columns of x are rounded to the type of the weights if that has 16 bits, as ggml's own products do; one is
-// not. Sums are float32.
-// Of quantized weights every x is rounded to multiples of max |x| / 32767 (of its column, after the norm).
 // y_i = epilogue(W_i * prologue(x)) for matrices that share x. One launch if cuda_sparse_same_kernel() says so of all
-// W_i; else one launch
-// each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one per token) are ld*
-// floats apart.
+// W_i; else one launch each, and silu_mul is cudaErrorNotSupported. x, y and residual are device pointers; columns (one
+// per token) are ld* floats apart.
+// Sums are float32. If x has several columns and the weights have 16 bits, x is rounded to their type, as in ggml's own
+// products; a single column is not. With quantized weights x is always rounded, to multiples of max |x| / 32767 of its
+// column after the norm.
 struct cuda_sparse_mul_mat_params {
     int32_t                    n_matrices;
     const cuda_sparse_matrix * w[CUDA_SPARSE_MAX_GROUPED];
@@ -47,73 +45,66 @@ struct cuda_sparse_mul_mat_params {
     int64_t       ldx;
     int64_t       n; // columns
 
-    // CUDA_SPARSE_X16_NBYTES that the product may overwrite, aligned to 16 bytes; or null: then at most 8 columns at a
-    // time
+    // CUDA_SPARSE_X16_NBYTES bytes that the product may overwrite, aligned to 16 bytes; or null: then at most 8 columns
+    // at a time
     void * x16;
 
-    // prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it
-    // is.
-    // norm_weight is a weight: it is read before the previous kernel ends.
+    // Prologue: x is multiplied by norm_weight[cols] and by 1 / sqrt(mean(x^2) + norm_eps), per column; null: x as it
+    // is. norm_weight is a weight: it is read before the previous kernel ends.
     const float * norm_weight;
     float         norm_eps;
 
-    // epilogue of two matrices of equal rows (gate, up): y[0] = silu(W_0 x) * (W_1 x); y[1] is not written
+    // Epilogue of two matrices with equally many rows (gate, up): y[0] = silu(W_0 x) * (W_1 x); y[1] is not written.
     bool silu_mul;
 
-    // experts (MUL_MAT_ID): null, or for column j the expert whose rows are used is *(expert_ids + j *
-    // expert_ids_stride), read on the
-    // device; the rows are then [id * expert_rows + row_begin, id * expert_rows + row_end). An id out of range gives
-    // zeros.
+    // Experts (MUL_MAT_ID): null, or column j is multiplied by the rows [id * expert_rows + row_begin, id * expert_rows
+    // + row_end), id = *(expert_ids + j * expert_ids_stride), read on the device. An id out of range gives zeros.
     const int32_t * expert_ids;
     int64_t         expert_ids_stride; // in elements
     int64_t         expert_rows;       // rows of one expert; the matrix has a multiple of it
 
-    // this kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch, cc >=
-    // 9.0): weights are then
-    // fetched while that one ends; x, residual, bias and y are touched only after it is complete. Ignored before cc
-    // 9.0.
+    // Programmatic dependent launch (cc >= 9.0, ignored before): the kernel may start before the one ahead of it on the
+    // stream has ended, and fetches weights meanwhile; x, residual, bias and y are touched only after that one is
+    // complete.
     bool programmatic;
 
     cuda_sparse_mul_mat_params matrix(int i) const;                 // the product of w[i] alone
     cuda_sparse_mul_mat_params columns(int64_t j, int64_t n) const; // n columns from column j on
 };
 
-// Elements of a matrix that stand beside those of its cuda_sparse_matrix, in a layout of another codec, with kernels of
-// their own. cuda_sparse_matrix::part points to it; the products and cuda_sparse_unpack() take it in by themselves.
+// Elements of a matrix that are kept beside those of its cuda_sparse_matrix, in a layout of another codec with kernels
+// of its own. cuda_sparse_matrix::part points to it; products and cuda_sparse_densify() include it by themselves.
 class matrix_part {
 public:
     virtual ~matrix_part() = default;
     // The product of one matrix that has this part, with all of its other elements, as cuda_sparse_mul_mat() would.
     // params: n_matrices is 1; no norm, no silu_mul, no experts
     virtual cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const = 0;
-    // writes its elements of rows row_begin ... row_end-1 into dense rows that have the others already
+    // Writes its elements of rows row_begin ... row_end-1 into dense rows that have all others already; arguments as of
+    // cuda_sparse_densify().
     virtual cudaError_t densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
                                 cudaStream_t stream) const = 0;
 };
 
-// largest n at which cuda_sparse_mul_mat, with x16 or with expert_ids, is faster than cuda_sparse_unpack + a dense
-// product (a property of the device and the matrix)
+// The largest n at which cuda_sparse_mul_mat(), with x16 or with expert_ids, is faster than cuda_sparse_densify() and a
+// dense product: a property of the device and the matrix. Larger n are correct, but slow.
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);
 
-// any n; n > cuda_sparse_mul_mat_max_n is correct, only slow
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
 
-// rows row_begin ... row_end-1 as dense rows of w.cols elements, `ld` elements apart. type: the matrix's own (bits
-// exact; also for
-// get_tensor), or F16 (BF16 and F32 values are rounded)
-cudaError_t cuda_sparse_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                               void * dst, int64_t ld, cudaStream_t stream);
+// Writes rows row_begin ... row_end-1 as dense rows of w.cols elements, `ld` elements apart. type: the type of the
+// matrix (its bits are kept, as get_tensor needs), or F16 (BF16 and F32 values are rounded).
+cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                                void * dst, int64_t ld, cudaStream_t stream);
 
 struct cuda_free {
     void operator()(void * memory) const { cudaFree(memory); }
 };
 using cuda_memory = std::unique_ptr<void, cuda_free>;
 
-// Brings matrices from the loader to one device. Owns pinned and device staging memory (about the largest matrix),
-// reused from one
-// matrix to the next and freed with the object. begin and finish belong to one thread; rows may be called by several at
-// once between
-// them. These functions synchronize with the device and return a ggml_macko_status.
+// Brings matrices from the loader to one device. Owns pinned and device staging memory (about the largest matrix), used
+// again for the next matrix and freed with the object. begin and finish belong to one thread; between them several
+// threads may call rows at once. These functions synchronize with the device and return a ggml_macko_status.
 class cuda_sparse_uploader {
 public:
     [[nodiscard]] static int create(int device, std::unique_ptr<cuda_sparse_uploader> * out);
@@ -121,17 +112,17 @@ public:
 
     // dst: cuda_sparse_nbytes(desc, n_padded) bytes of device memory, aligned to CUDA_SPARSE_ALIGNMENT
     [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst);
-    // a block of rows, in any order; each row once
+    // a range of rows, in any order, each row once
     [[nodiscard]] int rows(const macko_view & view);
-    // after all rows: chooses the layout and makes it. The matrix is complete on return.
+    // After all rows: chooses the layout and makes it. The matrix is complete on return.
     [[nodiscard]] int finish(cuda_sparse_matrix * out);
-    // a packed matrix with quantized values, all at once. dst: the bytes of cuda_blocks_bind() with
-    // cuda_blocks_max_spill(). A matrix of unusual
-    // structure that needs more is put into memory of its own, *outgrown, which has to live as long as it
-    [[nodiscard]] int packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads,
+    // A packed matrix with quantized values, as a whole. dst: the bytes of cuda_quantized_bind() with
+    // cuda_quantized_max_outliers(). A matrix of unusual structure that needs more gets memory of its own, *outgrown,
+    // which has to live as long as the matrix.
+    [[nodiscard]] int packed(const packed_view & view, const quantized_shape & shape, void * dst, int n_threads,
                              cuda_sparse_matrix * out, cuda_memory * outgrown);
-    // for tests and measurements: this layout (enum cuda_sparse_layout) and these lanes (0: the usual), or an error if
-    // it does not fit
+    // For tests and measurements: this layout (enum cuda_sparse_layout) with these lanes (0: as usual), or an error if
+    // it does not fit or has no kernels.
     [[nodiscard]] int finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes);
 
 private:

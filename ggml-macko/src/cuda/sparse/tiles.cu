@@ -1,14 +1,12 @@
-// y = W x for 9 to 32 columns of x on tensor cores, W in the COMPACT layout: rows become dense in shared memory, a tile
-// of them at a time, and are multiplied there.
+// y = W x for 9 to 32 columns of x on tensor cores, W in the FUSED layout: rows become dense in shared memory, a tile
+// of 8, 16 or 24 of them at a time, and are multiplied there.
 //
-//   stage_kernel   x, normalized, in 16 bits and in the order of the tensor cores' operands, into memory that the
-//                  caller has for it
-//   tiles_kernel   one block per SM: each warp makes some of the tile's rows dense, 32 runs at a time; all meet; each
-//                  multiplies a share of the columns of
-//                  all rows, and leaves zeros; all meet; the shares are added up. The next rows' first groups are on
-//                  their way meanwhile.
+//   stage_x_kernel  x, normalized, in 16 bits and in the order of the tensor cores' operands, into the caller's memory
+//   tiles_kernel    One block per multiprocessor. Each warp makes some rows of the tile dense, 32 runs at a time;
+//                   barrier; each multiplies a share of the columns of all rows and leaves zeros; barrier; the shares
+//                   are added up. The first groups of the next rows are on their way meanwhile.
 //
-// Measurements, and what bounds it: docs/notes-gpu-kernels.md, sections 29 and 30.
+// Measurements, and what bounds it, are in the lab notes of the GPU kernels.
 #include "cuda/lib/mma.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
@@ -18,7 +16,7 @@
 namespace macko::cuda {
 
 struct tiles_launch {
-    sparse_launch p;      // units: tiles
+    sparse_launch p;      // its warp_rows are tiles
     const uint4 * x16;    // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
     int32_t       pitch;  // bytes of a row in shared memory
     int32_t       shares; // warps that multiply: as many as there is room for the sums of
@@ -28,10 +26,10 @@ struct tiles_launch {
 
 constexpr int STAGE_THREADS = 256;
 
-// blocks along y for two columns that share operands, 8 apart, along x for some of their elements; zeros for columns
-// that are not there
+// Blocks along y: two columns, 8 apart, that share operands; along x: some of their elements. Columns that are not
+// there become zeros.
 static __global__ void __launch_bounds__(STAGE_THREADS)
-    stage_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
+    stage_x_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
     __shared__ float2 partial[STAGE_THREADS / 32];
     const int         set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x,
               i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
@@ -77,17 +75,17 @@ static __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, __half2 pow
     const __half2 h = __hmul2(*reinterpret_cast<const __half2 *>(&pair), power);
     return *reinterpret_cast<const uint32_t *>(&h);
 }
-// place -= lap from limit on, in two instructions
-static __device__ __forceinline__ void fold(uint32_t & place, uint32_t limit, uint32_t lap) {
+// x_slot -= x_period if it has reached limit, in two instructions
+static __device__ __forceinline__ void fold(uint32_t & x_slot, uint32_t limit, uint32_t x_period) {
     asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}"
-        : "+r"(place)
-        : "r"(limit), "r"(lap));
+        : "+r"(x_slot)
+        : "r"(limit), "r"(x_period));
 }
 template <int OFFSET> static __device__ __forceinline__ void store_half(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value))
                  : "memory");
 }
-// what is there, and zeros instead
+// loads four words and leaves zeros
 static __device__ __forceinline__ uint4 take_words(uint32_t address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -98,22 +96,22 @@ static __device__ __forceinline__ uint4 take_words(uint32_t address) {
     return v;
 }
 
-// a code step: 32 columns of 16 bits, or with codes of 6 bits one
-constexpr uint32_t tile_unit(int bits) { return bits == 6 ? 2 : 64; }
+// bytes from one delta step to the next: 32 columns of 16 bits, or, with deltas of 6 bits, one
+constexpr uint32_t tile_step_nbytes(int bits) { return bits == 6 ? 2 : 64; }
 
-template <int BITS,   // of a code
+template <int BITS,   // of a delta
           int LANES,  // runs per row
           int BLOCKS, // of 8 rows in a tile
           int SETS,   // of 16 columns of x
           int WARPS,
           int DEPTH> // groups ahead
 __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_constant__ tiles_launch q) {
-    constexpr int      ROWS    = 32 / LANES; // of a warp
-    constexpr int      TILE    = 8 * BLOCKS; // rows
-    constexpr int      ENTRIES = group_bits<compact_f16, BITS>::ENTRIES;
-    constexpr bool     STRIPED = BITS != 6;
-    constexpr uint32_t UNIT    = tile_unit(BITS);                // bytes from one code step to the next
-    constexpr int      SUMS    = BLOCKS * SETS * 4;              // per thread
+    constexpr int      ROWS        = 32 / LANES; // of a warp
+    constexpr int      TILE        = 8 * BLOCKS; // rows
+    constexpr int      ENTRIES     = group_bits<fused_f16, BITS>::ENTRIES;
+    constexpr bool     BANKED      = BITS != 6;
+    constexpr uint32_t STEP_NBYTES = tile_step_nbytes(BITS);     // bytes from one delta step to the next
+    constexpr int      SUMS        = BLOCKS * SETS * 4;          // per thread
     constexpr int      TURNS = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
     constexpr int      X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
     static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
@@ -123,13 +121,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     float *                                  sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
-    const uint32_t lap = static_cast<uint32_t>(p.modulus) * 2;
+    const uint32_t x_period = static_cast<uint32_t>(p.modulus) * 2;
 
-    // row r of tile t; of gate and up the first and the second half
+    // row r of tile t; of gate and up each has half of a tile
     const auto task_of = [&](int t, int r) {
         if (p.silu_mul) {
             const int row = t * (TILE / 2) + r % (TILE / 2);
-            return sparse_task{ r / (TILE / 2), row, t < p.n_units && row < p.m[0].n_rows };
+            return sparse_task{ r / (TILE / 2), row, t < p.n_warp_rows && row < p.m[0].n_rows };
         }
         return task_at<true, TILE>(p, t, 0, r, 0);
     };
@@ -153,23 +151,23 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         }
         return s;
     };
-    // this thread's run: groups in steps begin ... end-1, spilled ones up to end_of_spilled. whole: steps in front of
-    // the last of any run; one of those has the row's end
+    // This thread's run: groups in steps begin ... end-1, outliers up to end_of_outliers. whole: steps in front of the
+    // last of any run; one of the runs ends with the row.
     struct cursor {
-        int           matrix, begin, end, end_of_spilled, whole, steps;
+        int           matrix, begin, end, end_of_outliers, whole, steps;
         uint32_t      base;
         const uint4 * groups;
     };
     const auto begin_row = [&](const row_start & s) {
-        const row_places row(s.begin, s.end, s.tail);
-        cursor           c;
-        c.matrix         = s.matrix;
-        c.groups         = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
-        c.begin          = row.first_step(lane);
-        c.end            = row.end_step(lane, LANES);
-        c.end_of_spilled = row.end_of_spilled(lane, LANES);
-        c.whole          = row.end_step(LANES - 1, LANES) - 1;
-        c.steps          = row.end_of_spilled(0, LANES);
+        const row_span row(s.begin, s.end, s.tail);
+        cursor         c;
+        c.matrix          = s.matrix;
+        c.groups          = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
+        c.begin           = row.first_step(lane);
+        c.end             = row.end_step(lane, LANES);
+        c.end_of_outliers = row.end_of_outliers(lane, LANES);
+        c.whole           = row.end_step(LANES - 1, LANES) - 1;
+        c.steps           = row.end_of_outliers(0, LANES);
 #pragma unroll
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.whole = min(c.whole, __shfl_xor_sync(FULL_WARP, c.whole, offset));
@@ -178,11 +176,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
         c.base = s.base;
         return c;
     };
-    group_bits<compact_f16, BITS> now[DEPTH];
-    const auto                    load = [&](const cursor & c, int first) {
+    group_bits<fused_f16, BITS> now[DEPTH];
+    const auto                  load = [&](const cursor & c, int first) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
-            if (first + d >= c.begin && first + d < c.end_of_spilled) {
+            if (first + d >= c.begin && first + d < c.end_of_outliers) {
                 now[d].v = load_streaming(c.groups + (first + d) * LANES);
             }
         }
@@ -199,41 +197,42 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     cuda_wait_for_previous();
     __syncthreads();
 
-    for (int t = blockIdx.x; t < p.n_units; t += gridDim.x) {
+    for (int t = blockIdx.x; t < p.n_warp_rows; t += gridDim.x) {
         for (int row = row_of_tile; warp * ROWS < TILE && row < TILE; row += WARPS * ROWS, turn++) {
             const uint32_t mine = shared_address(tile) + row * q.pitch;
-            uint32_t       limit[ENTRIES + 1]; // where the row starts again, less the steps up to an entry
+            uint32_t       limit[ENTRIES + 1]; // where the row repeats, less the steps up to an entry
 #pragma unroll
             for (int k = 0; k <= ENTRIES; k++) {
-                limit[k] = mine + lap - k % ENTRIES * UNIT;
+                limit[k] = mine + x_period - k % ENTRIES * STEP_NBYTES;
                 asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
             }
             const __half2 power = __float2half2_rn(p.m[c.matrix].power);
-            const int begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, whole = c.whole, steps = c.steps;
-            uint32_t  at       = mine + c.base * 2;
-            const auto scatter = [&](const group_bits<compact_f16, BITS> & group, auto all) {
+            const int     begin = c.begin, end = c.end, end_of_outliers = c.end_of_outliers, whole = c.whole,
+                      steps    = c.steps;
+            uint32_t   at      = mine + c.base * 2;
+            const auto scatter = [&](const group_bits<fused_f16, BITS> & group, auto all) {
                 const uint4    v        = group.words();
                 const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power),
                                             scale_pair(v.w, power) };
-                at                      = group.walk(at, p.weight, [&](auto entry, uint32_t place) {
+                at                      = group.walk(at, p.weight, [&](auto entry, uint32_t x_slot) {
                     constexpr int  k     = decltype(entry)::value;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
-                    if (STRIPED) {
-                        fold(place, limit[k], lap);
+                    if (BANKED) {
+                        fold(x_slot, limit[k], x_period);
                     }
                     if (decltype(all)::value || (value & 0xffff)) {
-                        store_half<k * UNIT>(place, value);
+                        store_half<k * STEP_NBYTES>(x_slot, value);
                     }
                 });
-                at += ENTRIES * UNIT;
-                if (STRIPED) {
-                    fold(at, limit[ENTRIES], lap);
+                at += ENTRIES * STEP_NBYTES;
+                if (BANKED) {
+                    fold(at, limit[ENTRIES], x_period);
                 }
             };
             int  step = 0;
             bool more;
             do {
-                group_bits<compact_f16, BITS> have[DEPTH];
+                group_bits<fused_f16, BITS> have[DEPTH];
 #pragma unroll
                 for (int d = 0; d < DEPTH; d++) {
                     have[d] = now[d];
@@ -255,11 +254,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                         scatter(have[d], std::false_type());
                     }
                 }
-                __syncwarp(); // what is zero in a group may be spilled in another lane
-                if (step + DEPTH > end && step < end_of_spilled) {
+                __syncwarp(); // what is zero in a group may be an outlier of another lane
+                if (step + DEPTH > end && step < end_of_outliers) {
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
-                        if (step + d >= end && step + d < end_of_spilled) {
+                        if (step + d >= end && step + d < end_of_outliers) {
                             for (const uint32_t pair : { have[d].v.x, have[d].v.y, have[d].v.z, have[d].v.w }) {
                                 if (pair) {
                                     store_half<0>(mine + (pair & 0xffff) * 2, pair >> 16);
@@ -271,8 +270,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 step += DEPTH;
             } while (more);
         }
-        // A thread has 8 columns of row l / 4 of each block, and the same ones for columns l / 4 and l / 4 + 8 of each
-        // 16 of x: their order does not matter
+        // A thread has 8 columns of row l / 4 of each 8 rows, and the same columns of l / 4 and l / 4 + 8 of each 16 of
+        // x: their order within a product does not matter
         const int  l = threadIdx.x % 32, last = p.cols / 32 - 1;
         uint4      a[X_AHEAD][2 * SETS];
         const auto request = [&](uint4 * to, int k) {
@@ -338,14 +337,14 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
 
 // ---- launch ----
 
-// bytes of a row of a tile: for all places of the layout; 64 beyond whole 128, so that rows that are read together lie
-// in other banks
+// Bytes of a row of a tile, for all positions of the layout; 64 more than a multiple of 128, so that rows that are read
+// together are in different banks.
 static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
-// bytes of the sums of a warp
+// bytes of the partial sums of a warp
 static constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
 
 constexpr int MAX_TILE_BLOCKS = 3;
-// most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
+// the most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
 static int most_tile_blocks(int modulus, int shared_nbytes) {
     int blocks = MAX_TILE_BLOCKS;
     while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
@@ -353,9 +352,9 @@ static int most_tile_blocks(int modulus, int shared_nbytes) {
     }
     return blocks;
 }
-// those with which all multiprocessors are done soonest
+// the blocks with which all multiprocessors are done soonest
 static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
-    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making so many rows dense
+    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making 12 rows dense
     int           rows = 0, best = 0, least = 0;
     for (int i = 0; i < p.n_matrices; i++) {
         rows += p.m[i].n_rows;
@@ -372,16 +371,16 @@ static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & de
     return best;
 }
 
-// Codes of 6 bits are of matrices with few entries: rows that 32 lanes are for are too wide for tiles.
+// Deltas of 6 bits are of matrices with few entries: rows that suit 32 lanes are too wide for tiles.
 static constexpr bool tiles_built(int bits, int lanes) {
-    return cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_COMPACT, GGML_MACKO_TYPE_F16, bits).has(lanes) &&
+    return cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, bits).has(lanes) &&
            (bits < 6 || lanes < 32);
 }
 
 bool takes_tiles(const cuda_sparse_matrix & w) {
     constexpr int    MAX_EXPONENT = 15; // 2^exponent is an F16
     cuda_device_info device;
-    return w.layout == CUDA_SPARSE_LAYOUT_COMPACT && tiles_built(w.delta_bits, w.lanes) && w.exponent <= MAX_EXPONENT &&
+    return w.layout == CUDA_SPARSE_LAYOUT_FUSED && tiles_built(w.delta_bits, w.lanes) && w.exponent <= MAX_EXPONENT &&
            w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
            most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
@@ -389,8 +388,7 @@ bool takes_tiles(const cuda_sparse_matrix & w) {
 template <int BITS, int LANES, int BLOCKS, int SETS>
 static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
     // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense
-    // soonest with 24 warps; x of 32 columns comes sooner
-    // with 12, which have registers for it.
+    // soonest with 24 warps; x of 32 columns comes sooner with 12, which have registers for it.
     constexpr int TILE            = 8 * BLOCKS,
                   WARPS           = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
                                     : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
@@ -399,14 +397,14 @@ static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info 
     constexpr int64_t SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
     sparse_launch &   p           = q.p;
     const int         rows        = p.silu_mul ? TILE / 2 : TILE;
-    p.n_units                     = 0;
+    p.n_warp_rows                 = 0;
     for (int i = 0; i < p.n_matrices; i++) {
-        p.m[i].first_unit = p.n_units;
-        p.n_units += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
+        p.m[i].first_warp_rows = p.n_warp_rows;
+        p.n_warp_rows += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
     }
     q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
     q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SUMS_NBYTES));
-    const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_units)));
+    const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_warp_rows)));
     return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32,
                          TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
 }
@@ -425,7 +423,7 @@ static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info 
 }
 template <int BITS>
 static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    set_compact_weights(q.p.weight, BITS, tile_unit(BITS));
+    set_fused_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
     const auto launch = [&](auto n) {
         constexpr int LANES = decltype(n)::value;
         if constexpr (tiles_built(BITS, LANES)) {
@@ -447,7 +445,7 @@ cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t strea
     tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
     const dim3   blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS,
                       p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
-    CUDA_TRY(cuda_launch(stage_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p,
+    CUDA_TRY(cuda_launch(stage_x_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p,
                          static_cast<uint4 *>(x16)));
     switch (p.m[0].delta_bits) {
         case 2:  return launch_tiles_bits<2>(q, device, stream);

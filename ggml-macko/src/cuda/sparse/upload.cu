@@ -1,6 +1,5 @@
-// Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, kernels there make the
-// layout
-// (sparse-layout.h). The host only copies.
+// Brings a sparse matrix to the GPU: the file's arrays go to device staging memory as they are, and kernels there make
+// the layout (layout.h). The host only copies.
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat.cuh"
@@ -14,25 +13,24 @@ namespace macko::cuda {
 
 // ---- order of a row's entries ----
 
-// RUNS: place q is column q. STRIPED: place q is position (q + start) mod modulus; start differs for rows that share a
-// warp, so that
-// their first runs do not begin in the same bank.
+// The order of the entries of a row. Without banks, x_slot q is column q; with banks it is position (q + start) mod
+// x_slots. start differs between the rows of a warp, so that their first runs do not begin in the same bank.
 struct row_order {
-    int places; // of a row
-    int width;  // stripe; 0: RUNS
+    int x_slots; // of a row
+    int width;   // columns per bank; 0: without banks
     int start;
 
     __device__ row_order(const cuda_sparse_matrix & m, int64_t row) {
-        width  = m.stripe;
-        places = width ? 32 * width - 1 : static_cast<int>(m.cols);
-        start  = static_cast<int>(row % (32 / m.lanes)) * width;
+        width   = m.bank_width;
+        x_slots = width ? 32 * width - 1 : static_cast<int>(m.cols);
+        start   = static_cast<int>(row % (32 / m.lanes)) * width;
     }
-    // where x of this place is in shared memory: the column
+    // the column of this slot, which is its word of x in shared memory
     __device__ int word(int q) const {
         if (!width) {
             return q;
         }
-        const int p = q + start < places ? q + start : q + start - places;
+        const int p = q + start < x_slots ? q + start : q + start - x_slots;
         return p % width * 32 + p / width;
     }
 };
@@ -56,7 +54,7 @@ static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, u
         for (int i = 0; i < AHEAD; i++) {
             const int k = e + 32 * i + lane;
             if (k < end) {
-                step[i]  = 1 + file_code(raw.codes, k, raw.delta_bits);
+                step[i]  = 1 + file_delta(raw.deltas, k, raw.delta_bits);
                 value[i] = values[k];
             }
         }
@@ -72,16 +70,15 @@ static __device__ void decode_row(const cuda_sparse_matrix & raw, int64_t row, u
     __syncwarp();
 }
 
-// calls entry(index, place before the step + 1, code, value) for each entry of a row that decode_row() left in shared
-// memory, and
-// returns the number of entries, on all lanes
+// Calls entry(index, slot before the step + 1, delta, value) for each entry of a row that decode_row() left in shared
+// memory, and returns the number of entries, on all lanes.
 template <typename F>
 static __device__ int walk_row(const row_order & order, const uint16_t * dense, int delta_bits, F && entry) {
     const int lane = threadIdx.x % 32;
-    int       n = 0, last = -1; // entries so far, place of the last non-zero
-    for (int q0 = 0; q0 < order.places; q0 += 32) {
+    int       n = 0, last = -1; // entries so far, slot of the last non-zero
+    for (int q0 = 0; q0 < order.x_slots; q0 += 32) {
         const int      q      = q0 + lane;
-        const uint16_t value  = q < order.places ? dense[order.word(q)] : uint16_t(0);
+        const uint16_t value  = q < order.x_slots ? dense[order.word(q)] : uint16_t(0);
         const unsigned here   = __ballot_sync(FULL_WARP, value != 0);
         const unsigned below  = here & ((1u << lane) - 1);
         const int      before = below ? q0 + 31 - __clz(below) : last;
@@ -109,34 +106,34 @@ static __device__ int walk_row(const row_order & order, const uint16_t * dense, 
     return n;
 }
 
-// COMPACT: calls spilled(index, column, value) for each value of a row that the bits beside its code cannot say, and
-// returns their number, on all lanes
+// FUSED: calls outlier(index, column, value) for each value of a row that the bits beside its delta cannot say, and
+// returns their number, on all lanes.
 template <typename F>
-static __device__ int walk_spilled(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense,
-                                   F && spilled) {
+static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense,
+                                    F && outlier) {
     const int lane = threadIdx.x % 32;
     int       n    = 0;
-    for (int q0 = 0; q0 < order.places; q0 += 32) {
-        const int      word = q0 + lane < order.places ? order.word(q0 + lane) : -1;
-        const bool     here = word >= 0 && to_compact(dense[word], m.exponent, m.delta_bits) < 0;
+    for (int q0 = 0; q0 < order.x_slots; q0 += 32) {
+        const int      word = q0 + lane < order.x_slots ? order.word(q0 + lane) : -1;
+        const bool     here = word >= 0 && to_fused(dense[word], m.exponent, m.delta_bits) < 0;
         const unsigned all  = __ballot_sync(FULL_WARP, here);
         if (here) {
-            spilled(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
+            outlier(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
         }
         n += __popc(all);
     }
     return n;
 }
 
-// of a group
+// entries of a group
 static __device__ int entries_of(const cuda_sparse_matrix & m) {
-    return static_cast<int>(m.tails ? compact_entries(m.delta_bits) : CUDA_SPARSE_GROUP);
+    return static_cast<int>(m.tails ? fused_entries(m.delta_bits) : CUDA_SPARSE_GROUP);
 }
 
-constexpr int N_EXPONENTS = 30;
-constexpr int SPILLED     = 4; // values to a group
+constexpr int N_EXPONENTS       = 30;
+constexpr int OUTLIERS_OF_GROUP = 4; // values to a group
 
-// COMPACT: how many values each exponent can say. A value can be said with the exponents of an interval: +1 at its
+// FUSED: how many values can be said with each exponent. For a value the exponents that can are an interval: +1 at its
 // begin, -1 behind its end.
 static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
@@ -161,39 +158,39 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_a
     }
 }
 
-// what repack() reads back
+// what impl::repack() reads back
 struct repack_counts {
     int64_t groups;
-    int64_t spill_groups;
+    int64_t outlier_groups;
     int64_t unused_groups;
-    int32_t most_spill_groups; // of a row
+    int32_t most_outlier_groups; // of a row
     int32_t overshoot;
     int32_t exponents[N_EXPONENTS + 1];
 };
 
-// groups of each row into row_ptr[row + 1]
+// the groups of each row, to row_ptr[row + 1]
 static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, repack_counts * counts) {
     extern __shared__ __align__(16) uint16_t dense[];
     const row_order                          shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
-        decode_row(raw, row, dense, shape.places);
+        decode_row(raw, row, dense, shape.x_slots);
         const row_order order(m, row);
-        const int       n       = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
-        const int       spilled = m.tails ? walk_spilled(m, order, dense, [](int, int, uint16_t) {}) : 0;
+        const int       n        = walk_row(order, dense, m.delta_bits, [](int, int, unsigned, uint16_t) {});
+        const int       outliers = m.tails ? walk_outliers(m, order, dense, [](int, int, uint16_t) {}) : 0;
         if (threadIdx.x == 0) {
             int groups = (n + entries_of(m) - 1) / entries_of(m);
             if (m.tails) {
-                const int spill_groups = (spilled + SPILLED - 1) / SPILLED;
-                groups += spill_groups;
+                const int outlier_groups = (outliers + OUTLIERS_OF_GROUP - 1) / OUTLIERS_OF_GROUP;
+                groups += outlier_groups;
                 const int unused = m.cols >= CUDA_SPARSE_WIDE ? -groups & (CUDA_SPARSE_LINE - 1) : 0;
                 groups += unused;
-                // of more the matrix is not kept like this
-                m.tails[row] = static_cast<uint16_t>(tail_of(min(spill_groups, TAIL_MAX_SPILLED), unused));
-                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spill_groups),
-                          static_cast<unsigned long long>(spill_groups));
+                // with more the matrix gets another layout
+                m.tails[row] = static_cast<uint16_t>(tail_of(min(outlier_groups, TAIL_MAX_OUTLIERS), unused));
+                atomicAdd(reinterpret_cast<unsigned long long *>(&counts->outlier_groups),
+                          static_cast<unsigned long long>(outlier_groups));
                 atomicAdd(reinterpret_cast<unsigned long long *>(&counts->unused_groups),
                           static_cast<unsigned long long>(unused));
-                atomicMax(&counts->most_spill_groups, spill_groups);
+                atomicMax(&counts->most_outlier_groups, outlier_groups);
             }
             m.row_ptr[row + 1] = groups;
         }
@@ -201,7 +198,7 @@ static __global__ void count_kernel(const cuda_sparse_matrix raw, const cuda_spa
     }
 }
 
-// counts to offsets, in one block; *total may exceed 31 bits, and then row_ptr is not used
+// Counts to offsets, in one block. *total may exceed 31 bits, and then row_ptr is not used.
 static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * total) {
     __shared__ int64_t warp_total[32];
     const int          lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -231,38 +228,38 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
     }
 }
 
-// values, codes (both zero before) and bases
+// values and deltas, both zero before, and bases
 static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) uint16_t dense[];
     const int                                entries = entries_of(m);
     const row_order                          shape(m, 0);
     for (int64_t row = blockIdx.x; row < m.rows; row += gridDim.x) {
-        decode_row(raw, row, dense, shape.places);
-        const row_order  order(m, row);
-        const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
+        decode_row(raw, row, dense, shape.x_slots);
+        const row_order order(m, row);
+        const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
         if (m.tails) {
-            walk_spilled(m, order, dense, [&](int index, int word, uint16_t value) {
+            walk_outliers(m, order, dense, [&](int index, int word, uint16_t value) {
                 reinterpret_cast<uint32_t *>(
-                    m.values)[static_cast<int64_t>(places.begin + places.groups) * SPILLED + index] =
+                    m.values)[static_cast<int64_t>(span.begin + span.groups) * OUTLIERS_OF_GROUP + index] =
                     static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
             });
         }
-        walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned code, uint16_t value) {
+        walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned delta, uint16_t value) {
             const int k     = index % entries;
-            const int group = index / entries, run = places.run_of(group, m.lanes),
-                      in_run   = group - places.n_before(run, m.lanes);
-            const int64_t slot = places.slot(run, m.lanes, places.first_step(run) + in_run);
+            const int group = index / entries, run = span.run_of(group, m.lanes),
+                      in_run   = group - span.n_before(run, m.lanes);
+            const int64_t slot = span.slot(run, m.lanes, span.first_step(run) + in_run);
             if (m.tails) {
-                set_compact_entry(k, static_cast<uint32_t>(max(to_compact(value, m.exponent, m.delta_bits), 0)), code,
-                                  m.delta_bits, [&](int word, uint32_t bits) {
-                                      atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits);
-                                  });
+                set_fused_entry(k, static_cast<uint32_t>(max(to_fused(value, m.exponent, m.delta_bits), 0)), delta,
+                                m.delta_bits, [&](int word, uint32_t bits) {
+                                    atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits);
+                                });
             } else if (value != 0) {
                 reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
             }
-            if (code != 0 && !m.tails) {
-                const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
-                atomicOr(reinterpret_cast<unsigned *>(m.codes) + (bit >> 5), code << (bit & 31));
+            if (delta != 0 && !m.tails) {
+                const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
+                atomicOr(reinterpret_cast<unsigned *>(m.deltas) + (bit >> 5), delta << (bit & 31));
             }
             if (k == 0 && in_run == 0) {
                 m.bases[row * m.lanes + run] = static_cast<uint16_t>(order.word(from));
@@ -272,26 +269,26 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
     }
 }
 
-// one thread per run follows the codes as the product will, and finds how far past x they reach; INT32_MAX: further
-// than one lap
+// One thread per run follows the deltas as the product will, and finds how far past x they reach. INT32_MAX: further
+// than x repeats.
 static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * overshoot) {
     const int64_t run  = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
     int           most = 0;
     if (run < m.rows * m.lanes) {
-        const int64_t    row  = run / m.lanes;
-        const int        lane = static_cast<int>(run % m.lanes);
-        const row_places places(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
-        const int        modulus = 32 * m.stripe - 1;
-        int              at      = m.bases[run];
-        for (int step = places.first_step(lane); step < places.end_step(lane, m.lanes); step++) {
-            const int64_t slot  = places.slot(lane, m.lanes, step);
+        const int64_t  row  = run / m.lanes;
+        const int      lane = static_cast<int>(run % m.lanes);
+        const row_span span(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
+        const int      modulus = 32 * m.bank_width - 1;
+        int            at      = m.bases[run];
+        for (int step = span.first_step(lane); step < span.end_step(lane, m.lanes); step++) {
+            const int64_t slot  = span.slot(lane, m.lanes, step);
             int           steps = entries_of(m) - 1;
             for (int k = 0; k < entries_of(m); k++) {
                 if (m.tails) {
-                    steps += compact_code(reinterpret_cast<const uint32_t *>(m.values) + slot * 4, k, m.delta_bits);
+                    steps += fused_delta(reinterpret_cast<const uint32_t *>(m.values) + slot * 4, k, m.delta_bits);
                 } else {
-                    const int64_t bit = slot * 8 * m.delta_bits + code_shift(m.delta_bits, k);
-                    steps += static_cast<int>(m.codes[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+                    const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
+                    steps += static_cast<int>(m.deltas[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
                 }
             }
             const int last = at + 32 * steps;
@@ -311,8 +308,8 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
 
 // ---- uploader ----
 
-constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // a block of rows
-constexpr int     N_PINNED      = 32;                 // not more: pinning memory takes its time
+constexpr int64_t PINNED_NBYTES = int64_t(512) << 10; // about the rows that a thread hands over at a time
+constexpr int     N_PINNED      = 32;                 // pinning more takes too long
 
 // one piece of pinned memory, on its own stream
 struct pinned_buffer {
@@ -330,14 +327,14 @@ struct cuda_sparse_uploader::impl {
     pinned_buffer               pinned[N_PINNED];
     std::mutex                  mutex;
     std::condition_variable     freed;
-    std::deque<pinned_buffer *> unused; // those that nobody fills, the one that was filled first in front
+    std::deque<pinned_buffer *> unused; // buffers that nobody fills, the one that was filled first in front
 
     macko_desc         desc         = {};
     int64_t            n_padded     = 0;
     void *             dst          = nullptr;
-    cuda_sparse_matrix raw          = {}; // ROWS in staging memory
+    cuda_sparse_matrix raw          = {}; // layout FILE, in staging memory
     bool               have_row_ptr = false;
-    blocks_image       image        = {}; // its memory is used again: fresh pages are slow
+    quantized_image    image        = {}; // kept for the next matrix: fresh pages are slow
 
     ~impl() {
         cudaSetDevice(device);
@@ -352,8 +349,8 @@ struct cuda_sparse_uploader::impl {
         cudaFree(counts);
     }
 
-    // host memory of any kind to the device, for several threads; returns when `from` may be reused. The bytes are
-    // there after arrived()
+    // Host memory of any kind to the device, from several threads; returns when `from` may be reused. The bytes are
+    // there after arrived().
     int copy(void * to, const void * from, int64_t nbytes) {
         CUDA_OK(cudaSetDevice(device));
         for (int64_t at = 0; at < nbytes; at += PINNED_NBYTES) {
@@ -387,7 +384,7 @@ struct cuda_sparse_uploader::impl {
         return error;
     }
 
-    // while no thread copies
+    // Waits for all copies. No thread may be copying.
     int arrived() {
         for (pinned_buffer & p : pinned) {
             if (p.in_flight) {
@@ -398,11 +395,11 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // COMPACT: the exponent that can say most values
+    // FUSED: sets the exponent with which most values can be said
     int find_exponent(cuda_sparse_matrix * m) {
         const cudaStream_t stream = pinned[0].stream;
         exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(
-            raw, compact_exponents(m->delta_bits), counts->exponents);
+            raw, fused_exponents(m->delta_bits), counts->exponents);
         CUDA_OK(cudaGetLastError());
         int32_t changes[N_EXPONENTS + 1];
         CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
@@ -418,18 +415,18 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // a dense row
+    // of a dense row
     int      shared_nbytes_of(const cuda_sparse_matrix & m) const { return static_cast<int>(cuda_sparse_words(m) * 2); }
     unsigned blocks_of(const cuda_sparse_matrix & m) const {
         return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32));
     }
 
-    // The groups of each row, in m->row_ptr and m->tails, with codes of m->delta_bits. m->exponent is set
+    // Finds the groups of each row, to m->row_ptr and m->tails, with deltas of m->delta_bits; sets m->exponent.
     int count(cuda_sparse_matrix * m, repack_counts * found) {
         const cudaStream_t stream = pinned[0].stream;
         CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
-        if (m->layout == CUDA_SPARSE_LAYOUT_COMPACT) {
+        if (m->layout == CUDA_SPARSE_LAYOUT_FUSED) {
             if (const int status = find_exponent(m)) {
                 return status;
             }
@@ -443,12 +440,12 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // The same for COMPACT, with the width of codes that takes fewest groups: 3 bits beside values of few exponents, or
-    // about what the file has; m->stripe suits it
-    int count_compact(cuda_sparse_matrix * m, repack_counts * found) {
+    // The same for FUSED, with the width of deltas that takes fewest groups: 3 bits beside values of few exponents, or
+    // about as many as in the file. Sets m->delta_bits and m->bank_width.
+    int count_fused(cuda_sparse_matrix * m, repack_counts * found) {
         if (m->delta_bits == 8) {
             m->delta_bits = 6;
-            m->stripe     = 0;
+            m->bank_width = 0;
             return count(m, found);
         }
         const int32_t other = std::max(m->delta_bits, 2);
@@ -466,43 +463,44 @@ struct cuda_sparse_uploader::impl {
         return count(m, found);
     }
 
-    // Makes the layout of m if there are kernels for it and it fits the reserved memory (*fits). wanted: the choice is
-    // ours, and where RUNS is as fast (codes of 8 bits), COMPACT is taken only if its spilled values take at most half
-    // of what it saves beside separate values and codes. Sets m.overshoot, and of COMPACT m.exponent and m.delta_bits.
-    int repack(cuda_sparse_matrix * m, bool wanted, bool * fits) {
-        *fits                 = false;
-        const bool    compact = m->layout == CUDA_SPARSE_LAYOUT_COMPACT;
-        const int64_t room    = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        if (cuda_sparse_words(*m) > room || (compact && m->type != GGML_MACKO_TYPE_F16) ||
-            (!compact && !cuda_sparse_has_kernels(*m))) {
+    // Makes the layout of m if there are kernels for it and it fits the reserved memory (*fits). automatic: no layout
+    // was asked for, and where INTERLEAVED is as fast (deltas of 8 bits), FUSED is taken only if its outliers take at
+    // most half of what it saves beside separate values and deltas. Sets m->overshoot, and of FUSED m->exponent and
+    // m->delta_bits.
+    int repack(cuda_sparse_matrix * m, bool automatic, bool * fits) {
+        *fits               = false;
+        const bool    fused = m->layout == CUDA_SPARSE_LAYOUT_FUSED;
+        const int64_t room  = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        if (cuda_sparse_words(*m) > room || (fused && m->type != GGML_MACKO_TYPE_F16) ||
+            (!fused && !cuda_sparse_has_kernels(*m))) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
         repack_counts      found;
-        if (const int status = compact ? count_compact(m, &found) : count(m, &found)) {
+        if (const int status = fused ? count_fused(m, &found) : count(m, &found)) {
             return status;
         }
-        if (!cuda_sparse_has_kernels(*m)) { // of COMPACT known only now: count_compact() sets the width of its codes
+        if (!cuda_sparse_has_kernels(*m)) { // FUSED has the width of its deltas from count_fused()
             return GGML_MACKO_STATUS_OK;
         }
         const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
                       group      = 2 * CUDA_SPARSE_GROUP;
-        const bool saves         = 2 * group * found.spill_groups <=
-                           of_striped - group * (found.groups - found.spill_groups - found.unused_groups);
+        const bool saves         = 2 * group * found.outlier_groups <=
+                           of_striped - group * (found.groups - found.outlier_groups - found.unused_groups);
         if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) ||
-            found.most_spill_groups > TAIL_MAX_SPILLED || (compact && wanted && desc.delta_bits == 8 && !saves)) {
+            found.most_outlier_groups > TAIL_MAX_OUTLIERS || (fused && automatic && desc.delta_bits == 8 && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
         CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));
-        if (m->codes) {
-            CUDA_OK(cudaMemsetAsync(m->codes, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)),
+        if (m->deltas) {
+            CUDA_OK(cudaMemsetAsync(m->deltas, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)),
                                     stream));
         }
         CUDA_OK(cudaMemsetAsync(m->bases, 0, static_cast<size_t>(m->rows * m->lanes * 2), stream));
         CUDA_OK(cudaFuncSetAttribute(repack_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         repack_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m);
         CUDA_OK(cudaGetLastError());
-        if (m->stripe) {
+        if (m->bank_width) {
             overshoot_kernel<<<static_cast<unsigned>((m->rows * m->lanes + 255) / 256), 256, 0, stream>>>(
                 *m, &counts->overshoot);
             CUDA_OK(cudaGetLastError());
@@ -537,10 +535,10 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
 int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void * dst) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    if (const int status = s.arrived()) { // of a matrix that was given up
+    if (const int status = s.arrived()) { // copies of a matrix that was given up
         return status;
     }
-    const int64_t nbytes = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, nullptr).nbytes;
+    const int64_t nbytes = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_FILE, 0, nullptr).nbytes;
     if (nbytes > s.staging_nbytes) {
         CUDA_OK(cudaFree(s.staging));
         s.staging        = nullptr;
@@ -551,7 +549,7 @@ int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void 
     s.desc         = desc;
     s.n_padded     = n_padded;
     s.dst          = dst;
-    s.raw          = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_ROWS, 0, s.staging);
+    s.raw          = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_FILE, 0, s.staging);
     s.have_row_ptr = false;
     return GGML_MACKO_STATUS_OK;
 }
@@ -575,32 +573,33 @@ int cuda_sparse_uploader::rows(const macko_view & view) {
         status = s.copy(s.raw.values + begin * value, static_cast<const uint8_t *>(r.values) + (begin - r.base) * value,
                         (end - begin) * value);
     }
-    // the first and last byte may hold codes of neighbouring rows: the file's, the same ones that the neighbour writes
+    // The first and the last byte may hold deltas of neighbouring rows. The neighbour writes the same bytes of the
+    // file.
     const int64_t byte_begin = begin * b / 8, byte_end = (end * b + 7) / 8;
     if (status == GGML_MACKO_STATUS_OK && begin < end) {
-        status = s.copy(s.raw.codes + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
+        status = s.copy(s.raw.deltas + byte_begin, r.deltas + byte_begin - r.base * b / 8, byte_end - byte_begin);
     }
     return status;
 }
 
-int cuda_sparse_uploader::packed(const packed_view & view, const blocks_shape & shape, void * dst, int n_threads,
+int cuda_sparse_uploader::packed(const packed_view & view, const quantized_shape & shape, void * dst, int n_threads,
                                  cuda_sparse_matrix * out, cuda_memory * outgrown) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
-    const packed_desc & desc      = view.arrays().desc;
-    blocks_shape        used      = shape;
-    int64_t             max_spill = cuda_blocks_max_spill(desc, shape);
-    blocks_image &      image     = s.image;
-    cuda_blocks_make(view, used, max_spill, n_threads, &image);
-    if (image.n_spill > max_spill) {
-        used = { 8, shape.lanes }; // the fewest spill
-        cuda_blocks_make(view, used, 0, n_threads, &image);
-        max_spill = image.n_spill;
-        cuda_blocks_make(view, used, max_spill, n_threads, &image);
+    const packed_desc & desc         = view.arrays().desc;
+    quantized_shape     used         = shape;
+    int64_t             max_outliers = cuda_quantized_max_outliers(desc, shape);
+    quantized_image &   image        = s.image;
+    cuda_quantized_make(view, used, max_outliers, n_threads, &image);
+    if (image.n_outliers > max_outliers) {
+        used = { 8, shape.lanes }; // has the fewest outliers
+        cuda_quantized_make(view, used, 0, n_threads, &image);
+        max_outliers = image.n_outliers;
+        cuda_quantized_make(view, used, max_outliers, n_threads, &image);
         CUDA_OK(cudaMalloc(&dst, image.memory.size()));
         outgrown->reset(dst);
     }
-    *out             = cuda_blocks_bind(desc, used, max_spill, dst);
+    *out             = cuda_quantized_bind(desc, used, max_outliers, dst);
     out->overshoot   = image.matrix.overshoot;
     const int status = s.copy(dst, image.memory.data(), out->nbytes);
     const int late   = s.arrived();
@@ -615,19 +614,19 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     if (const int status = s.arrived()) {
         return status;
     }
-    const bool    stripes = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon walks around all of them
-    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_COMPACT, CUDA_SPARSE_LAYOUT_STRIPED, CUDA_SPARSE_LAYOUT_RUNS,
-                               CUDA_SPARSE_LAYOUT_ROWS };
+    const bool    banks = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon passes through all of them
+    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED, CUDA_SPARSE_LAYOUT_INTERLEAVED,
+                               CUDA_SPARSE_LAYOUT_FILE };
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
-        const bool    striped   = wish == CUDA_SPARSE_LAYOUT_COMPACT || wish == CUDA_SPARSE_LAYOUT_STRIPED;
-        if (layout < 0 && striped && !stripes) {
+        const bool    banked    = wish == CUDA_SPARSE_LAYOUT_FUSED || wish == CUDA_SPARSE_LAYOUT_BANKED;
+        if (layout < 0 && banked && !banks) {
             continue;
         }
         cuda_sparse_matrix m = cuda_sparse_bind(
             s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
         bool fits = true;
-        if (candidate == CUDA_SPARSE_LAYOUT_ROWS) {
+        if (candidate == CUDA_SPARSE_LAYOUT_FILE) {
             CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice,
                                     s.pinned[0].stream));
             CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));

@@ -60,7 +60,7 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
         parts.take(&d.bases, int64_t(d.n_pieces) * EC_LANES);
         parts.take(&d.rows, int64_t(d.n_pieces) * d.granularity);
         parts.take(&d.slots, int64_t(d.n_pieces) * d.granularity);
-        parts.take(&d.codes, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
+        parts.take(&d.deltas, d.n_chunks * CUDA_EC_CSR_CHUNK * desc.delta_bits / 8);
         parts.take(&d.values, d.n_chunks * CUDA_EC_CSR_CHUNK * d.granularity * value_nbytes(desc.type));
         b.n_pieces += d.n_pieces;
         n_slots += int64_t(d.n_pieces) * d.granularity;
@@ -75,22 +75,22 @@ cuda_ec_csr_blocks cuda_ec_csr_bind(const ec_csr_view & view, bool all, void * m
 
 namespace {
 
-// what is common to the pieces of a set while they are filled
+// what the pieces of a set share while they are filled
 struct set_filler {
     const ec_csr_arrays &   a;
     const ec_csr_range &    s;
     const cuda_ec_csr_set & d;
 
-    void put_code(int64_t chunk, int64_t lane, int64_t k, uint32_t code) const {
-        const int64_t bit = ((chunk * EC_LANES + lane) * EC_VECTOR + k) * a.desc.delta_bits;
-        d.codes[bit >> 3] = static_cast<uint8_t>(d.codes[bit >> 3] | code << (bit & 7));
+    void put_delta(int64_t chunk, int64_t lane, int64_t k, uint32_t delta) const {
+        const int64_t bit  = ((chunk * EC_LANES + lane) * EC_VECTOR + k) * a.desc.delta_bits;
+        d.deltas[bit >> 3] = static_cast<uint8_t>(d.deltas[bit >> 3] | delta << (bit & 7));
     }
 
-    // values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block; from: the
-    // file's for this column
+    // Values of column k of a lane in a chunk, for rows first ... first + granularity - 1 of the block. from: the
+    // values of this column in the file.
     void put_values(int64_t chunk, int64_t lane, int64_t k, const uint8_t * from) const {
         const int64_t size = value_nbytes(a.desc.type), n_vectors = EC_VECTOR * d.granularity * size / 16;
-        const int64_t begin = k * d.granularity * size; // in bytes of this lane's values of the chunk
+        const int64_t begin = k * d.granularity * size; // in the bytes of this lane's values of the chunk
         for (int64_t done = 0; done < d.granularity * size;) {
             const int64_t byte = begin + done, n = std::min<int64_t>(d.granularity * size - done, 16 - byte % 16);
             memcpy(d.values + ((chunk * n_vectors + byte / 16) * EC_LANES + lane) * 16 + byte % 16, from + done,
@@ -103,12 +103,12 @@ struct set_filler {
         return static_cast<const uint16_t *>(a.bases)[(s.block + block) * EC_LANES + lane];
     }
 
-    // the rows first ... of a block with vectors of 4 columns: lanes stay as they are
+    // the rows from `first` on of a block with vectors of 4 columns: lanes stay as they are
     void long_piece(int64_t block, int64_t piece, int64_t first) const {
         const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block];
         const auto *  values = static_cast<const uint8_t *>(a.values) + (s.value + col * s.granularity + first) * size;
         const int64_t n = d.chunk_ptr[piece + 1] - d.chunk_ptr[piece], bits = a.desc.delta_bits;
-        memcpy(d.codes + d.chunk_ptr[piece] * CUDA_EC_CSR_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
+        memcpy(d.deltas + d.chunk_ptr[piece] * CUDA_EC_CSR_CHUNK * bits / 8, a.deltas + (s.col + col) * bits / 8,
                static_cast<size_t>(n * CUDA_EC_CSR_CHUNK * bits / 8));
         for (int64_t lane = 0; lane < EC_LANES; lane++) {
             d.bases[piece * EC_LANES + lane] = base(block, lane);
@@ -119,7 +119,7 @@ struct set_filler {
         }
     }
 
-    // a short block: its list of columns dealt to the lanes again, four each
+    // a short block: its columns are dealt to the lanes again, four each
     void short_piece(int64_t block, int64_t piece) const {
         const int64_t size = value_nbytes(a.desc.type), col = a.blk_ptr[s.blk_ptr + block],
                       per_lane = (a.blk_ptr[s.blk_ptr + block + 1] - col) / EC_LANES;
@@ -132,7 +132,7 @@ struct set_filler {
             if (i % EC_VECTOR == 0) {
                 d.bases[piece * EC_LANES + i / EC_VECTOR] = static_cast<uint16_t>(column);
             } else {
-                put_code(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, static_cast<uint32_t>(column - before));
+                put_delta(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, static_cast<uint32_t>(column - before));
             }
             put_values(d.chunk_ptr[piece], i / EC_VECTOR, i % EC_VECTOR, values + e * size);
         }

@@ -1,10 +1,9 @@
-// y = W x, W with blocks of rows that share their columns (ec-csr-layout.h; EC-SpMV paper, section 7). Three launches:
-// the sums of all pieces, each to
-// a slot of its own; the slots of each row added up, in their order (the paper has atomic additions); what is left of
-// the rows, by MACKO's
-// kernel, which adds to them. Each can start before the one ahead has ended.
+// y = W x, W with blocks of rows that share their columns (ec-csr/layout.h; EC-SpMV paper, section 7). Three launches:
+// the sums of all pieces, each to a slot of its own; the slots of each row added up in their order (the paper has
+// atomic additions); the rest of the rows by the kernel of MACKO rows, which adds to them. Each can start before the
+// one ahead has ended.
 #include "cuda/sparse/ec-csr/mul-mat.cuh"
-#include "cuda/sparse/runs.cuh"
+#include "cuda/sparse/interleaved.cuh"
 
 #include <algorithm>
 
@@ -12,7 +11,7 @@ namespace macko::cuda {
 
 namespace {
 
-struct blocks_launch {
+struct pieces_launch {
     cuda_ec_csr_set sets[EC_MAX_SETS];
     int32_t         first_piece[EC_MAX_SETS]; // counted over all sets
     int32_t         n_sets;
@@ -22,21 +21,21 @@ struct blocks_launch {
     int32_t         n_columns;
     int32_t         n_slots;
     float *         partial;
-    bool            rounds;    // x to the type of the weights, as MACKO's kernel does with several columns
-    uint32_t        weight[4]; // dp4a: bytes from one column of x to the next, for codes 0 ... k
+    bool            rounds;    // x is rounded to the type of the weights, as with several columns of MACKO rows
+    uint32_t        weight[4]; // of dp4a: bytes from one column of x to the next, for deltas 0 ... k
 };
 
 // ---- a lane's four columns of a chunk ----
 
-template <int BITS> struct chunk_codes;
-template <> struct chunk_codes<8> {
+template <int BITS> struct chunk_deltas;
+template <> struct chunk_deltas<8> {
     uint32_t                        c;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t i) {
         c = load_streaming(reinterpret_cast<const uint32_t *>(p) + i);
     }
     __device__ __forceinline__ uint32_t bytes() const { return c; }
 };
-template <> struct chunk_codes<4> {
+template <> struct chunk_deltas<4> {
     uint32_t                        c;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t i) {
         c = load_streaming(reinterpret_cast<const uint16_t *>(p) + i);
@@ -78,7 +77,7 @@ template <int NX> __device__ __forceinline__ void gather(float (&x)[NX], uint32_
 
 template <typename T, int BITS, int G, int NX> struct chunk {
     chunk_values<T, G> values;
-    chunk_codes<BITS>  codes;
+    chunk_deltas<BITS> deltas;
 
     template <int J>
     __device__ __forceinline__ uint32_t add(uint32_t packed, uint32_t at, const uint32_t * weight,
@@ -99,9 +98,9 @@ template <typename T, int BITS, int G, int NX> struct chunk {
             add_rows<J, K + 1>(x, sum);
         }
     }
-    // at: address of x at the column before; returns that of the last one
+    // at: the address of x at the column before; returns that of the last one
     __device__ __forceinline__ uint32_t multiply(uint32_t at, const uint32_t * weight, float (&sum)[NX][G]) const {
-        const uint32_t packed = codes.bytes();
+        const uint32_t packed = deltas.bytes();
         add<0>(packed, at, weight, sum);
         add<1>(packed, at, weight, sum);
         add<2>(packed, at, weight, sum);
@@ -111,8 +110,8 @@ template <typename T, int BITS, int G, int NX> struct chunk {
 
 // ---- sums over the lanes ----
 
-// v[r] summed over the warp, for r = lane * G / 32: each exchange halves the rows that a lane looks after, then the
-// lanes of a row add up
+// v[r] summed over the warp, r = lane * G / 32. Each exchange halves the rows of a lane, then the lanes of a row add
+// up.
 template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
     int offset = 16;
 #pragma unroll
@@ -135,8 +134,8 @@ template <int G> __device__ __forceinline__ float sum_rows(float (&v)[G]) {
 
 // ---- the pieces of a set ----
 
-// x, or NX columns of it interleaved
-template <typename T, int NX> __device__ __forceinline__ void fill_columns(float * xs, const blocks_launch & p) {
+// one column of x, or NX side by side
+template <typename T, int NX> __device__ __forceinline__ void fill_columns(float * xs, const pieces_launch & p) {
     const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
     if constexpr (NX == 1) {
         const int aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 ? p.cols & ~3 : 0;
@@ -168,14 +167,15 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 
 // fill: x to shared memory, after the first loads are on their way
 template <typename T, int BITS, int G, int NX, typename FILL>
-__device__ __forceinline__ void multiply_set(const blocks_launch & p, int index, uint32_t x_address, FILL && fill) {
+__device__ __forceinline__ void multiply_set(const pieces_launch & p, int index, uint32_t x_address, FILL && fill) {
     constexpr int VECTORS = chunk_values<T, G>::VECTORS;
-    // chunks ahead: more spill registers and are slower (notes)
+    // chunks ahead: with more, registers spill, which is slower (measured)
     constexpr int           DEPTH  = VECTORS == 1 ? 4 : VECTORS == 2 ? 2 : 1;
     const cuda_ec_csr_set & set    = p.sets[index];
     const int               lane   = threadIdx.x % 32;
     const int               stride = gridDim.x * (blockDim.x / 32);
-    const int warp  = blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all: sets are dealt out one behind the other
+    const int               warp =
+        blockIdx.x + gridDim.x * (threadIdx.x / 32); // of all blocks: sets are dealt out one behind the other
     const int first = (warp - p.first_piece[index] % stride + stride) % stride;
 
     struct piece {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index,
     const auto            load = [&](chunk<T, BITS, G, NX> & c, const piece & t, int i) {
         if (t.begin + i < t.end) {
             c.values.load(set.values, t.begin + i, lane);
-            c.codes.load(set.codes, static_cast<int64_t>(t.begin + i) * 32 + lane);
+            c.deltas.load(set.deltas, static_cast<int64_t>(t.begin + i) * 32 + lane);
         }
     };
     piece t = fetch(first);
@@ -247,11 +247,11 @@ __device__ __forceinline__ void multiply_set(const blocks_launch & p, int index,
     }
 }
 
-// at most: fewer warps than MACKO's kernel has, with more registers, because sums and chunks of several rows need them
+// At most. Fewer warps than for MACKO rows, with more registers: sums and chunks of several rows need them.
 constexpr int THREADS = 512;
 
 template <typename T, int BITS, int NX>
-__global__ void __launch_bounds__(THREADS, 1) blocks_kernel(const __grid_constant__ blocks_launch p) {
+__global__ void __launch_bounds__(THREADS, 1) pieces_kernel(const __grid_constant__ pieces_launch p) {
     extern __shared__ __align__(16) float xs[];
     const uint32_t                        x_address = static_cast<uint32_t>(__cvta_generic_to_shared(xs));
     for (int s = 0; s < p.n_sets; s++) {
@@ -316,34 +316,34 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ sums_
 // ---- launches ----
 
 template <typename T, int BITS>
-cudaError_t launch_blocks(blocks_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
+cudaError_t launch_pieces(pieces_launch & p, int nx, int n_pieces, bool programmatic, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     for (int k = 0; k < 4; k++) {
         p.weight[k] = (0x01010101u >> (24 - 8 * k)) * static_cast<uint32_t>(4 * nx);
     }
-    const int blocks = std::min(device.multiprocessors, n_pieces); // one per SM: x is in shared memory once
+    const int blocks = std::min(device.multiprocessors, n_pieces); // one per multiprocessor: x is in shared memory once
     // 8 at least: they fetch x
     const int     warps  = std::max(8, std::min(THREADS / 32, (n_pieces + blocks - 1) / blocks));
     const int64_t shared = static_cast<int64_t>(p.cols) * 4 * nx;
     const dim3    grid(static_cast<unsigned>(blocks));
-    return nx == 1 ? launch_kernel(blocks_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
-                   : launch_kernel(blocks_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared,
+    return nx == 1 ? launch_kernel(pieces_kernel<T, BITS, 1>, p, grid, warps * 32, shared, programmatic, stream)
+                   : launch_kernel(pieces_kernel<T, BITS, CUDA_EC_CSR_MAX_COLUMNS>, p, grid, warps * 32, shared,
                                    programmatic, stream);
 }
 
 template <typename T>
-cudaError_t launch_blocks(blocks_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic,
+cudaError_t launch_pieces(pieces_launch & p, int delta_bits, int nx, int n_pieces, bool programmatic,
                           cudaStream_t stream) {
-    return delta_bits == 4 ? launch_blocks<T, 4>(p, nx, n_pieces, programmatic, stream)
-                           : launch_blocks<T, 8>(p, nx, n_pieces, programmatic, stream);
+    return delta_bits == 4 ? launch_pieces<T, 4>(p, nx, n_pieces, programmatic, stream)
+                           : launch_pieces<T, 8>(p, nx, n_pieces, programmatic, stream);
 }
 
 // a.n columns of x, at most nx, of one matrix with blocks b
 cudaError_t multiply_columns(const cuda_ec_csr_blocks & b, const cuda_sparse_mul_mat_params & a, int nx,
                              cudaStream_t stream) {
     const cuda_sparse_matrix & w = *a.w[0];
-    blocks_launch              p = {};
+    pieces_launch              p = {};
     std::copy_n(b.sets, b.n_sets, p.sets);
     for (int i = 1; i < b.n_sets; i++) {
         p.first_piece[i] = p.first_piece[i - 1] + b.sets[i - 1].n_pieces;
@@ -358,12 +358,12 @@ cudaError_t multiply_columns(const cuda_ec_csr_blocks & b, const cuda_sparse_mul
     p.rounds    = a.n > 1;
     switch (b.type) {
         case GGML_MACKO_TYPE_F16:
-            CUDA_TRY(launch_blocks<__half>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+            CUDA_TRY(launch_pieces<__half>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
             break;
         case GGML_MACKO_TYPE_BF16:
-            CUDA_TRY(launch_blocks<__nv_bfloat16>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+            CUDA_TRY(launch_pieces<__nv_bfloat16>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
             break;
-        default: CUDA_TRY(launch_blocks<float>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
+        default: CUDA_TRY(launch_pieces<float>(p, b.delta_bits, nx, b.n_pieces, a.programmatic, stream));
     }
     const int32_t     n_rows = static_cast<int32_t>(a.row_end[0] - a.row_begin[0]);
     const sums_launch s      = { b.slot_ptr + a.row_begin[0],

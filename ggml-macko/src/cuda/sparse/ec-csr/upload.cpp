@@ -13,7 +13,7 @@ namespace macko::cuda {
 
 namespace {
 
-// MACKO's arrays of a recoded matrix to the GPU, from several threads
+// brings the arrays of a matrix that was recoded to MACKO to the GPU, from several threads
 int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_threads, void * dst,
                 cuda_sparse_matrix * out) {
     if (const int status = uploader.begin(m.desc, n_padded(m.row_ptr.back()), dst)) {
@@ -38,13 +38,13 @@ int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_t
     return failed ? fail(failed, "a matrix could not be copied to the GPU") : uploader.finish(out);
 }
 
-// entries of a matrix as MACKO with delta_bits
+// entries of a matrix recoded to MACKO with delta_bits
 int64_t entries(const ggml_macko_count & count, int32_t delta_bits) {
     return count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
 }
 
-// The rows of a matrix as the GPU would keep them, with codes of the width that takes least memory: never more than
-// with the file's.
+// The rows of a matrix as the GPU would keep them, with the width of deltas that takes the least memory: never more
+// than with the file's own.
 struct rows_plan {
     macko_desc desc   = {};
     int64_t    padded = 0;

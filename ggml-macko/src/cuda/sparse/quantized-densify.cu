@@ -1,21 +1,21 @@
-// Rows of the BLOCKS layout (sparse-blocks.h) back to dense ones.
-#include "cuda/sparse/blocks-groups.cuh"
+// Rows of the QUANTIZED layout (quantized.h) back to dense ones.
 #include "cuda/sparse/mul-mat-params.cuh"
+#include "cuda/sparse/quantized-groups.cuh"
 
 #include <algorithm>
 
 namespace macko::cuda {
 
-struct unpack_blocks_params {
+struct densify_quantized_params {
     cuda_sparse_matrix m;
     int64_t            row_begin, row_end;
     void *             dst;
     int64_t            ld;
     int32_t            pitch;  // elements of a row in shared memory, a multiple of 8
-    bool               vector; // rows of dst are aligned to 16 bytes, and of whole 16 bytes
+    bool               vector; // rows of dst are aligned to 16 bytes and take a multiple of 16 bytes
 };
 
-// d * q to nearest even, the largest finite value where that is too large, +0 if it is 0 (FORMAT.md section 7)
+// d * q rounded to nearest even, the largest finite value where that overflows, +0 for 0 (FORMAT.md section 7)
 __device__ __forceinline__ void to_dense(float * to, float v) { *to = v == 0.0f ? 0.0f : v; }
 __device__ __forceinline__ void to_dense(__half * to, float v) {
     *to = v == 0.0f ? __half(0.0f) : __float2half_rn(fminf(fmaxf(v, -65504.0f), 65504.0f));
@@ -25,28 +25,27 @@ __device__ __forceinline__ void to_dense(__nv_bfloat16 * to, float v) {
 }
 
 // A warp per 32 / lanes rows: zeros in shared memory, the entries of each run scattered to their columns there, then
-// the spilled ones, whose
-// columns the walk may have passed with a 0, then all of it to dst.
+// the outliers, over whose columns the walk may have written 0, then all of it to dst.
 template <typename V, int BITS, typename D>
-__global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant__ unpack_blocks_params p) {
+__global__ void __launch_bounds__(32) densify_quantized_kernel(const __grid_constant__ densify_quantized_params p) {
     extern __shared__ __align__(16) uint4 shared_rows[];
     const cuda_sparse_matrix &            m = p.m;
     const int lanes = m.lanes, rows = 32 / lanes, lane = threadIdx.x % lanes, sub = threadIdx.x / lanes,
-              width = m.stripe;
+              width = m.bank_width;
     D * mine        = reinterpret_cast<D *>(shared_rows) + sub * p.pitch;
     cuda_wait_for_previous();
     cuda_allow_next();
 
     for (int64_t row0 = p.row_begin + static_cast<int64_t>(blockIdx.x) * rows; row0 < p.row_end;
          row0 += static_cast<int64_t>(gridDim.x) * rows) {
-        const int64_t         row    = row0 + sub;
-        const uint8_t *       record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * blocks_row_nbytes(lanes);
-        const cuda_blocks_row head =
-            row < p.row_end ? *reinterpret_cast<const cuda_blocks_row *>(record) : cuda_blocks_row{};
-        const int        groups    = head.n_groups;
-        const blocks_run run       = blocks_run_of(groups, lane, blocks_lane_bits(lanes));
-        const int        copy      = static_cast<int>(row % rows) * lanes * width; // place of column 0
-        const auto       column_of = [&](int word) { // negative: entries of another row in front of this one's
+        const int64_t   row    = row0 + sub;
+        const uint8_t * record = reinterpret_cast<const uint8_t *>(m.row_ptr) + row * quantized_row_nbytes(lanes);
+        const cuda_quantized_row head =
+            row < p.row_end ? *reinterpret_cast<const cuda_quantized_row *>(record) : cuda_quantized_row{};
+        const int           groups    = head.n_groups;
+        const quantized_run run       = quantized_run_of(groups, lane, quantized_lane_bits(lanes));
+        const int           copy      = static_cast<int>(row % rows) * lanes * width; // x_slot of column 0
+        const auto          column_of = [&](int word) { // negative: entries of another row in front of this one's
             const int column = word % 32 * width + word / 32 - copy;
             return column < lanes * width ? column : column - (32 * width - 1);
         };
@@ -68,29 +67,29 @@ __global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant
         };
         for (int s = 0; s < run.groups; s++) {
             loaded_group<V, BITS> g;
-            g.load(m.values, static_cast<unsigned>(blocks_group(head, lanes, s, run.slot)));
+            g.load(m.values, static_cast<unsigned>(quantized_group(head, lanes, s, run.slot)));
             const float d     = g.scale() * V::UNIT;
             const auto  quads = [&](auto i) {
                 constexpr int I = decltype(i)::value;
                 scatter(d, V::template quad<I>(g.values.w),
-                         quad_codes<BITS, I>(g.codes.w) >> (BITS < 8 && I % 2 ? BITS : 0));
+                         quad_deltas<BITS, I>(g.deltas.w) >> (BITS < 8 && I % 2 ? BITS : 0));
             };
             quads(std::integral_constant<int, 0>()), quads(std::integral_constant<int, 1>()),
                 quads(std::integral_constant<int, 2>()), quads(std::integral_constant<int, 3>());
             quads(std::integral_constant<int, 4>()), quads(std::integral_constant<int, 5>()),
                 quads(std::integral_constant<int, 6>()), quads(std::integral_constant<int, 7>());
         }
-        if (BITS < 8 && lane < blocks_segments(head, lanes)) {
-            block_segment s;
-            s.load(m.codes, static_cast<int>(head.rest >> 8) + lane);
+        if (BITS < 8 && lane < quantized_segments(head, lanes)) {
+            quantized_segment s;
+            s.load(m.deltas, static_cast<int>(head.rest >> 8) + lane);
             column = column_of(static_cast<int>(s.word()));
-            scatter(s.scale() * V::UNIT, s.values(0), s.codes<BITS>(0));
-            scatter(s.scale() * V::UNIT, s.values(1), s.codes<BITS>(1) >> BITS);
+            scatter(s.scale() * V::UNIT, s.values(0), s.deltas<BITS>(0));
+            scatter(s.scale() * V::UNIT, s.values(1), s.deltas<BITS>(1) >> BITS);
         }
         __syncwarp();
         if (row < p.row_end) {
-            for (int e = head.first_spilled + lane; e < head.first_spilled + head.n_spilled; e += lanes) {
-                to_dense(mine + column_of(static_cast<int>(m.spill[e].word)), m.spill[e].value);
+            for (int e = head.first_outlier + lane; e < head.first_outlier + head.n_outliers; e += lanes) {
+                to_dense(mine + column_of(static_cast<int>(m.outliers[e].word)), m.outliers[e].value);
             }
         }
         __syncwarp();
@@ -113,10 +112,10 @@ __global__ void __launch_bounds__(32) unpack_blocks_kernel(const __grid_constant
 }
 
 template <typename V, int BITS, typename D>
-static cudaError_t launch_unpack(unpack_blocks_params & p, cudaStream_t stream) {
+static cudaError_t launch_densify(densify_quantized_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    const auto kernel = unpack_blocks_kernel<V, BITS, D>;
+    const auto kernel = densify_quantized_kernel<V, BITS, D>;
     const int  rows   = 32 / p.m.lanes;
     p.pitch           = static_cast<int32_t>((p.m.cols + 7) & ~int64_t(7));
     p.vector =
@@ -131,28 +130,29 @@ static cudaError_t launch_unpack(unpack_blocks_params & p, cudaStream_t stream) 
     return cudaGetLastError();
 }
 
-template <typename V, typename D> static cudaError_t launch_unpack_bits(unpack_blocks_params & p, cudaStream_t stream) {
+template <typename V, typename D>
+static cudaError_t launch_densify_bits(densify_quantized_params & p, cudaStream_t stream) {
     switch (p.m.delta_bits) {
-        case 3:  return launch_unpack<V, 3, D>(p, stream);
-        case 4:  return launch_unpack<V, 4, D>(p, stream);
-        default: return launch_unpack<V, 8, D>(p, stream);
+        case 3:  return launch_densify<V, 3, D>(p, stream);
+        case 4:  return launch_densify<V, 4, D>(p, stream);
+        default: return launch_densify<V, 8, D>(p, stream);
     }
 }
 
 template <typename V>
-static cudaError_t launch_unpack_type(unpack_blocks_params & p, int32_t type, cudaStream_t stream) {
+static cudaError_t launch_densify_type(densify_quantized_params & p, int32_t type, cudaStream_t stream) {
     switch (type) {
-        case GGML_MACKO_TYPE_F16:  return launch_unpack_bits<V, __half>(p, stream);
-        case GGML_MACKO_TYPE_BF16: return launch_unpack_bits<V, __nv_bfloat16>(p, stream);
-        default:                   return launch_unpack_bits<V, float>(p, stream);
+        case GGML_MACKO_TYPE_F16:  return launch_densify_bits<V, __half>(p, stream);
+        case GGML_MACKO_TYPE_BF16: return launch_densify_bits<V, __nv_bfloat16>(p, stream);
+        default:                   return launch_densify_bits<V, float>(p, stream);
     }
 }
 
-cudaError_t cuda_blocks_unpack(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                               void * dst, int64_t ld, cudaStream_t stream) {
-    unpack_blocks_params p = { w, row_begin, row_end, dst, ld, 0, false };
-    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_unpack_type<q8_0_values>(p, type, stream)
-                                                : launch_unpack_type<q4_0_values>(p, type, stream);
+cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                                   void * dst, int64_t ld, cudaStream_t stream) {
+    densify_quantized_params p = { w, row_begin, row_end, dst, ld, 0, false };
+    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_densify_type<q8_0_values>(p, type, stream)
+                                                : launch_densify_type<q4_0_values>(p, type, stream);
 }
 
 } // namespace macko::cuda

@@ -1,17 +1,16 @@
-// y = W x for up to eight columns of x, W in the RUNS, STRIPED or COMPACT layout (sparse-layout.h). Memory-bound: what
-// matters is bytes in flight.
+// y = W x for up to eight columns of x, W in the INTERLEAVED, BANKED or FUSED layout (layout.h). Bound by memory: what
+// matters is how many bytes are in flight.
 //
-//   block   fills shared memory with x (1 column in float32; 2, 4 or 8, interleaved, in the type of the weights), one
-//           block per
-//           SM, then deals rows to its warps
-//   warp    32 / LANES rows at a time, `LANES` runs each; DEPTH groups per run are in registers while the next DEPTH
-//           are on their way,
-//           across row borders, and the first ones are requested before x is there (before the previous kernel has
-//           ended)
-//   thread  per group: 8 (7, 6) values and codes; a dp4a gives the address of entry k: codes[0..k] times the bytes per
-//           step, plus the base
+//   block   One per multiprocessor. Fills shared memory with x (one column in float32; 2, 4 or 8 columns, side by side,
+//           in the type of the weights), then deals rows to its warps.
+//   warp    32 / LANES rows at a time, of LANES runs each. DEPTH groups of each run are in registers while the next
+//           DEPTH are on their way, across the borders of rows; the first ones are requested before x is there (before
+//           the previous kernel has ended).
+//   thread  Per group 8 (FUSED: 8, 7 or 6) values and deltas. A dp4a gives the address of the x of entry k: the base
+//           plus deltas 0 ... k times the bytes per step.
 //
-// Included by one .cu file per value type, so that they compile side by side. Measurements: docs/notes-gpu-kernels.md.
+// Included by one .cu file per value type and layout, so that they compile side by side. The kernel is longer than
+// other functions because its loops have to be unrolled around registers that the whole pipeline shares.
 #pragma once
 
 #include "cuda/lib/copies.cuh"
@@ -23,15 +22,15 @@
 
 namespace macko::cuda {
 
-// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights: in float32 the gathers
-// from shared memory would take longer than the weights from global memory, and wide matrices would not have two
-// columns fit.
+// Two columns or more are kept in 16 bits, as ggml's own products round x with such weights. In float32 the gathers
+// from shared memory would take longer than the weights from global memory, and two columns of a wide matrix would not
+// fit.
 template <typename T, int NX> using x_type = std::conditional_t<(NX > 1), value16<T>, float>;
 template <typename X, int NX> struct alignas(sizeof(X) * NX) columns {
     X v[NX];
 };
 
-// x at a byte address of shared memory + a constant
+// NX columns of x at a byte address of shared memory plus a constant
 template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x(float (&x)[NX], uint32_t address) {
     if constexpr (NX == 1) {
         asm volatile("ld.shared.f32 %0, [%1+%2];" : "=f"(x[0]) : "r"(address), "n"(OFFSET));
@@ -53,42 +52,43 @@ template <typename T, int NX, int OFFSET> __device__ __forceinline__ void load_x
     }
 }
 
-// Does walking over the codes give addresses? The codes' weights, bytes, then take in the columns beside each other.
-template <typename T, int BITS, bool STRIPED, int NX>
-constexpr bool DIRECT = SHIFT<BITS, STRIPED> == 0 && (x_words(NX) == 1 || (std::is_same_v<T, compact_f16> && BITS < 4));
-// what places are counted with beside units of 2^-SHIFT bytes of one column
-template <typename T, int BITS, bool STRIPED, int NX>
-constexpr uint32_t SCALE = DIRECT<T, BITS, STRIPED, NX> ? x_words(NX) : 1;
+// Whether walking over the deltas gives addresses: their weights are then bytes, and count the columns beside each
+// other.
+template <typename T, int BITS, bool BANKED, int NX>
+constexpr bool DIRECT = SHIFT<BITS, BANKED> == 0 && (x_words(NX) == 1 || (std::is_same_v<T, fused_f16> && BITS < 4));
+// the factor of positions beside units of 2^-SHIFT bytes of one column
+template <typename T, int BITS, bool BANKED, int NX>
+constexpr uint32_t SCALE = DIRECT<T, BITS, BANKED, NX> ? x_words(NX) : 1;
 
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
 
-    static constexpr int CHAINS = NX > 2 ? 1 : 2; // of sums, per column: enough to hide the latency of an addition
+    static constexpr int CHAINS = NX > 2 ? 1 : 2; // sums per column: enough to hide the latency of an addition
 
-    // to: where entry K is without the steps up to it; x_address is in it already if it is DIRECT
-    template <bool STRIPED, int K>
+    // to: the address of entry K without the steps of the entries up to it; with x_address if DIRECT
+    template <bool BANKED, int K>
     __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
-        constexpr uint32_t shift   = SHIFT<BITS, STRIPED>;
+        constexpr uint32_t shift   = SHIFT<BITS, BANKED>;
         constexpr int      words   = x_words(NX);
-        const uint32_t     address = DIRECT<T, BITS, STRIPED, NX> ? to : x_address + (to >> shift) * words;
+        const uint32_t     address = DIRECT<T, BITS, BANKED, NX> ? to : x_address + (to >> shift) * words;
         float              x[NX];
-        load_x<T, NX, K * static_cast<int>(STEP<BITS, STRIPED> >> shift) * words>(x, address);
+        load_x<T, NX, K * static_cast<int>(STEP<BITS, BANKED> >> shift) * words>(x, address);
 #pragma unroll
         for (int c = 0; c < NX; c++) {
             sum[K % CHAINS][c] = fmaf(bits.template get<K>(), x[c], sum[K % CHAINS][c]);
         }
     }
-    // at: where the group's first step starts; returns where the next group starts
-    template <bool STRIPED>
+    // at: the position of the first step of the group; returns that of the next group
+    template <bool BANKED>
     __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight,
                                                  float (&sum)[CHAINS][NX]) const {
         const uint32_t last =
-            bits.walk(at, weight, [&](auto k, uint32_t to) { add<STRIPED, decltype(k)::value>(to, x_address, sum); });
-        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, STRIPED> * SCALE<T, BITS, STRIPED, NX>;
+            bits.walk(at, weight, [&](auto k, uint32_t to) { add<BANKED, decltype(k)::value>(to, x_address, sum); });
+        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, BANKED> * SCALE<T, BITS, BANKED, NX>;
     }
-    // COMPACT: the group has four spilled values
-    __device__ __forceinline__ void multiply_spilled(uint32_t x_address, float inverse,
-                                                     float (&sum)[CHAINS][NX]) const {
+    // FUSED: a group of four outliers
+    __device__ __forceinline__ void multiply_outliers(uint32_t x_address, float inverse,
+                                                      float (&sum)[CHAINS][NX]) const {
         const uint32_t pairs[4] = { bits.v.x, bits.v.y, bits.v.z, bits.v.w };
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -104,7 +104,7 @@ template <typename T, int BITS, int NX> struct group {
 
 // ---- x into shared memory ----
 
-// zeros behind x, and behind what is repeated of it
+// Zeros behind x, and behind the words that repeat.
 template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const sparse_launch & p) {
     constexpr int words   = x_words(NX);
     const int     threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -116,9 +116,9 @@ template <int NX> __device__ __forceinline__ void fill_zeros(float * xs, const s
     }
 }
 
-// Shared memory that does not depend on the previous kernel: zeros behind x, and the norm's weights at the place of the
-// x that they will be multiplied with (by the same threads: store_x has the same loop), in the first four bytes of its
-// word.
+// Fills the shared memory that does not depend on the previous kernel: zeros behind x, and the weights of the norm in
+// the place of the x that they will be multiplied with (by the same threads: store_x has the same loop), in the first
+// four bytes of its word.
 template <int NX> __device__ __forceinline__ void fill_constants(float * xs, const sparse_launch & p) {
     fill_zeros<NX>(xs, p);
     if (p.norm_weight) {
@@ -128,16 +128,16 @@ template <int NX> __device__ __forceinline__ void fill_constants(float * xs, con
     }
 }
 
-// what x is multiplied with after its norm's weights, from the warps' sums of squares
+// The factor of x after the weights of its norm, from the sums of squares of the warps.
 __device__ __forceinline__ float norm_scale(const sparse_launch & p, const float * partial) {
     const unsigned l = threadIdx.x % 32;
     return rsqrtf(__fdividef(warp_sum(l < blockDim.x / 32 ? partial[l] : 0.0f), static_cast<float>(p.cols)) +
                   p.norm_eps);
 }
 
-// x through registers: with a norm, or for several columns, where one wide store per word beats 4-byte copies (notes).
-// In 16 bits the normalized x is what is rounded: its scale has to be known first, by a pass of its own. In float32 the
-// scale is left to the sums.
+// x through registers, with a norm or for several columns, where one wide store per word is faster than 4-byte copies
+// (measured). In 16 bits it is the normalized x that is rounded, so its scale has to be known first, by a pass of its
+// own. In float32 the scale is left to the sums.
 template <typename T, int NX, bool NORM>
 __device__ __forceinline__ void store_x(float * xs, float * partial, const sparse_launch & p, const float * x,
                                         int column) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const spars
             }
         }
     };
-    // All of a batch is requested before the first of it is stored: to the compiler x could be what is stored to, and
-    // each element would wait for the one before.
+    // All of a batch is requested before the first of it is stored: for all the compiler knows, x could be what is
+    // stored to, and each element would wait for the one before.
     constexpr int BATCH  = NX == 8 ? 2 : 4;
     const int     thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
     float         v[BATCH][NX];
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const spars
             scale[c] = norm_scale(p, partial + c * 32);
         }
     }
-    const bool have_all = NORM && ROUNDS && p.cols <= BATCH * step; // in v
+    const bool have_all = NORM && ROUNDS && p.cols <= BATCH * step; // of x is in v
 #pragma unroll 1
     for (int begin = thread; begin < p.cols; begin += BATCH * step) {
         if (!have_all) {
@@ -222,8 +222,8 @@ __device__ __forceinline__ void store_x(float * xs, float * partial, const spars
     }
 }
 
-// Words 0 ... modulus-1 are x; the next `overshoot` repeat the first ones. With norm_weight, x is multiplied by it and
-// the warps' sums of squares go to partial. Ends with a barrier.
+// Words 0 ... modulus-1 are x; the next `overshoot` words repeat the first ones. With norm_weight, x is multiplied by
+// it, and the sums of squares of the warps go to partial. Ends with a barrier.
 template <typename T, int NX>
 __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse_launch & p, int column) {
     const float * x       = p.x + column * p.ldx;
@@ -237,7 +237,7 @@ __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse
         }
         wait_for_copies();
     } else if (p.norm_weight) {
-        wait_for_copies(); // of the norm's weights
+        wait_for_copies(); // copies of the norm's weights
         store_x<T, NX, true>(xs, partial, p, x, column);
     } else {
         store_x<T, NX, false>(xs, partial, p, x, column);
@@ -245,9 +245,8 @@ __device__ __forceinline__ void fill_x(float * xs, float * partial, const sparse
     __syncthreads();
 }
 
-// n floats to shared memory, in vectors; a thread gets those that it has in finish_x. By cp.async: in registers they
-// would share a scoreboard with the sparse weights, and what waits for them would wait for these, too (notes, section
-// 24).
+// n floats to shared memory, in vectors; a thread gets those that it handles in finish_x. By cp.async: in registers
+// they would share a scoreboard with the sparse weights, and whoever waits for them would wait for these as well.
 __device__ __forceinline__ void request_vectors(float * to, const float * from, int n) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * 4; i < n; i += static_cast<int>(blockDim.x) * 4) {
@@ -256,8 +255,8 @@ __device__ __forceinline__ void request_vectors(float * to, const float * from, 
     commit_copies();
 }
 
-// What is left to do when one column of x, and the weights of its norm, have been requested in vectors: x times
-// weights, the warps' sums of squares of x to partial, and the words that repeat. Ends with a barrier.
+// Finishes one column of x that was requested in vectors, with the weights of its norm: multiplies x by the weights,
+// puts the warps' sums of squares into partial, and writes the words that repeat. Ends with a barrier.
 __device__ __forceinline__ void finish_x(float * xs, const float * weights, float * partial, const sparse_launch & p) {
     const int  thread = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x) * 4;
     const bool norm    = p.norm_weight;
@@ -293,14 +292,14 @@ __device__ __forceinline__ void finish_x(float * xs, const float * weights, floa
 
 // ---- the kernel ----
 
-// a number that the compiler cannot compute again wherever it is used
+// keeps the compiler from computing a number again wherever it is used
 __device__ __forceinline__ uint32_t in_register(uint32_t v) {
     asm volatile("mov.u32 %0, %0;" : "+r"(v));
     return v;
 }
 
-// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each step halves the columns of a
-// lane, so that there are fewer shuffles than with all sums on all lanes, and the columns' epilogues run side by side.
+// Sums of NX columns over LANES lanes: lane i gets that of column i / (LANES / NX). Each exchange halves the columns of
+// a lane, which takes fewer shuffles than all sums on all lanes, and the epilogues of the columns run side by side.
 template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float (&v)[NX], int lane) {
     if constexpr (NX == 1) {
         return warp_sum<LANES>(v[0]);
@@ -317,21 +316,21 @@ template <int LANES, int NX> __device__ __forceinline__ float sum_columns(float 
 }
 
 template <typename T, // of the values
-          int  BITS,  // of a code
+          int  BITS,  // of a delta
           int  LANES, // runs per row
-          bool STRIPED,
+          bool BANKED,
           int  NX,      // columns of x
           bool GROUPED, // several matrices, or gate and up
           int  THREADS, // at most
           int  DEPTH>    // groups ahead
-__global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant__ sparse_launch p) {
-    constexpr int      ROWS    = 32 / LANES; // of a unit
-    constexpr bool     COMPACT = std::is_same<T, compact_f16>::value;
-    constexpr uint32_t shift   = SHIFT<BITS, STRIPED>;
-    constexpr bool POINTERS    = GROUPED && NX == 1 && COMPACT; // to each row's groups, as there are registers for them
-    // so is what is added to the results, and where they belong: known before they are
+__global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_constant__ sparse_launch p) {
+    constexpr int      ROWS  = 32 / LANES; // that a warp has at a time
+    constexpr bool     FUSED = std::is_same<T, fused_f16>::value;
+    constexpr uint32_t shift = SHIFT<BITS, BANKED>;
+    constexpr bool POINTERS  = GROUPED && NX == 1 && FUSED; // to the groups of each row: there are registers for them
+    // what is added to the results, and where they belong, is known before they are
     constexpr bool AHEAD = !GROUPED && NX == 1;
-    // units whose results the lanes keep, to be stored side by side
+    // warp_rows of which the lanes keep the results, to store them side by side
     constexpr int     KEPT = LANES / NX;
     extern __shared__ __align__(16) float shared_words[];
     float *                               partial = shared_words;
@@ -344,14 +343,14 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     const int column = blockIdx.y * NX;
 
     const uint32_t x_address = shared_address(xs);
-    const uint32_t origin    = DIRECT<T, BITS, STRIPED, NX> ? x_address : 0;
-    const uint32_t limit     = in_register(origin + p.lap); // where x starts again
+    const uint32_t origin    = DIRECT<T, BITS, BANKED, NX> ? x_address : 0;
+    const uint32_t limit     = in_register(origin + p.x_period); // where x repeats
 
     const bool aligned      = NX == 1 && p.aligned;
     float *    norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
     const int  row_offset   = p.expert_ids ? expert_row(p, column) : 0;
 
-    // tail: COMPACT, as what is named spill further down
+    // tail, and what is named outliers further down: FUSED
     struct row_start {
         int      matrix, begin, end;
         uint32_t base;
@@ -365,7 +364,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             const int              row = m.row_begin + row_offset + t.row;
             s.begin                    = __ldg(m.row_ptr + row);
             s.end                      = __ldg(m.row_ptr + row + 1);
-            if (COMPACT) {
+            if (FUSED) {
                 s.tail = __ldg(m.tails + row);
             }
             s.base = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
@@ -373,21 +372,21 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         return s;
     };
 
-    // this thread's run of a row groups in steps begin ... end-1, then spilled ones
+    // this thread's run of a row: groups in steps begin ... end-1, then groups of outliers up to end_of_outliers
     struct cursor {
-        int             matrix, slot, begin, end, end_of_spilled, steps;
+        int             matrix, slot, begin, end, end_of_outliers, steps;
         uint32_t        at;
         const uint8_t * values;
     };
     const auto begin_row = [&](const row_start & s) {
-        const row_places row(s.begin, s.end, s.tail);
-        cursor           c;
-        c.matrix         = s.matrix;
-        c.slot           = row.slot(lane, LANES, 0);
-        c.begin          = row.first_step(lane);
-        c.end            = row.end_step(lane, LANES);
-        c.end_of_spilled = row.end_of_spilled(lane, LANES);
-        c.steps          = row.end_of_spilled(0, LANES);
+        const row_span row(s.begin, s.end, s.tail);
+        cursor         c;
+        c.matrix          = s.matrix;
+        c.slot            = row.slot(lane, LANES, 0);
+        c.begin           = row.first_step(lane);
+        c.end             = row.end_step(lane, LANES);
+        c.end_of_outliers = row.end_of_outliers(lane, LANES);
+        c.steps           = row.end_of_outliers(0, LANES);
         if (POINTERS) {
             c.values = p.m[s.matrix].values + static_cast<int64_t>(c.slot) * (2 * CUDA_SPARSE_GROUP);
             c.slot   = 0;
@@ -396,20 +395,19 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int offset = LANES; offset < 32; offset *= 2) {
             c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
         }
-        c.at = origin + (s.base * 4 << shift) * SCALE<T, BITS, STRIPED, NX>;
+        c.at = origin + (s.base * 4 << shift) * SCALE<T, BITS, BANKED, NX>;
         return c;
     };
 
     group<T, BITS, NX> now[DEPTH];
     const auto         load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
-        if (step >= c.begin && step < c.end_of_spilled) {
-            g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].codes, c.slot + step * LANES);
+        if (step >= c.begin && step < c.end_of_outliers) {
+            g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].deltas, c.slot + step * LANES);
         }
     };
 
-    // The results of up to KEPT units, from `number` on (counted by warp): where the one that this thread keeps
-    // belongs, and what is added to it.
-    // lane % KEPT says which unit, lane / KEPT which column.
+    // The results of up to KEPT warp_rows, from `number` (counted per warp) on: where the one that this thread keeps
+    // belongs, and what is added to it. lane % KEPT says which warp_rows it is, lane / KEPT which column.
     struct kept_result {
         float * y;
         float   added;
@@ -423,8 +421,8 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
                    : kept_result{ nullptr, 0.0f };
     };
 
-    // An SM's loads come back in order: where x takes a pass of its own for its norm, it is requested before the sparse
-    // weights are (notes, sections 21, 24).
+    // The loads of a multiprocessor come back in order: where x takes a pass of its own for its norm, it is requested
+    // before the sparse weights (measured).
     const bool      x_first = aligned && p.norm_weight;
     const row_start start   = fetch(0);
     if (x_first) {
@@ -464,10 +462,10 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
     }
     const float scale = NX == 1 && p.norm_weight ? norm_scale(p, partial) : 1.0f;
 
-    float result = 0.0f, gate = 0.0f; // of the unit and column that this thread keeps
-    for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_units; j++) {
+    float result = 0.0f, gate = 0.0f; // of the warp_rows and column that this thread keeps
+    for (int j = 0; first + (GROUPED && p.silu_mul ? j / 2 : j) * stride < p.n_warp_rows; j++) {
         float     sum[group<T, BITS, NX>::CHAINS][NX] = {};
-        const int matrix = c.matrix, begin = c.begin, end = c.end, end_of_spilled = c.end_of_spilled, steps = c.steps;
+        const int matrix = c.matrix, begin = c.begin, end = c.end, end_of_outliers = c.end_of_outliers, steps = c.steps;
         uint32_t  at   = c.at;
         int       step = 0;
         bool      more;
@@ -487,19 +485,19 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (step + d >= begin && step + d < end) {
-                    at = now[d].template multiply<STRIPED>(at, x_address, p.weight, sum);
-                    if (STRIPED && at >= limit) {
-                        at -= p.lap;
+                    at = now[d].template multiply<BANKED>(at, x_address, p.weight, sum);
+                    if (BANKED && at >= limit) {
+                        at -= p.x_period;
                     }
                 }
             }
-            if constexpr (COMPACT) {
-                if (step + DEPTH > end && step < end_of_spilled) {
+            if constexpr (FUSED) {
+                if (step + DEPTH > end && step < end_of_outliers) {
                     const float inverse = p.m[matrix].inverse;
 #pragma unroll
                     for (int d = 0; d < DEPTH; d++) {
-                        if (step + d >= end && step + d < end_of_spilled) {
-                            now[d].multiply_spilled(x_address, inverse, sum);
+                        if (step + d >= end && step + d < end_of_outliers) {
+                            now[d].multiply_outliers(x_address, inverse, sum);
                         }
                     }
                 }
@@ -516,7 +514,7 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
         for (int k = 0; k < NX; k++) {
             total[k] = NX > 2 ? sum[0][k] : sum[0][k] + sum[NX > 2 ? 0 : 1][k];
         }
-        const float y      = sum_columns<LANES, NX>(total, lane) * (COMPACT ? p.m[matrix].power : 1.0f);
+        const float y      = sum_columns<LANES, NX>(total, lane) * (FUSED ? p.m[matrix].power : 1.0f);
         const int   number = GROUPED && p.silu_mul ? j / 2 : j;
         const bool  mine   = number % KEPT == lane % KEPT;
         if (GROUPED && p.silu_mul && j % 2 == 0) {
@@ -524,9 +522,9 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
             continue;
         }
         result          = mine ? y : result;
-        const bool last = first + (number + 1) * stride >= p.n_units;
+        const bool last = first + (number + 1) * stride >= p.n_warp_rows;
         if (last || number % KEPT == KEPT - 1) {
-            // others may be of matrices whose parameters were never read: that takes long
+            // only those that exist: others may be of matrices whose parameters were never read, which takes long
             if (lane % KEPT <= number % KEPT) {
                 if (!AHEAD) {
                     kept = expect_results(number / KEPT * KEPT);
@@ -545,83 +543,86 @@ __global__ void __launch_bounds__(THREADS, 1) runs_kernel(const __grid_constant_
 
 // ---- launch ----
 
-template <typename T, int BITS, int LANES, bool STRIPED, int NX, bool GROUPED, int THREADS, int DEPTH>
-cudaError_t launch_runs_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
-    constexpr uint32_t scale = SCALE<T, BITS, STRIPED, NX>, step = STEP<BITS, STRIPED> * scale;
-    if (std::is_same<T, compact_f16>::value) {
-        set_compact_weights(p.weight, BITS, step);
+template <typename T, int BITS, int LANES, bool BANKED, int NX, bool GROUPED, int THREADS, int DEPTH>
+cudaError_t launch_interleaved_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
+    constexpr uint32_t scale = SCALE<T, BITS, BANKED, NX>, step = STEP<BITS, BANKED> * scale;
+    if (std::is_same<T, fused_f16>::value) {
+        set_fused_weights(p.weight, BITS, step);
     } else {
         set_weights(p.weight, BITS, step);
     }
-    p.lap     = static_cast<uint32_t>(p.modulus) * 4 * scale;
-    p.aligned = NX == 1 && takes_vectors(p);
-    return launch_sparse(runs_kernel<T, BITS, LANES, STRIPED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32,
-                         runs_shared_nbytes(p, NX), blocks, grid_y, stream);
+    p.x_period = static_cast<uint32_t>(p.modulus) * 4 * scale;
+    p.aligned  = NX == 1 && takes_vectors(p);
+    return launch_sparse(interleaved_kernel<T, BITS, LANES, BANKED, NX, GROUPED, THREADS, DEPTH>, p, warps * 32,
+                         interleaved_shared_nbytes(p, NX), blocks, grid_y, stream);
 }
 
-template <typename T, int BITS, int LANES, bool STRIPED>
-cudaError_t launch_runs_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+template <typename T, int BITS, int LANES, bool BANKED>
+cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    // one block per SM: x is in shared memory once
-    const int  blocks  = std::min(device.multiprocessors, p.n_units);
-    const int  units   = (p.n_units + blocks - 1) / blocks;
-    const bool grouped = p.n_matrices > 1;
+    // one block per multiprocessor: x is in shared memory once
+    const int  blocks    = std::min(device.multiprocessors, p.n_warp_rows);
+    const int  warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
+    const bool grouped   = p.n_matrices > 1;
     if constexpr (LANES <= 16) {
-        if (units <= 16 && nx > 1) { // as for one column, below
-            return nx == 8 ? launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 512, 3>(p, blocks, 16, grid_y, stream)
-                   : nx == 4
-                       ? launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 512, 4>(p, blocks, 16, grid_y, stream)
-                       : launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 512, 4>(p, blocks, 16, grid_y, stream);
+        if (warp_rows <= 16 && nx > 1) { // for the reason given below
+            return nx == 8   ? launch_interleaved_config<T, BITS, LANES, BANKED, 8, true, 512, 3>(p, blocks, 16, grid_y,
+                                                                                                  stream)
+                   : nx == 4 ? launch_interleaved_config<T, BITS, LANES, BANKED, 4, true, 512, 4>(p, blocks, 16, grid_y,
+                                                                                                  stream)
+                             : launch_interleaved_config<T, BITS, LANES, BANKED, 2, true, 512, 4>(p, blocks, 16, grid_y,
+                                                                                                  stream);
         }
     }
     if (nx == 8) { // 8 sums and 8 x per thread: no registers for more groups ahead
-        return launch_runs_config<T, BITS, LANES, STRIPED, 8, true, 1024, 1>(p, blocks, warps_for(units, 24, 32),
-                                                                             grid_y, stream);
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 8, true, 1024, 1>(
+            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
     }
     if (nx == 4) {
-        return launch_runs_config<T, BITS, LANES, STRIPED, 4, true, 1024, 2>(p, blocks, warps_for(units, 24, 32),
-                                                                             grid_y, stream);
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 4, true, 1024, 2>(
+            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
     }
     if (nx == 2) {
-        return launch_runs_config<T, BITS, LANES, STRIPED, 2, true, 1024, 2>(p, blocks, warps_for(units, 24, 32),
-                                                                             grid_y, stream);
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 2, true, 1024, 2>(
+            p, blocks, warps_for(warp_rows, 24, 32), grid_y, stream);
     }
-    // Rows for a few warps only: each has more of its runs in flight, as their latency is all there is. (Rows that need
-    // 32 lanes and wider codes than 2 bits are of matrices with more rows.) Else 32 warps with 2 groups ahead or 24
-    // with 3 are 40 KB in flight.
+    // Where rows are few, each warp has more of its runs in flight, as their latency is all there is. (Matrices whose
+    // rows suit 32 lanes with deltas of more than 2 bits have more rows than that.) Else 32 warps with 2 groups ahead
+    // or 24 with 3 have 40 KB in flight.
     if constexpr (LANES <= 16 || BITS <= 2) {
-        if (units <= 16) {
-            return grouped
-                       ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 512, 5>(p, blocks, 16, grid_y, stream)
-                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 512, 5>(p, blocks, 16, grid_y, stream);
+        if (warp_rows <= 16) {
+            return grouped ? launch_interleaved_config<T, BITS, LANES, BANKED, 1, true, 512, 5>(p, blocks, 16, grid_y,
+                                                                                                stream)
+                           : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 512, 5>(p, blocks, 16, grid_y,
+                                                                                                 stream);
         }
     }
     constexpr bool AT_MOST_24 = BITS < 6 && LANES == 16;
-    const int      warps      = AT_MOST_24 ? warps_for(units, 18, 24) : warps_for(units, 20, 32);
+    const int      warps      = AT_MOST_24 ? warps_for(warp_rows, 18, 24) : warps_for(warp_rows, 20, 32);
     if constexpr (!AT_MOST_24) {
         if (warps > 24) {
-            return grouped
-                       ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 1024, 2>(p, blocks, warps, grid_y, stream)
-                       : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 1024, 2>(p, blocks, warps, grid_y,
-                                                                                        stream);
+            return grouped ? launch_interleaved_config<T, BITS, LANES, BANKED, 1, true, 1024, 2>(p, blocks, warps,
+                                                                                                 grid_y, stream)
+                           : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 1024, 2>(p, blocks, warps,
+                                                                                                  grid_y, stream);
         }
     }
-    return grouped ? launch_runs_config<T, BITS, LANES, STRIPED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
-                   : launch_runs_config<T, BITS, LANES, STRIPED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
+    return grouped
+               ? launch_interleaved_config<T, BITS, LANES, BANKED, 1, true, 768, 3>(p, blocks, warps, grid_y, stream)
+               : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
 template <typename T>
 constexpr int32_t value_type_of = std::is_same<T, __nv_bfloat16>::value ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
 
 template <typename T, int BITS, int32_t LAYOUT>
-cudaError_t launch_runs(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+cudaError_t launch_interleaved(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
     const auto launch = [&](auto n) {
-        constexpr int  LANES = decltype(n)::value;
-        constexpr bool STRIPED =
-            LAYOUT == CUDA_SPARSE_LAYOUT_STRIPED || (LAYOUT == CUDA_SPARSE_LAYOUT_COMPACT && BITS < 6);
+        constexpr int  LANES  = decltype(n)::value;
+        constexpr bool BANKED = LAYOUT == CUDA_SPARSE_LAYOUT_BANKED || (LAYOUT == CUDA_SPARSE_LAYOUT_FUSED && BITS < 6);
         if constexpr (cuda_sparse_built_lanes(LAYOUT, value_type_of<T>, BITS).has(LANES)) {
-            return launch_runs_shape<T, BITS, LANES, STRIPED>(p, nx, grid_y, stream);
+            return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
         } else {
             return cudaErrorNotSupported; // no matrix is kept like this (cuda_sparse_has_kernels)
         }

@@ -1,4 +1,4 @@
-// The elements of blocks into dense rows.
+// Writes the elements of EC-CSR blocks into dense rows.
 #include "cuda/sparse/ec-csr/mul-mat.cuh"
 #include "cuda/sparse/groups.cuh"
 
@@ -8,10 +8,11 @@ namespace macko::cuda {
 
 namespace {
 
-// A warp per piece; no two pieces have an element in common. Padding is zero: what is there already.
+// A warp per piece; no two pieces have an element in common. Zeros are padding: what is there stays.
 template <typename U, typename D, typename CONVERT>
-__global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, int delta_bits, int64_t row_begin,
-                                                     int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
+__global__ void __launch_bounds__(256)
+    densify_pieces_kernel(const cuda_ec_csr_set set, int delta_bits, int64_t row_begin, int64_t row_end, D * dst,
+                          int64_t ld, CONVERT convert) {
     const int lane = threadIdx.x % 32, g = set.granularity, n_vectors = 4 * g * static_cast<int>(sizeof(U)) / 16;
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -19,7 +20,7 @@ __global__ void __launch_bounds__(256) unpack_kernel(const cuda_ec_csr_set set, 
         int64_t column = set.bases[i * 32 + lane];
         for (int64_t chunk = set.chunk_ptr[i]; chunk < set.chunk_ptr[i + 1]; chunk++) {
             for (int k = 0; k < 4; k++) {
-                column += file_code(set.codes, (chunk * 32 + lane) * 4 + k, delta_bits);
+                column += file_delta(set.deltas, (chunk * 32 + lane) * 4 + k, delta_bits);
                 for (int r = 0; r < g; r++) {
                     const int byte = (k * g + r) * static_cast<int>(sizeof(U));
                     const U   bits = *reinterpret_cast<const U *>(
@@ -42,7 +43,7 @@ cudaError_t ec_csr_part::densify(int64_t row_begin, int64_t row_end, int32_t typ
     for (int32_t s = 0; s < b.n_sets; s++) {
         const auto run = [&](auto from, auto * to, auto convert) {
             const unsigned blocks = static_cast<unsigned>(std::min(1 << 16, (b.sets[s].n_pieces + 7) / 8));
-            unpack_kernel<decltype(from)>
+            densify_pieces_kernel<decltype(from)>
                 <<<blocks, 256, 0, stream>>>(b.sets[s], b.delta_bits, row_begin, row_end, to, ld, convert);
             return cudaGetLastError();
         };

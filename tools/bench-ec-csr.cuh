@@ -163,19 +163,8 @@ struct ec_csr_bench {
         }
     }
 
-    // one mask, as MACKO and in all variants; type: of the values
-    void run(bench_mask & mask, int32_t type, const std::vector<std::string> & variants, csr_product & csr) {
-        rows = mask.rows;
-        cols = mask.cols;
-        std::vector<float> wide;
-        if (type == GGML_MACKO_TYPE_F32) {
-            wide.resize(mask.dense.size());
-#pragma omp parallel for schedule(static)
-            for (size_t i = 0; i < wide.size(); i++) {
-                wide[i] = static_cast<float>(f16_to_double(mask.dense[i]));
-            }
-        }
-        const void *       dense = wide.empty() ? static_cast<const void *>(mask.dense.data()) : wide.data();
+    // the product in float64, and x on the device
+    void set_x(const bench_mask & mask) {
         std::vector<float> host_x(static_cast<size_t>(cols));
         for (size_t i = 0; i < host_x.size(); i++) {
             host_x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
@@ -195,83 +184,105 @@ struct ec_csr_bench {
         CHECKED(cudaMalloc(&x, host_x.size() * 4));
         CHECKED(cudaMalloc(&y, static_cast<size_t>(rows) * 4));
         CHECKED(cudaMemcpy(x, host_x.data(), host_x.size() * 4, cudaMemcpyHostToDevice));
+    }
 
+    // the matrix as MACKO with the deltas that take the fewest bytes
+    void run_macko(const void * dense, int32_t type, csr_product & csr) {
         ggml_macko_count count;
         check_status(count_dense(dense, type, rows, cols, 16, &count));
-        nnz                     = count.nnz;
         static const int BITS[] = { 1, 2, 4, 8 };
         int              best   = 0;
         for (int i = 1; i < 4; i++) {
             const auto nbits = [&](int k) { return count.n_stored[k] * (8 * value_nbytes(type) + BITS[k]); };
             best             = nbits(i) < nbits(best) ? i : best;
         }
-        {
-            random_matrix m; // F16 values, or room for twice as many
-            m.desc   = { rows, cols, type, BITS[best], count.nnz };
-            m.padded = n_padded(count.n_stored[best]);
-            m.values.assign(static_cast<size_t>(m.padded * value_nbytes(type) / 2), 0);
-            m.deltas.assign(static_cast<size_t>(deltas_nbytes(m.padded, BITS[best])), 0);
-            m.row_ptr.assign(static_cast<size_t>(rows + 1), 0);
-            check_status(encode(dense,
-                                { rows, cols, type, BITS[best], count.nnz, count.n_stored[best], m.values.data(),
-                                  m.deltas.data(), m.row_ptr.data() },
-                                16));
-            if (type == GGML_MACKO_TYPE_F16) {
-                csr_us = csr.time(stream, m);
-            } else { // the columns are what it needs
-                random_matrix narrow = m;
-                narrow.values.assign(static_cast<size_t>(m.padded), 0);
-                for (int64_t k = 0; k < m.padded; k++) {
-                    // zero where the value is
-                    narrow.values[static_cast<size_t>(k)] = m.values[static_cast<size_t>(2 * k + 1)];
-                }
-                csr_us = csr.time(stream, narrow, true);
+        nnz = count.nnz;
+        random_matrix m; // F16 values, or room for twice as many
+        m.desc   = { rows, cols, type, BITS[best], count.nnz };
+        m.padded = n_padded(count.n_stored[best]);
+        m.values.assign(static_cast<size_t>(m.padded * value_nbytes(type) / 2), 0);
+        m.deltas.assign(static_cast<size_t>(deltas_nbytes(m.padded, BITS[best])), 0);
+        m.row_ptr.assign(static_cast<size_t>(rows + 1), 0);
+        check_status(encode(dense,
+                            { rows, cols, type, BITS[best], count.nnz, count.n_stored[best], m.values.data(),
+                              m.deltas.data(), m.row_ptr.data() },
+                            16));
+        if (type == GGML_MACKO_TYPE_F16) {
+            csr_us = csr.time(stream, m);
+        } else { // the columns are what it needs
+            random_matrix narrow = m;
+            narrow.values.assign(static_cast<size_t>(m.padded), 0);
+            for (int64_t k = 0; k < m.padded; k++) {
+                // zero where the value is
+                narrow.values[static_cast<size_t>(k)] = m.values[static_cast<size_t>(2 * k + 1)];
             }
-            bench_matrix w;
-            macko_view   view;
-            check_status(validate({ m.desc, 0, rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view));
-            w.reserve(cuda_sparse_nbytes(m.desc, m.padded), m.padded * value_nbytes(type));
-            check_status(uploader.begin(m.desc, m.padded, w.memory));
-            check_status(uploader.rows(view));
-            check_status(uploader.finish(&w.first));
-            w.copy();
-            int64_t longest = 0;
-            for (int64_t r = 0; r < rows; r++) {
-                longest = std::max<int64_t>(longest,
-                                            m.row_ptr[static_cast<size_t>(r + 1)] - m.row_ptr[static_cast<size_t>(r)]);
-            }
-            const gpu_work rows_work = gpu_rows_work(m.desc, count, longest);
-            report(("macko-d" + std::to_string(BITS[best])).c_str(), w, { rows_work, {}, gpu_us(rows_work), 1e9 });
+            csr_us = csr.time(stream, narrow, true);
         }
-        for (const std::string & v : variants) {
-            const std::string as      = v.back() == 'a' ? v.substr(0, 1) : v; // the same file
-            const macko_desc  desc    = { rows, cols, type, v[0] - '0', nnz };
-            const auto        seconds = [] {
-                return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-            };
-            const double  t0 = seconds();
-            ec_csr_matrix coded;
-            check_status(assemble(desc, dense, blocks_of(mask, nnz, as), 16, &coded));
-            if (as.size() == 1 && coded.sets[0].granularity > 1) { // as ggml_macko_ec_csr_encode does
-                ec_csr_matrix plain;
-                check_status(assemble(desc, dense, blocks_of(mask, nnz, as + "d"), 16, &plain));
-                coded = plain.nbytes() < coded.nbytes() ? plain : coded;
+        bench_matrix w;
+        macko_view   view;
+        check_status(validate({ m.desc, 0, rows, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view));
+        w.reserve(cuda_sparse_nbytes(m.desc, m.padded), m.padded * value_nbytes(type));
+        check_status(uploader.begin(m.desc, m.padded, w.memory));
+        check_status(uploader.rows(view));
+        check_status(uploader.finish(&w.first));
+        w.copy();
+        int64_t longest = 0;
+        for (int64_t r = 0; r < rows; r++) {
+            longest =
+                std::max<int64_t>(longest, m.row_ptr[static_cast<size_t>(r + 1)] - m.row_ptr[static_cast<size_t>(r)]);
+        }
+        const gpu_work rows_work = gpu_rows_work(m.desc, count, longest);
+        report(("macko-d" + std::to_string(BITS[best])).c_str(), w, { rows_work, {}, gpu_us(rows_work), 1e9 });
+    }
+
+    // the matrix as EC-CSR
+    void run_variant(bench_mask & mask, const void * dense, int32_t type, const std::string & v) {
+        const std::string as      = v.back() == 'a' ? v.substr(0, 1) : v; // the same file
+        const macko_desc  desc    = { rows, cols, type, v[0] - '0', nnz };
+        const auto        seconds = [] {
+            return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+        };
+        const double  t0 = seconds();
+        ec_csr_matrix coded;
+        check_status(assemble(desc, dense, blocks_of(mask, nnz, as), 16, &coded));
+        if (as.size() == 1 && coded.sets[0].granularity > 1) { // as the encoder of the format does
+            ec_csr_matrix plain;
+            check_status(assemble(desc, dense, blocks_of(mask, nnz, as + "d"), 16, &plain));
+            coded = plain.nbytes() < coded.nbytes() ? plain : coded;
+        }
+        const double t1 = seconds();
+        ec_csr_view  view;
+        check_status(check_ec_csr(coded.arrays(), &view));
+        gpu_times model;
+        check_status(gpu_times_of(view, 16, &model));
+        bench_matrix        w;
+        const int64_t       room   = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
+        const ec_csr_choice choice = v.back() == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS;
+        w.reserve(room, coded.arrays().n_values * value_nbytes(type));
+        check_status(cuda_ec_csr_upload(uploader, view, choice, 16, w.memory, room, &w.first, &w.part));
+        w.copy();
+        printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(), t1 - t0,
+               seconds() - t1, static_cast<double>(coded.nbytes()) / static_cast<double>(nnz));
+        report(("ec-csr-" + v).c_str(), w, model);
+    }
+
+    // one mask, as MACKO and in all variants; type: of the values
+    void run(bench_mask & mask, int32_t type, const std::vector<std::string> & variants, csr_product & csr) {
+        rows = mask.rows;
+        cols = mask.cols;
+        std::vector<float> wide;
+        if (type == GGML_MACKO_TYPE_F32) {
+            wide.resize(mask.dense.size());
+#pragma omp parallel for schedule(static)
+            for (size_t i = 0; i < wide.size(); i++) {
+                wide[i] = static_cast<float>(f16_to_double(mask.dense[i]));
             }
-            const double t1 = seconds();
-            ec_csr_view  view;
-            check_status(check_ec_csr(coded.arrays(), &view));
-            gpu_times model;
-            check_status(gpu_times_of(view, 16, &model));
-            bench_matrix  w;
-            const int64_t room = cuda_sparse_nbytes(desc, n_padded(max_recoded(desc)));
-            w.reserve(room, coded.arrays().n_values * value_nbytes(type));
-            check_status(cuda_ec_csr_upload(uploader, view,
-                                            v.back() == 'a' ? ec_csr_choice::FASTER : ec_csr_choice::BLOCKS, 16,
-                                            w.memory, room, &w.first, &w.part));
-            w.copy();
-            printf("%s ec-csr-%s: %.3f s to encode, %.3f to upload, file %.3f B/nnz\n", where.c_str(), v.c_str(),
-                   t1 - t0, seconds() - t1, static_cast<double>(coded.nbytes()) / static_cast<double>(nnz));
-            report(("ec-csr-" + v).c_str(), w, model);
+        }
+        const void * dense = wide.empty() ? static_cast<const void *>(mask.dense.data()) : wide.data();
+        set_x(mask);
+        run_macko(dense, type, csr);
+        for (const std::string & v : variants) {
+            run_variant(mask, dense, type, v);
         }
         CHECKED(cudaFree(x));
         CHECKED(cudaFree(y));

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How large EC-CSR is: random matrices of the EC-SpMV paper's shapes, or the weights of a model.
+"""Sizes of EC-CSR: random matrices of the shapes of the EC-SpMV paper, or the weights of a model.
 
   python3 tools/ec_csr_storage.py [--shapes 4096x4096,...] [--sparsities 0.7,0.8,0.9]
   python3 tools/ec_csr_storage.py --model MODEL.gguf        -0.0 counts as zero
   python3 tools/ec_csr_storage.py --structured              beside MACKO
 
-Every size is that of arrays that were really encoded (FP16; FP32 has the same blocks and twice the bytes of values).
-Padding: stored values that are no non-zeros, over non-zeros. Reduction: against CSR with 32-bit columns and row
-pointers. The last column is the reduction with 32-bit bases. Needs the installed package.
+Every size is that of arrays that were encoded (FP16; FP32 has the same blocks and twice the bytes of values). Padding:
+stored values that are no non-zeros, over non-zeros. Reduction: against CSR with 32-bit columns and row pointers. The
+last column is the reduction with 32-bit bases. Needs the installed package.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The constants of the model of EC-CSR's time on a GPU (format/ec-csr-cost.cpp), from tests/ec-csr-times.inc.
+"""Fits the cost model of EC-CSR on a GPU (ggml-macko/src/codec/ec-csr/cost.cpp) to tests/ec-csr-times.inc.
 
   python3 tools/fit_ec_csr_cost.py
 
-Prints constants for rows and blocks of 16 bits and F32, and how often the faster layout would be taken: by constants
-fitted to all matrices, and to half of them and judged on the other half. Needs scipy.
+Prints the constants for rows and blocks of 16-bit and F32 values, and how often the model takes the faster layout: with
+constants fitted to all matrices, and with constants fitted to half of them on the other half. Needs scipy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -27,7 +28,7 @@ KINDS = {  # (values, layout) -> the constants that it has
 }
 
 
-def read() -> list:
+def read() -> list[dict[str, Any]]:
     found = []
     line = re.compile(r'\{ "(.*) (\S+)", GGML_MACKO_TYPE_(F\d+), (.*), (true|false), (.*) \},')
     for m in line.finditer(TIMES.read_text()):
@@ -45,12 +46,12 @@ def read() -> list:
     return found
 
 
-def model_us(c: np.ndarray, d: dict) -> float:
-    """gpu_us() of format/ec-csr-cost.cpp."""
+def model_us(c: np.ndarray, d: dict[str, Any]) -> float:
+    """Microseconds of a product, as gpu_us() in codec/ec-csr/cost.cpp."""
     return float(c @ d["features"])
 
 
-def fit(measured: list, kind: tuple) -> np.ndarray:
+def fit(measured: list[dict[str, Any]], kind: tuple[str, str]) -> np.ndarray:
     free = [NAMES.index(name) for name in KINDS[kind]]
     mine = [d for d in measured if d["kind"] == kind]
 
@@ -59,15 +60,15 @@ def fit(measured: list, kind: tuple) -> np.ndarray:
         c[free] = x
         return c
 
-    def errors(x: np.ndarray) -> list:
+    def errors(x: np.ndarray) -> list[float]:
         return [model_us(constants(x), d) / d["us"] - 1 for d in mine]
 
     return constants(least_squares(errors, [START[i] for i in free], loss="soft_l1", f_scale=0.08).x).round(3)
 
 
-def judge(fitted: dict, measured: list) -> tuple:
+def judge(fitted: dict[tuple[str, str], np.ndarray], measured: list[dict[str, Any]]) -> tuple[int, int]:
     """(pairs of rows and blocks, of which the slower was taken and costs over 5 %)."""
-    by_matrix: dict = {}
+    by_matrix: dict[str, list[dict[str, Any]]] = {}
     for d in measured:
         by_matrix.setdefault(d["where"], []).append(d)
     n = wrong = 0

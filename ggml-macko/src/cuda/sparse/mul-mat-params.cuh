@@ -102,6 +102,13 @@ __device__ __forceinline__ int expert_row(const sparse_launch & p, int column) {
     return id >= 0 && id < p.n_experts ? static_cast<int>(id * p.expert_rows) : -1;
 }
 
+// at -= period if it has reached limit, in two instructions: in C++ the compiler takes one more.
+__device__ __forceinline__ void reduce_once(uint32_t & at, uint32_t limit, uint32_t period) {
+    asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}"
+        : "+r"(at)
+        : "r"(limit), "r"(period));
+}
+
 __device__ __forceinline__ float silu(float v) { return v / (1.0f + expf(-v)); }
 
 // Where an element of W x goes, and what is added to it. m: of gate and up the first matrix

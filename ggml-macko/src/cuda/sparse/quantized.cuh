@@ -6,7 +6,8 @@
 // sum |w| max |x| / 65534 to the usual error bound. The rest is as in interleaved.cuh: rows are dealt to warps, DEPTH
 // groups per run are on their way, the first ones before x is there.
 //
-// Included by one .cu file per value type, so that they compile side by side.
+// Included by one .cu file per value type, so that they compile side by side. The kernel is longer than other functions
+// because its loops have to be unrolled around registers that the whole pipeline shares.
 #pragma once
 
 #include "cuda/lib/copies.cuh"
@@ -36,12 +37,7 @@ inline void set_quantized_weights(uint32_t weight[8], int bits) {
 // Where a thread is in x: a byte address of shared memory, or, with words of 8 bytes, half the distance from x_address.
 struct x_cursor {
     uint32_t                        at, limit, x_period;
-    __device__ __forceinline__ void wrap() {
-        // in C++ the compiler takes one instruction more
-        asm("{\n.reg .pred p;\nsetp.ge.u32 p, %0, %1;\n@p sub.u32 %0, %0, %2;\n}"
-            : "+r"(at)
-            : "r"(limit), "r"(x_period));
-    }
+    __device__ __forceinline__ void wrap() { reduce_once(at, limit, x_period); }
 };
 
 // a pair of columns per word; one column is the lower half

@@ -6,7 +6,8 @@
 //                   barrier; each multiplies a share of the columns of all rows and leaves zeros; barrier; the shares
 //                   are added up. The first groups of the next rows are on their way meanwhile.
 //
-// Measurements, and what bounds it, are in the lab notes of the GPU kernels.
+// Measurements, and what bounds it, are in the lab notes of the GPU kernels. tiles_kernel is longer than other
+// functions because its phases share registers and unrolled loops.
 #include "cuda/lib/mma.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
@@ -74,12 +75,6 @@ static __global__ void __launch_bounds__(STAGE_THREADS)
 static __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, __half2 power) {
     const __half2 h = __hmul2(*reinterpret_cast<const __half2 *>(&pair), power);
     return *reinterpret_cast<const uint32_t *>(&h);
-}
-// x_slot -= x_period if it has reached limit, in two instructions
-static __device__ __forceinline__ void fold(uint32_t & x_slot, uint32_t limit, uint32_t x_period) {
-    asm("{\n.reg .pred again;\nsetp.ge.u32 again, %0, %1;\n@again sub.u32 %0, %0, %2;\n}"
-        : "+r"(x_slot)
-        : "r"(limit), "r"(x_period));
 }
 template <int OFFSET> static __device__ __forceinline__ void store_half(uint32_t address, uint32_t value) {
     asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value))
@@ -218,7 +213,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                     constexpr int  k     = decltype(entry)::value;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
                     if (BANKED) {
-                        fold(x_slot, limit[k], x_period);
+                        reduce_once(x_slot, limit[k], x_period);
                     }
                     if (decltype(all)::value || (value & 0xffff)) {
                         store_half<k * STEP_NBYTES>(x_slot, value);
@@ -226,7 +221,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 });
                 at += ENTRIES * STEP_NBYTES;
                 if (BANKED) {
-                    fold(at, limit[ENTRIES], x_period);
+                    reduce_once(at, limit[ENTRIES], x_period);
                 }
             };
             int  step = 0;

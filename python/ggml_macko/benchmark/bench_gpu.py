@@ -27,6 +27,11 @@ def is_built() -> bool:
     return hasattr(_plugin(), "ggml_macko_bench_spmv_gpu")
 
 
+def _require_built() -> None:
+    if not is_built():
+        raise errors.error(errors.LOAD_FAILED, "the plugin was built without CUDA")
+
+
 def _plugin() -> ctypes.CDLL:
     bindings.version()  # loads the plugin, with the libggml-base that it needs
     return ctypes.CDLL(str(bindings.LIBRARY_PATH))
@@ -34,8 +39,7 @@ def _plugin() -> ctypes.CDLL:
 
 def main(arguments: list[str]) -> int:
     """Calls the plugin's measurement with options like a program's (tools/bench-spmv-gpu.cu) and returns its status."""
-    if not is_built():
-        raise errors.error(errors.LOAD_FAILED, "the plugin was built without CUDA")
+    _require_built()
     argv = [b"bench-spmv-gpu", *(argument.encode() for argument in arguments)]
     return int(_plugin().ggml_macko_bench_spmv_gpu(len(argv), (ctypes.c_char_p * (len(argv) + 1))(*argv)))
 
@@ -44,9 +48,10 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
     """Measures every shape and density in a child process.
 
     shapes, densities, values: the measurement's options. Returns one dictionary per line of its --json file: rows,
-    cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadFailedError with the last
+    cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadError with the last
     line that the measurement printed if it fails.
     """
+    _require_built()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
         command = [sys.executable, "-m", __name__, "--shapes", shapes, "--densities", densities]
@@ -54,6 +59,7 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
         command += ["--csr"] if cusparse else []
         last = ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
+            assert program.stdout is not None
             try:
                 for line in program.stdout:
                     last = line.strip()

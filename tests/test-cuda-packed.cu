@@ -119,7 +119,7 @@ static const uint8_t * image_tile(const cuda_sparse_matrix & m, int64_t group) {
     return m.values + group / 32 * 32 * (4 * (quantized_value_words(m.value_type) + m.delta_bits) + 2);
 }
 
-// base: of the tile's values or codes
+// base: of the tile's values or deltas
 static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int word) {
     for (int first = 0;;) {
         const int width = n_words - first >= 4 ? 4 : n_words - first >= 2 ? 2 : 1;
@@ -134,8 +134,8 @@ static uint32_t plane_word(const uint8_t * base, int n_words, int64_t group, int
 
 static int image_code(const cuda_sparse_matrix & m, int64_t group, int k) {
     const int       quad = k / 4, shift = k % 4 * 8;
-    const uint8_t * codes = image_tile(m, group) + 32 * 4 * quantized_value_words(m.value_type);
-    const auto      word  = [&](int i) { return plane_word(codes, m.delta_bits, group, i) >> shift & 0xff; };
+    const uint8_t * deltas = image_tile(m, group) + 32 * 4 * quantized_value_words(m.value_type);
+    const auto      word   = [&](int i) { return plane_word(deltas, m.delta_bits, group, i) >> shift & 0xff; };
     if (m.delta_bits == 8) {
         return static_cast<int>(word(quad));
     }
@@ -207,7 +207,8 @@ static int64_t check_image(const test_matrix & t, const quantized_image & image,
                     continue;
                 }
                 CHECK(s >= quantized_steps(head) || slot % 32 / m.lanes == r % (32 / m.lanes),
-                      "%s: row %lld is at another place of its unit's tile", name.c_str(), static_cast<long long>(r));
+                      "%s: row %lld is at another place of the tile of its warp_rows", name.c_str(),
+                      static_cast<long long>(r));
                 for (int k = 0; k < 32; k++) {
                     at += 32 * image_code(m, slot, k);
                     at -= m.delta_bits == 8 && at >= words ? words : 0;
@@ -271,7 +272,7 @@ static void test_layout_holds_the_matrix(int n_cases) {
     }
     CHECK(n_cases < 100 || (used[3] > n_cases / 20 && used[4] > n_cases / 20 && used[8] > n_cases / 20 &&
                             n_outliers > n_cases / 20 && rests > n_cases / 20),
-          "codes of 3, 4, 8 bits in %d, %d, %d cases, %d with spill, %d with segments", used[3], used[4], used[8],
+          "deltas of 3, 4, 8 bits in %d, %d, %d cases, %d with outliers, %d with segments", used[3], used[4], used[8],
           n_outliers, rests);
 }
 

@@ -88,7 +88,7 @@ uint64_t xorshift(uint64_t & s) {
     return s;
 }
 
-// the code width that makes the file smallest (paper, section 4.1)
+// the width of deltas that makes the file smallest (MACKO paper, section 4.1)
 int best_delta_bits(double density) {
     int    best     = 1;
     double smallest = 1e300;
@@ -144,7 +144,7 @@ random_matrix make_random(int64_t rows, int64_t cols, double density) {
     m.padded = n_padded(m.row_ptr[static_cast<size_t>(rows)]);
     m.values.assign(static_cast<size_t>(m.padded), 0);
     m.deltas.assign(static_cast<size_t>(deltas_nbytes(m.padded, bits)), 0);
-    std::vector<uint8_t> codes(static_cast<size_t>(m.padded), 0);
+    std::vector<uint8_t> deltas(static_cast<size_t>(m.padded), 0);
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         uint64_t s = seed_of(r), t = s * 77 + 5;
@@ -154,19 +154,19 @@ random_matrix make_random(int64_t rows, int64_t cols, double density) {
             if (xorshift(s) >> 32 < threshold) {
                 int64_t gap = c - last - 1;
                 for (; gap >= reach; gap -= reach) {
-                    codes[k++] = static_cast<uint8_t>(reach - 1);
+                    deltas[k++] = static_cast<uint8_t>(reach - 1);
                 }
-                codes[k]      = static_cast<uint8_t>(gap);
+                deltas[k]     = static_cast<uint8_t>(gap);
                 m.values[k++] = normal_f16(xorshift(t));
                 last          = c;
             }
         }
     }
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < m.padded / 8; i++) { // 8 codes fill whole bytes
+    for (int64_t i = 0; i < m.padded / 8; i++) { // 8 deltas fill whole bytes
         for (int64_t k = i * 8; k < i * 8 + 8; k++) {
             m.deltas[static_cast<size_t>(k * bits / 8)] |=
-                static_cast<uint8_t>(codes[static_cast<size_t>(k)] << (k * bits % 8));
+                static_cast<uint8_t>(deltas[static_cast<size_t>(k)] << (k * bits % 8));
         }
     }
     return m;
@@ -324,18 +324,18 @@ double read_nbytes(const cuda_sparse_matrix & w) {
     if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {
         std::vector<uint8_t> records(static_cast<size_t>(w.rows * quantized_row_nbytes(w.lanes)));
         CHECKED(cudaMemcpy(records.data(), w.row_ptr, records.size(), cudaMemcpyDeviceToHost));
-        int64_t groups = 0, segments = 0, spilled = 0;
+        int64_t groups = 0, segments = 0, n_outliers = 0;
         for (int64_t r = 0; r < w.rows; r++) {
             cuda_quantized_row head;
             memcpy(&head, records.data() + r * quantized_row_nbytes(w.lanes), sizeof(head));
             groups += head.n_groups;
             segments += quantized_segments(head, w.lanes);
-            spilled += head.n_outliers;
+            n_outliers += head.n_outliers;
         }
         return static_cast<double>(groups * (4 * (quantized_value_words(w.value_type) + w.delta_bits) + 2) +
                                    segments * static_cast<int64_t>(sizeof(cuda_quantized_segment)) +
                                    w.rows * quantized_row_nbytes(w.lanes) +
-                                   spilled * static_cast<int64_t>(sizeof(cuda_sparse_outlier)));
+                                   n_outliers * static_cast<int64_t>(sizeof(cuda_sparse_outlier)));
     }
     int32_t end = 0;
     CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));

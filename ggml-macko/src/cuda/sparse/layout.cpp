@@ -22,9 +22,9 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
     if (layout == CUDA_SPARSE_LAYOUT_INTERLEAVED && desc.type == GGML_MACKO_TYPE_F16) {
         return std::min(lanes, 16);
     }
-    const bool wide = desc.cols >= CUDA_SPARSE_WIDE;
-    return wide && desc.delta_bits <= 2 ? std::max(lanes, 16)
-                                        : lanes; // a wide matrix with so narrow deltas has long rows
+    // a wide matrix with so narrow deltas has long rows
+    const bool long_rows = desc.cols >= CUDA_SPARSE_WIDE && desc.delta_bits <= 2;
+    return long_rows ? std::max(lanes, 16) : lanes;
 }
 
 static int64_t max_groups(const macko_desc & desc, int64_t n_padded) {

@@ -483,10 +483,10 @@ struct cuda_sparse_uploader::impl {
         if (!cuda_sparse_has_kernels(*m)) { // FUSED has the width of its deltas from count_fused()
             return GGML_MACKO_STATUS_OK;
         }
-        const int64_t of_striped = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
-                      group      = 2 * CUDA_SPARSE_GROUP;
-        const bool saves         = 2 * group * found.outlier_groups <=
-                           of_striped - group * (found.groups - found.outlier_groups - found.unused_groups);
+        const int64_t separate = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
+                      group    = 2 * CUDA_SPARSE_GROUP;
+        const bool saves       = 2 * group * found.outlier_groups <=
+                           separate - group * (found.groups - found.outlier_groups - found.unused_groups);
         if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) ||
             found.most_outlier_groups > TAIL_MAX_OUTLIERS || (fused && automatic && desc.delta_bits == 8 && !saves)) {
             return GGML_MACKO_STATUS_OK;

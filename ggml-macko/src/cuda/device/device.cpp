@@ -11,6 +11,7 @@
 #include "cuda/graph/graph.h"
 #include "cuda/lib/cublas.h"
 #include "cuda/sparse/ec-csr/upload.h"
+#include "cuda/stored-matrix.h"
 #include "ggml-impl.h"
 #include "host/load-session.h"
 #include "host/log.h"
@@ -623,7 +624,7 @@ bool is_worth_capturing(const ggml_cgraph * graph) {
 bool queue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
     const ggml_tensor * failed = nullptr;
     ctx.ops.stream             = ctx.device.stream;
-    const cudaError_t error    = graph_queue(ctx.ops, graph, ctx.use_fusion, &failed);
+    const cudaError_t error    = graph_enqueue(ctx.ops, graph, ctx.use_fusion, &failed);
     return error == cudaSuccess || ctx.device.check_memory(error, failed->name);
 }
 
@@ -634,7 +635,7 @@ bool make_capture(backend_context & ctx, const ggml_cgraph * graph, capture & c)
     ctx.ops.stream             = ctx.capture_stream;
     cudaError_t error          = cudaStreamBeginCapture(ctx.capture_stream, cudaStreamCaptureModeThreadLocal);
     if (error == cudaSuccess) {
-        const cudaError_t queued = graph_queue(ctx.ops, graph, ctx.use_fusion, &failed);
+        const cudaError_t queued = graph_enqueue(ctx.ops, graph, ctx.use_fusion, &failed);
         error                    = cudaStreamEndCapture(ctx.capture_stream, &made);
         error                    = queued != cudaSuccess ? queued : error;
     }

@@ -1,0 +1,31 @@
+// A sparse weight in the memory of a GPU. The buffers (cuda/device) make it, the graph (cuda/graph) multiplies by it.
+#pragma once
+
+#include "cuda/sparse/ec-csr/layout.h"
+#include "cuda/sparse/mul-mat.cuh"
+
+#include "ggml.h"
+
+#include <memory>
+
+namespace macko::cuda {
+
+// The part of a matrix that lies in blocks of several rows, described in host memory. Null where there is none.
+using row_block_part = cuda_ec_csr_blocks;
+
+// tensor->extra of a loaded weight. No other tensor in a buffer of the GPU has an extra.
+struct stored_matrix {
+    cuda_sparse_matrix              matrix;
+    int64_t                         rows_per_matrix; // ne1; experts and other stacked matrices follow each other
+    std::unique_ptr<row_block_part> blocks;          // owns what `matrix` points to
+    cuda_memory                     outgrown; // memory of a matrix that did not fit the reserved bytes, else null
+
+    bool has_row_blocks() const { return matrix.ec_csr != nullptr; }
+};
+
+// null: the tensor is dense
+inline const stored_matrix * stored(const ggml_tensor * tensor) {
+    return static_cast<const stored_matrix *>(tensor->extra);
+}
+
+} // namespace macko::cuda

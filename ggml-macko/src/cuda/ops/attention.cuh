@@ -154,9 +154,19 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     }
 }
 
-// ---- few tokens, F16 rows of K and V of 64 or 128 elements (ops-attention-decode.cu) ----
+// ---- few tokens, F16 rows of K and V of 64 or 128 elements (attention-decode.cu) ----
 bool attention_decode_supported(const attention_params & p);
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);
+
+// ---- few tokens, other types and sizes (attention-vec-*.cu) ----
+cudaError_t launch_attention_vec_plain(const op_context & ctx, const attention_args & a);
+cudaError_t launch_attention_vec_quantized(const op_context & ctx, const attention_args & a);
+cudaError_t launch_attention_vec_rope(const op_context & ctx, const attention_args & a, const new_row_args & n);
+
+// ---- many tokens (attention-tile.cu) ----
+// how many tiles of K and V fit shared memory, at most 2; 0: not a case for this kernel
+int         attention_tile_stages(const op_context & ctx, const attention_params & p);
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages);
 
 } // namespace macko::cuda

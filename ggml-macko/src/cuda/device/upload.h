@@ -7,7 +7,8 @@
 
 namespace macko::cuda {
 
-// How this GPU keeps a packed matrix with quantized values. lanes 0: it does not, and takes the matrix recoded to MACKO.
+// How this GPU keeps a packed matrix with quantized values. lanes 0: it does not, and takes the matrix recoded to
+// MACKO.
 blocks_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix);
 
 // Reads the payload of `matrix` and puts it at tensor->data. data: what llama.cpp read for the tensor (see

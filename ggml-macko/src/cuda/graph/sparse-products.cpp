@@ -63,8 +63,8 @@ cudaError_t enqueue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {
     });
 }
 
-// The columns of the result are (slot, token), where slot numbers the experts that a token uses. One launch per slot for
-// all tokens, or one per token for all slots, whichever are fewer.
+// The columns of the result are (slot, token), where slot numbers the experts that a token uses. One launch per slot
+// for all tokens, or one per token for all slots, whichever are fewer.
 cudaError_t enqueue_sparse_mul_mat_id(const op_context & ctx, ggml_tensor * node) {
     const stored_matrix & w       = *stored(node->src[0]);
     const ggml_tensor *   x       = node->src[1];

@@ -21,8 +21,8 @@ template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) {
     return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
 }
 
-// rows of K or V into shared memory as f16, complete after wait_for_copies() and a barrier; zeros behind the last
-// position
+// Copies rows of K or V to shared memory as F16; complete after wait_for_copies() and a barrier. Rows behind the last
+// position are zeros.
 template <typename T, int HEAD_DIM>
 __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_tile(__half * tile, const char * base, int6
     }
 }
 
-// STAGES 2: the next tile is on its way while this one is multiplied; 1 where shared memory is short
+// STAGES 2: the next tile is loaded while this one is multiplied; 1 where shared memory is short
 template <typename T, int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
     wait_for_previous();
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
 
     const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]),
               n_kv = static_cast<int>(p.k.ne[1]);
-    // the last tokens see most: start them first
+    // the last tokens see the most positions: start them first
     const int    token0 = (static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x)) * TILE;
     const int    head = static_cast<int>(blockIdx.y), stream = static_cast<int>(blockIdx.z);
     const int    warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
     float out[HEAD_DIM / 8][4] = {};
     float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
 
-    // mask of a tile as this lane's pairs of positions: rows g, g + 8, columns 2t, 2t + 1 of each 8
+    // the mask of a tile as the pairs of positions of this lane: rows g, g + 8, columns 2t, 2t + 1 of each 8
     const bool pairs =
         p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask_nb2 % 4 == 0 && p.mask_nb3 % 4 == 0;
     __half2    bias[TILE / 8][2];
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         }
         return any;
     };
-    // next tile from `first` on that somebody sees, with its mask in bias; a barrier in any case
+    // The next tile from `first` on that any token sees; its mask is in `bias`. Contains a barrier in any case.
     const auto next_tile = [&](int first) {
         while (first < n_kv && !__syncthreads_or(load_bias(first))) {
             first += TILE;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         wait_for_copies();
         __syncthreads();
         int next = current;
-        if constexpr (STAGES == 2) { // everybody is past the barrier: the other buffer is free
+        if constexpr (STAGES == 2) { // all warps are past the barrier: the other buffer is free
             next = next_tile(current + TILE);
             if (next < n_kv) {
                 start_tile(next, stage ^ 1);
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
             }
         }
         if constexpr (STAGES == 1) {
-            __syncthreads(); // everybody is done with the tile
+            __syncthreads(); // all warps are done with the tile
             next = next_tile(current + TILE);
             if (next < n_kv) {
                 start_tile(next, 0);

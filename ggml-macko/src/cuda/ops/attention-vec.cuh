@@ -23,7 +23,7 @@ namespace {
 template <int LANES> constexpr int vec_warps() { return LANES == 32 ? 8 : 16; }
 constexpr int                      VEC_ROWS = 4; // positions that a lane group has in flight
 
-// elements e0 ... e0+7 of a head, which the lanes of a group hold in turn, rotated by `angle` of each pair
+// Rotates elements e0 ... e0 + 7 of a head, which lies across the lanes of a group, by `angle` of each pair.
 template <int LANES>
 __device__ __forceinline__ void rotate_row(const rope_params & p, const rotation * angle, int e0, float x[8]) {
     if (p.mode == 0) { // pairs of neighbours
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             }
         }
     };
-    // the mask of a round of positions, and what its rows are hidden or shifted by
+    // the mask of a round of positions, and the slope by which it is multiplied
     const __half * mask[G] = {};
     float          slope[G];
 #pragma unroll
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
         }
         return r;
     };
-    const auto is_seen = [&](const round_mask & r) { // by anybody in the warp
+    const auto is_seen = [&](const round_mask & r) { // by any lane of the warp
         bool any = false;
 #pragma unroll
         for (int i = 0; i < VEC_ROWS; i++) {
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             }
         }
     }
-    float new_k[8] = {}, new_v[8] = {}; // as the cache will have them
+    float new_k[8] = {}, new_v[8] = {}; // as they will be in the cache
     int   k_row = -1, v_row = -1;
     if constexpr (ROPE) {
         k_row = static_cast<int>(*n.k_id);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             value_type<TYPE_F32>::load8(n.k + kv_head * n.k_nb1, e0, new_k);
             value_type<TYPE_F32>::load8(n.v + kv_head * head_dim * static_cast<int64_t>(sizeof(float)), e0, new_v);
         }
-        if (static_cast<int>(threadIdx.x) < head_dim / 2) { // while all that is on its way
+        if (static_cast<int>(threadIdx.x) < head_dim / 2) { // while the loads are in flight
             angle[threadIdx.x] = rotation_of(n.rope, static_cast<int>(threadIdx.x), 0);
         }
         __syncthreads();
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
             float new_max = max[g];
 #pragma unroll
             for (int r = 0; r < VEC_ROWS; r++) {
-                const float s = warp_sum<LANES>(score[r][g]); // by all lanes, wanted or not
+                const float s = warp_sum<LANES>(score[r][g]); // by all lanes, also for hidden positions
                 score[r][g]   = bias[r][g] == -INFINITY ? -INFINITY : score_of(p, s) + bias[r][g];
                 new_max       = fmaxf(new_max, score[r][g]);
             }

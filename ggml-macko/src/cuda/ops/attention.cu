@@ -20,19 +20,20 @@ constexpr int MAX_HEAD_DIM  = 256;
 constexpr int VEC_BLOCKS    = 512; // enough for any GPU; a constant, so that results do not depend on the GPU's size
 constexpr int DECODE_BLOCKS = 128; // of attention_decode_kernel: an SM has room for one
 
-// Query heads that share what is read of K and V. Short contexts and few rows of q (heads of all tokens) are a matter
-// of latency: then more blocks.
+// Query heads of a block, which share what it reads of K and V. Short contexts and few rows of q are limited by
+// latency: then more blocks.
 int heads_per_block(const attention_params & p) {
     const int64_t group = p.q.ne[2] / p.k.ne[2];
     return p.k.ne[1] <= 1024 && p.q.n_rows() <= 256 ? 1 : group >= 3 ? 4 : group == 2 ? 2 : 1;
 }
 
-int chunk_count(const attention_params & p) { // blocks per KV head, for one split
+// blocks per KV head, of one split
+int chunk_count(const attention_params & p) {
     const int64_t group = p.q.ne[2] / p.k.ne[2], g = heads_per_block(p);
     return static_cast<int>((group + g - 1) / g);
 }
 
-// for one split
+// of one split
 int64_t block_count(const attention_params & p) { return p.k.ne[2] * chunk_count(p) * p.q.ne[1] * p.q.ne[3]; }
 
 // Blocks of a cluster, which share the positions of a short context. Without a cluster one block, which fills an SM,
@@ -49,7 +50,7 @@ int cluster_size(const op_context & ctx, const attention_params & p) {
 int split_size(const attention_params & p) {
     const int64_t n_kv = p.k.ne[1], blocks = block_count(p);
     const bool    decode = attention_decode_supported(p);
-    // two rounds of short rows cost less than a combination
+    // two rounds of short rows cost less than combining splits
     if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) {
         return static_cast<int>(n_kv);
     }

@@ -1,5 +1,5 @@
-// Reductions along rows: RMS norm with what surrounds it, soft-max, sums, sorting. One row per block; sums run in a
-// fixed order.
+// Reductions along rows: RMS norm with the sum in front of it and the scale behind it, soft-max, sums, sorting. One row
+// per block. Sums are made in a fixed order.
 #include "cuda/ops/common.cuh"
 
 #include <cfloat>
@@ -10,7 +10,7 @@ namespace macko::cuda {
 namespace {
 
 constexpr int MAX_THREADS = 1024;
-constexpr int MAX_SORT    = 8192; // entries of a row that argsort keeps in shared memory
+constexpr int MAX_SORT    = 8192; // entries of a row: argsort keeps them in shared memory
 
 struct rms_norm_args {
     op_tensor x, dst, scale, add, sum;
@@ -140,15 +140,15 @@ __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_t
     }
 }
 
-// bitonic network over n (a power of two) indices in shared memory; padding entries sort behind all others; equal
-// values keep their order
+// Bitonic sorting network over n (a power of two) indices in shared memory. Padding entries sort behind all others, and
+// equal values keep their order.
 __global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
     wait_for_previous();
     extern __shared__ int index[];
     const row_index       row    = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
     const float *         v      = reinterpret_cast<const float *>(row_of(x, row));
     const int             ne0    = static_cast<int>(x.ne[0]);
-    const auto            before = [&](int a, int b) { // a has to stand before b
+    const auto            before = [&](int a, int b) { // Does a stand before b?
         if (a >= ne0 || b >= ne0) {
             return a < b;
         }

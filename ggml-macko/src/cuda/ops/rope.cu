@@ -1,13 +1,12 @@
-// Rotary position embedding, and its fusion with the write into the KV cache. A thread owns one rotated pair of one
-// token and walks over
-// heads, so that the angle is computed once for several of them.
+// Rotary position embedding, alone and fused with the write into the KV cache. A thread owns one rotated pair of one
+// token and walks over the heads, so an angle is computed once for several of them.
 #include "cuda/ops/rope.cuh"
 
 namespace macko::cuda {
 
 namespace {
 
-constexpr int MAX_PAIRS = 256; // threads along a row; longer rows loop
+constexpr int MAX_PAIRS = 256; // threads along a row; a thread of a longer row loops
 constexpr int HEAD_ROWS = 4;   // heads side by side in a block
 
 // the two elements of a pair
@@ -64,8 +63,8 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a
         [&](int64_t h) { return reinterpret_cast<value *>(yt + h * dst.nb[1]); });
 }
 
-// q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's,
-// then v's.
+// q is rotated into dst, k into its row of the cache, v is copied into its row. Blocks along y: first the heads of q,
+// then those of k, then those of v.
 __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
     rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
@@ -106,7 +105,7 @@ dim3 block_of(const rope_params & p) {
                 HEAD_ROWS);
 }
 
-// blocks over heads: many tokens fill the GPU by themselves and then share angles between heads
+// Blocks along the heads. Many tokens fill the GPU by themselves; then the heads of a token share its angles.
 int head_blocks(int64_t n_heads, int64_t n_tokens) {
     return n_tokens >= 64 ? 1 : static_cast<int>((n_heads + HEAD_ROWS - 1) / HEAD_ROWS);
 }

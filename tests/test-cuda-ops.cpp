@@ -381,9 +381,12 @@ void test_rows_of_one_element_and_strided_sources() {
             const auto from = std::find(to.begin(), to.begin() + tokens, r) - to.begin();
             for (int64_t i = 0; i < width; i++) {
                 const double got = dst->get(i, r);
-                ok               = ok && (from == tokens
-                                              ? std::isnan(got)
-                                              : std::fabs(got - src->get(i, from)) <= std::fabs(src->get(i, from)) * u + 0x1p-25);
+                if (from == tokens) {
+                    ok = ok && std::isnan(got);
+                } else {
+                    const double want = src->get(i, from);
+                    ok                = ok && std::fabs(got - want) <= std::fabs(want) * u + 0x1p-25;
+                }
             }
         }
         CHECK(ok, "set_rows of %d x %d", static_cast<int>(width), static_cast<int>(tokens));

@@ -1,5 +1,5 @@
-// Stand-ins for cuda/ops, cuda/sparse and the CUDA runtime, so that the code of cuda/graph runs without a GPU: each call
-// is written to a log, nothing is computed. A test includes this file once.
+// Stand-ins for cuda/ops, cuda/sparse and the CUDA runtime, so that the code of cuda/graph runs without a GPU: each
+// call is written to a log, nothing is computed. A test includes this file once.
 #pragma once
 
 #include "cuda/graph/graph.h"

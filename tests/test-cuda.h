@@ -34,8 +34,8 @@ using namespace macko::cuda;
         }                                                                                           \
     } while (0)
 
-// Of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing slowly with the
-// length.
+// Of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing slowly with
+// the length.
 static constexpr double  MAX_ERROR = 3e-6;
 static constexpr float   POISON    = -1.2345e30f;
 static constexpr int64_t GUARD     = 64; // floats before and after each output
@@ -221,8 +221,8 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r must
-// have. Nothing may be written between rows.
+// The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r
+// must have. Nothing may be written between rows.
 template <typename ROW>
 void check_unpacked(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
     const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
@@ -248,8 +248,8 @@ template <typename ROW> void check_unpacked(const cuda_sparse_matrix & w, const 
     check_unpacked(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
-// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there, and
-// two of them belong to no expert.
+// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there,
+// and two of them belong to no expert.
 constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
 constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
 // the first row of column j's expert, or -1

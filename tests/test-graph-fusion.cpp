@@ -1,5 +1,5 @@
-// Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for the
-// kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
+// Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
+// the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
 #include "cuda/stored-matrix.h"
 
 #include "cuda-graphs.h"

@@ -1,6 +1,7 @@
 // Graphs like llama.cpp's, with made-up addresses, for tests of cuda/graph on a machine without a GPU.
 #pragma once
 
+#include "cuda/stored-matrix.h"
 #include "fake-cuda-ops.h"
 
 #include "ggml-backend-impl.h"
@@ -80,6 +81,12 @@ private:
     std::vector<std::unique_ptr<macko::cuda::stored_matrix>> matrices;
     size_t                                                   next_address = size_t(1) << 32;
 };
+
+// Gives a sparse weight a part in blocks of rows. Nothing but its address is looked at.
+inline void add_row_blocks(ggml_tensor * weight) {
+    macko::cuda::cuda_sparse_matrix & m = const_cast<macko::cuda::stored_matrix *>(macko::cuda::stored(weight))->matrix;
+    m.ec_csr                            = reinterpret_cast<decltype(m.ec_csr)>(&m);
+}
 
 // ---- parts of a model ----
 

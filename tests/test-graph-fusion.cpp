@@ -1,7 +1,5 @@
 // Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
 // the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
-#include "cuda/stored-matrix.h"
-
 #include "cuda-graphs.h"
 #include "test.h"
 
@@ -110,10 +108,9 @@ void test_a_computed_norm_weight_is_not_read_early() {
 }
 
 void test_row_blocks_take_no_norm() {
-    graph_builder      b;
-    projections        p(b);
-    cuda_ec_csr_blocks blocks;
-    const_cast<stored_matrix *>(stored(p.k->src[0]))->matrix.ec_csr = &blocks;
+    graph_builder b;
+    projections   p(b);
+    add_row_blocks(p.k->src[0]);
     finish(b, p.v);
     check_launches("a matrix in blocks of rows", b.graph, { "rms_norm+mul", "sparse q+k+v" });
 }

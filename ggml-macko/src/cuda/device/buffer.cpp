@@ -64,7 +64,7 @@ bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offse
     }
     if (cudaMalloc(&dense, static_cast<size_t>(std::min(rows, end - first)) * nbytes_row) != cudaSuccess) {
         cudaGetLastError();
-        log_error("%s: no memory to unpack a sparse weight\n", device.name.c_str());
+        log_error("%s: no memory to make a sparse weight dense\n", device.name.c_str());
         return false;
     }
     bool ok = true;
@@ -75,7 +75,7 @@ bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offse
         const size_t begin = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
         const size_t from  = std::max(offset, begin);
         const size_t to    = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
-        ok                 = device.check(error, "unpacking a sparse weight");
+        ok                 = device.check(error, "making a sparse weight dense");
         if (ok) {
             device.read(data + (from - offset), static_cast<char *>(dense) + (from - begin), to - from);
         }

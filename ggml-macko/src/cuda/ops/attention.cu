@@ -74,32 +74,33 @@ bool can_read(tensor_type type) {
 
 bool op_attention_supported(const attention_params & p) {
     const op_tensor &q = p.q, &k = p.k, &v = p.v;
-    const auto       is_rows = [](const op_tensor & t) { // 8 elements at a time: aligned rows
+    const auto       is_rows = [](const op_tensor & t) { // read 8 elements at a time
+        const bool is_plain = type_block_size(t.type) == 1;
+        const bool aligned  = t.nb[1] % 16 == 0 && t.nb[2] % 16 == 0 && t.nb[3] % 16 == 0;
         return is_contiguous_rows(t) && t.ne[0] % std::max<int64_t>(8, type_block_size(t.type)) == 0 &&
-               t.ne[0] <= MAX_HEAD_DIM &&
-               (type_block_size(t.type) > 1 || (t.nb[1] % 16 == 0 && t.nb[2] % 16 == 0 && t.nb[3] % 16 == 0));
+               t.ne[0] <= MAX_HEAD_DIM && (!is_plain || aligned);
     };
-    if (q.type != TYPE_F32 || p.dst.type != TYPE_F32 || !can_read(k.type) || k.type != v.type || !is_rows(q) ||
-        !is_rows(k) || !is_rows(v) || !is_contiguous(p.dst)) {
+    const bool types_ok = q.type == TYPE_F32 && p.dst.type == TYPE_F32 && can_read(k.type) && k.type == v.type;
+    if (!types_ok || !is_rows(q) || !is_rows(k) || !is_rows(v) || !is_contiguous(p.dst)) {
         return false;
     }
-    if (k.ne[0] != q.ne[0] || p.dst.ne[0] != v.ne[0] || p.dst.ne[1] != q.ne[2] || p.dst.ne[2] != q.ne[1] ||
-        p.dst.ne[3] != q.ne[3] || k.ne[1] != v.ne[1] || k.ne[1] == 0) {
+    const bool dst_ok =
+        p.dst.ne[0] == v.ne[0] && p.dst.ne[1] == q.ne[2] && p.dst.ne[2] == q.ne[1] && p.dst.ne[3] == q.ne[3];
+    const bool positions_ok = k.ne[0] == q.ne[0] && k.ne[1] == v.ne[1] && k.ne[1] != 0;
+    const bool heads_ok     = k.ne[2] != 0 && q.ne[2] % k.ne[2] == 0 && v.ne[2] == k.ne[2];
+    const bool streams_ok   = k.ne[3] != 0 && q.ne[3] % k.ne[3] == 0 && v.ne[3] == k.ne[3];
+    if (!dst_ok || !positions_ok || !heads_ok || !streams_ok) {
         return false;
     }
-    if (k.ne[2] == 0 || q.ne[2] % k.ne[2] != 0 || v.ne[2] != k.ne[2] || k.ne[3] == 0 || q.ne[3] % k.ne[3] != 0 ||
-        v.ne[3] != k.ne[3]) {
-        return false;
-    }
-    if (p.mask && (p.mask->type != TYPE_F16 || !is_contiguous_rows(*p.mask) || p.mask->ne[0] < k.ne[1] ||
-                   p.mask->ne[1] < q.ne[1])) {
-        return false;
-    }
-    if (p.mask &&
-        ((p.mask->ne[2] != 1 && p.mask->ne[2] != q.ne[2]) || (p.mask->ne[3] != 1 && p.mask->ne[3] != q.ne[3]))) {
-        return false;
-    }
-    if (p.sinks && (p.sinks->type != TYPE_F32 || p.sinks->ne[0] != q.ne[2] || !is_contiguous(*p.sinks))) {
+    const auto is_mask = [&](const op_tensor & m) {
+        const bool is_shared_or_own = (m.ne[2] == 1 || m.ne[2] == q.ne[2]) && (m.ne[3] == 1 || m.ne[3] == q.ne[3]);
+        return m.type == TYPE_F16 && is_contiguous_rows(m) && m.ne[0] >= k.ne[1] && m.ne[1] >= q.ne[1] &&
+               is_shared_or_own;
+    };
+    const auto is_sinks = [&](const op_tensor & s) {
+        return s.type == TYPE_F32 && s.ne[0] == q.ne[2] && is_contiguous(s);
+    };
+    if ((p.mask && !is_mask(*p.mask)) || (p.sinks && !is_sinks(*p.sinks))) {
         return false;
     }
     return q.ne[1] * q.ne[3] <= 65535 && q.ne[2] <= 65535 && k.ne[1] <= (1 << 28);
@@ -150,16 +151,22 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
 
 bool op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
                                  const rope_cache_params & c, const attention_params & p) {
+    if (!op_attention_supported(p) || !op_rope_cache_supported(r, pos, factors, c)) {
+        return false;
+    }
     const int64_t head_dim = p.q.ne[0];
-    const auto    is_view  = [&](const op_tensor & t, const op_tensor & cache) { // heads of the cache's rows
+    const auto    is_view  = [&](const op_tensor & t, const op_tensor & cache) { // the heads of the cache's rows
         return t.type == TYPE_F16 && t.data == cache.data && t.nb[1] == cache.nb[1] && t.nb[2] == head_dim * 2 &&
                t.ne[0] == head_dim && cache.ne[0] == head_dim * t.ne[2];
     };
-    return op_attention_supported(p) && op_rope_cache_supported(r, pos, factors, c) && p.q.ne[1] * p.q.ne[3] == 1 &&
-           p.q.data == c.q_dst.data && p.q.ne[2] == c.q.ne[1] && head_dim == c.q.ne[0] && head_dim == c.k.ne[0] &&
-           (p.q.ne[2] == 1 || p.q.nb[2] == c.q_dst.nb[1]) && is_view(p.k, c.k_cache) && is_view(p.v, c.v_cache) &&
-           is_aligned(c.q, 16) && is_aligned(c.k, 16) && is_aligned(c.v, 16) && (r.mode == 0 || r.mode == MODE_NEOX) &&
-           r.offset == 0 && r.n_dims == head_dim && head_dim % 16 == 0;
+    const bool one_token = p.q.ne[1] * p.q.ne[3] == 1;
+    const bool reads_q_dst =
+        p.q.data == c.q_dst.data && p.q.ne[2] == c.q.ne[1] && (p.q.ne[2] == 1 || p.q.nb[2] == c.q_dst.nb[1]);
+    const bool same_dim    = head_dim == c.q.ne[0] && head_dim == c.k.ne[0] && head_dim % 16 == 0;
+    const bool aligned     = is_aligned(c.q, 16) && is_aligned(c.k, 16) && is_aligned(c.v, 16);
+    const bool rotates_all = (r.mode == 0 || r.mode == MODE_NEOX) && r.offset == 0 && r.n_dims == head_dim;
+    return one_token && reads_q_dst && same_dim && is_view(p.k, c.k_cache) && is_view(p.v, c.v_cache) && aligned &&
+           rotates_all;
 }
 
 cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos,

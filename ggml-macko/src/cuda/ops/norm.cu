@@ -227,15 +227,18 @@ cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
 
 bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks,
                            const op_tensor & dst) {
-    if (x.type != TYPE_F32 || dst.type != TYPE_F32 || !same_shape(x, dst) || !is_contiguous_rows(x) ||
-        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
+    const auto is_rows = [](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
+    if (!is_rows(x) || !is_rows(dst) || !same_shape(x, dst) || !fits_grid(dst.n_rows())) {
         return false;
     }
-    if (mask && ((mask->type != TYPE_F16 && mask->type != TYPE_F32) || mask->ne[0] != x.ne[0] ||
-                 mask->ne[1] < x.ne[1] || mask->ne[2] == 0 || mask->ne[3] == 0 || !is_contiguous_rows(*mask))) {
-        return false;
-    }
-    return !sinks || (sinks->type == TYPE_F32 && sinks->ne[0] == x.ne[2] && is_contiguous(*sinks));
+    const auto is_mask = [&](const op_tensor & m) {
+        const bool covers_x = m.ne[0] == x.ne[0] && m.ne[1] >= x.ne[1] && m.ne[2] != 0 && m.ne[3] != 0;
+        return (m.type == TYPE_F16 || m.type == TYPE_F32) && covers_x && is_contiguous_rows(m);
+    };
+    const auto is_sinks = [&](const op_tensor & s) {
+        return s.type == TYPE_F32 && s.ne[0] == x.ne[2] && is_contiguous(s);
+    };
+    return (!mask || is_mask(*mask)) && (!sinks || is_sinks(*sinks));
 }
 
 cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x,

@@ -237,15 +237,12 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
 }
 
 bool op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if (ids.type != TYPE_I32 || ids.ne[3] != 1 || dst.ne[0] != src.ne[0] || dst.ne[1] != ids.ne[0] ||
-        dst.ne[2] != ids.ne[1] || dst.ne[3] != ids.ne[2] || src.ne[2] != ids.ne[1] || src.ne[3] != ids.ne[2] ||
-        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
-        return false;
-    }
-    if (src.type == TYPE_I32) {
-        return dst.type == TYPE_I32 && is_contiguous_rows(src);
-    }
-    return dst.type == TYPE_F32 && type_is_weight(src.type) && is_contiguous_rows(src);
+    const bool ids_ok = ids.type == TYPE_I32 && ids.ne[3] == 1 && src.ne[2] == ids.ne[1] && src.ne[3] == ids.ne[2];
+    const bool dst_ok = dst.ne[0] == src.ne[0] && dst.ne[1] == ids.ne[0] && dst.ne[2] == ids.ne[1] &&
+                        dst.ne[3] == ids.ne[2] && is_contiguous_rows(dst) && fits_grid(dst.n_rows());
+    const bool types_ok =
+        src.type == TYPE_I32 ? dst.type == TYPE_I32 : dst.type == TYPE_F32 && type_is_weight(src.type);
+    return ids_ok && dst_ok && types_ok && is_contiguous_rows(src);
 }
 
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
@@ -260,10 +257,10 @@ cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_
 }
 
 bool op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if ((ids.type != TYPE_I64 && ids.type != TYPE_I32) || src.ne[0] != dst.ne[0] || src.ne[2] != dst.ne[2] ||
-        src.ne[3] != dst.ne[3] || ids.ne[0] != src.ne[1] || ids.ne[1] == 0 || ids.ne[2] == 0 ||
-        src.ne[2] % ids.ne[1] != 0 || src.ne[3] % ids.ne[2] != 0 || ids.ne[3] != 1 ||
-        src.n_elements() > (int64_t(1) << 38)) {
+    const bool ids_ok  = (ids.type == TYPE_I64 || ids.type == TYPE_I32) && ids.ne[0] == src.ne[1] && ids.ne[3] == 1;
+    const bool repeats = ids.ne[1] != 0 && ids.ne[2] != 0 && src.ne[2] % ids.ne[1] == 0 && src.ne[3] % ids.ne[2] == 0;
+    const bool dst_ok  = src.ne[0] == dst.ne[0] && src.ne[2] == dst.ne[2] && src.ne[3] == dst.ne[3];
+    if (!ids_ok || !repeats || !dst_ok || src.n_elements() > (int64_t(1) << 38)) {
         return false;
     }
     if (src.type == TYPE_F16 && dst.type == TYPE_F16) {

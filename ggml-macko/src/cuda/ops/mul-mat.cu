@@ -535,21 +535,25 @@ bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x
 }
 
 bool is_shape(const op_tensor & w, const op_tensor & x) {
-    return w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= (1 << 30) && w.ne[1] <= (1 << 30) && x.ne[1] <= (1 << 30) &&
-           w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32 && is_contiguous_rows(w) &&
-           is_contiguous_rows(x) && w.ne[0] % type_block_size(w.type) == 0;
+    constexpr int64_t MAX_SIZE = 1 << 30;
+
+    const bool types_ok = w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32;
+    const bool sizes_ok =
+        w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= MAX_SIZE && w.ne[1] <= MAX_SIZE && x.ne[1] <= MAX_SIZE;
+    return types_ok && sizes_ok && is_contiguous_rows(w) && is_contiguous_rows(x) &&
+           w.ne[0] % type_block_size(w.type) == 0;
 }
 
 } // namespace
 
 bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
-    if (!is_shape(w, x) || dst.type != TYPE_F32 || !is_contiguous_rows(dst) || w.ne[2] == 0 || w.ne[3] == 0 ||
-        x.ne[2] % w.ne[2] != 0 || x.ne[3] % w.ne[3] != 0) {
+    const bool repeats = w.ne[2] != 0 && w.ne[3] != 0 && x.ne[2] % w.ne[2] == 0 && x.ne[3] % w.ne[3] == 0;
+    if (!is_shape(w, x) || !repeats || dst.type != TYPE_F32 || !is_contiguous_rows(dst)) {
         return false;
     }
-    // quantized rows are read 8 elements at a time, so rows of x have to be aligned (data pointers always are, to 32
-    // bytes)
-    if (type_block_size(w.type) > 1 && (x.nb[1] % 16 != 0 || x.nb[2] % 16 != 0 || x.nb[3] % 16 != 0)) {
+    // quantized rows are read 8 elements at a time, so rows of x have to be aligned; data pointers always are
+    const bool aligned = x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0 && x.nb[3] % 16 == 0;
+    if (type_block_size(w.type) > 1 && !aligned) {
         return false;
     }
     return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
@@ -620,10 +624,14 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
 }
 
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst) {
-    return is_shape(w, x) && dst.type == TYPE_F32 && is_contiguous_rows(dst) && ids.type == TYPE_I32 && w.ne[3] == 1 &&
-           x.ne[3] == 1 && ids.ne[2] == 1 && ids.ne[3] == 1 && ids.ne[1] == x.ne[2] && x.ne[1] > 0 &&
-           ids.ne[0] % x.ne[1] == 0 && ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535 &&
-           (type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0));
+    const bool x_ok   = w.ne[3] == 1 && x.ne[3] == 1 && x.ne[1] > 0 && ids.ne[0] % x.ne[1] == 0;
+    const bool ids_ok = ids.type == TYPE_I32 && ids.ne[1] == x.ne[2] && ids.ne[2] == 1 && ids.ne[3] == 1;
+    const bool fits   = ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535;
+    const bool dst_ok = dst.type == TYPE_F32 && is_contiguous_rows(dst);
+    if (!is_shape(w, x) || !x_ok || !ids_ok || !fits || !dst_ok) {
+        return false;
+    }
+    return type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0); // see op_mul_mat_supported
 }
 
 size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, const op_tensor & ids) {

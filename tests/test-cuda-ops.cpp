@@ -1,6 +1,6 @@
-// The GPU's dense operations against float64, element by element, on random shapes, strides and data with outliers.
-// Outputs are poisoned
-// before each call and lie between guard zones. Skips (exit code 77) where there is no GPU.
+// The dense operations of the GPU against float64, element by element, on random shapes, strides and data with
+// outliers. Outputs are poisoned before each call and lie between guard zones. Skips (exit code 77) where there is no
+// GPU.
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
 #include "test.h"
@@ -60,7 +60,7 @@ double from_f16(uint16_t h) {
     return h & 0x8000 ? -v : v;
 }
 
-// a strided tensor on the GPU; rows may have gaps (pad elements), and dims 1 and 2 may be swapped in memory
+// A strided tensor on the GPU. Rows may have gaps (`pad` elements), and dimensions 1 and 2 may be swapped in memory.
 struct device_tensor {
     char *               memory = nullptr;
     size_t               nbytes = 0;
@@ -83,7 +83,7 @@ struct device_tensor {
         nbytes  = static_cast<size_t>(t.nb[3] * ne[3]);
         cuda_ok(cudaMalloc(&memory, nbytes + 2 * GUARD), "cudaMalloc");
         cuda_ok(cudaMemset(memory, POISON, nbytes + 2 * GUARD), "cudaMemset");
-        cuda_ok(cudaDeviceSynchronize(), "cudaMemset"); // it does not wait for our stream, nor our stream for it
+        cuda_ok(cudaDeviceSynchronize(), "cudaMemset"); // it is not ordered with the stream of ctx
         t.data = memory + GUARD;
         host.assign(nbytes, POISON);
     }
@@ -155,7 +155,7 @@ struct device_tensor {
             }
         }
     }
-    // on our stream: a plain cudaMemcpy may return before the data is there, and our stream would not wait for it
+    // On the stream of ctx: a plain cudaMemcpy may return before the data has arrived, and that stream would not wait.
     void upload() {
         cuda_ok(cudaMemcpyAsync(t.data, host.data(), nbytes, cudaMemcpyHostToDevice, ctx.stream), "upload");
         cuda_ok(cudaStreamSynchronize(ctx.stream), "upload");
@@ -381,9 +381,12 @@ void test_rows_of_one_element_and_strided_sources() {
             const auto from = std::find(to.begin(), to.begin() + tokens, r) - to.begin();
             for (int64_t i = 0; i < width; i++) {
                 const double got = dst->get(i, r);
-                ok               = ok && (from == tokens
-                                              ? std::isnan(got)
-                                              : std::fabs(got - src->get(i, from)) <= std::fabs(src->get(i, from)) * u + 0x1p-25);
+                if (from == tokens) {
+                    ok = ok && std::isnan(got);
+                } else {
+                    const double want = src->get(i, from);
+                    ok                = ok && std::fabs(got - want) <= std::fabs(want) * u + 0x1p-25;
+                }
             }
         }
         CHECK(ok, "set_rows of %d x %d", static_cast<int>(width), static_cast<int>(tokens));
@@ -413,102 +416,117 @@ void test_rows_of_one_element_and_strided_sources() {
     }
 }
 
-void test_rope_modes_offsets_and_cache_write() {
-    for (int k = 0; k < 30; k++) {
-        const int64_t head_dim = pick({ 8, 64, 96, 128, 768 }), heads = pick({ 1, 5, 32 }), tokens = pick({ 1, 3, 70 });
-        rope_params   p = {};
+struct rope_case {
+    int64_t     head_dim, heads, tokens;
+    rope_params p = {};
+    tensor_ptr  x, dst, pos, factors_;
+    bool        has_factors;
+
+    explicit rope_case(int k)
+        : head_dim(pick({ 8, 64, 96, 128, 768 })),
+          heads(pick({ 1, 5, 32 })),
+          tokens(pick({ 1, 3, 70 })),
+          has_factors(k % 4 == 1) {
         p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096,
         p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
         p.beta_fast = 32, p.beta_slow = 1;
-        auto x   = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8),
-             dst = make(TYPE_F32, { head_dim, heads, tokens }), pos = make(TYPE_I32, { tokens }),
-             factors = make(TYPE_F32, { head_dim / 2 });
+        x   = make(TYPE_F32, { head_dim, heads, tokens }, k % 4 ? 0 : 8),
+        dst = make(TYPE_F32, { head_dim, heads, tokens });
+        pos = make(TYPE_I32, { tokens }), factors_ = make(TYPE_F32, { head_dim / 2 });
         x->random();
-        factors->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors->set(1 + random_source.unit(), i0); });
-        factors->upload();
+        factors_->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors_->set(1 + random_source.unit(), i0); });
+        factors_->upload();
         for (int64_t i = 0; i < tokens; i++) {
             pos->set(static_cast<double>(random_source.range(0, 2000)), i);
         }
         pos->upload();
-        const bool has_factors = k % 4 == 1;
-        const auto rotated     = [&](int64_t i0, int64_t h, int64_t t) {
-            if (i0 >= p.n_dims) {
-                return std::make_pair(x->get(i0, h, t), 0.0);
-            }
-            const int64_t half = p.n_dims / 2, pair = p.mode ? i0 % half : i0 / 2, first = p.mode ? pair : 2 * pair,
-                          second = p.mode ? pair + half : first + 1;
-            const double extrapolated =
-                pos->get(t) * std::pow(static_cast<double>(p.freq_base), -2.0 * static_cast<double>(pair) / p.n_dims) /
-                (has_factors ? factors->get(pair) : 1);
-            double theta = extrapolated * static_cast<double>(p.freq_scale), size = 1;
-            if (p.ext_factor != 0) {
-                const auto dim = [&](double n) {
-                    return p.n_dims * std::log(p.n_ctx_orig / (n * 2 * M_PI)) /
-                           (2 * std::log(static_cast<double>(p.freq_base)));
-                };
-                const double low  = std::max(0.0, std::floor(dim(32))),
-                             high = std::min(p.n_dims - 1.0, std::ceil(dim(1)));
-                const double mix =
-                    1 - std::clamp((static_cast<double>(pair) - low) / std::max(0.001, high - low), 0.0, 1.0);
-                theta = theta * (1 - mix) + extrapolated * mix;
-                size  = 1 + 0.1 * std::log(1 / static_cast<double>(p.freq_scale));
-            }
-            const double a = x->get(first, h, t), b = x->get(second, h, t);
-            const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta)
-                                                     : a * std::sin(theta) + b * std::cos(theta));
-            // the angle is a float, and a power of one
-            return std::make_pair(z, size * (std::fabs(a) + std::fabs(b)) * U32 *
-                                             (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated)));
-        };
-        check("rope", op_rope(ctx, p, x->t, pos->t, has_factors ? &factors->t : nullptr, dst->t), *dst,
-              [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+    }
+    const op_tensor * factors() const { return has_factors ? &factors_->t : nullptr; }
 
-        // fused: the same keys go to f16 cache rows, values beside them
-        const int64_t rows = 128, width = pick({ 64, 72 });
-        auto          k_cache = make(TYPE_F16, { head_dim * heads, rows }), v_cache = make(TYPE_F16, { width, rows }),
-             v = make(TYPE_F32, { width, tokens }, 4), ids = make(TYPE_I64, { tokens });
-        v->random();
-        const int64_t first_row = random_source.range(0, rows - tokens);
-        for (int64_t i = 0; i < tokens; i++) {
-            ids->set(static_cast<double>(first_row + tokens - 1 - i), i);
+    struct angle {
+        double theta, size; // YaRN scales the pair, too
+    };
+    angle angle_of(int64_t pair, double extrapolated) const {
+        const double theta = extrapolated * static_cast<double>(p.freq_scale);
+        if (p.ext_factor == 0) {
+            return { theta, 1 };
         }
-        ids->upload();
-        rope_cache_params c = { x->t,
-                                dst->t,
-                                x->t,
-                                k_cache->t,
-                                v->t,
-                                v_cache->t,
-                                reinterpret_cast<const int64_t *>(ids->t.data),
-                                reinterpret_cast<const int64_t *>(ids->t.data) };
-        CHECK(op_rope_cache_supported(p, pos->t, has_factors ? &factors->t : nullptr, c), "rope_cache");
-        cuda_ok(cudaMemsetAsync(dst->t.data, POISON, dst->nbytes, ctx.stream), "poison");
-        const cudaError_t error = op_rope_cache(ctx, p, pos->t, has_factors ? &factors->t : nullptr, c);
-        check("rope_cache q", error, *dst,
-              [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
-        k_cache->download("rope_cache k");
-        v_cache->download("rope_cache v");
-        bool ok = true;
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t t = first_row + tokens - 1 - r;
-            for (int64_t i = 0; i < head_dim * heads; i++) {
-                const double got = k_cache->get(i, r);
-                if (t < 0 || t >= tokens) {
-                    ok = ok && std::isnan(got);
-                } else {
-                    const auto expected = rotated(i % head_dim, i / head_dim, t);
-                    ok                  = ok && std::fabs(got - expected.first) <=
-                                   expected.second + std::fabs(expected.first) * 2 * U_F16 + 0x1p-24;
-                }
-            }
-            for (int64_t i = 0; i < width; i++) {
-                const double got = v_cache->get(i, r);
-                ok               = ok && (t < 0 || t >= tokens
-                                              ? std::isnan(got)
-                                              : std::fabs(got - v->get(i, t)) <= std::fabs(v->get(i, t)) * U_F16 + 0x1p-25);
-            }
+        const auto dim = [&](double n) {
+            return p.n_dims * std::log(p.n_ctx_orig / (n * 2 * M_PI)) /
+                   (2 * std::log(static_cast<double>(p.freq_base)));
+        };
+        const double low = std::max(0.0, std::floor(dim(32))), high = std::min(p.n_dims - 1.0, std::ceil(dim(1)));
+        const double ramp = (static_cast<double>(pair) - low) / std::max(0.001, high - low);
+        const double mix  = 1 - std::clamp(ramp, 0.0, 1.0);
+        return { theta * (1 - mix) + extrapolated * mix, 1 + 0.1 * std::log(1 / static_cast<double>(p.freq_scale)) };
+    }
+    // element i0 of head h of token t, rotated, and the bound of its error
+    std::pair<double, double> rotated(int64_t i0, int64_t h, int64_t t) const {
+        if (i0 >= p.n_dims) {
+            return { x->get(i0, h, t), 0.0 };
         }
-        CHECK(ok, "rope_cache: caches");
+        const int64_t half = p.n_dims / 2, pair = p.mode ? i0 % half : i0 / 2, first = p.mode ? pair : 2 * pair,
+                      second      = p.mode ? pair + half : first + 1;
+        const double exponent     = -2.0 * static_cast<double>(pair) / p.n_dims;
+        const double extrapolated = pos->get(t) * std::pow(static_cast<double>(p.freq_base), exponent) /
+                                    (has_factors ? factors_->get(pair) : 1);
+        const auto [theta, size] = angle_of(pair, extrapolated);
+        const double a = x->get(first, h, t), b = x->get(second, h, t);
+        const double z = size * (i0 == first ? a * std::cos(theta) - b * std::sin(theta)
+                                             : a * std::sin(theta) + b * std::cos(theta));
+        // the angle is a float, and a power of one
+        const double bound = size * (std::fabs(a) + std::fabs(b)) * U32 *
+                             (16 + (24 + static_cast<double>(pair)) * std::fabs(extrapolated));
+        return { z, bound };
+    }
+    void check_dst(const char * name, cudaError_t error) const {
+        check(name, error, *dst, [&](int64_t i0, int64_t i1, int64_t i2, int64_t) { return rotated(i0, i1, i2); });
+    }
+};
+
+// fused: the same keys go to rows of an F16 cache, values to rows of another
+void check_rope_cache(const rope_case & r) {
+    const int64_t rows = 128, width = pick({ 64, 72 });
+    auto          k_cache = make(TYPE_F16, { r.head_dim * r.heads, rows }), v_cache = make(TYPE_F16, { width, rows }),
+         v = make(TYPE_F32, { width, r.tokens }, 4), ids = make(TYPE_I64, { r.tokens });
+    v->random();
+    const int64_t first_row = random_source.range(0, rows - r.tokens);
+    for (int64_t i = 0; i < r.tokens; i++) {
+        ids->set(static_cast<double>(first_row + r.tokens - 1 - i), i);
+    }
+    ids->upload();
+    const auto *            id = reinterpret_cast<const int64_t *>(ids->t.data);
+    const rope_cache_params c  = { r.x->t, r.dst->t, r.x->t, k_cache->t, v->t, v_cache->t, id, id };
+    CHECK(op_rope_cache_supported(r.p, r.pos->t, r.factors(), c), "rope_cache");
+    cuda_ok(cudaMemsetAsync(r.dst->t.data, POISON, r.dst->nbytes, ctx.stream), "poison");
+    r.check_dst("rope_cache q", op_rope_cache(ctx, r.p, r.pos->t, r.factors(), c));
+    k_cache->download("rope_cache k");
+    v_cache->download("rope_cache v");
+    bool       ok            = true;
+    const auto check_element = [&](bool is_written, double got, double expected, double bound) {
+        ok = ok && (is_written ? std::fabs(got - expected) <= bound : std::isnan(got));
+    };
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t t          = first_row + r.tokens - 1 - row;
+        const bool    is_written = t >= 0 && t < r.tokens;
+        for (int64_t i = 0; i < r.head_dim * r.heads; i++) {
+            const auto [key, bound] =
+                is_written ? r.rotated(i % r.head_dim, i / r.head_dim, t) : std::make_pair(0.0, 0.0);
+            check_element(is_written, k_cache->get(i, row), key, bound + std::fabs(key) * 2 * U_F16 + 0x1p-24);
+        }
+        for (int64_t i = 0; i < width; i++) {
+            const double value = is_written ? v->get(i, t) : 0;
+            check_element(is_written, v_cache->get(i, row), value, std::fabs(value) * U_F16 + 0x1p-25);
+        }
+    }
+    CHECK(ok, "rope_cache: caches");
+}
+
+void test_rope_modes_offsets_and_cache_write() {
+    for (int k = 0; k < 30; k++) {
+        const rope_case r(k);
+        r.check_dst("rope", op_rope(ctx, r.p, r.x->t, r.pos->t, r.factors(), r.dst->t));
+        check_rope_cache(r);
     }
 }
 
@@ -706,108 +724,135 @@ void test_expert_products_with_strided_ids() {
 
 // ---- attention ----
 
-void test_attention_masks_groups_and_splits() {
-    for (int k = 0; k < 80; k++) {
-        const tensor_type type     = k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16;
-        const int64_t     head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
-        const int64_t     kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group,
-                      tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
-        const int64_t n_kv =
-            tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
-        auto q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
-        auto keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0),
-             values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
-        auto mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads }),
-             dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
+struct attention_case {
+    tensor_type                       type;
+    int64_t                           head_dim, kv_heads, group, heads, tokens, streams, n_kv;
+    tensor_ptr                        q, mask, sinks, dst;
+    std::pair<tensor_ptr, tensor_ptr> keys, values;
+    attention_params                  p = {};
+
+    explicit attention_case(int k) : type(k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16) {
+        head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
+        kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
+        tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
+        n_kv   = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
+        q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
+        keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
+        values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
+        mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads });
+        dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
         q->random(), sinks->random();
-        // whole tiles hidden, as in a causal mask
-        const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
-        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-            mask->set(i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0) ? -INFINITY
-                      : k % 9 == 5                                                     ? -static_cast<double>(i0 % 32)
-                                                                                       : 0,
-                      i0, i1, i2, i3);
-        });
-        mask->upload();
-        attention_params p = {};
+        make_mask(k);
         p.q = q->t, p.k = keys.first->t, p.v = values.first->t, p.dst = dst->t;
         p.mask = k % 6 ? &mask->t : nullptr, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
-        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f,
-        p.max_bias          = k % 9 == 5 ? 8.0f : 0.0f;
-        const double n_log2 = std::exp2(std::floor(std::log2(static_cast<double>(heads)))); // ALiBi's slopes
-        const auto   slope  = [&](double h) {
-            return p.max_bias == 0 ? 1
-                      : h < n_log2    ? std::exp2(-8 / n_log2 * (h + 1))
-                                      : std::exp2(-4 / n_log2 * (2 * (h - n_log2) + 1));
-        };
-        if (!op_attention_supported(p)) {
-            CHECK(false, "attention refused: head %d", static_cast<int>(head_dim));
-            continue;
+        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
+        p.max_bias = k % 9 == 5 ? 8.0f : 0.0f;
+    }
+    // some positions hidden, and whole tiles of them, as in a causal mask
+    void make_mask(int k) {
+        const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
+        mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+            const bool   hidden = i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0);
+            const double bias   = k % 9 == 5 ? -static_cast<double>(i0 % 32) : 0;
+            mask->set(hidden ? -INFINITY : bias, i0, i1, i2, i3);
+        });
+        mask->upload();
+    }
+    double slope(double h) const { // ALiBi's
+        const double n_log2 = std::exp2(std::floor(std::log2(static_cast<double>(heads))));
+        return p.max_bias == 0 ? 1
+               : h < n_log2    ? std::exp2(-8 / n_log2 * (h + 1))
+                               : std::exp2(-4 / n_log2 * (2 * (h - n_log2) + 1));
+    }
+    // Weights of the positions for head h of token t. *spread: the largest sum of magnitudes of a score
+    std::vector<double> weights(int64_t t, int64_t h, int64_t s, double * spread) const {
+        std::vector<double> weight(static_cast<size_t>(n_kv));
+        double              max = p.sinks ? sinks->get(h) : -INFINITY, sum = 0;
+        for (int64_t i = 0; i < n_kv; i++) {
+            double dot = 0, size = 0;
+            for (int64_t e = 0; e < head_dim; e++) {
+                dot += q->get(e, t, h, s) * keys.second->get(e, i, h / group, s);
+                size += std::fabs(q->get(e, t, h, s) * keys.second->get(e, i, h / group, s));
+            }
+            dot *= static_cast<double>(p.scale);
+            *spread = std::max(*spread, size * static_cast<double>(p.scale));
+            if (p.softcap != 0) {
+                dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
+            }
+            const double score             = dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
+            max                            = std::max(max, score);
+            weight[static_cast<size_t>(i)] = score;
         }
-        char * scratch = nullptr;
-        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(p) + 256), "scratch");
-        const cudaError_t error = op_attention(ctx, p, scratch);
-        CHECK(error == cudaSuccess, "attention: %s", cudaGetErrorString(error));
-        dst->download("attention");
-        // tiles: q, K and weights are f16, so a score of size s moves by s * 2^-10, and its weight by as much
-        const double u     = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
-        double       worst = 0;
-        for (int64_t s = 0; s < streams; s++) {
-            for (int64_t h = 0; h < heads; h++) {
-                for (int64_t t = 0; t < tokens; t++) {
-                    std::vector<double> score(static_cast<size_t>(n_kv));
-                    double              max = p.sinks ? sinks->get(h) : -INFINITY, sum = 0, spread = 0;
-                    for (int64_t i = 0; i < n_kv; i++) {
-                        double dot = 0, size = 0;
-                        for (int64_t e = 0; e < head_dim; e++) {
-                            dot += q->get(e, t, h, s) * keys.second->get(e, i, h / group, s);
-                            size += std::fabs(q->get(e, t, h, s) * keys.second->get(e, i, h / group, s));
-                        }
-                        dot *= static_cast<double>(p.scale);
-                        spread = std::max(spread, size * static_cast<double>(p.scale));
-                        if (p.softcap != 0) {
-                            dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
-                        }
-                        score[static_cast<size_t>(i)] =
-                            dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
-                        max = std::max(max, score[static_cast<size_t>(i)]);
-                    }
-                    for (auto & x : score) {
-                        x = std::exp(x - max);
-                        sum += x;
-                    }
-                    sum += p.sinks ? std::exp(sinks->get(h) - max) : 0;
-                    for (int64_t e = 0; e < head_dim; e++) {
-                        double z = 0, size = 0;
-                        for (int64_t i = 0; i < n_kv; i++) {
-                            z += score[static_cast<size_t>(i)] / sum * values.second->get(e, i, h / group, s);
-                            size +=
-                                score[static_cast<size_t>(i)] / sum * std::fabs(values.second->get(e, i, h / group, s));
-                        }
-                        worst = std::max(worst,
-                                         std::fabs(dst->get(e, h, t, s) - z) / (u * (size * (2 + 2 * spread)) + 1e-7));
-                        if (!(std::fabs(dst->get(e, h, t, s) - z) >= 0)) {
-                            worst = INFINITY;
-                        }
-                    }
-                }
+        for (double & x : weight) {
+            x = std::exp(x - max);
+            sum += x;
+        }
+        sum += p.sinks ? std::exp(sinks->get(h) - max) : 0;
+        for (double & x : weight) {
+            x /= sum;
+        }
+        return weight;
+    }
+    // largest error of head h of token t, in units of its bound
+    double worst(int64_t t, int64_t h, int64_t s) const {
+        // tiles: q, K and weights are F16, so a score of size s moves by s * 2^-10, and its weight by as much
+        const double              u      = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
+        double                    spread = 0, result = 0;
+        const std::vector<double> weight = weights(t, h, s, &spread);
+        for (int64_t e = 0; e < head_dim; e++) {
+            double z = 0, size = 0;
+            for (int64_t i = 0; i < n_kv; i++) {
+                z += weight[static_cast<size_t>(i)] * values.second->get(e, i, h / group, s);
+                size += weight[static_cast<size_t>(i)] * std::fabs(values.second->get(e, i, h / group, s));
+            }
+            const double error = std::fabs(dst->get(e, h, t, s) - z);
+            if (!(error >= 0)) {
+                return INFINITY;
+            }
+            result = std::max(result, error / (u * (size * (2 + 2 * spread)) + 1e-7));
+        }
+        return result;
+    }
+};
+
+void check_attention(const attention_case & a) {
+    char * scratch = nullptr;
+    cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a.p) + 256), "scratch");
+    const cudaError_t error = op_attention(ctx, a.p, scratch);
+    CHECK(error == cudaSuccess, "attention: %s", cudaGetErrorString(error));
+    a.dst->download("attention");
+    double worst = 0;
+    for (int64_t s = 0; s < a.streams; s++) {
+        for (int64_t h = 0; h < a.heads; h++) {
+            for (int64_t t = 0; t < a.tokens; t++) {
+                worst = std::max(worst, a.worst(t, h, s));
             }
         }
-        CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound",
-              static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(tokens),
-              worst);
-        const auto first = dst->host; // the same bits again, whichever block came last
-        for (int repeat = 0; repeat < 5; repeat++) {
-            CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");
-            dst->download("attention");
-            CHECK(dst->host == first, "attention is not deterministic");
+    }
+    CHECK(worst <= 1, "attention head %d kv %d group %d tokens %d: %.2f times the bound", static_cast<int>(a.head_dim),
+          static_cast<int>(a.n_kv), static_cast<int>(a.group), static_cast<int>(a.tokens), worst);
+    const auto first = a.dst->host; // the same bits every time, whichever block comes last
+    for (int repeat = 0; repeat < 5; repeat++) {
+        CHECK(op_attention(ctx, a.p, scratch) == cudaSuccess, "attention");
+        a.dst->download("attention");
+        CHECK(a.dst->host == first, "attention is not deterministic");
+    }
+    cudaFree(scratch);
+}
+
+void test_attention_masks_groups_and_splits() {
+    for (int k = 0; k < 80; k++) {
+        const attention_case a(k);
+        const bool           supported = op_attention_supported(a.p);
+        CHECK(supported, "attention refused: head %d", static_cast<int>(a.head_dim));
+        if (supported) {
+            check_attention(a);
         }
-        cudaFree(scratch);
     }
 }
 
-// Rows that the mask hides from a token may hold anything, NaN too: a weight of 0 must not meet them. A mask may also
-// differ from head to head.
+// Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
+// may also differ from head to head.
 void test_attention_does_not_read_hidden_rows() {
     for (int k = 0; k < 24; k++) {
         const int64_t head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }),
@@ -819,7 +864,7 @@ void test_attention_does_not_read_hidden_rows() {
              dst  = make(TYPE_F32, { head_dim, heads, tokens });
         q->random(), keys->random(), values->random();
         const int64_t     from = random_source.range(1, n_kv - 1);
-        std::vector<bool> hidden(static_cast<size_t>(n_kv)); // from everybody
+        std::vector<bool> hidden(static_cast<size_t>(n_kv)); // from all tokens
         for (int64_t i = 1; i < n_kv; i++) {
             hidden[static_cast<size_t>(i)] = i >= from || random_source.range(0, 3) == 0;
         }
@@ -856,95 +901,124 @@ void test_attention_does_not_read_hidden_rows() {
     }
 }
 
-// one token: against op_rope_cache and op_attention one after the other, which the tests above judge
-void test_rope_and_attention_in_one_launch() {
-    for (int k = 0; k < 80; k++) {
-        // the new row is another warp's in turn; more heads than there is room for clusters
-        const bool    each_warp = k < 32, many = k % 20 > 17;
-        const int64_t head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 }),
-                      kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 }),
-                      heads = kv_heads * group;
-        const int64_t rows  = 1100,
-                      n_kv  = each_warp ? pick({ 256, 257, 600 })
-                                        : pick({ 32, 70, 256, 1100, random_source.range(1, 600) }),
-                      width = head_dim * kv_heads;
-        const int64_t row   = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
-        rope_params   r     = {};
+// one token whose key and value are new, and a cache
+struct new_row_case {
+    int         k;
+    bool        each_warp, many; // the new row belongs to each warp in turn; more heads than clusters fit
+    int64_t     head_dim, kv_heads, group, heads, rows = 1100, n_kv, width, row;
+    rope_params r = {};
+    tensor_ptr  q, key, value, q_dst, pos, ids, factors_, mask, sinks;
+
+    explicit new_row_case(int number) : k(number), each_warp(k < 32), many(k % 20 > 17) {
+        head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 });
+        kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 });
+        heads = kv_heads * group, width = head_dim * kv_heads;
+        n_kv     = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) });
+        row      = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
         r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000,
         r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
-        auto q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 }),
-             value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
-        auto pos = make(TYPE_I32, { 1 }), ids = make(TYPE_I64, { 1 }), factors = make(TYPE_F32, { head_dim / 2 }),
-             mask = make(TYPE_F16, { n_kv, 1 }), sinks = make(TYPE_F32, { heads });
-        auto k_cache = make(TYPE_F16, { width, rows }), v_cache = make(TYPE_F16, { width, rows }),
-             k_cache2 = make(TYPE_F16, { width, rows }), v_cache2 = make(TYPE_F16, { width, rows });
-        auto want = make(TYPE_F32, { head_dim, heads, 1 }), got = make(TYPE_F32, { head_dim, heads, 1 });
-        q->random(), key->random(), value->random(), k_cache->random(), v_cache->random(), sinks->random();
-        cuda_ok(cudaMemcpy(k_cache2->t.data, k_cache->t.data, k_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
-        cuda_ok(cudaMemcpy(v_cache2->t.data, v_cache->t.data, v_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
-        factors->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors->set(1 + random_source.unit(), i0); });
-        factors->upload();
+        q = make(TYPE_F32, { head_dim, heads, 1 }, k % 3 ? 0 : 8), key = make(TYPE_F32, { head_dim, kv_heads, 1 });
+        value = make(TYPE_F32, { width, 1 }), q_dst = make(TYPE_F32, { head_dim, heads, 1 });
+        pos = make(TYPE_I32, { 1 }), ids = make(TYPE_I64, { 1 }), factors_ = make(TYPE_F32, { head_dim / 2 });
+        mask = make(TYPE_F16, { n_kv, 1 }), sinks = make(TYPE_F32, { heads });
+        q->random(), key->random(), value->random(), sinks->random();
+        factors_->each([&](int64_t i0, int64_t, int64_t, int64_t) { factors_->set(1 + random_source.unit(), i0); });
+        factors_->upload();
         pos->set(static_cast<double>(random_source.range(0, 2000)), 0), pos->upload();
         ids->set(static_cast<double>(row), 0), ids->upload();
         mask->each([&](int64_t i0, int64_t, int64_t, int64_t) {
             mask->set(i0 != row && (i0 > row || random_source.range(0, 5) == 0) ? -INFINITY : 0, i0);
         });
         mask->upload();
-        const op_tensor * f          = k % 4 == 1 ? &factors->t : nullptr;
-        const auto *      id         = reinterpret_cast<const int64_t *>(ids->t.data);
-        const auto        cache_view = [&](const device_tensor & cache) {
-            op_tensor t = cache.t;
-            t.ne[0] = head_dim, t.ne[1] = n_kv, t.ne[2] = kv_heads, t.ne[3] = 1;
-            t.nb[2] = head_dim * 2, t.nb[3] = t.nb[1] * rows;
-            return t;
-        };
-        const auto attention = [&](const device_tensor & keys, const device_tensor & values,
-                                   const device_tensor & out) {
-            attention_params p = {};
-            p.q                = q_dst->t;
-            std::swap(p.q.ne[1], p.q.ne[2]), std::swap(p.q.nb[1], p.q.nb[2]);
-            p.k = cache_view(keys), p.v = cache_view(values), p.dst = out.t;
-            p.mask = &mask->t, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
-            p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
-            return p;
-        };
-        const rope_cache_params c  = { q->t, q_dst->t, key->t, k_cache->t, value->t, v_cache->t, id, id };
-        const rope_cache_params c2 = { q->t, q_dst->t, key->t, k_cache2->t, value->t, v_cache2->t, id, id };
-        const attention_params  a = attention(*k_cache, *v_cache, *want), a2 = attention(*k_cache2, *v_cache2, *got);
-        if (!op_rope_attention_supported(r, pos->t, f, c2, a2)) {
-            CHECK(false, "rope and attention refused: head %d", static_cast<int>(head_dim));
-            continue;
-        }
-        char * scratch = nullptr;
-        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a) + 256), "scratch");
-        CHECK(op_rope_attention(ctx, r, pos->t, f, c2, a2, scratch) == cudaSuccess, "rope and attention");
-        CHECK(op_rope_cache(ctx, r, pos->t, f, c) == cudaSuccess && op_attention(ctx, a, scratch) == cudaSuccess,
-              "rope, attention");
+    }
+    const op_tensor * factors() const { return k % 4 == 1 ? &factors_->t : nullptr; }
+
+    op_tensor heads_of(const device_tensor & cache) const {
+        op_tensor t = cache.t;
+        t.ne[0] = head_dim, t.ne[1] = n_kv, t.ne[2] = kv_heads, t.ne[3] = 1;
+        t.nb[2] = head_dim * 2, t.nb[3] = t.nb[1] * rows;
+        return t;
+    }
+    rope_cache_params cache_params(const device_tensor & k_cache, const device_tensor & v_cache) const {
+        const auto * id = reinterpret_cast<const int64_t *>(ids->t.data);
+        return { q->t, q_dst->t, key->t, k_cache.t, value->t, v_cache.t, id, id };
+    }
+    attention_params attention(const device_tensor & k_cache, const device_tensor & v_cache,
+                               const device_tensor & out) const {
+        attention_params p = {};
+        p.q                = q_dst->t;
+        std::swap(p.q.ne[1], p.q.ne[2]), std::swap(p.q.nb[1], p.q.nb[2]);
+        p.k = heads_of(k_cache), p.v = heads_of(v_cache), p.dst = out.t;
+        p.mask = &mask->t, p.sinks = k % 7 == 0 ? &sinks->t : nullptr;
+        p.scale = 1 / std::sqrt(static_cast<float>(head_dim)), p.softcap = k % 8 == 3 ? 20.0f : 0.0f;
+        return p;
+    }
+};
+
+// caches and results of two ways to compute the same
+struct two_caches {
+    tensor_ptr k_cache, v_cache, k_cache2, v_cache2, want, got;
+    explicit two_caches(const new_row_case & c)
+        : k_cache(make(TYPE_F16, { c.width, c.rows })),
+          v_cache(make(TYPE_F16, { c.width, c.rows })),
+          k_cache2(make(TYPE_F16, { c.width, c.rows })),
+          v_cache2(make(TYPE_F16, { c.width, c.rows })),
+          want(make(TYPE_F32, { c.head_dim, c.heads, 1 })),
+          got(make(TYPE_F32, { c.head_dim, c.heads, 1 })) {
+        k_cache->random(), v_cache->random();
+        cuda_ok(cudaMemcpy(k_cache2->t.data, k_cache->t.data, k_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
+        cuda_ok(cudaMemcpy(v_cache2->t.data, v_cache->t.data, v_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
+    }
+    void check_equal(const new_row_case & c) const {
         want->download("rope, attention"), got->download("rope and attention");
         k_cache->download("k"), k_cache2->download("k2"), v_cache->download("v"), v_cache2->download("v2");
         CHECK(v_cache->host == v_cache2->host, "rope and attention: the values differ, head %d row %d",
-              static_cast<int>(head_dim), static_cast<int>(row));
-        double worst = 0;
-        // another order of the same operations: a last bit of the new row
+              static_cast<int>(c.head_dim), static_cast<int>(c.row));
+        bool   same_keys = true;
+        double worst     = 0;
+        // the new row: another order of the same operations may change a last bit
         k_cache->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
-            const double difference = std::fabs(k_cache->get(i0, i1) - k_cache2->get(i0, i1));
-            worst = difference <= (i1 == row ? 2 * U_F16 * (std::fabs(k_cache->get(i0, i1)) + 0x1p-14) : 0) ? worst
-                                                                                                            : INFINITY;
+            const double key = k_cache->get(i0, i1), difference = std::fabs(key - k_cache2->get(i0, i1));
+            same_keys = same_keys && difference <= (i1 == c.row ? 2 * U_F16 * (std::fabs(key) + 0x1p-14) : 0);
         });
-        CHECK(worst == 0, "rope and attention: the keys differ, head %d row %d", static_cast<int>(head_dim),
-              static_cast<int>(row));
+        CHECK(same_keys, "rope and attention: the keys differ, head %d row %d", static_cast<int>(c.head_dim),
+              static_cast<int>(c.row));
         want->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
             const double difference = std::fabs(got->get(i0, i1) - want->get(i0, i1));
             worst                   = difference >= 0 ? std::max(worst, difference) : INFINITY;
         });
         CHECK(worst <= 2e-3, "rope and attention: head %d kv %d group %d row %d: off by %.3g",
-              static_cast<int>(head_dim), static_cast<int>(n_kv), static_cast<int>(group), static_cast<int>(row),
-              worst);
+              static_cast<int>(c.head_dim), static_cast<int>(c.n_kv), static_cast<int>(c.group),
+              static_cast<int>(c.row), worst);
+    }
+};
+
+// one token: compared with op_rope_cache and op_attention one after the other, which the tests above check
+void test_rope_and_attention_in_one_launch() {
+    for (int k = 0; k < 80; k++) {
+        const new_row_case      c(k);
+        const two_caches        m(c);
+        const rope_cache_params first = c.cache_params(*m.k_cache, *m.v_cache);
+        const rope_cache_params fused = c.cache_params(*m.k_cache2, *m.v_cache2);
+        const attention_params  a     = c.attention(*m.k_cache, *m.v_cache, *m.want);
+        const attention_params  a2    = c.attention(*m.k_cache2, *m.v_cache2, *m.got);
+        if (!op_rope_attention_supported(c.r, c.pos->t, c.factors(), fused, a2)) {
+            CHECK(false, "rope and attention refused: head %d", static_cast<int>(c.head_dim));
+            continue;
+        }
+        char * scratch = nullptr;
+        cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a) + 256), "scratch");
+        CHECK(op_rope_attention(ctx, c.r, c.pos->t, c.factors(), fused, a2, scratch) == cudaSuccess,
+              "rope and attention");
+        CHECK(op_rope_cache(ctx, c.r, c.pos->t, c.factors(), first) == cudaSuccess &&
+                  op_attention(ctx, a, scratch) == cudaSuccess,
+              "rope, attention");
+        m.check_equal(c);
         cudaFree(scratch);
     }
 }
 
-// bytes at any place, several writes to one place: as one memcpy after the other
+// any bytes to any address, several of them to one address: as one memcpy after the other
 void test_small_writes_in_one_launch() {
     constexpr size_t NBYTES = 6000;
     rng              random(11);

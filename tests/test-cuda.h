@@ -1,5 +1,5 @@
 // What the tests of the sparse GPU kernels share: checked calls, values of each type, device arrays with guard zones,
-// products and what is around them.
+// products with their prologues and epilogues, experts.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -34,8 +34,8 @@ using namespace macko::cuda;
         }                                                                                           \
     } while (0)
 
-// float32 sums of products in any order: a few units in the last place of the sum of magnitudes, growing slowly with
-// the length
+// Of float32 sums in any order, relative to the sum of magnitudes: a few units in the last place, growing slowly with
+// the length.
 static constexpr double  MAX_ERROR = 3e-6;
 static constexpr float   POISON    = -1.2345e30f;
 static constexpr int64_t GUARD     = 64; // floats before and after each output
@@ -63,9 +63,8 @@ inline double round_to(double v, int type) {
                                           : v;
 }
 
-// magnitudes from 2^lowest on
+// a random value of either sign, of magnitude 2^lowest to 2^(lowest + binades), one in a hundred 30 times larger
 inline uint32_t random_bits(rng & random, int type, double lowest = -8, double binades = 12) {
-    // with outliers
     const float magnitude =
         static_cast<float>(std::exp2(random.unit() * binades + lowest) * (random.unit() < 0.01 ? 30 : 1));
     const float f = random.unit() < 0.5 ? -magnitude : magnitude;
@@ -117,7 +116,7 @@ inline options random_options(rng & random) {
     return o;
 }
 
-// all rows of W times n columns, one behind the other in x and in y
+// all rows of W times n columns, which follow each other in x and in y without gaps
 inline cuda_sparse_mul_mat_params plain_product(const cuda_sparse_matrix & w, guarded & x, guarded & y, int64_t n) {
     cuda_sparse_mul_mat_params p = {};
     p.n_matrices                 = 1;
@@ -131,8 +130,8 @@ inline cuda_sparse_mul_mat_params plain_product(const cuda_sparse_matrix & w, gu
     return p;
 }
 
-// Where the products of matrices that share x go, with what is added to them: fills in p's matrices, rows (from one of
-// the first three on) and outputs.
+// Outputs, residuals and biases of the products of matrices that share x. The constructor fills in the matrices, rows
+// (from one of the first three on) and outputs of p.
 struct outputs {
     const options &                       o;
     const cuda_sparse_mul_mat_params &    p;
@@ -176,7 +175,8 @@ struct outputs {
         return (o.bias ? static_cast<double>(bias[i]->at(row)) : 0.0) +
                (o.residual ? static_cast<double>(residual[i]->at(column * p.ldy[i] + row)) : 0.0);
     }
-    // after the product: brings the outputs back; what lies around them and between their columns has to be as before
+    // Called after the product: copies the outputs to the host. Memory around them and between their columns must be
+    // unchanged.
     void get(const std::string & name) {
         CUDA_CHECK(cudaDeviceSynchronize());
         for (size_t i = 0; i < count(); i++) {
@@ -192,7 +192,8 @@ struct outputs {
     }
 };
 
-// the same bits every time: alone, as a dependent launch and from a graph of two such products. y: p's only output
+// The same bits every time: as an ordinary launch, as a dependent launch, and from a CUDA graph of two such products.
+// y: the only output of p
 inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repeats, const std::string & name) {
     cudaStream_t    stream;
     cudaGraph_t     graph;
@@ -220,8 +221,8 @@ inline void check_repeats(cuda_sparse_mul_mat_params p, guarded & y, int n_repea
     CUDA_CHECK(cudaStreamDestroy(stream));
 }
 
-// Rows of W from a third on, written dense with rows ld elements apart: row(r) points to the bytes that row r must have, and
-// nothing is written between rows
+// The last two thirds of the rows of W, made dense with rows ld elements apart. row(r) points to the bytes that row r
+// must have. Nothing may be written between rows.
 template <typename ROW>
 void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string & name, ROW && row) {
     const int64_t        begin = w.rows / 3, size = value_nbytes(w.type), width = w.cols * size;
@@ -241,14 +242,14 @@ void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string
     CHECK(same, "%s: dense bits differ", name.c_str());
     CHECK(kept, "%s: something was written between rows", name.c_str());
 }
-// with rows that begin anywhere, and with aligned ones
+// with rows at any address, and with aligned rows
 template <typename ROW> void check_densified(const cuda_sparse_matrix & w, const std::string & name, ROW && row) {
     check_densified(w, w.cols + 2, name, row);
     check_densified(w, (w.cols + 15) & ~int64_t(7), name + ", aligned rows", row);
 }
 
-// Experts: of seven columns, each with the rows of an expert whose id is on the device; ids are 2 apart there, and two
-// of them are of no expert
+// Experts: seven columns, each multiplied by the rows of the expert whose id is on the device. Ids are 2 apart there,
+// and two of them belong to no expert.
 constexpr int64_t N_EXPERTS = 5, N_EXPERT_COLUMNS = 7;
 constexpr int32_t EXPERT_IDS[2 * N_EXPERT_COLUMNS] = { 4, -7, 0, -7, 2, -7, 5, -7, 1, -7, -1, -7, 3, -7 };
 // the first row of column j's expert, or -1

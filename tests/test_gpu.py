@@ -1,6 +1,6 @@
-"""Models on an NVIDIA GPU against the same models on the CPU, dense and sparse: text, logits, repetition, memory.
+"""Models on an NVIDIA GPU compared with the same models on the CPU, dense and sparse.
 
-Skipped where there is no GPU.
+Text, logits, equal bits from run to run, and memory. Skipped where there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SAMPLE = generators.ROOT / "models" / "sample.txt"
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
 Q8_0 = 8
 QUANTIZED = ("macko-q8_0", "macko-q5_0", "macko-q4_nl", "macko-q4_0")
-NMSE = 1e-4  # of logits against the CPU, which rounds activations to F16 or Q8; measured 2e-7 ... 5e-5 (q8_0 cache)
+# of logits against those of the CPU, which rounds activations to F16 or Q8; measured: 2e-7 to 5e-5 (q8_0 cache)
+NMSE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +48,7 @@ def run_macko(*args):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """kind -> path of the bundled model"""
+    """Paths of the bundled model by kind: dense, sparse, and each quantized kind."""
     folder = tmp_path_factory.mktemp("demo")
     models = {"dense": generators.DEMO, "sparse": folder / "sparse.gguf"}
     run_macko("convert", generators.DEMO, models["sparse"])
@@ -105,13 +106,13 @@ def nmse(got, want):
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_gpu_writes_other_text_than_cpu(demo, kind, flash):
+def test_gpu_writes_the_text_of_the_cpu(demo, kind, flash):
     want = greedy(open_model(demo[kind], 0, flash_attn=flash))
     for layers in (-1, 2, 0):
         assert greedy(open_model(demo[kind], layers, flash_attn=flash)) == want, layers
 
 
-def test_layers_are_not_on_the_gpu(demo):
+def test_layers_are_in_gpu_memory(demo):
     def taken() -> int:
         before = bench_gpu.devices()[0][2]
         llama = open_model(demo["sparse"])
@@ -119,13 +120,14 @@ def test_layers_are_not_on_the_gpu(demo):
         llama.close()
         return before - after
 
-    assert any(taken() >= 1 << 20 for _ in range(3))  # weights and cache; another process may free memory meanwhile
+    # weights and cache; several attempts, because another process may free memory at the same time
+    assert any(taken() >= 1 << 20 for _ in range(3))
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", *QUANTIZED])
 @pytest.mark.parametrize("n", [1, 5, 13, 70, 300])
-def test_prompt_length_moves_logits(demo, kind, n):
-    """each kind of product: one column, few, sparse weights made dense, tensor cores"""
+def test_logits_are_those_of_the_cpu_for_any_prompt_length(demo, kind, n):
+    """Each kind of product: one column, few columns, sparse weights made dense, tensor cores."""
     tokens = open_model(demo[kind], 0, vocab_only=True).tokenize(SAMPLE.read_bytes(), add_bos=False)[:n]
     for kwargs in ({}, {"flash_attn": True}, {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}):
         want, got = (logits(open_model(demo[kind], layers, logits_all=True, **kwargs), tokens) for layers in (0, -1))
@@ -133,8 +135,8 @@ def test_prompt_length_moves_logits(demo, kind, n):
 
 
 @pytest.mark.parametrize("density", ["0.5", "0.1"])
-def test_tokens_at_once_move_logits_of_a_wide_model(tmp_path, density):
-    """matrices wide enough for the layouts of real models; more tokens than one kernel takes, and fewer than are made dense for"""
+def test_logits_of_a_wide_model_are_those_of_the_cpu_for_any_batch(tmp_path, density):
+    """Matrices are wide enough for the layouts of real models; batches lie around the limits of each kernel."""
     shape = ["--layers", "2", "--embd", "2048", "--ff", "2752", "--heads", "16", "--kv-heads", "4", "--vocab", "500"]
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     subprocess.run(
@@ -148,7 +150,7 @@ def test_tokens_at_once_move_logits_of_a_wide_model(tmp_path, density):
 
 
 @pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
-def test_architecture_differs_from_cpu(tmp_path, name):
+def test_architecture_has_the_logits_of_the_cpu(tmp_path, name):
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     dense.write_bytes(gguf_bytes.write(tiny_models.make(name)))
     run_macko("convert", dense, sparse)
@@ -163,8 +165,8 @@ def test_architecture_differs_from_cpu(tmp_path, name):
 
 @pytest.mark.parametrize("value_type", ["f16", "f32"])
 @pytest.mark.parametrize("kept", ["blocks", "rows", None])
-def test_ec_csr_on_the_gpu_differs_from_cpu(tmp_path, monkeypatch, value_type, kept):
-    """Blocks of rows as blocks, as rows, and as the device chooses: logits for each kind of product, and text."""
+def test_ec_csr_has_the_logits_and_text_of_the_cpu(tmp_path, monkeypatch, value_type, kept):
+    """Blocks of rows kept as blocks, as rows, and as the device chooses; logits for each kind of product, and text."""
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     shape = {"layers": 2, "embd": 512, "ff": 1024, "heads": 8, "kv-heads": 4, "vocab": 600, "density": 0.4, "alike": 4}
     options = [text for name, value in shape.items() for text in (f"--{name}", str(value))]
@@ -182,8 +184,8 @@ def test_ec_csr_on_the_gpu_differs_from_cpu(tmp_path, monkeypatch, value_type, k
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_text_leaves_the_cpus(demo, kind):
-    """One token after the other: each logit vector of the CPU's own text, so that a tie cannot end the comparison"""
+def test_quantized_logits_follow_the_text_of_the_cpu(demo, kind):
+    """One token at a time. Both models are given the text of the CPU, so that a tie cannot end the comparison."""
     cpu, gpu = (open_model(demo[kind], layers, logits_all=True) for layers in (0, -1))
     tokens = cpu.tokenize(PROMPT.encode())
     for llama in (cpu, gpu):
@@ -197,7 +199,7 @@ def test_quantized_text_leaves_the_cpus(demo, kind):
         gpu.eval(tokens)
 
 
-def test_quantized_weights_take_the_memory_of_f16(demo, capfd):
+def test_quantized_weights_take_less_memory_than_f16(demo, capfd):
     def taken(path):
         capfd.readouterr()
         open_model(path, n_ctx=64, verbose=True).close()
@@ -207,7 +209,7 @@ def test_quantized_weights_take_the_memory_of_f16(demo, capfd):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
-def test_experts_differ_from_cpu(experts, kind):
+def test_experts_have_the_logits_of_the_cpu(experts, kind):
     tokens = [(7919 * i + 300) % 1000 for i in range(60)]
     want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
     for n in (60, 7, 1):
@@ -236,7 +238,7 @@ class Sequences:
         self.n_vocab = self.llama.n_vocab()
 
     def decode(self, entries):
-        """entries: (token, position, sequence); logits of each"""
+        """Logits, one row each, of entries (token, position, sequence)."""
         batch = self.api.llama_batch_init(len(entries), 0, 1)
         batch.n_tokens = len(entries)
         for i, (token, position, sequence) in enumerate(entries):
@@ -261,8 +263,8 @@ class Sequences:
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_sequences_and_context_shift_mix(demo, kind, flash):
-    """three sequences of unequal length, then 30 positions of one dropped and the rest moved down, then more tokens"""
+def test_sequences_and_context_shifts_are_independent(demo, kind, flash):
+    """Three sequences of unequal length; 30 positions of one are dropped and the rest moved down; then more tokens."""
     out = []
     for layers in (0, -1):
         s = Sequences(demo[kind], layers, 3, flash)
@@ -307,14 +309,14 @@ def hashes_of(path, n, **environment):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_bits_change_from_run_to_run(demo, kind):
-    """prompt and 20 tokens, a hundred times; and with every kernel queued by itself, not as a captured graph"""
+def test_logits_are_the_same_bits_in_every_run(demo, kind):
+    """A prompt and 20 tokens, a hundred times; then with each kernel queued by itself instead of a captured graph."""
     hashes = hashes_of(demo[kind], 100)
     assert len(hashes) == 100 and len(set(hashes)) == 1
     assert set(hashes_of(demo[kind], 3, GGML_MACKO_NO_GRAPHS="1")) == set(hashes)
 
 
-def test_lora_adapter_does_not_adapt_on_the_gpu(demo, tmp_path):
+def test_lora_adapter_changes_the_text_as_on_the_cpu(demo, tmp_path):
     adapter = str(lora_files.write(tmp_path / "lora.gguf", demo["dense"]))
     want = greedy(open_model(demo["dense"], 0, lora_path=adapter), 32)
     assert want != greedy(open_model(demo["dense"], 0), 32)
@@ -322,7 +324,7 @@ def test_lora_adapter_does_not_adapt_on_the_gpu(demo, tmp_path):
         assert greedy(open_model(demo["sparse"], layers, lora_path=adapter), 32) == want
 
 
-def test_model_compressed_on_load_is_not_the_sparse_one(demo):
+def test_model_compressed_on_load_equals_the_sparse_file(demo):
     compressed, sparse = (
         open_model(demo["dense"], compress=True, logits_all=True),
         open_model(demo["sparse"], logits_all=True),
@@ -331,7 +333,7 @@ def test_model_compressed_on_load_is_not_the_sparse_one(demo):
     np.testing.assert_array_equal(logits(compressed, tokens), logits(sparse, tokens))
 
 
-def test_two_models_mix(demo, experts):
+def test_two_models_do_not_affect_each_other(demo, experts):
     tokens = [(37 * i + 5) % 900 for i in range(50)]
     want = [logits(open_model(path, logits_all=True), tokens) for path in (demo["sparse"], experts["sparse"])]
     first, second = (open_model(path, logits_all=True) for path in (demo["sparse"], experts["sparse"]))
@@ -343,7 +345,7 @@ def test_two_models_mix(demo, experts):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
-def test_layers_on_two_gpus_are_not_those_of_one(demo, kind):
+def test_two_gpus_give_the_bits_of_one(demo, kind):
     free = [device[2] for device in bench_gpu.devices()]
     if len(free) < 2:
         pytest.skip("there is one GPU only")
@@ -398,7 +400,7 @@ BUSY_OUT_OF_MEMORY = (
 llama = open_model({path!r})
 before = greedy(llama, 16)
 fill()
-for attempt in (lambda: open_model({path!r}), lambda: greedy(llama, 4, PROMPT * 8)): # whose kernels are not loaded yet
+for attempt in (lambda: open_model({path!r}), lambda: greedy(llama, 4, PROMPT * 8)): # its kernels are not loaded yet
     try:
         attempt()
         print("done")
@@ -412,8 +414,8 @@ print([greedy(llama, 16) == before, greedy(open_model({path!r}), 16) == before])
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_full_gpu_crashes_or_stays_silent(demo, kind):
-    """one line says what is needed and what is free; afterwards, with memory again, the same process works"""
+def test_load_on_a_full_gpu_is_refused_with_one_line(demo, kind):
+    """The line says how much is needed and how much is free. With memory again, the same process works."""
     code = OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -428,8 +430,8 @@ def test_full_gpu_crashes_or_stays_silent(demo, kind):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
-def test_full_gpu_ends_what_runs(demo, kind):
-    """what memory is wanting for fails, nothing else: not the model that runs, and not what is loaded later"""
+def test_running_model_survives_a_full_gpu(demo, kind):
+    """Running out of memory fails only what asked for it: neither the running model nor a later load."""
     code = BUSY_OUT_OF_MEMORY.format(tests=str(generators.ROOT / "tests"), path=str(demo[kind]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -456,8 +458,8 @@ print(json.dumps(seen))
 
 
 @pytest.mark.slow
-def test_cycles_leak(demo):
-    """500 times load, generate, free: host memory, GPU memory (of all processes: run it alone), descriptors, threads"""
+def test_load_and_free_cycles_do_not_leak(demo):
+    """500 cycles of load, generate, free. GPU memory is that of all processes, so the test has to run alone."""
     code = CYCLES.format(tests=str(generators.ROOT / "tests"), path=str(demo["sparse"]), n=500)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -468,7 +470,7 @@ def test_cycles_leak(demo):
     assert (seen[-1, 2:] <= seen[0, 2:]).all(), "descriptors or threads"
 
 
-def test_bench_on_the_gpu(demo, tmp_path, macko):
+def test_bench_reports_matrices_and_models(demo, tmp_path, macko):
     if not bench_gpu.is_built():
         pytest.skip("the plugin was built without CUDA")
     plot = tmp_path / "speed.png"

@@ -1,4 +1,4 @@
-// What the CUDA sources share: checked calls, warp reductions, value conversion. No ggml.
+// What all CUDA sources share: checked calls, launches, warp reductions, value conversion. No ggml.
 #pragma once
 
 #include "codec/status.h"
@@ -11,7 +11,7 @@
 
 namespace macko::cuda {
 
-// a failed CUDA call as a status with one line of text
+// the status and the one-line message of a CUDA call that failed
 [[nodiscard]] inline int cuda_fail(cudaError_t error, const char * what) {
     const int status =
         error == cudaErrorMemoryAllocation ? GGML_MACKO_STATUS_OUT_OF_MEMORY : GGML_MACKO_STATUS_LOAD_FAILED;
@@ -36,7 +36,7 @@ namespace macko::cuda {
         }                                          \
     } while (0)
 
-// what the launches need to know of the current device; asked once per device
+// what launches need to know about the current device; asked once per device
 struct cuda_device_info {
     int multiprocessors;
     int shared_nbytes; // of one block, at most
@@ -78,13 +78,22 @@ __device__ __forceinline__ float add_squares(float sum, float4 v) {
     return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
 }
 
-// sum over groups of WIDTH neighbouring lanes, the same bits on each of them
+// Sum over groups of WIDTH neighbouring lanes; every lane gets the same bits.
 template <int WIDTH = 32> __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
     for (int offset = WIDTH / 2; offset > 0; offset /= 2) {
         v += __shfl_xor_sync(FULL_WARP, v, offset);
     }
     return v;
+}
+
+// maximum over the warp; every lane gets it
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, offset));
+    }
+    return x;
 }
 
 // sum of the lanes up to and including this one
@@ -98,8 +107,8 @@ template <typename T> __device__ __forceinline__ T warp_prefix_sum(T v) {
     return v;
 }
 
-// A kernel launch on the stream. overlap: programmatic dependent launch (cc >= 9.0), the kernel may start before the
-// one ahead of it on the stream has ended
+// Launches a kernel. overlap: programmatic dependent launch (cc >= 9.0): the kernel may start before the previous one
+// on the stream has ended.
 template <typename... PARAMS, typename... ARGS>
 cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t shared_nbytes, bool overlap,
                         cudaStream_t stream, const ARGS &... args) {
@@ -116,7 +125,7 @@ cudaError_t cuda_launch(void (*kernel)(PARAMS...), dim3 grid, dim3 block, size_t
     return cudaLaunchKernelEx(&config, kernel, static_cast<PARAMS>(args)...);
 }
 
-// read once, kept out of L1 so that it is left to shared memory
+// Loads that bypass L1, for data that is read once: the memory of L1 is left to shared memory.
 __device__ __forceinline__ uint4 load_streaming(const uint4 * p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -145,8 +154,8 @@ __device__ __forceinline__ uint32_t load_streaming(const uint8_t * p) {
     return v;
 }
 
-// what is too large for F16 becomes its largest number: an infinity would poison whole rows of a product. NaN stays
-// NaN.
+// Values too large for F16 become its largest number, because an infinity would turn whole rows of a product into NaN.
+// NaN stays NaN.
 __device__ __forceinline__ float saturate_f16(float v) {
     return v > 65504.0f ? 65504.0f : v < -65504.0f ? -65504.0f : v;
 }
@@ -155,9 +164,9 @@ __device__ __forceinline__ float to_f32(float v) { return v; }
 __device__ __forceinline__ float to_f32(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_f32(__nv_bfloat16 v) { return __bfloat162float(v); }
 
-// Programmatic dependent launch. cuda_wait_for_previous: what the kernel before wrote is visible afterwards.
-// cuda_allow_next: the next kernel may be scheduled; it waits for our end where it says so. No-ops before sm_90 and in
-// ordinary launches.
+// Programmatic dependent launch. After cuda_wait_for_previous() everything that earlier kernels wrote is visible. After
+// cuda_allow_next() the next kernel may be scheduled; it waits for the end of this one where it says so. Both do
+// nothing before cc 9.0 and in ordinary launches.
 __device__ __forceinline__ void cuda_wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

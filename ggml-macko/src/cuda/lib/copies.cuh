@@ -1,5 +1,5 @@
-// Copies from global to shared memory that need no registers (cp.async, bulk copies): x of the sparse kernels, tiles
-// and rows of attention.
+// Copies from global to shared memory that need no registers: cp.async and bulk copies. For x of the sparse kernels,
+// and for tiles and rows of attention.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,7 @@ __device__ __forceinline__ uint32_t shared_address(const void * p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// 4 or 16 bytes from global to shared memory, on their way until wait_for_copies(): no registers, so all of x can be
-// under way at once
+// 4 or 16 bytes, complete after wait_for_copies(). Without registers, all of x can be in flight at once.
 __device__ __forceinline__ void copy_float(float * to, const float * from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
@@ -27,7 +26,7 @@ __device__ __forceinline__ void copy_16(void * to, const void * from) { // both 
     *reinterpret_cast<float4 *>(to) = *reinterpret_cast<const float4 *>(from);
 #endif
 }
-// nbytes (0 to 16) of 16 bytes, zeros behind them; places aligned to 16 bytes
+// nbytes (0 to 16) bytes, then zeros up to 16; both addresses are multiples of 16
 __device__ __forceinline__ void copy_16_or_less(void * to, const void * from, int nbytes) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(nbytes)
@@ -40,7 +39,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// the same in two parts: all copies so far, and later the wait for all that was committed but the last N times
+// The same in two steps: commits all copies so far; waits for all commits but the last N.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -52,9 +51,8 @@ template <int N = 0> __device__ __forceinline__ void wait_for_committed_copies()
 #endif
 }
 
-// Bulk copies from global to shared memory (cc 9.0): asked for by single threads, on their way beside the loads of all
-// others, and counted in bytes by an
-// mbarrier (8 bytes of shared memory). All places are aligned to 16 bytes, sizes are whole 16 bytes.
+// Bulk copies from global to shared memory (cc 9.0). Single threads request them, they do not queue up behind loads,
+// and an mbarrier (8 bytes of shared memory) counts their bytes. Addresses and sizes are multiples of 16 bytes.
 struct bulk_copies {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     static constexpr bool KNOWN = true;
@@ -63,14 +61,14 @@ struct bulk_copies {
 #endif
     uint32_t arrived; // address of the mbarrier
 
-    // by one thread, before a barrier
+    // called by one thread, before a barrier
     __device__ __forceinline__ void init() const {
 #if __CUDA_ARCH__ >= 900
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(arrived)
                      : "memory");
 #endif
     }
-    // by one thread, once per phase: the bytes of all copies of the phase
+    // called by one thread, once per phase, with the bytes of all copies of the phase
     __device__ __forceinline__ void expect(int nbytes) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(arrived), "r"(nbytes) : "memory");
@@ -92,7 +90,7 @@ struct bulk_copies {
                      : "memory");
 #endif
     }
-    // before copies to shared memory that threads have used
+    // orders copies to shared memory behind what threads did there before
     __device__ __forceinline__ static void fence() {
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

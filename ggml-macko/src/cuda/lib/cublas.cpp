@@ -1,4 +1,4 @@
-// See cublas.h. The five functions that we need are declared here, so that building needs no cuBLAS either.
+// The five functions that are needed are declared here, so that building needs no cuBLAS either.
 #include "cuda/lib/cublas.h"
 
 #include <dlfcn.h>

@@ -1,8 +1,8 @@
-// Tensor cores: fragments of a 16 x 8 product over 16 steps of k, in f16 or bf16, with f32 sums. Layout of the PTX
-// instruction
-// mma.m16n8k16 (lane = 4 * g + t): a0: row g, k 2t and 2t+1; a1: row g + 8; a2, a3: the same with k + 8. b0: column g,
-// k 2t, 2t+1;
-// b1: k + 8. c0, c1: row g, columns 2t, 2t+1; c2, c3: row g + 8.
+// Tensor cores: a 16 x 8 product over 16 steps of k, in F16 or BF16, with float32 sums. Fragments are those of the PTX
+// instruction mma.m16n8k16 (lane = 4 * g + t):
+//   a0: row g, k 2t and 2t + 1    a1: row g + 8        a2, a3: the same with k + 8
+//   b0: column g, k 2t, 2t + 1    b1: the same with k + 8
+//   c0, c1: row g, columns 2t, 2t + 1                  c2, c3: row g + 8
 #pragma once
 
 #include "cuda/lib/copies.cuh"
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_add<__nv_bfloat16>(float c[4], const ui
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif // cc 7.5 has no bf16 units: the host never launches it there
+#endif // cc 7.5 has no BF16 tensor cores: the host never launches this there
 }
 
 static __device__ __forceinline__ uint32_t pack_pair(__half, float lo, float hi) {

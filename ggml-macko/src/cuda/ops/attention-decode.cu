@@ -1,20 +1,21 @@
-// Attention of few tokens over an F16 cache with tensor cores: a block takes a split of the positions of one KV head,
-// for up to 4 query heads
-// that share it, and one token; a warp takes 16 positions at a time, the block's 16 warps as many as a short context
-// has: one round.
-//   scores   K (16 positions x head_dim) times q, whose f16 parts (q = high + low, 22 bits) are two of 8 columns for
-//            each head
-//   sums     V transposed (head_dim x 16 positions) times the weights, again high and low parts in two columns
-// Order of the dimensions inside a product is free: both operands are read in pieces of 16 bytes as they lie in memory.
-// The code runs once per launch, cold: its time at short contexts is in its instructions and in trips to memory that
-// follow one another. An SM's
-// loads come back in order. So what the scores need is requested first: the mask and K before the wait for the kernel
-// before (with ROPE, where
-// that kernel wrote nothing to the cache), then q, then V. With ROPE, q comes by bulk copies where there are some: they
-// do not queue up behind K.
-// Short contexts (RANKS = 2): the positions of a head are those of a cluster of two blocks, on two SMs; each warp sends
-// the first half of its sums
-// to one block, the second to the other.
+// Attention of few tokens over an F16 cache, on tensor cores. A block takes a split of the positions of one KV head,
+// one token, and up to 4 query heads that share the KV head. A warp takes 16 positions at a time, so a short context is
+// one round of the 16 warps of a block.
+//
+//   scores   K (16 positions x head_dim) times q, whose F16 parts (q = high + low, 22 bits) are two of 8 columns per
+//            head
+//   sums     V transposed (head_dim x 16 positions) times the weights, again with high and low parts in two columns
+//
+// The order of the dimensions inside a product is free, so both operands are read in 16-byte pieces as they lie in
+// memory.
+//
+// The code runs once per launch, cold: at short contexts its time is in fetching instructions and in memory accesses
+// that follow one another. Loads of an SM come back in order, so what the scores need is requested first: the mask and
+// K before the previous kernel ends (with ROPE, where that kernel writes nothing to the cache), then q, then V. With
+// ROPE, q comes by bulk copies on GPUs that have them, which do not queue up behind K.
+//
+// Short contexts (RANKS = 2): a cluster of two blocks on two SMs shares the positions of a head. Each warp sends the
+// first half of its sums to one block and the second half to the other.
 #include "cuda/ops/attention.cuh"
 
 namespace macko::cuda {
@@ -24,7 +25,7 @@ namespace {
 constexpr int   WARPS = DECODE_ROUND / 16, THREADS = WARPS * WARP;
 constexpr float WEIGHT_BITS = 15; // weights lie in 0 ... 2^15: the low parts of small ones are no subnormals then
 
-// what the kernel reads first, side by side
+// what the kernel reads first lies side by side
 struct decode_args {
     const char *   k, *v;
     const char *   mask;         // or null
@@ -38,7 +39,7 @@ struct decode_args {
     attention_args rest;
 };
 
-// word of a vector, by a constant
+// word i of a vector; i is a constant
 __device__ __forceinline__ uint32_t word(const uint4 & v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
@@ -49,36 +50,36 @@ __device__ __forceinline__ __half2 split_f16(float x) {
     return __halves2half2(high, __float2half_rn(x - __half2float(high)));
 }
 
-// 0 below 2^-126, too, and for -INFINITY
+// 0 below 2^-126 and for -INFINITY
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// x is computed here, in front of a wait, not where it is used first
+// makes the compiler compute x here, ahead of a wait, and not where it is used first
 __device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_now(const float *& x) { asm volatile("" : "+l"(x)); }
 
-// 8 x 8 matrix of 16-bit values, lane i holds columns 2 (i % 4) and the next of row i / 4
+// 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4
 __device__ __forceinline__ uint32_t transposed(__half2 rows) {
     uint32_t r;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*reinterpret_cast<const uint32_t *>(&rows)));
     return r;
 }
 
-// Clusters (cc 9.0). What a block sends to another is counted in bytes by the receiver's mbarrier, as bulk copies are:
-// so neither a barrier of all
-// threads of the cluster is needed, whose release is a fence of the whole GPU, nor any other fence.
+// Clusters (cc 9.0). What a block sends to another is counted in bytes by the mbarrier of the receiver, as bulk copies
+// are. So neither a barrier of all threads of the cluster is needed, whose release is a fence of the whole GPU, nor any
+// other fence.
 
-// the same place in the shared memory of a block of the cluster; volatile: computed where it stands
+// The same address in the shared memory of block `rank` of the cluster. Volatile, so it is computed where it stands.
 __device__ __forceinline__ uint32_t seen_from_cluster(uint32_t address, int rank) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
 #endif
     return address;
 }
-// to a block of the cluster; both addresses: seen_from_cluster()
+// to a block of the cluster; both addresses are results of seen_from_cluster()
 __device__ __forceinline__ void send(uint32_t to, uint32_t arrived, float4 x) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
@@ -99,7 +100,7 @@ __device__ __forceinline__ void start_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
-// all blocks of the cluster have started; what their threads did before start_cluster() holds
+// all blocks of the cluster have started, and what their threads did before start_cluster() is visible
 __device__ __forceinline__ void wait_for_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -118,10 +119,10 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     // a block's part of the sums of all warps of the cluster
     constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS;
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
-    constexpr int Q_LD = HEAD_DIM + 32;                            // columns 64 bytes apart in the banks
-    __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD]; // high and low part of each head
-    __shared__ __align__(16) __half shared_new[2][HEAD_DIM];       // the new rows of K and V
-    constexpr bool BULK = ROPE && bulk_copies::KNOWN; // q does not wait for K then, as an SM's loads come back in order
+    constexpr int Q_LD = HEAD_DIM + 32;                                // columns 64 bytes apart in the banks
+    __shared__ __align__(16) __half shared_q[2 * MAX_HEADS][Q_LD];     // high and low part of each head
+    __shared__ __align__(16) __half shared_new[2][HEAD_DIM];           // the new rows of K and V
+    constexpr bool                  BULK = ROPE && bulk_copies::KNOWN; // then q does not wait for K
     __shared__ __align__(16) float raw[MAX_HEADS + 2][HEAD_DIM];
     __shared__ float2              shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
     __shared__ uint64_t            barriers[2];
@@ -141,7 +142,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const int rank = RANKS > 1 ? static_cast<int>(blockIdx.x) : 0, split = RANKS > 1 ? 0 : static_cast<int>(blockIdx.x);
     const int kv_head = p.chunks == 1 ? y : y / p.chunks, chunk = y - kv_head * p.chunks;
     const int stream = ROPE ? 0 : p.n_tokens == 1 ? z : z / p.n_tokens, token = ROPE ? 0 : z - stream * p.n_tokens;
-    // a power of two; of them there are
+    // a power of two; n_mine: those that exist
     const int heads = RANKS > 1 ? 1 : p.heads, n_mine = RANKS > 1 ? 1 : min(heads, p.group - chunk * heads);
     const int head0 = kv_head * p.group + chunk * heads;
     const int begin = static_cast<int>(blockIdx.x) * p.block_size, end = min(p.n_kv, begin + p.block_size);
@@ -150,7 +151,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const int log_heads = heads >> 1, my_head = t << log_heads >> 2;
 
     if constexpr (BULK || RANKS > 1) {
-        wait_for_cluster(); // in front of the loads: it would wait for all of them
+        wait_for_cluster(); // ahead of the loads, for all of which it would wait
     }
     int position = 0, k_row = 0, v_row = 0;
     if constexpr (ROPE) {
@@ -194,10 +195,9 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     };
 
-    // Thread -> two elements of a row that are rotated together: of query heads, then of the new rows of K and V. By
-    // the last warps first: their
-    // positions are those that a short context hides, if any
-    // at most THREADS / HALF
+    // Each thread has two elements of a row that are rotated together: rows of the query heads, then the new rows of K
+    // and V. The last warps come first, because their positions are those that a short context hides. At most THREADS /
+    // HALF roles.
     const int role = (THREADS - 1 - tid) / HALF, pair = (THREADS - 1 - tid) % HALF, n_roles = ROPE ? heads + 2 : heads;
     rotation  angle = { 1, 0 };
     if constexpr (ROPE) {
@@ -206,7 +206,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             angle = rotation_at(n.rope, static_cast<float>(position), pair, pair);
         }
     }
-    const auto sees = [&] { // anybody in the warp
+    const auto sees = [&] { // any lane of the warp
         bool any = false;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -222,7 +222,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     }
 #pragma unroll 1
-    for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // written long ago, most of it
+    for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most of the cache was written long ago
         prefetch_row(k_row_of(pos), HEAD_DIM * 2);
         prefetch_row(v_row_of(pos), HEAD_DIM * 2);
     }
@@ -261,7 +261,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         copy_float(&raw[role][i1], row + i1);
     }
     if constexpr (!BULK) {
-        commit_copies(); // here: it comes back in order, too
+        commit_copies(); // here, because loads come back in order
     }
     if constexpr (!ROPE) {
         fetch_bias();
@@ -286,7 +286,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
         sums_in.expect(n_warps * static_cast<int>(DIMS * sizeof(float) + sizeof(float2)));
     }
-    // A head's sums come out of the products in 4 / heads lanes (t), all the same
+    // The sums of a head come out of the products in 4 / heads lanes (t), all of them equal.
     const bool puts = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
     const int  ld     = heads * DIMS + 4;
     const int  source = rank * WARPS + warp;
@@ -378,7 +378,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float m = __half2float(bias[i]);
-                score[i]      = m == -INFINITY ? m : score[i] + slope * m; // whatever the product is
+                score[i]      = m == -INFINITY ? m : score[i] + slope * m; // even if the product is NaN
                 seen[i]       = __ballot_sync(FULL_WARP, m != -INFINITY);
                 all &= seen[i];
                 new_max = fmaxf(new_max, score[i] - WEIGHT_BITS);
@@ -456,7 +456,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             }
         }
     }
-    // each lane a source's sums of 4 dimensions, which the first 4 lanes then have one each; whole warps
+    // Each lane has the sums of 4 dimensions of a source; then the first 4 lanes have one dimension each. Whole warps.
     constexpr int PIECES = DIMS / 4, HEADS_AT_ONCE = THREADS / SOURCES / PIECES;
     const int     from = tid % SOURCES, piece = tid / SOURCES, e = piece % PIECES * 4, from_pos = from % WARPS * 16;
     int           sent = RANKS == 1 || (from_pos < p.block_size && from / WARPS * p.block_size + from_pos < p.n_kv);

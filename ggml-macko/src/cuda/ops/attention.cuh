@@ -1,4 +1,4 @@
-// What the attention kernels share: their arguments, the score of a position, and what becomes of a row's sums.
+// What the attention kernels share: arguments, the score of a position, and how the sums of a row become a result.
 #pragma once
 
 #include "cuda/lib/mma.cuh"
@@ -11,8 +11,8 @@ namespace macko::cuda {
 constexpr float LOG2_E     = 1.4426950408889634f;
 constexpr int   MAX_HEADS  = 4; // query heads that share what a block reads of K and V
 constexpr int   MAX_SPLITS = 64;
-// positions: of a round of attention_decode_kernel; splits are whole rounds. Fewer, and the combination costs more than
-// the split saves
+// Positions of a round of attention_decode_kernel. Splits are whole rounds: combining shorter ones would cost more than
+// splitting saves.
 constexpr int DECODE_ROUND = 256;
 
 struct attention_args {
@@ -23,7 +23,7 @@ struct attention_args {
     float         alibi;   // logarithm (base 2) of the first slope: -max_bias / n_head_log2; 0: none
     uint32_t      n_head_log2;
     int           group; // query heads per KV head
-    // query heads that share what a block reads; blocks per KV head for all of them
+    // query heads of a block; blocks per KV head
     int     heads_per_block, chunks;
     int     k_streams, v_streams; // consecutive streams of q that share one of K, V
     int64_t mask_nb2, mask_nb3;   // 0 where the mask is shared
@@ -35,7 +35,7 @@ struct attention_args {
     op_tensor  dst, q, k, v, mask;
 };
 
-// what a kernel needs to rotate: raw q, k and v of one token, and the rows of the cache that k and v go to
+// what a kernel needs to rotate: q, k and v of one token as computed, and the cache rows that k and v go to
 struct new_row_args {
     rope_args      rope;
     const char *   q, *k, *v;    // f32
@@ -43,13 +43,14 @@ struct new_row_args {
     const int64_t *k_id, *v_id;  // on the GPU
 };
 
-// ALiBi: the mask's values are multiplied by powers of one number, every other one of its root from head n_head_log2 on
+// ALiBi: the values of the mask are multiplied by powers of one number; from head n_head_log2 on by every other power
+// of its root.
 static __device__ __forceinline__ float slope_of(const attention_args & p, int head) {
     const int h = head - static_cast<int>(p.n_head_log2);
     return LOG2_E * exp2f(p.alibi * (h < 0 ? static_cast<float>(head + 1) : static_cast<float>(h) + 0.5f));
 }
 
-// softcap of a product that p.scale is in; only where there is one
+// softcap of a product that contains p.scale; only where there is a softcap
 static __device__ __forceinline__ float capped(const attention_args & p, float s) {
     return p.softcap * (1 - __fdividef(2, exp2f(2 * LOG2_E * s) + 1)); // tanh, to 2e-7 absolute
 }
@@ -57,7 +58,7 @@ static __device__ __forceinline__ float score_of(const attention_args & p, float
     return p.softcap != 0 ? capped(p, p.scale * product) : p.scale * product;
 }
 
-// factor for sums that were made against an older maximum; 0 for "nothing yet"
+// factor for sums made against an older maximum; 0 if nothing was summed yet
 static __device__ __forceinline__ float rescale(float old_max, float new_max) {
     return old_max == -INFINITY ? 0.0f : exp2f(old_max - new_max);
 }
@@ -68,8 +69,8 @@ static __device__ __forceinline__ void prefetch_row(const char * row, int nbytes
     }
 }
 
-// A head's sums over all positions, made against the maximum `max`, divided by the sum of the weights. sink: the
-// head's, or null
+// Sums of a head over all positions, made against the maximum `max`, divided by the sum of the weights. sink: of the
+// head, or null.
 static __device__ __forceinline__ float divided(float sum, float max, float weight, const float * sink) {
     if (sink) {
         const float s = *sink * LOG2_E, with_sink = fmaxf(max, s), f = rescale(max, with_sink);
@@ -79,7 +80,7 @@ static __device__ __forceinline__ float divided(float sum, float max, float weig
     return weight > 0 ? __fdividef(sum, weight) : 0;
 }
 
-// where sums go, and what put_sum needs to know
+// where sums go, for put_sum
 struct sum_places {
     float *       dst, *partial; // see attention_args
     const float * sinks;
@@ -89,8 +90,8 @@ static __host__ __device__ __forceinline__ sum_places places_of(const attention_
     return { reinterpret_cast<float *>(p.dst.data), p.partial, p.sinks, p.n_splits };
 }
 
-// Element e of the sums over a split's positions, made against the maximum `max`, with the sum of the weights. row: of
-// dst, and of partial
+// Element e of the sums over the positions of a split, made against the maximum `max`, with the sum of the weights.
+// row: of dst and of partial.
 static __device__ __forceinline__ void put_sum(const sum_places & p, int head_dim, int64_t row, int head, int split,
                                                int e, float sum, float max, float weight) {
     if (p.n_splits > 1) {
@@ -105,9 +106,8 @@ static __device__ __forceinline__ void put_sum(const sum_places & p, int head_di
     p.dst[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
 }
 
-// By all threads of a block, behind put_sum: the last block of these rows to come combines their splits, in order, so
-// that the result does not
-// depend on which one that is
+// Called by all threads of a block after put_sum. The block of these rows that comes last combines their splits in
+// order, so the result does not depend on which block that is.
 static __device__ __forceinline__ void combine_splits(const attention_args & p, int64_t row0, int head0, int n_rows) {
     __shared__ bool  is_last;
     __shared__ float part_max[MAX_HEADS * MAX_SPLITS], part_weight[MAX_HEADS * MAX_SPLITS];
@@ -115,7 +115,7 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
         return;
     }
     __syncthreads();
-    if (threadIdx.x == 0) { // what the others wrote is released and acquired with it, by the barriers
+    if (threadIdx.x == 0) { // with the barriers, it releases and acquires what the other blocks wrote
         unsigned * counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
         unsigned   before;
         asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -154,9 +154,19 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     }
 }
 
-// ---- few tokens, F16 rows of K and V of 64 or 128 elements (ops-attention-decode.cu) ----
+// ---- few tokens, F16 rows of K and V of 64 or 128 elements (attention-decode.cu) ----
 bool attention_decode_supported(const attention_params & p);
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);
+
+// ---- few tokens, other types and sizes (attention-vec-*.cu) ----
+cudaError_t launch_attention_vec_plain(const op_context & ctx, const attention_args & a);
+cudaError_t launch_attention_vec_quantized(const op_context & ctx, const attention_args & a);
+cudaError_t launch_attention_vec_rope(const op_context & ctx, const attention_args & a, const new_row_args & n);
+
+// ---- many tokens (attention-tile.cu) ----
+// how many tiles of K and V fit shared memory, at most 2; 0: not a case for this kernel
+int         attention_tile_stages(const op_context & ctx, const attention_params & p);
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages);
 
 } // namespace macko::cuda

@@ -1,4 +1,7 @@
-// What the kernels of ops-*.cu share: launching, reductions, index arithmetic.
+// What the kernels of cuda/ops share: launching, reductions, index arithmetic.
+//
+// Kernels may be longer than host functions: their state is arrays in registers, which stay there only if every loop
+// over them is unrolled where they are declared.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -8,12 +11,10 @@ namespace macko::cuda {
 
 constexpr int WARP = 32;
 
-// Programmatic dependent launch: with ctx.overlap a kernel may start while the one before it in the stream still runs.
-// So every kernel
-// that goes through launch() calls wait_for_previous() before it touches any memory that a kernel may have written, and
-// exactly once,
-// also in threads that have nothing to do: the guarantee "all earlier kernels are complete" is passed on from kernel to
-// kernel by it.
+// Programmatic dependent launch: with ctx.overlap a kernel may start while the previous one in the stream still runs.
+// So every kernel that goes through launch() calls wait_for_previous() before it touches memory that a kernel may have
+// written. Every thread calls it, exactly once, even those without work: a kernel passes on to the next one the
+// guarantee that all earlier kernels are complete.
 static __device__ __forceinline__ void wait_for_previous() {
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -28,22 +29,15 @@ cudaError_t launch(const op_context & ctx, void (*kernel)(PARAMS...), dim3 grid,
     return cuda_launch(kernel, grid, block, shared_nbytes, ctx.overlap, ctx.stream, args...);
 }
 
-static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, offset));
-    }
-    return x;
-}
-
-// of all threads of the block (a multiple of 32, at most 1024), the same in each; partial: 32 floats of shared memory
+// Over all threads of the block (a multiple of 32, at most 1024); every thread gets the result. partial: 32 floats of
+// shared memory.
 template <typename F>
 static __device__ __forceinline__ float block_reduce(float x, float * partial, F && warp_reduce, float neutral) {
     x = warp_reduce(x);
     if (blockDim.x == WARP) {
         return x;
     }
-    __syncthreads(); // partial may still be read from the reduction before
+    __syncthreads(); // the previous reduction may still read partial
     if (threadIdx.x % WARP == 0) {
         partial[threadIdx.x / WARP] = x;
     }
@@ -64,7 +58,7 @@ static __device__ __forceinline__ row_index split_row(int64_t row, int64_t ne1, 
     return { row % ne1, row / ne1 % ne2, row / (ne1 * ne2) };
 }
 
-// start of row (i1, i2, i3) with each index taken modulo the tensor's size: ggml's broadcast
+// start of row (i1, i2, i3), each index modulo the size of the tensor: broadcasting as ggml does it
 static __device__ __forceinline__ char * broadcast_row(const op_tensor & t, row_index i) {
     const int64_t i1 = t.ne[1] == 1 ? 0 : i.i1 % t.ne[1];
     const int64_t i2 = t.ne[2] == 1 ? 0 : i.i2 % t.ne[2];
@@ -75,13 +69,13 @@ static __device__ __forceinline__ char * row_of(const op_tensor & t, row_index i
     return t.data + i.i1 * t.nb[1] + i.i2 * t.nb[2] + i.i3 * t.nb[3];
 }
 
-// threads for a row of n elements: whole warps, at most max
+// threads for a row of n elements: whole warps, at most `max`
 inline int row_threads(int64_t n, int max) {
     const int64_t warps = (n + WARP - 1) / WARP;
     return static_cast<int>(warps * WARP < max ? warps * WARP : max);
 }
 
-// every pointer and stride of the tensor is a multiple of n bytes
+// Are the data pointer and every stride of the tensor multiples of n bytes?
 inline bool is_aligned(const op_tensor & t, int64_t n) {
     return reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(n) == 0 && t.nb[1] % n == 0 &&
            t.nb[2] % n == 0 && t.nb[3] % n == 0;

@@ -1,6 +1,6 @@
-// Elementwise operations: two tensors with broadcast, one tensor, gated units, bias by expert. One row of dst per block
-// (blockIdx.x),
-// long rows cut into pieces along blockIdx.y. No __restrict__: dst is often one of the sources.
+// Elementwise operations: two tensors with broadcasting, one tensor, gated units, bias by expert. A block has one row
+// of dst (blockIdx.x) or, of a long row, one piece (blockIdx.y). No __restrict__, because dst is often one of the
+// sources.
 #include "cuda/ops/common.cuh"
 
 namespace macko::cuda {
@@ -14,7 +14,7 @@ dim3 grid_of(const op_tensor & t) {
     return dim3(static_cast<unsigned>(t.n_rows()), static_cast<unsigned>((t.ne[0] + PIECE - 1) / PIECE));
 }
 
-// f(i, row) for the block's share of dst's row; the row is fixed per block
+// f(i, row) for the elements of dst's row that the block has
 template <typename F> __device__ __forceinline__ void for_row_elements(int64_t ne0, F && f) {
     const int64_t end = min(ne0, static_cast<int64_t>(blockIdx.y + 1) * PIECE);
     for (int64_t i = static_cast<int64_t>(blockIdx.y) * PIECE + threadIdx.x; i < end; i += blockDim.x) {
@@ -178,10 +178,12 @@ cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, co
 }
 
 bool op_glu_supported(const op_tensor & x, const op_tensor * up, const op_tensor & dst) {
-    return is_f32_or_f16(dst.type) && x.type == dst.type && x.ne[0] == (up ? 1 : 2) * dst.ne[0] &&
-           x.n_rows() == dst.n_rows() && is_contiguous_rows(x) && is_contiguous_rows(dst) && x.ne[1] == dst.ne[1] &&
-           x.ne[2] == dst.ne[2] && (!up || (up->type == x.type && same_shape(*up, x) && is_contiguous_rows(*up))) &&
-           fits_grid(dst.n_rows());
+    const bool types_ok = is_f32_or_f16(dst.type) && x.type == dst.type;
+    const bool shape_ok = x.ne[0] == (up ? 1 : 2) * dst.ne[0] && x.n_rows() == dst.n_rows() && x.ne[1] == dst.ne[1] &&
+                          x.ne[2] == dst.ne[2];
+    const bool rows_ok = is_contiguous_rows(x) && is_contiguous_rows(dst) && fits_grid(dst.n_rows());
+    const bool up_ok   = !up || (up->type == x.type && same_shape(*up, x) && is_contiguous_rows(*up));
+    return types_ok && shape_ok && rows_ok && up_ok;
 }
 
 cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor & x, const op_tensor * up,
@@ -197,10 +199,12 @@ cudaError_t op_glu(const op_context & ctx, const glu_params & p, const op_tensor
 }
 
 bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_tensor & ids, const op_tensor & dst) {
-    return x.type == TYPE_F32 && bias.type == TYPE_F32 && ids.type == TYPE_I32 && dst.type == TYPE_F32 &&
-           same_shape(x, dst) && bias.ne[0] == x.ne[0] && bias.ne[2] == 1 && bias.ne[3] == 1 && x.ne[3] == 1 &&
-           ids.ne[0] == x.ne[1] && ids.ne[1] == x.ne[2] && is_contiguous_rows(x) && is_contiguous_rows(bias) &&
-           is_contiguous_rows(dst) && fits_grid(dst.n_rows());
+    const auto is_rows  = [](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
+    const bool rows_ok  = is_rows(x) && is_rows(bias) && is_rows(dst) && fits_grid(dst.n_rows());
+    const bool shape_ok = same_shape(x, dst) && x.ne[3] == 1;
+    const bool bias_ok  = bias.ne[0] == x.ne[0] && bias.ne[2] == 1 && bias.ne[3] == 1;
+    const bool ids_ok   = ids.type == TYPE_I32 && ids.ne[0] == x.ne[1] && ids.ne[1] == x.ne[2];
+    return rows_ok && shape_ok && bias_ok && ids_ok;
 }
 
 cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,

@@ -1,17 +1,15 @@
-// Products of up to 8 columns with quantized weights, on tensor cores (cc 8.0) and without rounding x. The quants of a
-// block are integers that bf16 holds
-// exactly, and a float32 of x is the sum of three bf16 values of 8 bits each. So an MMA of 16 rows of w with three
-// columns for each column of x makes exact
-// products and float32 sums; scales are applied to the sums over the 16 or 32 weights that share one. The vector
-// kernel, whose work is an operation per weight
-// and column, cannot keep up with memory at less than a byte per weight.
-//   A block owns ROWS rows, its warps take chunks of CHUNK weights of all of them by turns. Blocks of most types are
-//   aligned to 2 bytes only: a warp copies
-//   the 16-byte units that its chunks lie in to shared memory (the first one before the wait for the kernel ahead, if w
-//   is a constant), and reads words at even addresses there.
-//   Then the warps' sums are added up, in their order. A warp brings its own x into parts, so that warps meet once:
-//   where they shared x, or a block took
-//   several tiles of rows, it was no faster (notes-gpu-device.md).
+// Products of up to 8 columns with quantized weights, on tensor cores (cc 8.0) and without rounding x.
+//
+// The quants of a block are integers that BF16 holds exactly, and a float32 value of x is the sum of three BF16 values
+// of 8 bits each. So an MMA of 16 rows of w with three columns for each column of x makes exact products and float32
+// sums; scales are applied to the sums over the 16 or 32 weights that share one. mul_mat_vec_kernel needs an operation
+// per weight and column, which at less than a byte per weight is slower than memory.
+//
+// A block owns ROWS rows, and its warps take chunks of CHUNK weights of all rows in turn. Blocks of most types are
+// aligned to 2 bytes only, so a warp copies the 16-byte words that its chunks lie in to shared memory and reads words
+// at even addresses there; if w is a constant, the first copy is made before the previous kernel ends. In the end the
+// sums of the warps are added in their order. Each warp splits its own x into parts, so the warps meet only once.
+// Sharing x among warps, or several tiles of rows per block, was not faster.
 #pragma once
 
 #include "cuda/lib/mma.cuh"
@@ -37,8 +35,7 @@ constexpr int X_PARTS           = 3;
 // bytes from column to column: four columns are read at once, from different banks
 constexpr int X_STRIDE = CHUNK * 2 + 32;
 
-// ---- reading quants: a row's chunk at any even address of shared memory, for one lane of the four that share the row
-// ----
+// ---- reading quants: the chunk of a row at any even address of shared memory, for one of the 4 lanes of the row ----
 
 // ALIGNED: chunks begin at multiples of 4
 template <bool ALIGNED> struct chunk_words {
@@ -74,17 +71,16 @@ static __device__ __forceinline__ uint32_t subtract_bf16(uint32_t a, uint32_t b)
     return *reinterpret_cast<const uint32_t *>(&d);
 }
 
-// Four bytes 0 ... 127, less OFFSET, as bf16: bytes 0 and 2, 1 and 3. 0x4300 is 128, and its last bit counts 1.
+// Four bytes in 0 ... 127, minus OFFSET, as BF16: bytes 0 and 2, then 1 and 3. 0x4300 is 128, its last bit counts 1.
 template <int OFFSET> static __device__ __forceinline__ uint2 to_bf16(uint32_t q) {
     constexpr uint32_t ZERO = 0x43004300 + OFFSET * 0x00010001;
     return make_uint2(subtract_bf16(__byte_perm(q, 0x43434343, 0x4240), ZERO),
                       subtract_bf16(__byte_perm(q, 0x43434343, 0x4341), ZERO));
 }
 
-// Of each type: GROUP weights share a scale. quad(step): the four quants from 16 * step + 4 * t on, as bf16. scales(t,
-// s, m): of the CHUNK / GROUP / 4 groups
-// from there times t on; a weight is s * quant - m, where there are minima. For lane t of the four that share the row,
-// whose own bytes are at mine.
+// For each type: GROUP weights share a scale. quad(step): the four quants from 16 * step + 4 * t on, as BF16.
+// scales(t, s, m): of the CHUNK / GROUP / 4 groups from there times t on; a weight is s * quant - m, where there are
+// minima. t: lane of the four that share the row; its own bytes are at `mine`.
 template <tensor_type TYPE> struct chunk_reader;
 
 // blocks of 32 weights behind their scale
@@ -126,8 +122,8 @@ template <> struct chunk_reader<TYPE_Q8_0> : reader_of_blocks<34> {
     }
 };
 
-// 6-bit scales and minima of Q4_K and Q5_K, two groups of a lane: the first four are whole, the others' upper bits lie
-// above these
+// 6-bit scales and minima of Q4_K and Q5_K, two groups of a lane. The first four are stored whole, the upper bits of
+// the others above them.
 struct reader_of_scales_k4 {
     static constexpr int            GROUP   = 32;
     static constexpr bool           ALIGNED = true, HAS_MINIMUM = true;
@@ -189,7 +185,7 @@ template <tensor_type TYPE, int COLS> struct quantized_shape {
     using reader = chunk_reader<TYPE>;
     static constexpr int NBYTES =
         CHUNK / value_type<TYPE>::BLOCK * static_cast<int>(sizeof(typename value_type<TYPE>::block));
-    static constexpr int UNITS = (NBYTES + 14 + 15) / 16; // that a chunk touches at most
+    static constexpr int UNITS = (NBYTES + 14 + 15) / 16; // 16-byte words that a chunk touches at most
     // from row to row: odd, so that 8 rows are in different banks
     static constexpr int STRIDE = (UNITS | 1) * 16;
     // floats from row to row, 8 rows in different banks
@@ -202,8 +198,8 @@ template <tensor_type TYPE, int COLS> struct quantized_shape {
     static_assert(X_NBYTES >= ROWS * COLUMNS * 4, "a warp's sums take the place of x");
 };
 
-// 8 values of x in three parts of 8 bits: the upper 16 bits of a float are a bf16. Of four values, the order is that of
-// to_bf16.
+// 8 values of x in three parts of 8 bits: the upper 16 bits of a float are a BF16. Four values are in the order of
+// to_bf16().
 static __device__ __forceinline__ void store_parts(char * to, float v[8]) {
 #pragma unroll
     for (int part = 0; part < X_PARTS; part++) {
@@ -266,8 +262,7 @@ __global__ void __launch_bounds__(QUANTIZED_THREADS, 1) quantized_kernel(const _
 #pragma unroll
                 for (int r = 0; r < ROWS / 4; r++) {
                     from[r] &= ~uint64_t(15);
-                    // one pair of registers for all its copies: they are read late, and a copy of them would wait for
-                    // that
+                    // one pair of registers for all copies: they are read late, and a copy of them would wait for that
                     asm volatile("" : "+l"(from[r]));
                 }
                 each_unit(

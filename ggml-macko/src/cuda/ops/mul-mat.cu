@@ -1,17 +1,16 @@
-// Matrix products with dense matrices: weights of any type, and the strided f16 views of the KV cache when flash
+// Matrix products with dense matrices: weights of any type, and the strided F16 views of the KV cache when flash
 // attention is off.
-//   few columns (<= 8)     mul_mat_vec_kernel: a warp (or four) per row of w, or for two of them, float32 throughout.
-//   Most quantized weights: tensor cores,
-//                          as exact (ops-mul-mat-quantized.cuh); mul_mat_vec_kernel for what these do not take (other
-//                          types, several matrices, cc 7.5)
-//   more columns           16-bit tensor cores: x rounded to f16 (bf16 but for F16 weights), sums in float32. cuBLAS
-//   where it is there, fed
-//                          by panels of w in 16 bits that stay in the L2 cache; else gemm_kernel, which converts tiles
-//                          of w itself
-//   F32 weights            mul_mat_vec_kernel for any n: they are routers and other small matrices where the CPU is
-//   exact, too
-// The same two kernels serve MUL_MAT_ID: the few-columns one reads the expert's id, the other a list of tokens per
-// expert.
+//
+//   columns <= 8   mul_mat_vec_kernel: one or four warps per row of w, or a warp for two rows; float32 throughout. Most
+//                  quantized weights go to tensor cores instead, which are as exact (mul-mat-quantized.cuh);
+//                  mul_mat_vec_kernel is for what that does not take: other types, several matrices, cc 7.5
+//   more columns   tensor cores in 16 bits: x is rounded to F16 for F16 weights, else to BF16; sums in float32. With
+//                  cuBLAS where it is installed, on panels of w in 16 bits that stay in the L2 cache; else gemm_kernel,
+//                  which converts tiles of w itself
+//   F32 weights    mul_mat_vec_kernel for any number of columns: these are routers and other small matrices, for which
+//                  ggml's CPU backend is exact, too
+//
+// The same two kernels serve MUL_MAT_ID: the first reads the id of the expert, the second a list of tokens per expert.
 #include "cuda/lib/cublas.h"
 #include "cuda/lib/mma.cuh"
 
@@ -37,19 +36,18 @@ struct mul_mat_args {
     int          m, n, k;
     int          ne2;            // of x and y: batches are z = i3 * ne2 + i2
     int          ratio2, ratio3; // consecutive batches of x that share a w
-    // experts: w_nb2 steps from expert to expert
+    // experts: w_nb2 is the distance between two experts
     const char * ids;
     int64_t      ids_nb0, ids_nb1;
     int          n_used, n_experts;
     int          x_ne1; // rows of x per token: 1 or n_used
-    // gemm_kernel with experts: the list that sort_experts_kernel makes
+    // gemm_kernel with experts: the lists that sort_experts_kernel makes
     const int * expert_begin;   // n_experts + 1
     const int * expert_entries; // token * n_used + u
 };
 
-// ROW_WARPS warps share a row of w, or a warp has OWN rows side by side: half the loads of x, and more weights on their
-// way. VECTOR: rows of w and x allow
-// loads of 8 elements, and k is a multiple of 8.
+// ROW_WARPS warps share a row of w, or a warp has OWN rows: half the loads of x, and more weights in flight. VECTOR:
+// rows of w and x allow loads of 8 elements, and k is a multiple of 8.
 template <typename T, int COLS, int ROW_WARPS, int OWN, bool VECTOR, bool EXPERTS>
 __global__ void __launch_bounds__(VEC_WARPS * WARP) mul_mat_vec_kernel(const __grid_constant__ mul_mat_args p) {
     constexpr int ROWS = VEC_WARPS / ROW_WARPS * OWN; // per block
@@ -158,7 +156,7 @@ constexpr int TILE_LD      = BLOCK_K + 8; // 80-byte rows: the 8 rows of an ldma
 constexpr int CHUNKS = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS;
 static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
 
-// 8 elements of a row of k of them, as 16-bit values; zeros beyond the end
+// 8 of the k elements of a row, as 16-bit values; zeros beyond its end
 template <typename T, typename H, bool VECTOR>
 __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
     if (!row || i >= k) {
@@ -221,7 +219,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             return x + col * p.x_nb1;
         }
     };
-    // this thread's pieces: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ...
+    // the pieces of this thread: rows r and r + 64 of both tiles, elements 8 * (threadIdx.x % 4) ... + 7
     const int    r = static_cast<int>(threadIdx.x) / 4, c = static_cast<int>(threadIdx.x) % 4 * 8;
     const char * w_rows[CHUNKS];
     const char * x_rows[CHUNKS];
@@ -303,8 +301,8 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     }
 }
 
-// tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from ARGSORT:
-// always in range.
+// Sorts tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from
+// ARGSORT, so they are in range.
 constexpr int   SORT_THREADS = 1024;
 __global__ void __launch_bounds__(SORT_THREADS)
     sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {
@@ -346,7 +344,7 @@ __global__ void __launch_bounds__(SORT_THREADS)
     }
 }
 
-// rows of T as rows of H, for cuBLAS: one row per block along x
+// converts rows from T to H, for cuBLAS: one row per block along x
 template <typename T, typename H, bool VECTOR>
 __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, int64_t dst_ld, int k) {
     wait_for_previous();
@@ -359,9 +357,8 @@ __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, 
 
 // ---------------------------------------------------------------------------------------------- choice
 
-// Of w in 16 bits, made and multiplied at a time. Small panels stay in the L2 cache, but too few rows leave
-// multiprocessors idle: 4096 rows
-// and 512 columns are one wave of 128 x 128 tiles on an H200.
+// Size of w in 16 bits that is made and multiplied at a time. Small panels stay in the L2 cache, but panels of few rows
+// leave multiprocessors idle: 4096 rows and 512 columns are one wave of 128 x 128 tiles on an H200.
 constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
 
@@ -384,7 +381,7 @@ mul_mat_args make_args(const op_tensor & w, const op_tensor & x, const op_tensor
     return p;
 }
 
-// can the kernels read 8 elements at once?
+// Can the kernels read 8 elements at once?
 bool is_vector(const op_tensor & w, const op_tensor & x) {
     return w.ne[0] % 8 == 0 && is_aligned(x, 16) && (type_block_size(w.type) > 1 || is_aligned(w, 16));
 }
@@ -404,7 +401,7 @@ cudaError_t launch_vec(const op_context & ctx, const mul_mat_args & p, bool vect
         if (rows < 8 * ctx.n_sm && p.k >= 1024) {
             return launch_vec_rows<T, COLS, VEC_WARPS, 1, true, EXPERTS>(ctx, p, n_batches);
         }
-        // two rows: the head of a model, and where x is read more than w is (notes-gpu-device.md)
+        // two rows: the output matrix of a model, and where more of x than of w is read
         if constexpr (COLS < VEC_MAX_COLS && !EXPERTS) {
             if (rows < 128 * ctx.n_sm) {
                 return launch_vec_rows<T, COLS, 1, 1, true, EXPERTS>(ctx, p, n_batches);
@@ -430,8 +427,8 @@ cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vec
     }
 }
 
-// 16-bit type that products of this weight type are made in: quantized weights bring no limit on x with them, so bf16,
-// for its range
+// The 16-bit type in which products of this weight type are made. Weights that are not F16 go with BF16, for the range
+// of x.
 template <typename T>
 using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
 template <typename T> bool has_units(const op_context & ctx) {
@@ -465,7 +462,7 @@ cudaError_t convert_rows(const op_context & ctx, const char * src, int64_t src_n
     }
 }
 
-// rows of a panel of at most nbytes (or BLOCK_M rows, if they are longer): panels of a matrix are of equal size
+// rows of a panel of at most nbytes, or BLOCK_M rows if those are larger; all panels of a matrix are of equal size
 int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
     const int64_t most = nbytes / (ld * 2) / BLOCK_M * BLOCK_M;
     if (rows <= std::max<int64_t>(most, nbytes / (ld * 2))) {
@@ -501,7 +498,7 @@ cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int6
     return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
 }
 
-// w converted to H, a panel at a time, behind x16 in scratch
+// converts w to H, a panel at a time, behind x16 in scratch
 template <typename T, typename H>
 cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                            const op_tensor & dst, bool vector, char * scratch) {
@@ -516,7 +513,7 @@ cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op
     return cudaSuccess;
 }
 
-// one matrix in 16 bits; x16 is read by cuBLAS only
+// one matrix in 16 bits; only cuBLAS reads x16
 template <typename T, typename H>
 cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                               const op_tensor & dst, bool vector, char * scratch) {
@@ -525,33 +522,38 @@ cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const
         x16 = scratch;
     }
     if constexpr (std::is_same_v<typename T::block, H> && T::IS_PLAIN) {
-        if (vector) { // as it lies there
+        if (vector) { // no conversion
             return mul_mat_16<H>(ctx, w.data, w.nb[1] / 2, w.ne[1], x, x16, dst, 0);
         }
     }
     return mul_mat_panels<T, H>(ctx, w, x, x16, dst, vector, scratch);
 }
 
-// cuBLAS pays off where the product is one large matrix
+// Does cuBLAS pay off? Only where the product is one large matrix.
 bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
     return ctx.cublas && x.ne[1] >= GEMM_MIN_N && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
 }
 
 bool is_shape(const op_tensor & w, const op_tensor & x) {
-    return w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= (1 << 30) && w.ne[1] <= (1 << 30) && x.ne[1] <= (1 << 30) &&
-           w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32 && is_contiguous_rows(w) &&
-           is_contiguous_rows(x) && w.ne[0] % type_block_size(w.type) == 0;
+    constexpr int64_t MAX_SIZE = 1 << 30;
+
+    const bool types_ok = w.type != TYPE_I32 && type_is_weight(w.type) && x.type == TYPE_F32;
+    const bool sizes_ok =
+        w.ne[0] == x.ne[0] && w.ne[0] > 0 && w.ne[0] <= MAX_SIZE && w.ne[1] <= MAX_SIZE && x.ne[1] <= MAX_SIZE;
+    return types_ok && sizes_ok && is_contiguous_rows(w) && is_contiguous_rows(x) &&
+           w.ne[0] % type_block_size(w.type) == 0;
 }
 
 } // namespace
 
 bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst) {
-    if (!is_shape(w, x) || dst.type != TYPE_F32 || !is_contiguous_rows(dst) || w.ne[2] == 0 || w.ne[3] == 0 ||
-        x.ne[2] % w.ne[2] != 0 || x.ne[3] % w.ne[3] != 0) {
+    const bool repeats = w.ne[2] != 0 && w.ne[3] != 0 && x.ne[2] % w.ne[2] == 0 && x.ne[3] % w.ne[3] == 0;
+    if (!is_shape(w, x) || !repeats || dst.type != TYPE_F32 || !is_contiguous_rows(dst)) {
         return false;
     }
-    // quantized rows are read in whole pieces only; x then has to be aligned (data pointers are, to 32 bytes at least)
-    if (type_block_size(w.type) > 1 && (x.nb[1] % 16 != 0 || x.nb[2] % 16 != 0 || x.nb[3] % 16 != 0)) {
+    // quantized rows are read 8 elements at a time, so rows of x have to be aligned; data pointers always are
+    const bool aligned = x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0 && x.nb[3] % 16 == 0;
+    if (type_block_size(w.type) > 1 && !aligned) {
         return false;
     }
     return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
@@ -570,7 +572,7 @@ size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
            static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
 }
 
-// before cc 8.0 there are no bf16 units: values of common models fit f16
+// Before cc 8.0 there are no BF16 tensor cores; the values of common models fit F16.
 tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) {
     return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16;
 }
@@ -622,17 +624,21 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
 }
 
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst) {
-    return is_shape(w, x) && dst.type == TYPE_F32 && is_contiguous_rows(dst) && ids.type == TYPE_I32 && w.ne[3] == 1 &&
-           x.ne[3] == 1 && ids.ne[2] == 1 && ids.ne[3] == 1 && ids.ne[1] == x.ne[2] && x.ne[1] > 0 &&
-           ids.ne[0] % x.ne[1] == 0 && ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535 &&
-           (type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0));
+    const bool x_ok   = w.ne[3] == 1 && x.ne[3] == 1 && x.ne[1] > 0 && ids.ne[0] % x.ne[1] == 0;
+    const bool ids_ok = ids.type == TYPE_I32 && ids.ne[1] == x.ne[2] && ids.ne[2] == 1 && ids.ne[3] == 1;
+    const bool fits   = ids.ne[0] * ids.ne[1] <= (1 << 24) && w.ne[2] <= 65535;
+    const bool dst_ok = dst.type == TYPE_F32 && is_contiguous_rows(dst);
+    if (!is_shape(w, x) || !x_ok || !ids_ok || !fits || !dst_ok) {
+        return false;
+    }
+    return type_block_size(w.type) == 1 || (x.nb[1] % 16 == 0 && x.nb[2] % 16 == 0); // see op_mul_mat_supported
 }
 
 size_t op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor &, const op_tensor & ids) {
     return static_cast<size_t>(align_up((w.ne[2] + 1 + ids.ne[0] * ids.ne[1]) * 4, 256));
 }
 
-// w: all of n_experts, or some of them
+// w: all n_experts experts, or some of them
 static mul_mat_args make_expert_args(const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                                      const op_tensor & dst, int64_t n_experts) {
     mul_mat_args p = make_args(w, x, dst);
@@ -657,14 +663,14 @@ cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const 
                   begin + n_experts + 1);
 }
 
-// after op_mul_mat_id_sort
+// the products of some experts, after op_mul_mat_id_sort
 template <typename T>
 static cudaError_t mul_mat_sorted(const op_context & ctx, mul_mat_args p, bool vector, int64_t first_expert,
                                   int64_t some_experts, int64_t n_tokens, const char * scratch) {
     const int * begin = reinterpret_cast<const int *>(scratch);
     p.expert_begin    = begin + first_expert;
     p.expert_entries  = begin + p.n_experts + 1;
-    // nobody knows the largest expert's share here: blocks without work return
+    // the host does not know how many tokens an expert has: blocks without work return
     const int64_t n_most = n_tokens * p.n_used;
     const dim3    grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
                        static_cast<unsigned>((n_most + BLOCK_N - 1) / BLOCK_N), static_cast<unsigned>(some_experts));

@@ -1,5 +1,5 @@
-// Reductions along rows: RMS norm with what surrounds it, soft-max, sums, sorting. One row per block; sums run in a
-// fixed order.
+// Reductions along rows: RMS norm with the sum in front of it and the scale behind it, soft-max, sums, sorting. One row
+// per block. Sums are made in a fixed order.
 #include "cuda/ops/common.cuh"
 
 #include <cfloat>
@@ -10,7 +10,7 @@ namespace macko::cuda {
 namespace {
 
 constexpr int MAX_THREADS = 1024;
-constexpr int MAX_SORT    = 8192; // entries of a row that argsort keeps in shared memory
+constexpr int MAX_SORT    = 8192; // entries of a row: argsort keeps them in shared memory
 
 struct rms_norm_args {
     op_tensor x, dst, scale, add, sum;
@@ -140,15 +140,15 @@ __global__ void __launch_bounds__(MAX_THREADS) sum_rows_kernel(op_tensor x, op_t
     }
 }
 
-// bitonic network over n (a power of two) indices in shared memory; padding entries sort behind all others; equal
-// values keep their order
+// Bitonic sorting network over n (a power of two) indices in shared memory. Padding entries sort behind all others, and
+// equal values keep their order.
 __global__ void __launch_bounds__(MAX_THREADS) argsort_kernel(op_tensor x, op_tensor dst, int n, bool descending) {
     wait_for_previous();
     extern __shared__ int index[];
     const row_index       row    = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
     const float *         v      = reinterpret_cast<const float *>(row_of(x, row));
     const int             ne0    = static_cast<int>(x.ne[0]);
-    const auto            before = [&](int a, int b) { // a has to stand before b
+    const auto            before = [&](int a, int b) { // Does a stand before b?
         if (a >= ne0 || b >= ne0) {
             return a < b;
         }
@@ -227,15 +227,18 @@ cudaError_t op_rms_norm(const op_context & ctx, const rms_norm_params & p) {
 
 bool op_soft_max_supported(const op_tensor & x, const op_tensor * mask, const op_tensor * sinks,
                            const op_tensor & dst) {
-    if (x.type != TYPE_F32 || dst.type != TYPE_F32 || !same_shape(x, dst) || !is_contiguous_rows(x) ||
-        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
+    const auto is_rows = [](const op_tensor & t) { return t.type == TYPE_F32 && is_contiguous_rows(t); };
+    if (!is_rows(x) || !is_rows(dst) || !same_shape(x, dst) || !fits_grid(dst.n_rows())) {
         return false;
     }
-    if (mask && ((mask->type != TYPE_F16 && mask->type != TYPE_F32) || mask->ne[0] != x.ne[0] ||
-                 mask->ne[1] < x.ne[1] || mask->ne[2] == 0 || mask->ne[3] == 0 || !is_contiguous_rows(*mask))) {
-        return false;
-    }
-    return !sinks || (sinks->type == TYPE_F32 && sinks->ne[0] == x.ne[2] && is_contiguous(*sinks));
+    const auto is_mask = [&](const op_tensor & m) {
+        const bool covers_x = m.ne[0] == x.ne[0] && m.ne[1] >= x.ne[1] && m.ne[2] != 0 && m.ne[3] != 0;
+        return (m.type == TYPE_F16 || m.type == TYPE_F32) && covers_x && is_contiguous_rows(m);
+    };
+    const auto is_sinks = [&](const op_tensor & s) {
+        return s.type == TYPE_F32 && s.ne[0] == x.ne[2] && is_contiguous(s);
+    };
+    return (!mask || is_mask(*mask)) && (!sinks || is_sinks(*sinks));
 }
 
 cudaError_t op_soft_max(const op_context & ctx, float scale, float max_bias, const op_tensor & x,

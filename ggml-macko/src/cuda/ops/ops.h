@@ -1,10 +1,9 @@
-// The operations of a GGML graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device
+// The operations of a ggml graph on the GPU, as plain functions over strided tensors. Host header: no ggml, no device
 // code.
-// Every function queues its work on the context's stream and returns the CUDA status of the launches; nothing is
-// allocated,
-// nothing is synchronized, all of it can be captured into a CUDA graph. What a function accepts is said by the
-// *_supported
-// predicate beside it: pure, on types and shapes only.
+//
+// Every function queues its work on the context's stream and returns the CUDA status of the launches. It allocates
+// nothing and synchronizes with nothing, so all of it can be captured in a CUDA graph. The *_supported predicate beside
+// a function says what it accepts; it is pure and looks at types and shapes only.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,7 +34,8 @@ enum tensor_type : int32_t {
     TYPE_MXFP4  = 39,
 };
 
-// ggml's tensor: ne[0] is the row length, nb are strides in bytes; data may be null in the *_supported predicates
+// A tensor as in ggml: ne[0] is the row length, nb are strides in bytes. data may be null in the *_supported
+// predicates.
 struct op_tensor {
     char *      data;
     tensor_type type;
@@ -46,7 +46,7 @@ struct op_tensor {
     int64_t n_elements() const { return ne[0] * n_rows(); }
 };
 
-struct cublas_library; // cublas.h: loaded at run time where it is installed
+struct cublas_library; // cuda/lib/cublas.h
 
 constexpr int N_COUNTERS = 1 << 14;
 
@@ -54,23 +54,23 @@ struct op_context {
     cudaStream_t     stream        = nullptr;
     int              cc            = 0; // op_compute_capability()
     int              n_sm          = 0;
-    int              shared_nbytes = 0;  // most that a block may ask for
-    unsigned *       counters = nullptr; // N_COUNTERS zeros on the GPU; a kernel that uses some leaves zeros behind
-    bool             overlap  = false;   // programmatic dependent launch (cc >= 90): see launch() in ops-common.cuh
-    cublas_library * cublas   = nullptr; // null where there is none
-    // CUBLAS_WORKSPACE_NBYTES (cublas.h), of its own so that products can be captured
+    int              shared_nbytes = 0;       // at most, of one block
+    unsigned *       counters      = nullptr; // N_COUNTERS zeros on the GPU; kernels leave zeros behind
+    bool             overlap       = false;   // programmatic dependent launch (cc >= 90): see ops/common.cuh
+    cublas_library * cublas        = nullptr; // null where it is not installed
+    // CUBLAS_WORKSPACE_NBYTES: cuBLAS's own workspace cannot be captured
     void * cublas_workspace = nullptr;
-    // graph.h; null: sparse weights are not made dense, for any number of columns
+    // cuda/graph/graph.h; null: sparse weights are never made dense, however many columns there are
     const struct panel_buffers * panels = nullptr;
 };
 
-// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where older PTX had to
-// be compiled for it
+// What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where they come from
+// PTX of an older architecture.
 cudaError_t op_compute_capability(int * cc);
 
 int64_t type_block_size(tensor_type type); // elements per block: 1, 32 or 256
 int64_t type_block_nbytes(tensor_type type);
-bool    type_is_weight(tensor_type type); // types that dense matrices, get_rows and copies can read
+bool    type_is_weight(tensor_type type); // dense matrices, get_rows and copies can read it
 
 inline bool is_contiguous_rows(const op_tensor & t) { return t.nb[0] == type_block_nbytes(t.type); }
 bool        is_contiguous(const op_tensor & t);
@@ -78,11 +78,12 @@ inline bool same_shape(const op_tensor & a, const op_tensor & b) {
     return a.ne[0] == b.ne[0] && a.ne[1] == b.ne[1] && a.ne[2] == b.ne[2] && a.ne[3] == b.ne[3];
 }
 
-// ---- small writes from host memory (ops-writes.cu): a token's inputs go to the GPU in one launch, their bytes among
-// its parameters ----
+// ---- small writes from host memory (writes.cu) ----
+
+// The inputs of a token go to the GPU in one launch; their bytes are among its parameters.
 struct small_writes {
     static constexpr int    MAX        = 16;
-    static constexpr size_t MAX_NBYTES = 3584; // of all; CUDA takes parameters of 4 KB on every GPU
+    static constexpr size_t MAX_NBYTES = 3584; // of all writes: every GPU takes 4 KiB of parameters
     struct write {
         char *   dst;
         uint32_t at, nbytes;
@@ -91,15 +92,17 @@ struct small_writes {
     uint32_t n = 0, nbytes = 0;
     uint32_t data[MAX_NBYTES / 4];
 
-    // false: no room
+    // false: it does not fit
     bool add(void * dst, const void * src, size_t size);
 };
-cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream); // in their order where they overlap
+// where they overlap, later ones win
+cudaError_t op_small_writes(const small_writes & w, cudaStream_t stream);
 
-// ---- elementwise (ops-elementwise.cu); dst may be one of the sources ----
+// ---- elementwise (elementwise.cu); dst may be one of the sources ----
+
 enum class binary_op : int { ADD, SUB, MUL, DIV };
 bool op_binary_supported(binary_op op, const op_tensor & a, const op_tensor & b, const op_tensor & dst);
-// b is repeated to a
+// a op b, b repeated to the shape of a
 cudaError_t op_binary(const op_context & ctx, binary_op op, const op_tensor & a, const op_tensor & b,
                       const op_tensor & dst);
 
@@ -140,7 +143,7 @@ cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, co
 enum class glu_op : int { REGLU, GEGLU, SWIGLU, SWIGLU_OAI, GEGLU_ERF, GEGLU_QUICK };
 struct glu_params {
     glu_op op;
-    bool   swapped; // one source: the gate is the second half of the row
+    bool   swapped; // without up: the gate is the second half of the row
     float  alpha;   // SWIGLU_OAI
     float  limit;
 };
@@ -154,8 +157,9 @@ bool op_add_id_supported(const op_tensor & x, const op_tensor & bias, const op_t
 cudaError_t op_add_id(const op_context & ctx, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
                       const op_tensor & dst);
 
-// ---- rows of tables, copies and casts (ops-rows.cu) ----
-// same number of elements, any strides, f32 <-> any cache type
+// ---- rows of tables, copies and casts (rows.cu) ----
+
+// as many elements, any strides; one type, or f32 to or from a type that a KV cache can have
 bool        op_copy_supported(const op_tensor & src, const op_tensor & dst);
 cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tensor & dst);
 bool        op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
@@ -163,10 +167,10 @@ cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_
 bool        op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst);
 
-// ---- reductions along rows (ops-norm.cu) ----
-// dst = x / sqrt(mean(x^2) + eps) * scale; scale (null: 1) is repeated as in op_binary. add (null: none): x is x + add,
-// and the sum is
-// stored to sum before it is normalised.
+// ---- reductions along rows (norm.cu) ----
+
+// dst = x / sqrt(mean(x^2) + eps) * scale, scale (null: 1) repeated as in op_binary. With add, x is x + add, and this
+// sum is also stored to `sum`.
 struct rms_norm_params {
     op_tensor         x;
     op_tensor         dst;
@@ -185,23 +189,23 @@ cudaError_t op_sum_rows(const op_context & ctx, const op_tensor & x, const op_te
 bool        op_argsort_supported(const op_tensor & x, const op_tensor & dst);
 cudaError_t op_argsort(const op_context & ctx, bool descending, const op_tensor & x, const op_tensor & dst);
 
-// ---- rotary embedding (ops-rope.cu) ----
+// ---- rotary embedding (rope.cu) ----
+
 struct rope_params {
     int   n_dims;
-    int   mode; // ggml's: 0 pairs of neighbours, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
+    int   mode; // as in ggml: 0 neighbours are a pair, 2 halves (NEOX), 8 MROPE, 40 IMROPE, 24 VISION
     int   sections[4];
     int   n_ctx_orig;
     float freq_base, freq_scale, ext_factor, attn_factor, beta_fast, beta_slow;
-    int   offset; // first rotated element of a row
+    int   offset; // of the first rotated element in a row
 };
 bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors,
                        const op_tensor & dst);
 cudaError_t op_rope(const op_context & ctx, const rope_params & p, const op_tensor & x, const op_tensor & pos,
                     const op_tensor * factors, const op_tensor & dst);
 
-// The usual three of a decoder layer in one launch, for f16 caches: q rotated into q_dst, k rotated into row k_ids[t]
-// of k_cache, v copied to
-// row v_ids[t] of v_cache. Heads of k fill a cache row without gaps.
+// Three operations of a decoder layer in one launch, for F16 caches: q is rotated into q_dst, k is rotated into row
+// k_ids[t] of k_cache, v is copied to row v_ids[t] of v_cache. The heads of k fill a row of the cache without gaps.
 struct rope_cache_params {
     op_tensor       q, q_dst; // [head_dim, heads, tokens]
     op_tensor       k, k_cache;
@@ -214,49 +218,49 @@ bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
                           const op_tensor * factors, const rope_cache_params & p);
 
-// ---- matrix products with dense weights (ops-mul-mat.cu) ----
-// dst[n, m] = w[m, :] . x[n, :], w broadcast over dims 2 and 3
+// ---- matrix products with dense weights (mul-mat.cu) ----
+
+// dst[n, m] = w[m, :] . x[n, :], w broadcast over dimensions 2 and 3
 bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_tensor & dst);
-// x16: x as op_mul_mat_x16 made it, or null: it is made in scratch if this product wants it. constant: no kernel ahead
-// on the stream writes w, which may then be
-// read while they run
+// x16: x as op_mul_mat_x16 made it; null: if the product needs it, it is made in scratch. constant: no earlier kernel
+// on the stream writes w, so w may be read while they run.
 cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
                        char * scratch, const char * x16 = nullptr, bool constant = false);
 size_t      op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x);
-// up to 8 columns with quantized weights (ops-mul-mat-quantized.cu): op_mul_mat asks whether it is for this product; x
-// must fit op_mul_mat_supported
+// up to 8 columns with quantized weights (mul-mat-quantized.cu), for op_mul_mat; the operands fit op_mul_mat_supported
 bool        op_mul_mat_quantized_supported(const op_context & ctx, const op_tensor & w, const op_tensor & x);
 cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, const op_tensor & x,
                                  const op_tensor & dst, bool constant);
-// Products in two steps, for several matrices with one x and for matrices that are made when they are needed.
-// op_mul_mat_16_type: type in which
-// a product of weights of this type with many columns is made; op_mul_mat_x16: x in this type, x16_nbytes of it;
-// op_mul_mat_16: some
-// rows of the product, from rows of w in this type, ldw elements apart.
+// Products in two steps, for several matrices with one x, and for matrices that are made dense panel by panel:
+//   op_mul_mat_16_type   the 16-bit type in which products of many columns with such weights are made
+//   op_mul_mat_x16       converts x to it (op_mul_mat_x16_nbytes)
+//   op_mul_mat_16        computes rows [first_row, first_row + rows) of dst from rows of w of that type, ldw elements
+//                        apart
 tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights);
 size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
 cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16);
 cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows,
                           const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row);
-// does op_mul_mat read x16?
+// Does op_mul_mat read x16?
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x);
-// rows per panel of at most this size, all panels alike
+// rows of a panel of at most panel_nbytes; all panels of a matrix are of equal size
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]
 bool op_mul_mat_id_supported(const op_tensor & w, const op_tensor & x, const op_tensor & ids, const op_tensor & dst);
 cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                           const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
-// The same in two steps, for experts that are made dense when they are needed: the list of tokens per expert into
-// scratch; then some rows of
-// consecutive experts, w in the type of op_mul_mat_16_type, w.ne[1] rows from first_row on of each of w.ne[2] experts
-// from first_expert on.
+// The same in two steps, for experts that are made dense panel by panel. First the list of tokens per expert goes to
+// scratch. Then rows of consecutive experts are multiplied: w has the type of op_mul_mat_16_type and holds w.ne[1]
+// rows, from first_row on, of each of w.ne[2] experts, from first_expert on.
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch);
 cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
                              const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
                              const char * scratch);
 
-// ---- attention (ops-attention.cu) ----
+// ---- attention (attention.cu) ----
+
+// dst = softmax(scale * K q + mask) V per head; q, k, v: [head_dim, tokens, heads, streams]
 struct attention_params {
     op_tensor         q, k, v, dst;
     const op_tensor * mask  = nullptr; // f16
@@ -266,9 +270,8 @@ struct attention_params {
 bool        op_attention_supported(const attention_params & p);
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch);
 size_t      op_attention_scratch_nbytes(const attention_params & p);
-// op_rope_cache for one token and the attention that reads its result, in one launch; c.q_dst is not written. pos,
-// factors, mask, row numbers: of no
-// kernel of this graph. dst overlaps none of c.q, c.k, c.v.
+// op_rope_cache for one token and the attention that reads its result, in one launch. c.q_dst is not written. No kernel
+// on the stream writes pos, factors, the mask or the row numbers. dst overlaps none of c.q, c.k, c.v.
 bool        op_rope_attention_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
                                         const rope_cache_params & c, const attention_params & p);
 cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, const op_tensor & pos,

@@ -1,13 +1,12 @@
-// Rotary position embedding, and its fusion with the write into the KV cache. A thread owns one rotated pair of one
-// token and walks over
-// heads, so that the angle is computed once for several of them.
+// Rotary position embedding, alone and fused with the write into the KV cache. A thread owns one rotated pair of one
+// token and walks over the heads, so an angle is computed once for several of them.
 #include "cuda/ops/rope.cuh"
 
 namespace macko::cuda {
 
 namespace {
 
-constexpr int MAX_PAIRS = 256; // threads along a row; longer rows loop
+constexpr int MAX_PAIRS = 256; // threads along a row; a thread of a longer row loops
 constexpr int HEAD_ROWS = 4;   // heads side by side in a block
 
 // the two elements of a pair
@@ -64,8 +63,8 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a
         [&](int64_t h) { return reinterpret_cast<value *>(yt + h * dst.nb[1]); });
 }
 
-// q -> rotated in dst; k -> rotated into its cache row; v -> its cache row. Blocks along y: first q's heads, then k's,
-// then v's.
+// q is rotated into dst, k into its row of the cache, v is copied into its row. Blocks along y: first the heads of q,
+// then those of k, then those of v.
 __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
     rope_cache_kernel(rope_args a, rope_cache_params p, int q_blocks, int k_blocks) {
     wait_for_previous();
@@ -106,7 +105,7 @@ dim3 block_of(const rope_params & p) {
                 HEAD_ROWS);
 }
 
-// blocks over heads: many tokens fill the GPU by themselves and then share angles between heads
+// Blocks along the heads. Many tokens fill the GPU by themselves; then the heads of a token share its angles.
 int head_blocks(int64_t n_heads, int64_t n_tokens) {
     return n_tokens >= 64 ? 1 : static_cast<int>((n_heads + HEAD_ROWS - 1) / HEAD_ROWS);
 }
@@ -115,18 +114,19 @@ int head_blocks(int64_t n_heads, int64_t n_tokens) {
 
 bool op_rope_supported(const rope_params & p, const op_tensor & x, const op_tensor & pos, const op_tensor * factors,
                        const op_tensor & dst) {
-    const bool multi = (p.mode & MODE_MROPE) != 0;
-    if ((x.type != TYPE_F32 && x.type != TYPE_F16) || dst.type != x.type || !same_shape(x, dst) ||
-        !is_contiguous_rows(x) || !is_contiguous_rows(dst) || pos.type != TYPE_I32) {
+    const bool types_ok  = (x.type == TYPE_F32 || x.type == TYPE_F16) && dst.type == x.type && pos.type == TYPE_I32;
+    const bool shapes_ok = same_shape(x, dst) && is_contiguous_rows(x) && is_contiguous_rows(dst);
+    const bool is_mode =
+        p.mode == 0 || p.mode == MODE_NEOX || p.mode == MODE_MROPE || p.mode == MODE_VISION || p.mode == MODE_IMROPE;
+    if (!types_ok || !shapes_ok || !is_mode) {
         return false;
     }
-    if (p.mode != 0 && p.mode != MODE_NEOX && p.mode != MODE_MROPE && p.mode != MODE_VISION && p.mode != MODE_IMROPE) {
+    const bool vision_fits = p.offset == 0 && 2 * p.n_dims == x.ne[0];
+    const bool dims_fit    = p.mode == MODE_VISION ? vision_fits : p.offset + p.n_dims <= x.ne[0];
+    if (p.n_dims <= 0 || p.n_dims % 2 != 0 || p.offset < 0 || !dims_fit) {
         return false;
     }
-    if (p.n_dims <= 0 || p.n_dims % 2 != 0 || p.offset < 0 ||
-        (p.mode == MODE_VISION ? 2 * p.n_dims != x.ne[0] || p.offset != 0 : p.offset + p.n_dims > x.ne[0])) {
-        return false;
-    }
+    const bool multi = (p.mode & MODE_MROPE) != 0; // four positions per token
     if (multi && p.sections[0] + p.sections[1] + p.sections[2] + p.sections[3] <= 0) {
         return false;
     }
@@ -150,10 +150,13 @@ bool op_rope_cache_supported(const rope_params & r, const op_tensor & pos, const
     const auto is_cache = [](const op_tensor & c, int64_t width) {
         return c.type == TYPE_F16 && c.ne[0] == width && c.ne[2] == 1 && c.ne[3] == 1 && is_contiguous_rows(c);
     };
-    return op_rope_supported(r, p.q, pos, factors, p.q_dst) && op_rope_supported(r, p.k, pos, factors, p.k) &&
-           p.q.type == TYPE_F32 && p.k.type == TYPE_F32 && p.v.type == TYPE_F32 && p.q.ne[3] == 1 && p.k.ne[3] == 1 &&
-           p.k.ne[2] == p.q.ne[2] && p.v.ne[1] == p.q.ne[2] && p.v.ne[2] == 1 && p.v.ne[3] == 1 &&
-           is_contiguous_rows(p.v) && is_cache(p.k_cache, p.k.ne[0] * p.k.ne[1]) && is_cache(p.v_cache, p.v.ne[0]);
+    const bool ropes_ok =
+        op_rope_supported(r, p.q, pos, factors, p.q_dst) && op_rope_supported(r, p.k, pos, factors, p.k);
+    const bool types_ok    = p.q.type == TYPE_F32 && p.k.type == TYPE_F32 && p.v.type == TYPE_F32;
+    const bool same_tokens = p.k.ne[2] == p.q.ne[2] && p.v.ne[1] == p.q.ne[2];
+    const bool one_stream  = p.q.ne[3] == 1 && p.k.ne[3] == 1 && p.v.ne[2] == 1 && p.v.ne[3] == 1;
+    const bool caches_ok   = is_cache(p.k_cache, p.k.ne[0] * p.k.ne[1]) && is_cache(p.v_cache, p.v.ne[0]);
+    return ropes_ok && types_ok && same_tokens && one_stream && is_contiguous_rows(p.v) && caches_ok;
 }
 
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,

@@ -14,7 +14,7 @@ struct rope_args {
     const int32_t * pos;
     int64_t         n_pos; // tokens: stride between the position streams of MROPE
     const float *   factors;
-    // log2_step: of the frequencies' logarithms, in two parts
+    // log2_step: step of the logarithms of the frequencies, as the sum of two floats
     float log2_step, log2_step_low, corr_low, corr_high;
 };
 
@@ -22,7 +22,7 @@ struct rotation {
     float cosine, sine;
 };
 
-// at a position: of pair `pair`, whose frequency is freq_base^(-2 power / n_dims)
+// The rotation of pair `pair` at a position. Its frequency is freq_base^(-2 power / n_dims).
 static __device__ __forceinline__ rotation rotation_at(const rope_args & a, float position, int pair, int power) {
     const float n = static_cast<float>(power), exponent = n * a.log2_step,
                 rest      = fmaf(n, a.log2_step, -exponent) + n * a.log2_step_low;
@@ -44,7 +44,7 @@ static __device__ __forceinline__ rotation rotation_at(const rope_args & a, floa
     return r;
 }
 
-// angle of pair `pair` (0 ... n_dims/2-1, beyond for VISION) of token t
+// the rotation of pair `pair` (0 ... n_dims / 2 - 1; more for VISION) of token t
 static __device__ __forceinline__ rotation rotation_of(const rope_args & a, int pair, int64_t t) {
     int stream = 0; // which of MROPE's four positions, and the exponent of its frequency
     int power  = pair;

@@ -1,6 +1,5 @@
-// Rows of tables, copies and casts. The unit is a "piece": one value of a plain type, one block of a quantized one; a
-// thread reads the
-// piece's elements as floats and writes them in the other type.
+// Rows of tables, copies and casts. A thread has one piece: a value of a plain type or a block of a quantized type. It
+// reads the elements as floats and writes them in the other type.
 #include "cuda/ops/common.cuh"
 
 namespace macko::cuda {
@@ -9,7 +8,7 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// n_per_piece elements of the row from element i on
+// elements [i, i + n_per_piece) of a row
 template <typename T, int N>
 __device__ __forceinline__ void read_piece(const char * row, int64_t i, int64_t nb0, float * x) {
     if constexpr (T::IS_PLAIN) {
@@ -36,7 +35,7 @@ __device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, 
 
 template <typename S, typename D> constexpr int piece_size() { return S::BLOCK > D::BLOCK ? S::BLOCK : D::BLOCK; }
 
-// element e of a tensor with rows of ne0: its row's address, and its place in the row
+// element e of a tensor with rows of ne0: the address of its row, and its index in the row
 __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
     const int64_t row = e <= INT32_MAX && t.ne[0] <= INT32_MAX
                             ? static_cast<uint32_t>(e) / static_cast<uint32_t>(t.ne[0])
@@ -60,7 +59,7 @@ template <typename S, typename D> __global__ void copy_kernel(op_tensor src, op_
     write_piece<D, N>(d, id, dst.nb[0], x);
 }
 
-// same type, whole elements or blocks of NBYTES each, any strides
+// one type: moves whole elements or blocks of NBYTES each between tensors of any strides
 template <int NBYTES> __global__ void move_kernel(op_tensor src, op_tensor dst, int64_t n, int64_t block) {
     wait_for_previous();
     const int64_t e = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * block;
@@ -136,9 +135,8 @@ __global__ void get_rows_i32_kernel(op_tensor src, op_tensor ids, op_tensor dst)
     }
 }
 
-// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2, i3. One thread per piece, flat: rows of one
-// element are common
-// (transposed V cache).
+// dst[:, ids[i1], i2, i3] = src[:, i1, i2, i3], ids repeated over i2 and i3. One thread per piece over all rows,
+// because rows of one element are common (transposed V cache).
 template <typename S, typename D, typename ID>
 __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int64_t n) {
     wait_for_previous();
@@ -182,7 +180,7 @@ bool op_copy_supported(const op_tensor & src, const op_tensor & dst) {
         return false;
     }
     if (src.type == dst.type) {
-        // blocks move whole: rows of both must consist of whole blocks
+        // whole blocks are moved: the rows of both must consist of whole blocks
         return src.ne[0] % type_block_size(src.type) == 0 && dst.ne[0] % type_block_size(src.type) == 0;
     }
     if ((src.type == TYPE_F32 && dst.type == TYPE_I32) || (src.type == TYPE_I32 && dst.type == TYPE_F32)) {
@@ -239,15 +237,12 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
 }
 
 bool op_get_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if (ids.type != TYPE_I32 || ids.ne[3] != 1 || dst.ne[0] != src.ne[0] || dst.ne[1] != ids.ne[0] ||
-        dst.ne[2] != ids.ne[1] || dst.ne[3] != ids.ne[2] || src.ne[2] != ids.ne[1] || src.ne[3] != ids.ne[2] ||
-        !is_contiguous_rows(dst) || !fits_grid(dst.n_rows())) {
-        return false;
-    }
-    if (src.type == TYPE_I32) {
-        return dst.type == TYPE_I32 && is_contiguous_rows(src);
-    }
-    return dst.type == TYPE_F32 && type_is_weight(src.type) && is_contiguous_rows(src);
+    const bool ids_ok = ids.type == TYPE_I32 && ids.ne[3] == 1 && src.ne[2] == ids.ne[1] && src.ne[3] == ids.ne[2];
+    const bool dst_ok = dst.ne[0] == src.ne[0] && dst.ne[1] == ids.ne[0] && dst.ne[2] == ids.ne[1] &&
+                        dst.ne[3] == ids.ne[2] && is_contiguous_rows(dst) && fits_grid(dst.n_rows());
+    const bool types_ok =
+        src.type == TYPE_I32 ? dst.type == TYPE_I32 : dst.type == TYPE_F32 && type_is_weight(src.type);
+    return ids_ok && dst_ok && types_ok && is_contiguous_rows(src);
 }
 
 cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
@@ -262,10 +257,10 @@ cudaError_t op_get_rows(const op_context & ctx, const op_tensor & src, const op_
 }
 
 bool op_set_rows_supported(const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
-    if ((ids.type != TYPE_I64 && ids.type != TYPE_I32) || src.ne[0] != dst.ne[0] || src.ne[2] != dst.ne[2] ||
-        src.ne[3] != dst.ne[3] || ids.ne[0] != src.ne[1] || ids.ne[1] == 0 || ids.ne[2] == 0 ||
-        src.ne[2] % ids.ne[1] != 0 || src.ne[3] % ids.ne[2] != 0 || ids.ne[3] != 1 ||
-        src.n_elements() > (int64_t(1) << 38)) {
+    const bool ids_ok  = (ids.type == TYPE_I64 || ids.type == TYPE_I32) && ids.ne[0] == src.ne[1] && ids.ne[3] == 1;
+    const bool repeats = ids.ne[1] != 0 && ids.ne[2] != 0 && src.ne[2] % ids.ne[1] == 0 && src.ne[3] % ids.ne[2] == 0;
+    const bool dst_ok  = src.ne[0] == dst.ne[0] && src.ne[2] == dst.ne[2] && src.ne[3] == dst.ne[3];
+    if (!ids_ok || !repeats || !dst_ok || src.n_elements() > (int64_t(1) << 38)) {
         return false;
     }
     if (src.type == TYPE_F16 && dst.type == TYPE_F16) {

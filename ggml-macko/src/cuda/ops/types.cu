@@ -1,4 +1,4 @@
-// Sizes of the tensor types, and the layout questions that the predicates ask.
+// Sizes of the tensor types, and the questions about memory layout that the *_supported predicates ask.
 #include "cuda/ops/types.cuh"
 
 namespace macko::cuda {

@@ -1,8 +1,6 @@
-// The value types of dense tensors on the GPU. Each type says its block and how to read 8 neighbouring elements as
-// floats (load8, at
-// a multiple of 8: the unit of all kernels that read weights); the types a KV cache can have also say how to write a
-// block (store).
-// Layouts are ggml's (ggml-common.h of llama.cpp).
+// The value types of dense tensors on the GPU. Each type states its block and how 8 neighbouring elements are read as
+// floats (load8, at a multiple of 8: every kernel that reads weights reads 8 elements at a time). Types that a KV cache
+// can have also state how a block is written (store). Layouts are those of ggml-common.h of llama.cpp.
 #pragma once
 
 #include "cuda/ops/ops.h"
@@ -80,7 +78,7 @@ static __constant__ int8_t mxfp4_values[16]  = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1,
 
 template <tensor_type TYPE> struct value_type;
 
-// elements of a matrix, read once: kept out of L1, where the other operand is read again and again
+// Loads elements of a matrix that are read once: not into L1, where the other operand is read again and again.
 static __device__ __forceinline__ uint4 load_once(const uint4 * p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -154,7 +152,7 @@ template <typename B> struct block_type {
     }
 };
 
-// nibbles of elements i%32 ... +7
+// nibbles of elements i % 32 ... i % 32 + 7
 static __device__ __forceinline__ void load_nibbles(const uint8_t * qs, int64_t i, int * q) {
     const int j     = static_cast<int>(i) & 8;
     const int shift = (static_cast<int>(i) & 16) >> 2;
@@ -502,7 +500,7 @@ template <> struct value_type<TYPE_Q6_K> : block_type<block_q6_k> {
     }
 };
 
-// f(value_type<...>{}) for a run-time type; the result of f, or cudaErrorInvalidValue for a type that is not listed
+// The result of f(value_type<...>{}) for a type known at run time; cudaErrorInvalidValue for types without kernels.
 template <typename F> cudaError_t with_type(tensor_type type, F && f) {
     switch (type) {
         case TYPE_F32:    return f(value_type<TYPE_F32>{});

@@ -1,4 +1,5 @@
-// Several small writes from host memory in one launch; and of what kind the code of all kernels is.
+// Several small writes from host memory in one launch. Also op_compute_capability(), which asks for what the kernels
+// were compiled.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 
@@ -31,7 +32,7 @@ static __global__ void __launch_bounds__(256) small_writes_kernel(const __grid_c
         for (uint32_t k = words * 4 + threadIdx.x; k < bytes; k += blockDim.x) {
             dst[k] = reinterpret_cast<const char *>(w.data)[at + k];
         }
-        __syncthreads(); // the next may write to the same place
+        __syncthreads(); // the next write may have the same destination
     }
 }
 
@@ -47,7 +48,7 @@ cudaError_t op_compute_capability(int * cc) {
     cuda_device_info   device;
     cudaFuncAttributes code;
     CUDA_TRY(cuda_current_device(&device));
-    CUDA_TRY(cudaFuncGetAttributes(&code, small_writes_kernel)); // all are compiled for the same
+    CUDA_TRY(cudaFuncGetAttributes(&code, small_writes_kernel)); // all kernels are compiled for the same architectures
     *cc = std::min(device.cc, code.ptxVersion);
     return cudaSuccess;
 }

@@ -1,0 +1,235 @@
+#include "cuda/device/backend.h"
+
+#include "cuda/device/buffer.h"
+#include "cuda/device/captures.h"
+#include "host/load-session.h"
+#include "host/log.h"
+
+#include <cstdlib>
+
+namespace macko::cuda {
+
+namespace {
+
+struct backend_context {
+    gpu &                      device;
+    op_context                 ops;
+    std::shared_ptr<workspace> shared;
+    cudaStream_t               capture_stream = nullptr;
+    unsigned *                 counters       = nullptr; // of ops
+    bool                       busy           = false;   // work was queued since the last synchronize
+
+    bool            use_graphs = true, use_fusion = true;
+    captured_graphs captures;
+    uint64_t        buffers_freed = 0; // of the device, when the captures were made
+
+    explicit backend_context(gpu & d) : device(d) {}
+    ~backend_context();
+    backend_context(const backend_context &)             = delete;
+    backend_context & operator=(const backend_context &) = delete;
+
+    bool create();
+    void attach_workspace(bool use_cublas);
+};
+
+backend_context & context_of(ggml_backend_t backend) { return *static_cast<backend_context *>(backend->context); }
+
+bool backend_context::create() {
+    constexpr size_t counters_nbytes = N_COUNTERS * sizeof(unsigned);
+
+    use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
+    use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
+    ops.n_sm          = device.n_sm;
+    ops.shared_nbytes = device.shared_nbytes;
+    if (!device.check_memory(op_compute_capability(&ops.cc), "cudaFuncGetAttributes") ||
+        !device.check_memory(cudaStreamCreateWithFlags(&capture_stream, cudaStreamNonBlocking), "cudaStreamCreate") ||
+        !device.check_memory(cudaMalloc(&counters, counters_nbytes), "cudaMalloc") ||
+        !device.check_memory(cudaMemsetAsync(counters, 0, counters_nbytes, device.stream), "cudaMemset") ||
+        !device.synchronize()) {
+        return false;
+    }
+    ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
+    ops.counters = counters;
+    if (!load::current()) { // a backend that only uploads weights needs none
+        attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
+    }
+    return true;
+}
+
+// what products of many columns need; without it they are slower
+void backend_context::attach_workspace(bool use_cublas) {
+    const std::lock_guard<std::mutex> lock(device.compute);
+    if (use_cublas && !device.cublas_opened) {
+        device.cublas        = cublas_open();
+        device.cublas_opened = true;
+    }
+    shared               = device.shared.lock();
+    const bool too_small = shared && shared->panels.nbytes && shared->panels.nbytes < device.panel_nbytes;
+    if (!shared || too_small) { // contexts that have the old one keep it
+        device.shared = shared = std::make_shared<workspace>();
+    }
+    if (!shared->create(device.panel_nbytes)) {
+        log_error("%s: no memory for the workspace of matrix products: prompts are processed slowly\n",
+                  device.name.c_str());
+    }
+    ops.cublas           = use_cublas && shared->gemm ? device.cublas.get() : nullptr;
+    ops.cublas_workspace = shared->gemm;
+    ops.panels           = shared->panels.nbytes ? &shared->panels : nullptr;
+}
+
+backend_context::~backend_context() {
+    if (device.select()) {
+        device.synchronize();
+        captures.drop();
+        if (capture_stream) {
+            cudaStreamDestroy(capture_stream);
+        }
+        cudaFree(counters);
+    }
+}
+
+// ---- graphs ----
+
+bool enqueue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
+    const ggml_tensor * failed = nullptr;
+    ctx.ops.stream             = ctx.device.stream;
+    const cudaError_t error    = graph_enqueue(ctx.ops, graph, ctx.use_fusion, &failed);
+    return error == cudaSuccess || ctx.device.check_memory(error, failed->name);
+}
+
+// false: the graph cannot be captured, and nothing was queued
+bool make_capture(backend_context & ctx, const ggml_cgraph * graph, captured_graph & c) {
+    const ggml_tensor * failed = nullptr;
+    cudaGraph_t         made   = nullptr;
+    ctx.ops.stream             = ctx.capture_stream;
+    cudaError_t error          = cudaStreamBeginCapture(ctx.capture_stream, cudaStreamCaptureModeThreadLocal);
+    if (error == cudaSuccess) {
+        const cudaError_t queued = graph_enqueue(ctx.ops, graph, ctx.use_fusion, &failed);
+        error                    = cudaStreamEndCapture(ctx.capture_stream, &made);
+        error                    = queued != cudaSuccess ? queued : error;
+    }
+    if (error == cudaSuccess) {
+        error = cudaGraphInstantiate(&c.exec, made, 0);
+    }
+    if (made) {
+        cudaGraphDestroy(made);
+    }
+    if (error != cudaSuccess) {
+        cudaGetLastError();
+        c.exec   = nullptr;
+        c.failed = true;
+    }
+    return error == cudaSuccess;
+}
+
+bool compute(backend_context & ctx, const ggml_cgraph * graph) {
+    gpu & device = ctx.device;
+    if (!ctx.use_graphs || !is_worth_capturing(graph)) {
+        return enqueue_eagerly(ctx, graph);
+    }
+    if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may mean something else now
+        ctx.buffers_freed = device.buffers_freed;
+        device.synchronize();
+        ctx.captures.drop();
+    }
+    bool             is_known;
+    captured_graph & c = ctx.captures.find_or_add(graph, &is_known);
+    if (is_known && (c.exec || (!c.failed && make_capture(ctx, graph, c)))) {
+        return device.check_memory(cudaGraphLaunch(c.exec, device.stream), "cudaGraphLaunch");
+    }
+    return enqueue_eagerly(ctx, graph); // the first time, and what cannot be captured
+}
+
+// ---- backend ----
+
+const char * backend_get_name(ggml_backend_t backend) { return context_of(backend).device.name.c_str(); }
+
+void backend_free(ggml_backend_t backend) {
+    delete &context_of(backend);
+    delete backend;
+}
+
+void backend_synchronize(ggml_backend_t backend) {
+    backend_context & ctx = context_of(backend);
+    if (ctx.busy && ctx.device.select()) {
+        ctx.device.synchronize();
+    }
+    ctx.busy = false;
+}
+
+// Neither this nor get_tensor_async is asynchronous: see device_get_props().
+void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    buffer_set_tensor(tensor->view_src ? tensor->view_src->buffer : tensor->buffer, tensor, data, offset, size);
+}
+
+// The copy is queued behind what computes the tensor, so only the copy is waited for.
+void backend_get_tensor_async(ggml_backend_t backend, const ggml_tensor * tensor, void * data, size_t offset,
+                              size_t size) {
+    backend_context &     ctx    = context_of(backend);
+    ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+    if (!is_gpu_buffer(buffer) || &gpu_of(buffer) != &ctx.device) {
+        backend_synchronize(backend);
+    }
+    buffer->iface.get_tensor(buffer, tensor, data, offset, size);
+    ctx.busy = false; // a read waits for all of the stream
+}
+
+ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    backend_context & ctx = context_of(backend);
+    if (!ctx.device.select()) {
+        return GGML_STATUS_FAILED;
+    }
+    ctx.busy = true;
+    const std::lock_guard<std::mutex> lock(ctx.device.compute);
+    return compute(ctx, graph) ? GGML_STATUS_SUCCESS : GGML_STATUS_FAILED;
+}
+
+void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
+
+void backend_graph_optimize(ggml_backend_t backend, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    backend_context & ctx = context_of(backend);
+    if (ctx.use_fusion) {
+        graph_optimize(ctx.ops, graph, params);
+    }
+}
+
+const ggml_backend_i backend_iface = {
+    /* .get_name            = */ backend_get_name,
+    /* .free                = */ backend_free,
+    /* .set_tensor_async    = */ backend_set_tensor_async,
+    /* .get_tensor_async    = */ backend_get_tensor_async,
+    /* .set_tensor_2d_async = */ nullptr,
+    /* .get_tensor_2d_async = */ nullptr,
+    /* .cpy_tensor_async    = */ nullptr,
+    /* .synchronize         = */ backend_synchronize,
+    /* .graph_plan_create   = */ nullptr,
+    /* .graph_plan_free     = */ nullptr,
+    /* .graph_plan_update   = */ nullptr,
+    /* .graph_plan_compute  = */ nullptr,
+    /* .graph_compute       = */ backend_graph_compute,
+    /* .event_record        = */ backend_event_record,
+    /* .event_wait          = */ nullptr,
+    /* .graph_optimize      = */ backend_graph_optimize,
+};
+
+ggml_guid_t backend_guid() {
+    static ggml_guid guid = { 0x6d, 0x61, 0x63, 0x6b, 0x6f, 0x2d, 0x67, 0x70,
+                              0x75, 0x2d, 0x31, 0x4c, 0x07, 0xd2, 0x9e, 0x35 };
+    return &guid;
+}
+
+} // namespace
+
+ggml_backend_t make_backend(ggml_backend_dev_t dev) {
+    gpu & device = gpu_of(dev);
+    if (!device.select()) {
+        return nullptr;
+    }
+    auto context = std::make_unique<backend_context>(device);
+    if (!context->create()) {
+        return nullptr;
+    }
+    return new ggml_backend{ backend_guid(), backend_iface, dev, context.release() };
+}
+
+} // namespace macko::cuda

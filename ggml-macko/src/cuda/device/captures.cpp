@@ -1,0 +1,121 @@
+#include "cuda/device/captures.h"
+
+#include <cstring>
+
+namespace macko::cuda {
+
+namespace {
+
+constexpr size_t MAX_CAPTURES = 24; // graphs kept per context: one per batch shape and window of 256 positions
+// larger batches keep the GPU busy while the CPU queues, and seldom come twice
+constexpr int64_t MAX_CAPTURE_COLUMNS = 64;
+
+// 128 bits over everything that a launch depends on
+struct hasher {
+    uint64_t a = 0x9e3779b97f4a7c15ull, b = 0xc2b2ae3d27d4eb4full;
+    void     add(uint64_t v) {
+        a = (a ^ v) * 0xff51afd7ed558ccdull;
+        a ^= a >> 32;
+        b = (b + v) * 0xc4ceb9fe1a85ec53ull;
+        b ^= b >> 29;
+    }
+    void add(const ggml_tensor * t) {
+        add(static_cast<uint64_t>(t->type) | static_cast<uint64_t>(t->op) << 32);
+        add(reinterpret_cast<uint64_t>(t->data));
+        add(reinterpret_cast<uint64_t>(t->extra));
+        for (int k = 0; k < GGML_MAX_DIMS; k++) {
+            add(static_cast<uint64_t>(t->ne[k]));
+            add(t->nb[k]);
+        }
+    }
+};
+
+void hash_graph(const ggml_cgraph * graph, uint64_t key[2]) {
+    hasher h;
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        h.add(node);
+        h.add(static_cast<uint64_t>(node->flags) | static_cast<uint64_t>(ggml_node_get_use_count(graph, i)) << 32);
+        for (size_t k = 0; k < GGML_MAX_OP_PARAMS / sizeof(int32_t); k += 2) {
+            h.add(static_cast<uint32_t>(node->op_params[k]) |
+                  static_cast<uint64_t>(static_cast<uint32_t>(node->op_params[k + 1])) << 32);
+        }
+        for (const ggml_tensor * src : node->src) {
+            if (src) {
+                h.add(src);
+            }
+        }
+    }
+    key[0] = h.a;
+    key[1] = h.b;
+}
+
+void free_exec(captured_graph & c) {
+    if (c.exec) {
+        cudaGraphExecDestroy(c.exec);
+    }
+}
+
+} // namespace
+
+bool is_worth_capturing(const ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        if (graph->nodes[i]->op == GGML_OP_MUL_MAT) {
+            return graph->nodes[i]->src[1]->ne[1] <= MAX_CAPTURE_COLUMNS;
+        }
+    }
+    return true;
+}
+
+captured_graph & captured_graphs::find_or_add(const ggml_cgraph * graph, bool * is_known) {
+    *is_known = graph->uid != 0 && graph->uid == last_uid_; // ggml keeps the number of a graph that did not change
+    if (!*is_known) {
+        uint64_t key[2];
+        hash_graph(graph, key);
+        last_     = find(key);
+        *is_known = last_ < captures_.size();
+        if (!*is_known) {
+            last_ = add();
+            memcpy(captures_[last_].key, key, sizeof(key));
+        }
+        last_uid_ = graph->uid;
+    }
+    captures_[last_].last_used = ++clock_;
+    return captures_[last_];
+}
+
+void captured_graphs::drop() {
+    for (captured_graph & c : captures_) {
+        free_exec(c);
+    }
+    captures_.clear();
+    last_uid_ = 0;
+}
+
+// the number of captures if there is none with this key
+size_t captured_graphs::find(const uint64_t key[2]) const {
+    for (size_t i = 0; i < captures_.size(); i++) {
+        if (captures_[i].key[0] == key[0] && captures_[i].key[1] == key[1]) {
+            return i;
+        }
+    }
+    return captures_.size();
+}
+
+size_t captured_graphs::add() {
+    if (captures_.size() < MAX_CAPTURES) {
+        captures_.emplace_back();
+        return captures_.size() - 1;
+    }
+    size_t oldest = 0;
+    for (size_t i = 1; i < captures_.size(); i++) {
+        if (captures_[i].last_used < captures_[oldest].last_used) {
+            oldest = i;
+        }
+    }
+    free_exec(captures_[oldest]);
+    captures_[oldest] = {};
+    return oldest;
+}
+
+} // namespace macko::cuda

@@ -1,0 +1,160 @@
+#include "cuda/device/gpu.h"
+
+#include "cuda/sparse/mul-mat.cuh"
+#include "host/log.h"
+
+#include <cstring>
+#include <unistd.h>
+
+namespace macko::cuda {
+
+namespace {
+
+constexpr size_t RING_NBYTES    = size_t(1) << 20;
+constexpr size_t RING_MAX_WRITE = size_t(64) << 10;
+
+bool make_event(cudaEvent_t * event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming) == cudaSuccess; }
+
+void free_event(cudaEvent_t event) {
+    if (event) {
+        cudaEventDestroy(event);
+    }
+}
+
+} // namespace
+
+// ---- workspace ----
+
+bool workspace::create(size_t panel_nbytes) {
+    bool ok = gemm || cudaMalloc(&gemm, CUBLAS_WORKSPACE_NBYTES) == cudaSuccess;
+    if (panel_nbytes > 0 && !panels.nbytes) {
+        const bool made = create_panels(panel_nbytes);
+        panels.nbytes   = made ? panel_nbytes : 0;
+        ok              = ok && made;
+    }
+    cudaGetLastError(); // running out of memory is not sticky
+    return ok;
+}
+
+bool workspace::create_panels(size_t panel_nbytes) {
+    bool made = cudaStreamCreateWithFlags(&panels.stream, cudaStreamNonBlocking) == cudaSuccess &&
+                make_event(&panels.begin) && cudaMalloc(&panels.x16, CUDA_SPARSE_X16_NBYTES) == cudaSuccess;
+    for (int i = 0; i < panel_buffers::N; i++) {
+        made = made && cudaMalloc(&panels.memory[i], panel_nbytes) == cudaSuccess && make_event(&panels.made[i]) &&
+               make_event(&panels.used[i]);
+    }
+    return made;
+}
+
+workspace::~workspace() {
+    cudaFree(gemm);
+    cudaFree(panels.x16);
+    for (int i = 0; i < panel_buffers::N; i++) {
+        cudaFree(panels.memory[i]);
+        free_event(panels.made[i]);
+        free_event(panels.used[i]);
+    }
+    free_event(panels.begin);
+    if (panels.stream) {
+        cudaStreamDestroy(panels.stream);
+    }
+}
+
+// ---- gpu: the calling thread, the stream ----
+
+gpu::gpu() : pid_(getpid()) {}
+
+bool gpu::select() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return make_current() && queue_pending();
+}
+
+bool gpu::queue_pending() {
+    const cudaError_t error = op_small_writes(pending_, stream);
+    pending_.n = pending_.nbytes = 0;
+    return check(error, "writing to the GPU");
+}
+
+bool gpu::make_current() {
+    if (dead_) {
+        return false;
+    }
+    if (pid_ != getpid()) {
+        dead_ = true;
+        log_error("%s: the CUDA context belongs to the parent process: load the model after fork()\n", name.c_str());
+        return false;
+    }
+    return check_memory(cudaSetDevice(id), "cudaSetDevice") && (stream || make_stream());
+}
+
+// of the highest priority: products go before the panels that are made beside them
+bool gpu::make_stream() {
+    int least = 0, most = 0;
+    return check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") &&
+           (ring_ || check_memory(cudaMallocHost(&ring_, RING_NBYTES), "cudaMallocHost")) &&
+           check_memory(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, most), "cudaStreamCreate");
+}
+
+bool gpu::check_memory(cudaError_t error, const char * what) {
+    if (error != cudaErrorMemoryAllocation) {
+        return check(error, what);
+    }
+    cudaGetLastError(); // not sticky
+    log_error("%s: %s: out of memory; free some and try again\n", name.c_str(), what);
+    return false;
+}
+
+bool gpu::check(cudaError_t error, const char * what) {
+    if (error == cudaSuccess) {
+        return true;
+    }
+    if (!dead_.exchange(true)) {
+        log_error("%s: %s: %s (%s). The GPU is not used any more; restart the process\n", name.c_str(), what,
+                  cudaGetErrorString(error), cudaGetErrorName(error));
+    }
+    return false;
+}
+
+// ---- gpu: copies ----
+
+bool gpu::write(void * dst, const void * src, size_t size) {
+    if (size <= small_writes::MAX_NBYTES) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return make_current() && (pending_.add(dst, src, size) || (queue_pending() && pending_.add(dst, src, size)));
+    }
+    if (!select()) {
+        return false;
+    }
+    if (size > RING_MAX_WRITE) {
+        return check(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, stream), "copy to the GPU") &&
+               synchronize();
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return write_through_ring(dst, src, size);
+}
+
+bool gpu::write_through_ring(void * dst, const void * src, size_t size) {
+    if (ring_used_ + size > RING_NBYTES) {
+        if (!synchronize()) {
+            return false;
+        }
+        ring_used_ = 0;
+    }
+    char * slot = ring_ + ring_used_;
+    ring_used_ += GGML_PAD(size, 64);
+    memcpy(slot, src, size);
+    return check(cudaMemcpyAsync(dst, slot, size, cudaMemcpyHostToDevice, stream), "copy to the GPU");
+}
+
+void gpu::read(void * dst, const void * src, size_t size) {
+    if (!select() || !check(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToHost, stream), "copy from the GPU") ||
+        !synchronize()) {
+        memset(dst, 0xff, size);
+    }
+}
+
+bool gpu::fill(void * dst, uint8_t value, size_t size) {
+    return select() && check(cudaMemsetAsync(dst, value, size, stream), "cudaMemset") && synchronize();
+}
+
+} // namespace macko::cuda

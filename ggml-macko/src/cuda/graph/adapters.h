@@ -1,0 +1,67 @@
+// From ggml's tensors and op parameters to the plain types of cuda/ops/ops.h. The only file that knows which integer of
+// op_params is what, and which of ggml's enum values is which of ours.
+#pragma once
+
+#include "cuda/ops/ops.h"
+
+#include "ggml-impl.h"
+
+#include <optional>
+
+namespace macko::cuda {
+
+op_tensor operand(const ggml_tensor * t);
+
+// an operand that may be absent: get() is null for a null tensor
+class optional_operand {
+public:
+    explicit optional_operand(const ggml_tensor * t) {
+        if (t) {
+            tensor_ = operand(t);
+        }
+    }
+    const op_tensor * get() const { return tensor_ ? &*tensor_ : nullptr; }
+
+private:
+    std::optional<op_tensor> tensor_;
+};
+
+// nothing for an op that has no kernel
+std::optional<binary_op>  binary_op_of(const ggml_tensor * node);
+std::optional<unary_op>   unary_op_of(const ggml_tensor * node); // GGML_OP_UNARY, and ops such as SQR with one source
+std::optional<glu_params> glu_params_of(const ggml_tensor * node);
+
+rope_params rope_params_of(const ggml_tensor * node);
+
+// Parameters that point to other operands own these as well.
+class attention_operands {
+public:
+    explicit attention_operands(const ggml_tensor * node);
+    attention_operands(const attention_operands &)             = delete;
+    attention_operands & operator=(const attention_operands &) = delete;
+
+    const attention_params & params() const { return params_; }
+
+private:
+    optional_operand mask_, sinks_;
+    attention_params params_ = {};
+};
+
+// dst = (x + add) / rms(x + add) * scale, with the sum stored to `sum`; add and scale may be null
+class rms_norm_operands {
+public:
+    explicit rms_norm_operands(const ggml_tensor * norm) : rms_norm_operands(norm, norm, nullptr, nullptr) {}
+    // mul: the node that multiplies by scale (then dst is its result), or norm; add: the node in front of norm, or null
+    rms_norm_operands(const ggml_tensor * norm, const ggml_tensor * mul, const ggml_tensor * scale,
+                      const ggml_tensor * add);
+    rms_norm_operands(const rms_norm_operands &)             = delete;
+    rms_norm_operands & operator=(const rms_norm_operands &) = delete;
+
+    const rms_norm_params & params() const { return params_; }
+
+private:
+    optional_operand scale_, add_, sum_;
+    rms_norm_params  params_ = {};
+};
+
+} // namespace macko::cuda

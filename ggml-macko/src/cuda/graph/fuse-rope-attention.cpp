@@ -1,0 +1,93 @@
+// Decoding of one token: the nodes of fuse-rope-cache.cpp and the attention behind them.
+//
+//   q       k          v
+//   |       |          |
+//   ROPE    ROPE       |
+//   |       SET_ROWS   SET_ROWS
+//   |       |          |
+//   |       K cache    V cache     mask [sinks]
+//   | (view)| (view)   | (view)    |
+//   +-------+----------+-----------+
+//   FLASH_ATTN_EXT
+//
+// One launch computes all of it. The rotated query is not stored; the new rows of the caches are.
+#include "cuda/graph/adapters.h"
+#include "cuda/graph/fuse-rope-cache.h"
+
+#include <algorithm>
+
+namespace macko::cuda {
+
+namespace {
+
+class fused_rope_attention : public fused_pattern {
+public:
+    bool        match(const op_context & ctx, const ggml_cgraph * graph, int i) override;
+    bool        is_safe() const override;
+    cudaError_t enqueue(const op_context & ctx) const override;
+
+private:
+    rope_cache_nodes nodes_;
+    ggml_tensor *    attention_ = nullptr;
+
+    bool is_only_query(const ggml_cgraph * graph, int rope_q) const;
+    bool reads_only_inputs_early() const;
+};
+
+bool fused_rope_attention::match(const op_context &, const ggml_cgraph * graph, int i) {
+    if (!nodes_.match(graph, i) || !nodes_.rope_q) {
+        return false;
+    }
+    last_ = next_node(graph, nodes_.last);
+    if (last_ >= graph->n_nodes || graph->nodes[last_]->op != GGML_OP_FLASH_ATTN_EXT) {
+        return false;
+    }
+    attention_ = graph->nodes[last_];
+    if (!is_only_query(graph, i) || !reads_only_inputs_early()) {
+        return false;
+    }
+    const ggml_tensor * rope = nodes_.rope_k;
+    return op_rope_attention_supported(rope_params_of(rope), operand(rope->src[1]),
+                                       optional_operand(rope->src[2]).get(), nodes_.params(),
+                                       attention_operands(attention_).params());
+}
+
+// Does the attention read the rotated query, and is it alone in that, the views between them included?
+bool fused_rope_attention::is_only_query(const ggml_cgraph * graph, int rope_q) const {
+    if (source_of_views(attention_->src[0]) != nodes_.rope_q || !ggml_node_has_n_uses(graph, rope_q, 1)) {
+        return false;
+    }
+    ggml_tensor ** const end = graph->nodes + graph->n_nodes;
+    for (const ggml_tensor * t = attention_->src[0]; t != nodes_.rope_q; t = t->src[0]) {
+        ggml_tensor ** const at = std::find(graph->nodes + rope_q, end, t);
+        if (at == end || ggml_node_get_use_count(graph, static_cast<int>(at - graph->nodes)) != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// The kernel reads positions, frequency factors, mask and row numbers before the kernels ahead of it end.
+bool fused_rope_attention::reads_only_inputs_early() const {
+    const ggml_tensor * early[] = { nodes_.rope_k->src[1], nodes_.rope_k->src[2], attention_->src[3],
+                                    nodes_.set_k->src[1], nodes_.set_v->src[1] };
+    return std::all_of(std::begin(early), std::end(early),
+                       [](const ggml_tensor * t) { return !t || t->op == GGML_OP_NONE; });
+}
+
+bool fused_rope_attention::is_safe() const {
+    return !overlaps(attention_, nodes_.rope_q->src[0]) && !overlaps(attention_, nodes_.rope_k->src[0]) &&
+           !overlaps(attention_, nodes_.set_v->src[0]);
+}
+
+cudaError_t fused_rope_attention::enqueue(const op_context & ctx) const {
+    const ggml_tensor * rope = nodes_.rope_k;
+    return op_rope_attention(ctx, rope_params_of(rope), operand(rope->src[1]), optional_operand(rope->src[2]).get(),
+                             nodes_.params(), attention_operands(attention_).params(), scratch_of(attention_));
+}
+
+} // namespace
+
+std::unique_ptr<fused_pattern> make_fused_rope_attention() { return std::make_unique<fused_rope_attention>(); }
+
+} // namespace macko::cuda

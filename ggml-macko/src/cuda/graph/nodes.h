@@ -1,0 +1,44 @@
+// Questions that every file of this folder asks of a node.
+#pragma once
+
+#include "cuda/stored-matrix.h"
+
+#include "ggml-backend.h"
+#include "ggml-impl.h"
+
+namespace macko::cuda {
+
+// false: a view, an empty tensor, or a node that the scheduler switched off
+inline bool computes(const ggml_tensor * node) {
+    return !ggml_op_is_empty(node->op) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node);
+}
+
+// index of the computing node that follows node i; n_nodes if there is none
+inline int next_node(const ggml_cgraph * graph, int i) {
+    do {
+        i++;
+    } while (i < graph->n_nodes && !computes(graph->nodes[i]));
+    return i;
+}
+
+inline bool is_weight(const ggml_tensor * t) {
+    return t->op == GGML_OP_NONE && t->buffer &&
+           ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+}
+
+// f32 rows whose elements lie side by side; rows may have gaps between them
+inline bool is_f32_rows(const ggml_tensor * t) {
+    return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && t->nb[1] % sizeof(float) == 0;
+}
+
+// one row of n f32 values
+inline bool is_row_vector(const ggml_tensor * t, int64_t n) {
+    return t->type == GGML_TYPE_F32 && t->ne[0] == n && ggml_nrows(t) == 1 && t->nb[0] == sizeof(float);
+}
+
+// memory of graph_scratch_nbytes(), behind the node's result
+inline char * scratch_of(const ggml_tensor * node) {
+    return static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256);
+}
+
+} // namespace macko::cuda

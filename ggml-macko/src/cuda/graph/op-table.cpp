@@ -1,0 +1,224 @@
+// To add an op: its functions below, and a row in OP_TABLE. The kernels are in cuda/ops.
+#include "cuda/graph/op-table.h"
+
+#include "cuda/graph/adapters.h"
+#include "cuda/graph/sparse-products.h"
+
+#include <array>
+
+namespace macko::cuda {
+
+namespace {
+
+// ---- elementwise ----
+
+bool binary_supported(const ggml_tensor * op) {
+    return op_binary_supported(*binary_op_of(op), operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+cudaError_t enqueue_binary(panel_pipeline & panels, ggml_tensor * node) {
+    return op_binary(panels.ctx, *binary_op_of(node), operand(node->src[0]), operand(node->src[1]), operand(node));
+}
+
+bool unary_supported(const ggml_tensor * op) {
+    const std::optional<unary_op> unary = unary_op_of(op);
+    return unary && op_unary_supported(*unary, operand(op->src[0]), operand(op));
+}
+cudaError_t enqueue_unary(panel_pipeline & panels, ggml_tensor * node) {
+    const std::optional<unary_op> unary = unary_op_of(node);
+    if (!unary) {
+        return cudaErrorInvalidValue;
+    }
+    const float p0 = ggml_get_op_params_f32(node, 0), p1 = ggml_get_op_params_f32(node, 1);
+    return op_unary(panels.ctx, *unary, p0, p1, operand(node->src[0]), operand(node));
+}
+
+bool glu_supported(const ggml_tensor * op) {
+    return glu_params_of(op) && op_glu_supported(operand(op->src[0]), optional_operand(op->src[1]).get(), operand(op));
+}
+cudaError_t enqueue_glu(panel_pipeline & panels, ggml_tensor * node) {
+    const std::optional<glu_params> p = glu_params_of(node);
+    if (!p) {
+        return cudaErrorInvalidValue;
+    }
+    return op_glu(panels.ctx, *p, operand(node->src[0]), optional_operand(node->src[1]).get(), operand(node));
+}
+
+bool add_id_supported(const ggml_tensor * op) {
+    return op_add_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));
+}
+cudaError_t enqueue_add_id(panel_pipeline & panels, ggml_tensor * node) {
+    return op_add_id(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node));
+}
+
+// ---- copies and rows of tables ----
+
+bool        copy_supported(const ggml_tensor * op) { return op_copy_supported(operand(op->src[0]), operand(op)); }
+cudaError_t enqueue_copy(panel_pipeline & panels, ggml_tensor * node) {
+    return op_copy(panels.ctx, operand(node->src[0]), operand(node));
+}
+
+bool get_rows_supported(const ggml_tensor * op) {
+    return op_get_rows_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+cudaError_t enqueue_get_rows(panel_pipeline & panels, ggml_tensor * node) {
+    return op_get_rows(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node));
+}
+
+bool set_rows_supported(const ggml_tensor * op) {
+    return op_set_rows_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+cudaError_t enqueue_set_rows(panel_pipeline & panels, ggml_tensor * node) {
+    return op_set_rows(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node));
+}
+
+// ---- reductions along rows ----
+
+bool        rms_norm_supported(const ggml_tensor * op) { return op_rms_norm_supported(rms_norm_operands(op).params()); }
+cudaError_t enqueue_rms_norm(panel_pipeline & panels, ggml_tensor * node) {
+    return op_rms_norm(panels.ctx, rms_norm_operands(node).params());
+}
+
+bool soft_max_supported(const ggml_tensor * op) {
+    const optional_operand mask(op->src[1]), sinks(op->src[2]);
+    return op_soft_max_supported(operand(op->src[0]), mask.get(), sinks.get(), operand(op));
+}
+cudaError_t enqueue_soft_max(panel_pipeline & panels, ggml_tensor * node) {
+    const optional_operand mask(node->src[1]), sinks(node->src[2]);
+    const float            scale = ggml_get_op_params_f32(node, 0), max_bias = ggml_get_op_params_f32(node, 1);
+    return op_soft_max(panels.ctx, scale, max_bias, operand(node->src[0]), mask.get(), sinks.get(), operand(node));
+}
+
+bool sum_rows_supported(const ggml_tensor * op) { return op_sum_rows_supported(operand(op->src[0]), operand(op)); }
+cudaError_t enqueue_sum_rows(panel_pipeline & panels, ggml_tensor * node) {
+    return op_sum_rows(panels.ctx, operand(node->src[0]), operand(node));
+}
+
+bool        argsort_supported(const ggml_tensor * op) { return op_argsort_supported(operand(op->src[0]), operand(op)); }
+cudaError_t enqueue_argsort(panel_pipeline & panels, ggml_tensor * node) {
+    const bool descending = ggml_get_op_params_i32(node, 0) == GGML_SORT_ORDER_DESC;
+    return op_argsort(panels.ctx, descending, operand(node->src[0]), operand(node));
+}
+
+// ---- rotary embedding and attention ----
+
+bool rope_supported(const ggml_tensor * op) {
+    const optional_operand factors(op->src[2]);
+    return op_rope_supported(rope_params_of(op), operand(op->src[0]), operand(op->src[1]), factors.get(), operand(op));
+}
+cudaError_t enqueue_rope(panel_pipeline & panels, ggml_tensor * node) {
+    const optional_operand factors(node->src[2]);
+    return op_rope(panels.ctx, rope_params_of(node), operand(node->src[0]), operand(node->src[1]), factors.get(),
+                   operand(node));
+}
+
+bool   attention_supported(const ggml_tensor * op) { return op_attention_supported(attention_operands(op).params()); }
+size_t attention_scratch_nbytes(const ggml_tensor * op) {
+    return op_attention_scratch_nbytes(attention_operands(op).params());
+}
+cudaError_t enqueue_attention(panel_pipeline & panels, ggml_tensor * node) {
+    return op_attention(panels.ctx, attention_operands(node).params(), scratch_of(node));
+}
+
+// ---- matrix products ----
+
+bool mul_mat_supported(const ggml_tensor * op) {
+    return op_mul_mat_supported(operand(op->src[0]), operand(op->src[1]), operand(op));
+}
+size_t mul_mat_scratch_nbytes(const ggml_tensor * op) {
+    return op_mul_mat_scratch_nbytes(operand(op->src[0]), operand(op->src[1]));
+}
+cudaError_t enqueue_mul_mat(panel_pipeline & panels, ggml_tensor * node) { return panels.enqueue_dense(node); }
+
+bool mul_mat_id_supported(const ggml_tensor * op) {
+    return op_mul_mat_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));
+}
+size_t mul_mat_id_scratch_nbytes(const ggml_tensor * op) {
+    return op_mul_mat_id_scratch_nbytes(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]));
+}
+cudaError_t enqueue_mul_mat_id(panel_pipeline & panels, ggml_tensor * node) {
+    return op_mul_mat_id(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node),
+                         scratch_of(node));
+}
+
+size_t      sparse_scratch_nbytes(const ggml_tensor * op) { return op_mul_mat_x16_nbytes(operand(op->src[1])); }
+cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
+    if (densifies(panels.ctx, node)) {
+        return panels.enqueue_densified(node);
+    }
+    panels.forget_x16();
+    return enqueue_sparse_mul_mat(panels.ctx, node);
+}
+
+bool sparse_id_supported(const ggml_tensor * op) {
+    return sparse_mul_mat_supported(op) && op->src[2]->type == GGML_TYPE_I32;
+}
+cudaError_t enqueue_sparse_id(panel_pipeline & panels, ggml_tensor * node) {
+    return densifies(panels.ctx, node) ? panels.enqueue_densified_experts(node)
+                                       : enqueue_sparse_mul_mat_id(panels.ctx, node);
+}
+
+constexpr bool DENSE = false, SPARSE = true;
+
+// clang-format off
+const op_row OP_TABLE[] = {
+    // op, weight,                    supported,                scratch_nbytes,            enqueue
+    { GGML_OP_ADD,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_SUB,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_MUL,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_DIV,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_SQR,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SQRT,           DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_LOG,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SIN,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_COS,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SCALE,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_CLAMP,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_UNARY,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_GLU,            DENSE,  glu_supported,            nullptr,                   enqueue_glu       },
+    { GGML_OP_ADD_ID,         DENSE,  add_id_supported,         nullptr,                   enqueue_add_id    },
+    { GGML_OP_CPY,            DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_CONT,           DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_DUP,            DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_GET_ROWS,       DENSE,  get_rows_supported,       nullptr,                   enqueue_get_rows  },
+    { GGML_OP_SET_ROWS,       DENSE,  set_rows_supported,       nullptr,                   enqueue_set_rows  },
+    { GGML_OP_RMS_NORM,       DENSE,  rms_norm_supported,       nullptr,                   enqueue_rms_norm  },
+    { GGML_OP_SOFT_MAX,       DENSE,  soft_max_supported,       nullptr,                   enqueue_soft_max  },
+    { GGML_OP_SUM_ROWS,       DENSE,  sum_rows_supported,       nullptr,                   enqueue_sum_rows  },
+    { GGML_OP_ARGSORT,        DENSE,  argsort_supported,        nullptr,                   enqueue_argsort   },
+    { GGML_OP_ROPE,           DENSE,  rope_supported,           nullptr,                   enqueue_rope      },
+    { GGML_OP_FLASH_ATTN_EXT, DENSE,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },
+    { GGML_OP_MUL_MAT,        DENSE,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
+    { GGML_OP_MUL_MAT,        SPARSE, sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },
+    { GGML_OP_MUL_MAT_ID,     DENSE,  mul_mat_id_supported,     mul_mat_id_scratch_nbytes, enqueue_mul_mat_id},
+    { GGML_OP_MUL_MAT_ID,     SPARSE, sparse_id_supported,      mul_mat_id_scratch_nbytes, enqueue_sparse_id },
+};
+// clang-format on
+
+} // namespace
+
+const op_row * find_op(ggml_op op, bool sparse) {
+    using index_t              = std::array<const op_row *, 2 * GGML_OP_COUNT>;
+    static const index_t index = [] {
+        index_t rows = {};
+        for (const op_row & row : OP_TABLE) {
+            rows[2 * static_cast<size_t>(row.op) + row.sparse] = &row;
+        }
+        return rows;
+    }();
+    return index[2 * static_cast<size_t>(op) + sparse];
+}
+
+bool graph_supports_op(const ggml_tensor * op, bool sparse) {
+    if (ggml_op_is_empty(op->op)) {
+        return true;
+    }
+    const op_row * row = find_op(op->op, sparse);
+    return row && row->supported(op);
+}
+
+size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse) {
+    const op_row * row = find_op(op->op, sparse);
+    return row && row->scratch_nbytes ? row->scratch_nbytes(op) : 0;
+}
+
+} // namespace macko::cuda

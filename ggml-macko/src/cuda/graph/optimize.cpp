@@ -1,0 +1,94 @@
+// What the graph looks like before ggml allocates it: an order in which more nodes can be fused, and lifetimes under
+// which the fused launches are safe.
+#include "cuda/graph/fuse.h"
+#include "cuda/graph/graph.h"
+
+#include <algorithm>
+
+namespace macko::cuda {
+
+namespace {
+
+// nodes between products of one input: rope, norms and views of three projections
+constexpr int REACH = 24;
+
+bool is_weight_product(const ggml_tensor * node, const ggml_tensor * x) {
+    return node->op == GGML_OP_MUL_MAT && node->src[1] == x && is_weight(node->src[0]) && x->ne[2] * x->ne[3] == 1;
+}
+
+// moves node `from` up to position `to`
+void move_up(ggml_cgraph * graph, int from, int to) {
+    std::rotate(graph->nodes + to, graph->nodes + from, graph->nodes + from + 1);
+}
+
+// Moves products of the same x behind the product at i, whose operands are there already. Returns the end of them.
+int gather_products(ggml_cgraph * graph, int i) {
+    const ggml_tensor * first = graph->nodes[i];
+    int                 end   = i + 1;
+    for (int k = end; k < std::min(graph->n_nodes, i + REACH) && end - i < CUDA_SPARSE_MAX_GROUPED; k++) {
+        const ggml_tensor * node = graph->nodes[k];
+        if (is_weight_product(node, first->src[1]) && !stored(node->src[0]) == !stored(first->src[0])) {
+            move_up(graph, k, end++);
+        }
+    }
+    return end;
+}
+
+// Moves the biases of the products in [i, end) behind them. Returns the end of the biases.
+int gather_biases(ggml_cgraph * graph, int i, int end) {
+    const auto is_product = [&](const ggml_tensor * t) {
+        return std::find(graph->nodes + i, graph->nodes + end, t) != graph->nodes + end;
+    };
+    int sums = end;
+    for (int k = end; k < std::min(graph->n_nodes, i + REACH); k++) {
+        const ggml_tensor * node = graph->nodes[k];
+        if (node->op == GGML_OP_ADD && node->src[1]->op == GGML_OP_NONE && is_row_vector(node->src[1], node->ne[0]) &&
+            is_product(node->src[0])) {
+            move_up(graph, k, sums++);
+        }
+    }
+    return sums;
+}
+
+void gather(ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (node->op != GGML_OP_MUL_MAT || !is_weight_product(node, node->src[1])) {
+            continue;
+        }
+        const int  end         = gather_products(graph, i);
+        const bool is_gathered = end - i > 1;
+        i                      = (is_gathered ? gather_biases(graph, i, end) : end) - 1;
+    }
+}
+
+// Operands of all members of a fused launch live until its last node.
+void keep_operands(const op_context & ctx, const ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    fused_patterns patterns;
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const fused_pattern * pattern = computes(graph->nodes[i]) ? patterns.match(ctx, graph, i) : nullptr;
+        if (!pattern) {
+            continue;
+        }
+        ggml_tensor * last = graph->nodes[pattern->last()];
+        for (int k = i; k < pattern->last(); k++) {
+            for (ggml_tensor * src : graph->nodes[k]->src) {
+                if (src && src->op != GGML_OP_NONE) {
+                    params->add_alloc_dep(params->user_data, src->view_src ? src->view_src : src, last);
+                }
+            }
+        }
+        i = pattern->last();
+    }
+}
+
+} // namespace
+
+void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params) {
+    gather(graph);
+    if (params && params->add_alloc_dep) {
+        keep_operands(ctx, graph, params);
+    }
+}
+
+} // namespace macko::cuda

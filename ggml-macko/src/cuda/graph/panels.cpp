@@ -1,0 +1,215 @@
+#include "cuda/graph/panels.h"
+
+#include "cuda/graph/adapters.h"
+#include "cuda/graph/sparse-products.h"
+#include "cuda/lib/common.cuh"
+
+#include <algorithm>
+
+namespace macko::cuda {
+
+namespace {
+
+// elements from one row of a panel to the next: rows begin at multiples of 16 bytes
+int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
+int64_t panel_row_nbytes(const stored_matrix & w) { return panel_ld(w) * 2; }
+
+int64_t panel_nbytes(const op_context & ctx) { return static_cast<int64_t>(ctx.panels->nbytes); }
+
+// rows of one panel of w
+int64_t panel_rows(const op_context & ctx, const stored_matrix & w) {
+    return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, panel_nbytes(ctx));
+}
+
+bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n, bool experts) {
+    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, experts) && w.matrix.type != GGML_MACKO_TYPE_F32 &&
+           panel_rows(ctx, w) * panel_row_nbytes(w) <= panel_nbytes(ctx);
+}
+
+// To make an expert dense and multiply it costs as much as about six of its sparse products of one column.
+bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
+    constexpr int64_t   MIN_COLUMNS = 6; // per expert, on average
+    const ggml_tensor * ids         = node->src[2];
+    const int64_t       n_columns = ids->ne[0] * ids->ne[1], n_experts = node->src[0]->ne[2];
+    return densifies(ctx, *stored(node->src[0]), ids->ne[1], true) && n_columns >= MIN_COLUMNS * n_experts &&
+           op_mul_mat_id_supported(operand(node->src[0]), operand(node->src[1]), operand(ids), operand(node));
+}
+
+// f(first expert, experts, first row, rows) for each panel: several whole experts, or some rows of one
+template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, const stored_matrix & w, F && f) {
+    const int64_t n_experts = w.matrix.rows / w.rows_per_matrix, rows = panel_rows(ctx, w);
+    const int64_t per_panel = std::max<int64_t>(1, panel_nbytes(ctx) / (w.rows_per_matrix * panel_row_nbytes(w)));
+    for (int64_t first = 0; first < n_experts; first += per_panel) {
+        for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+            CUDA_TRY(f(first, std::min(per_panel, n_experts - first), row, std::min(rows, w.rows_per_matrix - row)));
+        }
+    }
+    return cudaSuccess;
+}
+
+// batch (i2, i3) of a tensor
+op_tensor batch_operand(const ggml_tensor * t, int64_t i2, int64_t i3) {
+    op_tensor result = operand(t);
+    result.data += i2 * result.nb[2] + i3 * result.nb[3];
+    result.ne[2] = result.ne[3] = 1;
+    return result;
+}
+
+} // namespace
+
+bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n) { return densifies(ctx, w, n, false); }
+
+bool densifies(const op_context & ctx, const ggml_tensor * node) {
+    const bool is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    if (!is_product || !stored(node->src[0])) {
+        return false;
+    }
+    return node->op == GGML_OP_MUL_MAT ? densifies(ctx, *stored(node->src[0]), node->src[1]->ne[1])
+                                       : densifies_experts(ctx, node);
+}
+
+panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (!computes(node) || !densifies(ctx, node)) {
+            continue;
+        }
+        if (node->op == GGML_OP_MUL_MAT_ID) {
+            add_panels_of_experts(node);
+        } else {
+            add_panels(node);
+        }
+    }
+}
+
+void panel_pipeline::add_panels(const ggml_tensor * node) {
+    const stored_matrix & w    = *stored(node->src[0]);
+    const int64_t         rows = panel_rows(ctx, w);
+    for_each_batch(node, [&](int64_t i2, int64_t i3) {
+        const int64_t first = first_row_of_batch(node, i2, i3);
+        for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+            panels_.push_back({ &w, first + row, first + std::min(row + rows, w.rows_per_matrix) });
+        }
+        return cudaSuccess;
+    });
+}
+
+void panel_pipeline::add_panels_of_experts(const ggml_tensor * node) {
+    const stored_matrix & w = *stored(node->src[0]);
+    for_each_expert_panel(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
+        const int64_t last = first + n - 1;
+        panels_.push_back({ &w, first * w.rows_per_matrix + row, last * w.rows_per_matrix + row + rows });
+        return cudaSuccess;
+    });
+}
+
+tensor_type panel_pipeline::panel_type(const stored_matrix & w) const {
+    return op_mul_mat_16_type(ctx, static_cast<tensor_type>(w.matrix.type));
+}
+
+// queues the making of panels until both buffers are taken
+cudaError_t panel_pipeline::make_panels() {
+    const panel_buffers & b = *ctx.panels;
+    if (n_made_ == 0) { // earlier users of the buffers were queued on ctx.stream
+        CUDA_TRY(cudaEventRecord(b.begin, ctx.stream));
+        CUDA_TRY(cudaStreamWaitEvent(b.stream, b.begin));
+    }
+    for (; n_made_ < panels_.size() && n_made_ < n_used_ + panel_buffers::N; n_made_++) {
+        const panel & p  = panels_[n_made_];
+        const size_t  at = n_made_ % panel_buffers::N;
+        if (n_made_ >= panel_buffers::N) {
+            CUDA_TRY(cudaStreamWaitEvent(b.stream, b.used[at]));
+        }
+        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, panel_type(*p.w), b.memory[at], panel_ld(*p.w),
+                                    b.stream));
+        CUDA_TRY(cudaEventRecord(b.made[at], b.stream));
+    }
+    return cudaSuccess;
+}
+
+// multiply(memory of the next panel), behind the event that says that it is there
+template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
+    const panel_buffers & b = *ctx.panels;
+    CUDA_TRY(make_panels());
+    const size_t at = n_used_ % panel_buffers::N;
+    CUDA_TRY(cudaStreamWaitEvent(ctx.stream, b.made[at]));
+    CUDA_TRY(multiply(b.memory[at]));
+    n_used_++;
+    return cudaEventRecord(b.used[at], ctx.stream);
+}
+
+// all panels of batch (i2, i3) of a MUL_MAT
+cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
+    const stored_matrix & w    = *stored(node->src[0]);
+    const int64_t         rows = panel_rows(ctx, w);
+    const op_tensor       x = batch_operand(node->src[1], i2, i3), y = batch_operand(node, i2, i3);
+    for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+        CUDA_TRY(use_panel([&](char * panel) {
+            const int64_t n = std::min(rows, w.rows_per_matrix - row);
+            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row);
+        }));
+    }
+    return cudaSuccess;
+}
+
+cudaError_t panel_pipeline::enqueue_densified_experts(ggml_tensor * node) {
+    const stored_matrix & w    = *stored(node->src[0]);
+    const tensor_type     type = panel_type(w);
+    const op_tensor       x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
+    const int64_t         row_nbytes = panel_row_nbytes(w), n_experts = node->src[0]->ne[2];
+    forget_x16();
+    CUDA_TRY(op_mul_mat_id_sort(ctx, n_experts, ids, scratch_of(node)));
+    return for_each_expert_panel(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
+        return use_panel([&](char * panel) {
+            const op_tensor dense = {
+                panel, type, { w.matrix.cols, rows, n, 1 }, { 2, row_nbytes, rows * row_nbytes, n * rows * row_nbytes }
+            };
+            return op_mul_mat_id_16(ctx, dense, first, n_experts, x, ids, y, row, scratch_of(node));
+        });
+    });
+}
+
+// Where the copy of node's x is (*is_made), or has to be made
+char * panel_pipeline::shared_x16(ggml_tensor * node, tensor_type type, bool * is_made) {
+    *is_made = x16_of_ && x16_type_ == type && x16_of_->src[1] == node->src[1];
+    if (!*is_made) {
+        x16_of_   = node;
+        x16_type_ = type;
+    }
+    return scratch_of(x16_of_);
+}
+
+cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
+    const tensor_type   type = panel_type(*stored(node->src[0]));
+    const ggml_tensor * x    = node->src[1];
+    if (x->ne[2] * x->ne[3] == 1) {
+        bool   is_made;
+        char * x16 = shared_x16(node, type, &is_made);
+        if (!is_made) {
+            CUDA_TRY(op_mul_mat_x16(ctx, type, operand(x), x16));
+        }
+        return enqueue_panels(node, 0, 0, x16);
+    }
+    forget_x16();
+    return for_each_batch(node, [&](int64_t i2, int64_t i3) {
+        CUDA_TRY(op_mul_mat_x16(ctx, type, batch_operand(x, i2, i3), scratch_of(node)));
+        return enqueue_panels(node, i2, i3, scratch_of(node));
+    });
+}
+
+cudaError_t panel_pipeline::enqueue_dense(ggml_tensor * node) {
+    const op_tensor w = operand(node->src[0]), x = operand(node->src[1]);
+    if (!op_mul_mat_wants_x16(ctx, w, x)) {
+        forget_x16();
+        return op_mul_mat(ctx, w, x, operand(node), scratch_of(node), nullptr, is_weight(node->src[0]));
+    }
+    const tensor_type type = op_mul_mat_16_type(ctx, w.type);
+    bool              is_made;
+    char *            x16 = shared_x16(node, type, &is_made);
+    if (!is_made) {
+        CUDA_TRY(op_mul_mat_x16(ctx, type, x, x16));
+    }
+    return op_mul_mat(ctx, w, x, operand(node), scratch_of(node), x16);
+}
+
+} // namespace macko::cuda

@@ -1,0 +1,58 @@
+// Products of many columns with sparse weights: the weight is made dense, a panel of rows at a time, and multiplied on
+// tensor cores. And the copy of x in 16 bits, which products that follow each other share.
+#pragma once
+
+#include "cuda/graph/graph.h"
+#include "cuda/graph/nodes.h"
+
+#include <vector>
+
+namespace macko::cuda {
+
+// Is this product faster with the weight made dense than with the sparse kernels? Values in float32 always stay sparse,
+// because only those kernels are exact for them.
+bool densifies(const op_context & ctx, const ggml_tensor * node);
+// the same for a MUL_MAT of n columns
+bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n);
+
+// State of one walk over a graph.
+//
+//   panels   All panels that the graph's products will multiply, in their order. Two buffers: while panel i is
+//            multiplied on ctx.stream, panel i + 1 is made on the buffers' own stream.
+//   x16      The 16-bit copy of x lies in the scratch memory of the first product that reads it. That product's result
+//            is read behind the last product that shares x at the earliest, so the memory is free until then.
+class panel_pipeline {
+public:
+    const op_context & ctx;
+
+    panel_pipeline(const op_context & c, const ggml_cgraph * graph);
+
+    // each queues one node
+    cudaError_t enqueue_densified(ggml_tensor * node);
+    cudaError_t enqueue_densified_experts(ggml_tensor * node);
+    cudaError_t enqueue_dense(ggml_tensor * node); // MUL_MAT with a dense weight
+
+    // any other node may overwrite the copy of x
+    void forget_x16() { x16_of_ = nullptr; }
+
+private:
+    struct panel {
+        const stored_matrix * w;
+        int64_t               row_begin, row_end;
+    };
+    std::vector<panel>  panels_;
+    size_t              n_made_ = 0, n_used_ = 0;
+    const ggml_tensor * x16_of_   = nullptr; // product that has x16
+    tensor_type         x16_type_ = TYPE_F16;
+
+    tensor_type panel_type(const stored_matrix & w) const;
+    void        add_panels(const ggml_tensor * node);
+    void        add_panels_of_experts(const ggml_tensor * node);
+    cudaError_t make_panels();
+    cudaError_t enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
+    char *      shared_x16(ggml_tensor * node, tensor_type type, bool * is_made);
+
+    template <typename F> cudaError_t use_panel(F && multiply);
+};
+
+} // namespace macko::cuda

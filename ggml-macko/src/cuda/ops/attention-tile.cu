@@ -1,0 +1,296 @@
+// Attention of many tokens (prefill) on tensor cores, in tiles of 64 tokens x 64 positions.
+//
+//   scores   Q (64 tokens x head_dim) times K (64 positions x head_dim) transposed, both in F16
+//   sums     probabilities in F16 times V, in float32, rescaled when a tile raises the maximum (online softmax)
+//
+// A warp has 16 tokens. Tiles that the mask hides completely are skipped, so causal prefill costs half.
+#include "cuda/ops/attention.cuh"
+
+namespace macko::cuda {
+
+namespace {
+
+constexpr int TILE_MIN_TOKENS = 9; // of fewer, a tile would be mostly empty
+
+constexpr int TILE         = 64;  // tokens, and positions
+constexpr int TILE_THREADS = 128; // 4 warps, 16 tokens each
+
+// row stride in shared memory: ldmatrix without bank conflicts
+template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; }
+template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) {
+    return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
+}
+
+// Copies rows of K or V to shared memory as F16; complete after wait_for_copies() and a barrier. Rows behind the last
+// position are zeros.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
+    for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
+        const int    row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
+        __half *     place  = tile + row * tile_ld<HEAD_DIM>() + e;
+        const char * source = base + (first + row) * nb1;
+        if (first + row >= n) {
+            *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
+        } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
+            copy_16(place, source + e * 2);
+        } else {
+            float f[8];
+            T::load8(source, e, f);
+            *reinterpret_cast<uint4 *>(place) = pack8<__half>(f);
+        }
+    }
+}
+
+// STAGES 2: the next tile is loaded while this one is multiplied; 1 where shared memory is short
+template <typename T, int HEAD_DIM, int STAGES>
+__global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
+    wait_for_previous();
+    extern __shared__ __align__(16) __half shared_tiles[];
+    constexpr int                          LD        = tile_ld<HEAD_DIM>();
+    __half *                               q_tile    = shared_tiles;
+    const auto                             k_tile_of = [&](int stage) { return q_tile + (1 + 2 * stage) * TILE * LD; };
+    const auto                             v_tile_of = [&](int stage) { return q_tile + (2 + 2 * stage) * TILE * LD; };
+
+    const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]),
+              n_kv = static_cast<int>(p.k.ne[1]);
+    // the last tokens see the most positions: start them first
+    const int    token0 = (static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x)) * TILE;
+    const int    head = static_cast<int>(blockIdx.y), stream = static_cast<int>(blockIdx.z);
+    const int    warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
+    const int    g = lane / 4, t = lane % 4;
+    const char * k_base = p.k.data + head / p.group * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
+    const char * v_base = p.v.data + head / p.group * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
+    const char * q_base = p.q.data + head * p.q.nb[2] + stream * p.q.nb[3];
+    const float  slope  = slope_of(p, head);
+
+    for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
+        const int row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
+        float     f[8] = {};
+        if (token0 + row < n_tokens) {
+            value_type<TYPE_F32>::load8(q_base + (token0 + row) * p.q.nb[1], e, f);
+        }
+        *reinterpret_cast<uint4 *>(q_tile + row * LD + e) = pack8<__half>(f);
+    }
+
+    // this lane's two tokens: rows g and g + 8 of the warp's 16
+    const __half * mask_row[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (p.has_mask) {
+            const int token = min(token0 + warp * 16 + g + h * 8, n_tokens - 1);
+            mask_row[h]     = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 +
+                                                               stream * p.mask_nb3);
+        }
+    }
+    float out[HEAD_DIM / 8][4] = {};
+    float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
+
+    // the mask of a tile as the pairs of positions of this lane: rows g, g + 8, columns 2t, 2t + 1 of each 8
+    const bool pairs =
+        p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask_nb2 % 4 == 0 && p.mask_nb3 % 4 == 0;
+    __half2    bias[TILE / 8][2];
+    const auto load_bias = [&](int first) {
+        const __half hidden = __ushort_as_half(0xfc00), zero = __ushort_as_half(0);
+        bool         any = false;
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+            const int pos = first + j * 8 + 2 * t;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (pairs) {
+                    bias[j][h] = pos < n_kv ? *reinterpret_cast<const __half2 *>(mask_row[h] + pos)
+                                            : __halves2half2(hidden, hidden);
+                } else {
+                    bias[j][h] = __halves2half2(pos < n_kv ? (p.has_mask ? mask_row[h][pos] : zero) : hidden,
+                                                pos + 1 < n_kv ? (p.has_mask ? mask_row[h][pos + 1] : zero) : hidden);
+                }
+                any |= *reinterpret_cast<const uint32_t *>(&bias[j][h]) != 0xfc00fc00u;
+            }
+        }
+        return any;
+    };
+    // The next tile from `first` on that any token sees; its mask is in `bias`. Contains a barrier in any case.
+    const auto next_tile = [&](int first) {
+        while (first < n_kv && !__syncthreads_or(load_bias(first))) {
+            first += TILE;
+        }
+        return first;
+    };
+    const auto start_tile = [&](int first, int stage) {
+        load_tile<T, HEAD_DIM>(k_tile_of(stage), k_base, p.k.nb[1], first, n_kv);
+        load_tile<T, HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
+    };
+
+    int current = next_tile(0);
+    if (current < n_kv) {
+        start_tile(current, 0);
+    }
+    for (int stage = 0; current < n_kv;) {
+        const __half * k_tile = k_tile_of(stage);
+        const __half * v_tile = v_tile_of(stage);
+        float          s[TILE / 8][4]; // scores, before that the mask
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const float2 b  = __half22float2(bias[j][h]);
+                s[j][2 * h]     = slope * b.x;
+                s[j][2 * h + 1] = slope * b.y;
+            }
+        }
+        wait_for_copies();
+        __syncthreads();
+        int next = current;
+        if constexpr (STAGES == 2) { // all warps are past the barrier: the other buffer is free
+            next = next_tile(current + TILE);
+            if (next < n_kv) {
+                start_tile(next, stage ^ 1);
+            }
+            stage ^= 1;
+        }
+
+        float dot[TILE / 8][4] = {};
+#pragma unroll
+        for (int e = 0; e < HEAD_DIM; e += 16) {
+            uint32_t a[4];
+            load_matrices(a, q_tile + (warp * 16 + lane % 16) * LD + e + lane / 16 * 8);
+#pragma unroll
+            for (int j = 0; j < TILE / 8; j += 2) {
+                uint32_t b[4];
+                load_matrices(b, k_tile + (j * 8 + lane % 8 + lane / 16 * 8) * LD + e + lane / 8 % 2 * 8);
+                multiply_add<__half>(dot[j], a, b[0], b[1]);
+                multiply_add<__half>(dot[j + 1], a, b[2], b[3]);
+            }
+        }
+        float new_max[2] = { max[0], max[1] };
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[j][i]        = s[j][i] == -INFINITY ? -INFINITY : score_of(p, dot[j][i]) + s[j][i];
+                new_max[i / 2] = fmaxf(new_max[i / 2], s[j][i]);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) { // a row lies in four neighbouring lanes
+            new_max[h]      = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 1));
+            new_max[h]      = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 2));
+            const float old = rescale(max[h], new_max[h]);
+            max[h]          = new_max[h];
+            weight[h] *= old;
+#pragma unroll
+            for (int j = 0; j < HEAD_DIM / 8; j++) {
+                out[j][2 * h] *= old;
+                out[j][2 * h + 1] *= old;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                s[j][i] = s[j][i] == -INFINITY ? 0.0f : exp2f(s[j][i] - max[i / 2]);
+                weight[i / 2] += s[j][i];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j += 2) { // 16 positions
+            const uint32_t a[4] = { pack_pair(__half(), s[j][0], s[j][1]), pack_pair(__half(), s[j][2], s[j][3]),
+                                    pack_pair(__half(), s[j + 1][0], s[j + 1][1]),
+                                    pack_pair(__half(), s[j + 1][2], s[j + 1][3]) };
+#pragma unroll
+            for (int e = 0; e < HEAD_DIM / 8; e += 2) {
+                uint32_t b[4];
+                load_matrices_transposed(b,
+                                         v_tile + (j * 8 + lane % 8 + lane / 8 % 2 * 8) * LD + e * 8 + lane / 16 * 8);
+                multiply_add<__half>(out[e], a, b[0], b[1]);
+                multiply_add<__half>(out[e + 1], a, b[2], b[3]);
+            }
+        }
+        if constexpr (STAGES == 1) {
+            __syncthreads(); // all warps are done with the tile
+            next = next_tile(current + TILE);
+            if (next < n_kv) {
+                start_tile(next, 0);
+            }
+        }
+        current = next;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        weight[h] += __shfl_xor_sync(FULL_WARP, weight[h], 1);
+        weight[h] += __shfl_xor_sync(FULL_WARP, weight[h], 2);
+        float factor = 1;
+        if (p.sinks) {
+            const float sink = p.sinks[head] * LOG2_E, with_sink = fmaxf(max[h], sink);
+            factor    = rescale(max[h], with_sink);
+            weight[h] = weight[h] * factor + exp2f(sink - with_sink);
+        }
+        factor          = weight[h] > 0 ? factor / weight[h] : 0;
+        const int token = token0 + warp * 16 + g + h * 8;
+        if (token < n_tokens) {
+            float * row = reinterpret_cast<float *>(p.dst.data) +
+                          ((static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head) * HEAD_DIM;
+#pragma unroll
+            for (int e = 0; e < HEAD_DIM / 8; e++) {
+                *reinterpret_cast<float2 *>(row + e * 8 + 2 * t) =
+                    make_float2(out[e][2 * h] * factor, out[e][2 * h + 1] * factor);
+            }
+        }
+    }
+}
+
+int tile_shared_nbytes_of(int64_t head_dim, int stages) {
+    switch (head_dim) {
+        case 64:  return tile_shared_nbytes<64>(stages);
+        case 80:  return tile_shared_nbytes<80>(stages);
+        case 96:  return tile_shared_nbytes<96>(stages);
+        case 112: return tile_shared_nbytes<112>(stages);
+        case 128: return tile_shared_nbytes<128>(stages);
+        case 256: return tile_shared_nbytes<256>(stages);
+        default:  return 0;
+    }
+}
+
+template <typename T, int HEAD_DIM, int STAGES>
+cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+    constexpr int nbytes = tile_shared_nbytes<HEAD_DIM>(STAGES);
+    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<T, HEAD_DIM, STAGES>,
+                                   cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes)));
+    const dim3 grid(static_cast<unsigned>((a.q.ne[1] + TILE - 1) / TILE), static_cast<unsigned>(a.q.ne[2]),
+                    static_cast<unsigned>(a.q.ne[3]));
+    return launch(ctx, attention_tile_kernel<T, HEAD_DIM, STAGES>, grid, TILE_THREADS, nbytes, a);
+}
+
+template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+    switch (a.k.ne[0]) {
+        case 64:  return launch_tiles<T, 64, STAGES>(ctx, a);
+        case 80:  return launch_tiles<T, 80, STAGES>(ctx, a);
+        case 96:  return launch_tiles<T, 96, STAGES>(ctx, a);
+        case 112: return launch_tiles<T, 112, STAGES>(ctx, a);
+        case 128: return launch_tiles<T, 128, STAGES>(ctx, a);
+        default:  return launch_tiles<T, 256, STAGES>(ctx, a);
+    }
+}
+
+template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) {
+    return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a);
+}
+
+} // namespace
+
+int attention_tile_stages(const op_context & ctx, const attention_params & p) {
+    if (p.q.ne[1] < TILE_MIN_TOKENS || p.k.type != p.v.type || (p.k.type != TYPE_F16 && p.k.type != TYPE_Q8_0) ||
+        p.k.ne[0] != p.v.ne[0] || tile_shared_nbytes_of(p.k.ne[0], 1) == 0) {
+        return 0;
+    }
+    return tile_shared_nbytes_of(p.k.ne[0], 2) <= ctx.shared_nbytes   ? 2
+           : tile_shared_nbytes_of(p.k.ne[0], 1) <= ctx.shared_nbytes ? 1
+                                                                      : 0;
+}
+
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages) {
+    return a.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages)
+                                : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
+}
+
+} // namespace macko::cuda

@@ -1,0 +1,250 @@
+// Stand-ins for cuda/ops, cuda/sparse and the CUDA runtime, so that the code of cuda/graph runs without a GPU: each
+// call is written to a log, nothing is computed. A test includes this file once.
+#pragma once
+
+#include "cuda/graph/graph.h"
+#include "cuda/sparse/mul-mat.cuh"
+
+#include <cstdarg>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace fake {
+
+struct launch {
+    std::string name;   // what a test compares, such as "sparse q+k norm"
+    std::string params; // everything that the call was given
+};
+inline std::vector<launch>                                            log;
+inline std::map<const macko::cuda::cuda_sparse_matrix *, std::string> matrix_names;
+inline int64_t                                                        sparse_max_n = 8;    // columns
+inline bool                                                           supports     = true; // all predicates
+
+__attribute__((format(printf, 1, 2))) inline std::string text(const char * format, ...) {
+    char    buffer[1024];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(buffer, sizeof(buffer), format, args);
+    va_end(args);
+    return buffer;
+}
+
+inline std::string text_of(const macko::cuda::op_tensor & t) {
+    return text(" {%p t%d %lld,%lld,%lld,%lld %lld,%lld,%lld,%lld}", static_cast<void *>(t.data),
+                static_cast<int>(t.type), static_cast<long long>(t.ne[0]), static_cast<long long>(t.ne[1]),
+                static_cast<long long>(t.ne[2]), static_cast<long long>(t.ne[3]), static_cast<long long>(t.nb[0]),
+                static_cast<long long>(t.nb[1]), static_cast<long long>(t.nb[2]), static_cast<long long>(t.nb[3]));
+}
+inline std::string text_of(const macko::cuda::op_tensor * t) { return t ? text_of(*t) : " -"; }
+inline std::string text_of(const void * p) { return text(" %p", p); }
+inline std::string text_of(int64_t v) { return text(" %lld", static_cast<long long>(v)); }
+inline std::string text_of(int v) { return text(" %d", v); }
+inline std::string text_of(bool v) { return text(" %d", static_cast<int>(v)); }
+inline std::string text_of(float v) { return text(" %a", static_cast<double>(v)); }
+inline std::string text_of(macko::cuda::tensor_type v) { return text(" t%d", static_cast<int>(v)); }
+inline std::string text_of(const macko::cuda::rope_params & p) {
+    return text(" rope %d %d %d,%d,%d,%d %d %a %a %a %a %a %a %d", p.n_dims, p.mode, p.sections[0], p.sections[1],
+                p.sections[2], p.sections[3], p.n_ctx_orig, static_cast<double>(p.freq_base),
+                static_cast<double>(p.freq_scale), static_cast<double>(p.ext_factor),
+                static_cast<double>(p.attn_factor), static_cast<double>(p.beta_fast), static_cast<double>(p.beta_slow),
+                p.offset);
+}
+inline std::string text_of(const macko::cuda::rope_cache_params & p) {
+    return text_of(p.q) + text_of(p.q_dst) + text_of(p.k) + text_of(p.k_cache) + text_of(p.v) + text_of(p.v_cache) +
+           text_of(static_cast<const void *>(p.k_ids)) + text_of(static_cast<const void *>(p.v_ids));
+}
+inline std::string text_of(const macko::cuda::attention_params & p) {
+    return text_of(p.q) + text_of(p.k) + text_of(p.v) + text_of(p.dst) + text_of(p.mask) + text_of(p.sinks) +
+           text_of(p.scale) + text_of(p.max_bias) + text_of(p.softcap);
+}
+
+template <typename... ARGS> cudaError_t add(std::string name, const ARGS &... args) {
+    log.push_back({ std::move(name), (std::string() + ... + text_of(args)) });
+    return cudaSuccess;
+}
+
+inline const void * address(const char * p) { return p; }
+
+} // namespace fake
+
+// ---- the CUDA runtime ----
+
+extern "C" {
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return fake::add("record", static_cast<const void *>(event), static_cast<const void *>(stream));
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    return fake::add("wait", static_cast<const void *>(event), static_cast<const void *>(stream));
+}
+cudaError_t cudaFree(void *) { return cudaSuccess; }
+}
+
+namespace macko::cuda {
+
+using fake::add;
+using fake::address;
+
+// ---- sparse products ----
+
+int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix &, bool experts) {
+    return experts ? 2 * fake::sparse_max_n : fake::sparse_max_n;
+}
+
+cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & p, cudaStream_t stream) {
+    std::string name = "sparse ", params;
+    for (int i = 0; i < p.n_matrices; i++) {
+        name += (i ? "+" : "") + fake::matrix_names[p.w[i]] + (p.bias[i] ? " bias" : "") +
+                (p.residual[i] ? " residual" : "");
+        params += fake::text_of(static_cast<const void *>(p.y[i])) + fake::text_of(p.ldy[i]) +
+                  fake::text_of(static_cast<const void *>(p.bias[i])) +
+                  fake::text_of(static_cast<const void *>(p.residual[i])) + fake::text_of(p.row_begin[i]) +
+                  fake::text_of(p.row_end[i]);
+    }
+    name += (p.norm_weight ? " norm" : "") + std::string(p.silu_mul ? " silu" : "");
+    cudaError_t error =
+        add(std::move(name), static_cast<const void *>(p.x), p.ldx, p.n, static_cast<const void *>(p.x16),
+            static_cast<const void *>(p.norm_weight), p.norm_eps, static_cast<const void *>(p.expert_ids),
+            p.expert_ids_stride, p.expert_rows, p.programmatic, static_cast<const void *>(stream));
+    fake::log.back().params += params;
+    return error;
+}
+
+cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
+                                void * dst, int64_t ld, cudaStream_t stream) {
+    return add("densify " + fake::matrix_names[&w], row_begin, row_end, static_cast<int>(type),
+               static_cast<const void *>(dst), ld, static_cast<const void *>(stream));
+}
+
+// ---- predicates ----
+
+bool op_binary_supported(binary_op, const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_unary_supported(unary_op, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_glu_supported(const op_tensor &, const op_tensor *, const op_tensor &) { return fake::supports; }
+bool op_add_id_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_copy_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_get_rows_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_set_rows_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_rms_norm_supported(const rms_norm_params &) { return fake::supports; }
+bool op_soft_max_supported(const op_tensor &, const op_tensor *, const op_tensor *, const op_tensor &) {
+    return fake::supports;
+}
+bool op_sum_rows_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_argsort_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &, const op_tensor *,
+                       const op_tensor &) {
+    return fake::supports;
+}
+bool op_rope_cache_supported(const rope_params &, const op_tensor &, const op_tensor *, const rope_cache_params &) {
+    return fake::supports;
+}
+bool op_mul_mat_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
+bool op_mul_mat_id_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
+    return fake::supports;
+}
+bool op_attention_supported(const attention_params &) { return fake::supports; }
+// one token, as the real one
+bool op_rope_attention_supported(const rope_params &, const op_tensor &, const op_tensor *, const rope_cache_params &,
+                                 const attention_params & p) {
+    return fake::supports && p.q.ne[1] * p.q.ne[3] == 1;
+}
+
+// ---- sizes and choices ----
+
+size_t  op_mul_mat_scratch_nbytes(const op_tensor &, const op_tensor &) { return 1; }
+size_t  op_mul_mat_x16_nbytes(const op_tensor &) { return 2; }
+size_t  op_mul_mat_id_scratch_nbytes(const op_tensor &, const op_tensor &, const op_tensor &) { return 3; }
+size_t  op_attention_scratch_nbytes(const attention_params &) { return 4; }
+int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) {
+    const int64_t most = panel_nbytes / (cols * 2);
+    return rows < most ? rows : most > 0 ? most : rows;
+}
+tensor_type op_mul_mat_16_type(const op_context &, tensor_type weights) {
+    return weights == TYPE_F16 ? TYPE_F16 : TYPE_BF16;
+}
+bool op_mul_mat_wants_x16(const op_context &, const op_tensor & w, const op_tensor & x) {
+    return w.type != TYPE_F32 && x.ne[1] >= 16 && x.ne[2] * x.ne[3] == 1;
+}
+
+// ---- launches ----
+
+cudaError_t op_binary(const op_context &, binary_op op, const op_tensor & a, const op_tensor & b,
+                      const op_tensor & dst) {
+    const char * names[] = { "add", "sub", "mul", "div" };
+    return add(names[static_cast<int>(op)], a, b, dst);
+}
+cudaError_t op_unary(const op_context &, unary_op op, float p0, float p1, const op_tensor & x, const op_tensor & dst) {
+    return add("unary", static_cast<int>(op), p0, p1, x, dst);
+}
+cudaError_t op_glu(const op_context &, const glu_params & p, const op_tensor & x, const op_tensor * up,
+                   const op_tensor & dst) {
+    return add("glu", static_cast<int>(p.op), p.swapped, p.alpha, p.limit, x, up, dst);
+}
+cudaError_t op_add_id(const op_context &, const op_tensor & x, const op_tensor & bias, const op_tensor & ids,
+                      const op_tensor & dst) {
+    return add("add_id", x, bias, ids, dst);
+}
+cudaError_t op_copy(const op_context &, const op_tensor & src, const op_tensor & dst) { return add("copy", src, dst); }
+cudaError_t op_get_rows(const op_context &, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
+    return add("get_rows", src, ids, dst);
+}
+cudaError_t op_set_rows(const op_context &, const op_tensor & src, const op_tensor & ids, const op_tensor & dst) {
+    return add("set_rows", src, ids, dst);
+}
+cudaError_t op_rms_norm(const op_context &, const rms_norm_params & p) {
+    return add(std::string(p.add ? "add+" : "") + "rms_norm" + (p.scale ? "+mul" : ""), p.x, p.dst, p.scale, p.add,
+               p.sum, p.eps);
+}
+cudaError_t op_soft_max(const op_context &, float scale, float max_bias, const op_tensor & x, const op_tensor * mask,
+                        const op_tensor * sinks, const op_tensor & dst) {
+    return add("soft_max", scale, max_bias, x, mask, sinks, dst);
+}
+cudaError_t op_sum_rows(const op_context &, const op_tensor & x, const op_tensor & dst) {
+    return add("sum_rows", x, dst);
+}
+cudaError_t op_argsort(const op_context &, bool descending, const op_tensor & x, const op_tensor & dst) {
+    return add("argsort", descending, x, dst);
+}
+cudaError_t op_rope(const op_context &, const rope_params & p, const op_tensor & x, const op_tensor & pos,
+                    const op_tensor * factors, const op_tensor & dst) {
+    return add("rope", p, x, pos, factors, dst);
+}
+cudaError_t op_rope_cache(const op_context &, const rope_params & r, const op_tensor & pos, const op_tensor * factors,
+                          const rope_cache_params & p) {
+    return add(p.q.ne[1] ? "rope_cache" : "rope_cache k", r, pos, factors, p);
+}
+cudaError_t op_attention(const op_context &, const attention_params & p, char * scratch) {
+    return add("attention", p, address(scratch));
+}
+cudaError_t op_rope_attention(const op_context &, const rope_params & r, const op_tensor & pos,
+                              const op_tensor * factors, const rope_cache_params & c, const attention_params & p,
+                              char * scratch) {
+    return add("rope_attention", r, pos, factors, c, p, address(scratch));
+}
+cudaError_t op_mul_mat(const op_context &, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
+                       char * scratch, const char * x16, bool constant) {
+    return add("mul_mat", w, x, dst, address(scratch), address(x16), constant);
+}
+cudaError_t op_mul_mat_x16(const op_context &, tensor_type type, const op_tensor & x, char * x16) {
+    return add("x16", type, x, address(x16));
+}
+cudaError_t op_mul_mat_16(const op_context &, tensor_type type, const void * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+    return add("mul_mat_16", type, w, ldw, rows, x, address(x16), dst, first_row);
+}
+cudaError_t op_mul_mat_id(const op_context &, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
+                          const op_tensor & dst, char * scratch) {
+    return add("mul_mat_id", w, x, ids, dst, address(scratch));
+}
+cudaError_t op_mul_mat_id_sort(const op_context &, int64_t n_experts, const op_tensor & ids, char * scratch) {
+    return add("mul_mat_id_sort", n_experts, ids, address(scratch));
+}
+cudaError_t op_mul_mat_id_16(const op_context &, const op_tensor & w, int64_t first_expert, int64_t n_experts,
+                             const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
+                             const char * scratch) {
+    return add("mul_mat_id_16", w, first_expert, n_experts, x, ids, dst, first_row, address(scratch));
+}
+
+} // namespace macko::cuda

@@ -1,0 +1,424 @@
+// Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
+// the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
+#include "cuda-graphs.h"
+#include "test.h"
+
+#include <algorithm>
+
+using namespace macko::cuda;
+
+namespace {
+
+using names = std::vector<std::string>;
+
+panel_buffers panels;
+
+op_context make_context() {
+    op_context ctx;
+    panels.nbytes = size_t(1) << 20;
+    ctx.panels    = &panels;
+    return ctx;
+}
+op_context ctx = make_context();
+
+std::string joined(const names & list) {
+    std::string text;
+    for (const std::string & name : list) {
+        text += (text.empty() ? "" : ", ") + name;
+    }
+    return text;
+}
+
+void check_launches(const char * what, const ggml_cgraph * graph, const names & expected) {
+    const ggml_tensor * failed = nullptr;
+    fake::log.clear();
+    const cudaError_t error = graph_enqueue(ctx, graph, true, &failed);
+    names             got;
+    for (const fake::launch & launch : fake::log) {
+        got.push_back(launch.name);
+    }
+    CHECK(error == cudaSuccess, "%s: node %s failed", what, failed ? failed->name : "?");
+    CHECK(got == expected, "%s: launches are [%s], not [%s]", what, joined(got).c_str(), joined(expected).c_str());
+}
+
+// every node is to be computed, in memory of its own
+void finish(graph_builder & b, ggml_tensor * result) {
+    b.expand(result);
+    for (int i = 0; i < b.graph->n_nodes; i++) {
+        b.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    b.place();
+}
+
+// places b where a is
+void share_memory(const ggml_tensor * a, ggml_tensor * b) { b->data = a->data; }
+
+// ---- sparse products ----
+
+struct projections {
+    ggml_tensor *x, *h, *q, *k, *v;
+    explicit projections(graph_builder & b, int64_t n_tokens = 1, int kind_v = 0)
+        : x(b.input(GGML_TYPE_F32, 256, n_tokens)), h(norm(b, x)) {
+        q = ggml_mul_mat(b.ctx, b.sparse_weight("q", 256, 256), h);
+        k = ggml_mul_mat(b.ctx, b.sparse_weight("k", 256, 128), h);
+        v = ggml_mul_mat(b.ctx, b.sparse_weight("v", 256, 128, 1, kind_v), h);
+        b.expand(q);
+        b.expand(k);
+        b.expand(v);
+    }
+};
+
+void test_products_of_one_norm_are_one_launch() {
+    graph_builder b;
+    projections   p(b);
+    finish(b, p.v);
+    check_launches("norm and three products", b.graph, { "sparse q+k+v norm" });
+}
+
+void test_kinds_of_matrices_get_launches_of_their_own() {
+    graph_builder b;
+    projections   p(b, 1, 1);
+    finish(b, p.v);
+    check_launches("v of another kind", b.graph, { "sparse q+k norm", "sparse v norm" });
+}
+
+void test_a_norm_with_another_use_is_stored() {
+    graph_builder b;
+    projections   p(b);
+    finish(b, ggml_silu(b.ctx, p.h));
+    check_launches("norm used elsewhere", b.graph, { "rms_norm+mul", "sparse q+k+v", "unary" });
+}
+
+void test_an_output_is_stored() {
+    graph_builder b;
+    projections   p(b);
+    p.h->flags |= GGML_TENSOR_FLAG_OUTPUT;
+    finish(b, p.v);
+    check_launches("norm is an output", b.graph, { "rms_norm+mul", "sparse q+k+v" });
+}
+
+void test_a_computed_norm_weight_is_not_read_early() {
+    graph_builder b;
+    ggml_tensor * weight = ggml_scale(b.ctx, b.input(GGML_TYPE_F32, 256), 2.0f);
+    ggml_tensor * x      = b.input(GGML_TYPE_F32, 256);
+    b.expand(weight);
+    ggml_tensor * h = ggml_mul(b.ctx, ggml_rms_norm(b.ctx, x, 1e-5f), weight);
+    finish(b, ggml_mul_mat(b.ctx, b.sparse_weight("q", 256, 256), h));
+    check_launches("computed norm weight", b.graph, { "unary", "rms_norm+mul", "sparse q" });
+}
+
+void test_a_part_in_another_layout_takes_no_norm() {
+    graph_builder b;
+    projections   p(b);
+    add_part(p.k->src[0]);
+    finish(b, p.v);
+    check_launches("a matrix with a part in another layout", b.graph, { "rms_norm+mul", "sparse q+k+v" });
+}
+
+void test_many_columns_are_densified_and_share_x16() {
+    graph_builder b;
+    projections   p(b, fake::sparse_max_n + 1);
+    finish(b, p.v);
+    check_launches("more columns than the sparse kernels are for", b.graph,
+                   { "rms_norm+mul", "x16",                                                       //
+                     "record",       "wait",       "densify q", "record", "densify k",  "record", //
+                     "wait",         "mul_mat_16", "record",    "wait",   "densify v",  "record", //
+                     "wait",         "mul_mat_16", "record",    "wait",   "mul_mat_16", "record" });
+}
+
+void test_bias_and_residual_join_their_product() {
+    graph_builder b;
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * y    = ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x);
+    ggml_tensor * bias = ggml_add(b.ctx, y, b.dense_weight(GGML_TYPE_F32, 256));
+    finish(b, ggml_add(b.ctx, bias, r));
+    check_launches("bias and residual", b.graph, { "sparse o bias residual" });
+}
+
+void test_a_product_with_another_use_takes_no_residual() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * y = ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x);
+    ggml_tensor * z = ggml_add(b.ctx, y, b.input(GGML_TYPE_F32, 256, 1));
+    b.expand(z);
+    finish(b, ggml_silu(b.ctx, y));
+    check_launches("product used elsewhere", b.graph, { "sparse o", "add", "unary" });
+}
+
+void test_the_only_row_is_chosen_for_free() {
+    graph_builder b;
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 1);
+    ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 1);
+    ggml_tensor * ids  = b.input(GGML_TYPE_I32, 1);
+    ggml_tensor * y    = ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x);
+    ggml_tensor * rows = ggml_get_rows(b.ctx, y, ids);
+    finish(b, ggml_add(b.ctx, rows, ggml_get_rows(b.ctx, r, ids)));
+    check_launches("last layer, one token", b.graph, { "sparse o bias" }); // a residual of one row
+}
+
+void test_chosen_rows_of_several_are_computed() {
+    graph_builder b;
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * r    = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * ids  = b.input(GGML_TYPE_I32, 1);
+    ggml_tensor * y    = ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x);
+    ggml_tensor * rows = ggml_get_rows(b.ctx, y, ids);
+    finish(b, ggml_add(b.ctx, rows, ggml_get_rows(b.ctx, r, ids)));
+    check_launches("last layer, two tokens", b.graph, { "sparse o", "get_rows", "get_rows", "add" });
+}
+
+void test_gate_and_up_are_one_launch() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
+    finish(b, swiglu(b, {}, norm(b, x)));
+    check_launches("feed forward", b.graph, { "sparse gate+up norm silu", "sparse down" });
+}
+
+void test_gate_and_up_of_two_kinds_keep_their_glu() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
+    finish(b, swiglu(b, {}, x, 1));
+    check_launches("up of another kind", b.graph, { "sparse gate", "sparse up", "glu", "sparse down" });
+}
+
+void test_results_must_not_overlap_operands() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * y = swiglu(b, {}, x);
+    finish(b, y);
+    share_memory(x, y->src[1]); // the GLU, whose launch reads all of x
+    check_launches("GLU where x was", b.graph, { "sparse gate", "sparse up", "glu", "sparse down" });
+}
+
+void test_a_residual_may_be_added_in_place() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * r = b.input(GGML_TYPE_F32, 256, 2);
+    ggml_tensor * y = ggml_add(b.ctx, ggml_mul_mat(b.ctx, b.sparse_weight("o", 256, 256), x), r);
+    finish(b, y);
+    share_memory(r, y);
+    check_launches("residual in place", b.graph, { "sparse o residual" });
+}
+
+// ---- norms ----
+
+void test_sum_and_norm_are_one_launch() {
+    graph_builder b;
+    ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
+    ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 4));
+    ggml_tensor * y   = norm(b, sum);
+    finish(b, ggml_mul(b.ctx, y, sum)); // the sum is stored too
+    check_launches("sum, norm, scale", b.graph, { "add+rms_norm+mul", "mul" });
+}
+
+void test_a_norm_of_another_sum_is_alone() {
+    graph_builder b;
+    ggml_tensor * x   = b.input(GGML_TYPE_F32, 256, 4);
+    ggml_tensor * sum = ggml_add(b.ctx, x, b.input(GGML_TYPE_F32, 256, 1)); // not of one shape
+    finish(b, norm(b, sum));
+    check_launches("sum of a repeated row", b.graph, { "add", "rms_norm+mul" });
+}
+
+void test_a_norm_used_twice_keeps_its_scale_apart() {
+    graph_builder b;
+    ggml_tensor * n = ggml_rms_norm(b.ctx, b.input(GGML_TYPE_F32, 256, 4), 1e-5f);
+    ggml_tensor * y = ggml_mul(b.ctx, n, b.dense_weight(GGML_TYPE_F32, 256));
+    b.expand(y);
+    finish(b, ggml_silu(b.ctx, n));
+    check_launches("norm used twice", b.graph, { "rms_norm", "mul", "unary" });
+}
+
+// ---- rotary embedding, cache, attention ----
+
+struct layer {
+    model_shape      s;
+    attention_inputs in;
+    ggml_tensor *    result;
+    layer(graph_builder & b, const model_shape & shape) : s(shape), in(b, s) {
+        const int64_t width = s.head_dim * s.n_head_kv;
+        ggml_tensor * q     = b.input(GGML_TYPE_F32, s.head_dim * s.n_head, s.n_tokens);
+        ggml_tensor * k     = b.input(GGML_TYPE_F32, width, s.n_tokens);
+        ggml_tensor * v     = b.input(GGML_TYPE_F32, width, s.n_tokens);
+        result              = attention(b, s, q, k, v, in);
+    }
+};
+
+ggml_tensor * find(const ggml_cgraph * graph, ggml_op op, int nth = 0) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        if (graph->nodes[i]->op == op && nth-- == 0) {
+            return graph->nodes[i];
+        }
+    }
+    return nullptr;
+}
+
+void test_attention_of_one_token_is_one_launch() {
+    graph_builder b;
+    layer         l(b, {});
+    finish(b, l.result);
+    check_launches("one token", b.graph, { "rope_attention" });
+}
+
+void test_attention_of_several_tokens_is_apart() {
+    graph_builder b;
+    model_shape   s;
+    s.n_tokens = 2;
+    layer l(b, s);
+    finish(b, l.result);
+    check_launches("two tokens", b.graph, { "rope_cache", "attention" });
+}
+
+void test_a_rotated_query_with_another_use_is_stored() {
+    graph_builder b;
+    layer         l(b, {});
+    b.expand(l.result);
+    finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_ROPE)));
+    check_launches("query used elsewhere", b.graph, { "rope_cache", "attention", "unary" });
+}
+
+void test_rotated_keys_with_another_use_are_stored() {
+    graph_builder b;
+    layer         l(b, {});
+    b.expand(l.result);
+    finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_ROPE, 1)));
+    check_launches("keys used elsewhere", b.graph, { "rope", "rope", "set_rows", "set_rows", "attention", "unary" });
+}
+
+void test_a_computed_mask_is_not_read_early() {
+    graph_builder b;
+    layer         l(b, {});
+    ggml_tensor * mask = ggml_scale(b.ctx, b.input(GGML_TYPE_F16, 256, 1), 1.0f);
+    b.expand(l.result);
+    find(b.graph, GGML_OP_FLASH_ATTN_EXT)->src[3] = mask;
+    finish(b, l.result);
+    check_launches("computed mask", b.graph, { "rope_cache", "attention" });
+}
+
+void test_attention_must_not_overlap_raw_keys() {
+    graph_builder b;
+    layer         l(b, {});
+    finish(b, l.result);
+    share_memory(find(b.graph, GGML_OP_ROPE, 1)->src[0], find(b.graph, GGML_OP_FLASH_ATTN_EXT));
+    check_launches("attention where k was", b.graph, { "rope", "rope_cache k", "attention" });
+}
+
+void test_unsupported_shapes_are_not_fused() {
+    graph_builder b;
+    layer         l(b, {});
+    finish(b, l.result);
+    fake::supports = false;
+    check_launches("no kernel", b.graph, { "rope", "rope", "set_rows", "set_rows", "attention" });
+    fake::supports = true;
+}
+
+// ---- order, experts, the op table ----
+
+void test_products_of_one_input_are_brought_together() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * q = ggml_mul_mat(b.ctx, b.sparse_weight("q", 256, 256), x);
+    ggml_tensor * y = ggml_silu(b.ctx, q);
+    b.expand(y);
+    finish(b, ggml_add(b.ctx, ggml_mul_mat(b.ctx, b.sparse_weight("k", 256, 256), x), y));
+    check_launches("as built", b.graph, { "sparse q", "unary", "sparse k bias" });
+    graph_optimize(ctx, b.graph, nullptr);
+    check_launches("as optimised", b.graph, { "sparse q+k", "unary", "add" });
+}
+
+void test_operands_of_a_launch_live_until_its_last_node() {
+    graph_builder b;
+    ggml_tensor * x = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 256));
+    ggml_tensor * y = swiglu(b, {}, x);
+    b.expand(y);
+    for (int i = 0; i < b.graph->n_nodes; i++) {
+        b.graph->nodes[i]->flags |= GGML_TENSOR_FLAG_COMPUTE;
+    }
+    struct kept {
+        const ggml_tensor *operand, *last;
+    };
+    std::vector<kept>                  deps;
+    ggml_backend_graph_optimize_params params = {};
+    params.user_data                          = &deps;
+    params.add_alloc_dep                      = [](void * user_data, ggml_tensor * operand, ggml_tensor * last) {
+        static_cast<std::vector<kept> *>(user_data)->push_back({ operand, last });
+    };
+    graph_optimize(ctx, b.graph, &params);
+    const ggml_tensor * glu = y->src[1];
+    CHECK(std::any_of(deps.begin(), deps.end(), [&](const kept & d) { return d.operand == x && d.last == glu; }),
+          "x is not kept until the GLU (%zu operands kept)", deps.size());
+}
+
+void test_experts_are_one_launch_per_slot_or_token() {
+    graph_builder b;
+    ggml_tensor * w    = b.sparse_weight("experts", 256, 128, 4);
+    ggml_tensor * many = ggml_mul_mat_id(b.ctx, w, b.input(GGML_TYPE_F32, 256, 1, 5), b.input(GGML_TYPE_I32, 2, 5));
+    finish(b, many);
+    check_launches("two slots, five tokens", b.graph, { "sparse experts", "sparse experts" });
+
+    graph_builder c;
+    ggml_tensor * v   = c.sparse_weight("experts", 256, 128, 4);
+    ggml_tensor * one = ggml_mul_mat_id(c.ctx, v, c.input(GGML_TYPE_F32, 256, 1, 1), c.input(GGML_TYPE_I32, 2, 1));
+    finish(c, one);
+    check_launches("two slots, one token", c.graph, { "sparse experts" });
+}
+
+void test_a_sparse_weight_is_for_products_only() {
+    graph_builder b;
+    ggml_tensor * w    = b.sparse_weight("w", 256, 256);
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * y    = ggml_mul_mat(b.ctx, w, x);
+    ggml_tensor * rows = ggml_get_rows(b.ctx, w, b.input(GGML_TYPE_I32, 1));
+    CHECK(graph_supports_op(y, true) && graph_supports_op(y, false), "a product is not supported");
+    CHECK(!graph_supports_op(rows, true), "rows of a sparse weight are supported");
+    CHECK(graph_supports_op(rows, false), "rows of a dense weight are not supported");
+    CHECK(graph_supports_op(ggml_reshape_1d(b.ctx, x, 256), false), "a view is not supported");
+    CHECK(!graph_supports_op(ggml_cumsum(b.ctx, x), false), "an op without kernel is supported");
+    CHECK(graph_scratch_nbytes(rows, false) == 0, "rows need scratch memory");
+    CHECK(graph_scratch_nbytes(y, true) != graph_scratch_nbytes(y, false), "sparse and dense products share a row");
+}
+
+void test_unknown_ops_fail_with_their_node() {
+    graph_builder b;
+    ggml_tensor * y = ggml_cumsum(b.ctx, b.input(GGML_TYPE_F32, 256));
+    finish(b, y);
+    const ggml_tensor * failed = nullptr;
+    CHECK(graph_enqueue(ctx, b.graph, true, &failed) == cudaErrorInvalidValue, "an op without kernel ran");
+    CHECK(failed == y, "the failed node is not named");
+}
+
+} // namespace
+
+int main() {
+    test_products_of_one_norm_are_one_launch();
+    test_kinds_of_matrices_get_launches_of_their_own();
+    test_a_norm_with_another_use_is_stored();
+    test_an_output_is_stored();
+    test_a_computed_norm_weight_is_not_read_early();
+    test_a_part_in_another_layout_takes_no_norm();
+    test_many_columns_are_densified_and_share_x16();
+    test_bias_and_residual_join_their_product();
+    test_a_product_with_another_use_takes_no_residual();
+    test_the_only_row_is_chosen_for_free();
+    test_chosen_rows_of_several_are_computed();
+    test_gate_and_up_are_one_launch();
+    test_gate_and_up_of_two_kinds_keep_their_glu();
+    test_results_must_not_overlap_operands();
+    test_a_residual_may_be_added_in_place();
+    test_sum_and_norm_are_one_launch();
+    test_a_norm_of_another_sum_is_alone();
+    test_a_norm_used_twice_keeps_its_scale_apart();
+    test_attention_of_one_token_is_one_launch();
+    test_attention_of_several_tokens_is_apart();
+    test_a_rotated_query_with_another_use_is_stored();
+    test_rotated_keys_with_another_use_are_stored();
+    test_a_computed_mask_is_not_read_early();
+    test_attention_must_not_overlap_raw_keys();
+    test_unsupported_shapes_are_not_fused();
+    test_products_of_one_input_are_brought_together();
+    test_operands_of_a_launch_live_until_its_last_node();
+    test_experts_are_one_launch_per_slot_or_token();
+    test_a_sparse_weight_is_for_products_only();
+    test_unknown_ops_fail_with_their_node();
+    return test_summary("test-graph-fusion");
+}

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md against what is really printed: every row of its tables is provoked here.
+"""docs/guide/troubleshooting.md against what is really printed: every row of its tables is provoked here.
 
 A row's message is the first `code` of its line, with <...> for what differs. A function below that is marked with the
 start of the message returns the output in which it must be found.
@@ -26,7 +26,7 @@ from ggml_macko.codecs.macko import TYPE_F16
 from ggml_macko.gguf.files import AtomicOutput
 from ggml_macko.native import bindings
 
-PAGE = generators.ROOT / "docs" / "troubleshooting.md"
+PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
 PACKAGE = bindings.LIBRARY_PATH.parent
 MESSAGES = [m[1] for m in re.finditer(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)]
 PROVOKE: dict = {}  # start of a message -> function

@@ -297,7 +297,7 @@ api.llama_model_load_from_file({str(p.sparse)!r}.encode(), params)""")
 
 @row("<file>: cannot allocate <n> MiB for sparse weights")
 def _(p):
-    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=4, n_ctx=512))
+    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=3, n_ctx=512))
 
 
 OTHER_BUFFER = """

@@ -27,7 +27,7 @@ def cell(text: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
 
 
 def argument_row(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:

@@ -1,7 +1,7 @@
-"""docs/troubleshooting.md against what is really printed: every row of its tables is provoked here.
+"""Compares docs/guide/troubleshooting.md with what is really printed: a test provokes every row of its tables.
 
-A row's message is the first `code` of its line, with <...> for what differs. A function below that is marked with the
-start of the message returns the output in which it must be found.
+The message of a row is the first `code` of its line, with <...> for what differs. The function below that is decorated
+with the start of the message returns the output in which the message must be found.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,14 +27,14 @@ from ggml_macko.codecs.macko import TYPE_F16
 from ggml_macko.gguf.files import AtomicOutput
 from ggml_macko.native import bindings
 
-PAGE = generators.ROOT / "docs" / "troubleshooting.md"
+PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
 PACKAGE = bindings.LIBRARY_PATH.parent
 MESSAGES = [m[1] for m in re.finditer(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)]
-PROVOKE: dict = {}  # start of a message -> function
+PROVOKE: dict[str, Callable[[Place], str]] = {}  # start of a message -> function
 
 
-def row(start: str):
-    def register(function):
+def row(start: str) -> Callable[[Callable], Callable]:
+    def register(function: Callable) -> Callable:
         assert start not in PROVOKE
         PROVOKE[start] = function
         return function
@@ -57,7 +58,7 @@ def sparse(tmp_path_factory):
 
 
 class Place:
-    """What a provoking function works with."""
+    """Files and ways to run the tools, for the functions that provoke messages."""
 
     def __init__(self, tmp_path, sparse, tiny, macko, monkeypatch):
         self.tmp_path, self.sparse, self.tiny, self.monkeypatch = tmp_path, sparse, tiny, monkeypatch
@@ -83,7 +84,7 @@ class Place:
         return upstream.compile_program(generators.ROOT / "tests" / "run-llama.c", self.tmp_path / "run-llama")
 
     def changed(self, change) -> pathlib.Path:
-        """A copy of the sparse file with something different."""
+        """A copy of the sparse file that `change` has edited."""
         data = gguf_bytes.read(self.sparse.read_bytes())
         change(data)
         path = self.tmp_path / "changed.gguf"
@@ -100,7 +101,7 @@ def place(tmp_path, sparse, tiny, macko, monkeypatch):
     return Place(tmp_path, sparse, tiny, macko, monkeypatch)
 
 
-def test_row_without_a_test_or_test_without_a_row():
+def test_every_row_has_one_test_and_every_test_a_row():
     assert len(MESSAGES) > 30 and len(set(MESSAGES)) == len(MESSAGES)
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     rows = [line for line in lines if not line.startswith(("| message", "|---"))]
@@ -112,13 +113,13 @@ def test_row_without_a_test_or_test_without_a_row():
 
 
 @pytest.mark.parametrize("message", [with_marks(m) for m in MESSAGES])
-def test_message_is_not_what_the_page_says(place, message):
+def test_message_is_what_the_page_says(place, message):
     functions = [f for start, f in PROVOKE.items() if message.startswith(start)]
     assert len(functions) == 1, f"{len(functions)} tests for this row"
     output = functions[0](place)
     pattern = re.sub(r"<[^<>=]+>", ".+", re.escape(message))
     assert re.search(pattern, output), output[-3000:]
-    assert "Traceback" not in output or "Error: " in output.strip().splitlines()[-1]  # of Python code that asked for it
+    assert "Traceback" not in output or "Error: " in output.strip().splitlines()[-1]  # Python code that let it through
 
 
 # ---- installation ----
@@ -296,7 +297,7 @@ api.llama_model_load_from_file({str(p.sparse)!r}.encode(), params)""")
 
 @row("<file>: cannot allocate <n> MiB for sparse weights")
 def _(p):
-    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=4, n_ctx=512))
+    return p.python(LITTLE_MEMORY.format(path=str(p.sparse), mib=3, n_ctx=512))
 
 
 OTHER_BUFFER = """
@@ -321,7 +322,7 @@ api.llama_model_load_from_file({path!r}.encode(), params)
 
 @row("<file>: <tensor>: sparse, but llama.cpp did not place it")
 def _(p):
-    skip_without_gpu()  # other buffer types that hold weights are not to be had without one
+    skip_without_gpu()  # without one there is no other buffer type that holds weights
     return p.python(OTHER_BUFFER.format(path=str(p.sparse)))
 
 
@@ -356,8 +357,7 @@ def _(p):
     return p.macko("generate", "-m", p.sparse, "-p", "word " * 300, "-c", 64)
 
 
-def test_mapping_or_locking_a_sparse_model_does_something(place):
-    """the page says that both options are ignored"""
+def test_mapping_and_locking_do_nothing_for_sparse_models(place):
     out = place.python(f"""
 from ggml_macko import Llama
 llama = Llama({str(place.sparse)!r}, use_mmap=True, use_mlock=True, verbose=False)

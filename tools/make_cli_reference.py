@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Writes docs/guide/command-line.md from the parsers of `macko`, so that the page cannot differ from the program.
+
+tests/test_docs.py fails when the page is not what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+import textwrap
+
+from ggml_macko.commands.cli import make_parser
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guide" / "command-line.md"
+HEAD = """# Command-line reference
+
+Made by `tools/make_cli_reference.py` from the program's own parsers. Results go to standard output, progress and
+warnings to standard error. Exit codes: 0 done, 1 any error (one line on standard error), 130 and 143 after Ctrl-C and
+SIGTERM. `macko --version` prints the versions and what the build can use; `--debug` shows a traceback with an error.
+"""
+
+
+def cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def argument_row(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
+    """| `-n N, --n-gen N` | what it does |"""
+    if action.option_strings:
+        value = "" if action.nargs == 0 else " " + formatter._format_args(action, action.dest.upper())
+        name = ", ".join(action.option_strings) + value
+    else:
+        name = formatter._format_args(action, action.dest.upper())
+    help_text = formatter._expand_help(action) if action.help else ""
+    return f"| `{cell(name)}` | {cell(help_text)} |"
+
+
+def usage_of(parser: argparse.ArgumentParser) -> str:
+    """`macko convert [options] IN OUT [TYPE] ...`: arguments without a dash, options summed up."""
+    formatter = argparse.HelpFormatter(parser.prog)
+    names = [formatter._format_args(a, a.dest.upper()) for a in positionals(parser)]
+    return " ".join([parser.prog, "[options]", *names])
+
+
+def positionals(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [a for a in parser._actions if not a.option_strings]
+
+
+def section(name: str, parser: argparse.ArgumentParser) -> str:
+    formatter = argparse.HelpFormatter(parser.prog)
+    actions = [a for a in parser._actions if a.dest not in ("help", "debug") and a.help != argparse.SUPPRESS]
+    lines = [f"## macko {name}", "", f"`{usage_of(parser)}`", "", paragraph(parser.description or ""), ""]
+    if actions:
+        lines += ["| argument | |", "|---|---|", *(argument_row(a, formatter) for a in actions), ""]
+    if parser.epilog:
+        lines += [paragraph(parser.epilog), ""]
+    return "\n".join(lines)
+
+
+def make_page() -> str:
+    parser = make_parser()
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    summary = {choice.dest: choice.help or "" for choice in commands._choices_actions}
+    table = ["| command | |", "|---|---|", *(f"| [{n}](#macko-{n}) | {cell(h)} |" for n, h in summary.items()), ""]
+    sections = [section(name, sub) for name, sub in commands.choices.items() if name in summary]
+    return "\n".join([HEAD, *table, *sections]).rstrip("\n") + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", nargs="?", default=str(PAGE), metavar="FILE", help="- for standard output")
+    args = parser.parse_args()
+    if args.output == "-":
+        sys.stdout.write(make_page())
+    else:
+        pathlib.Path(args.output).write_text(make_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

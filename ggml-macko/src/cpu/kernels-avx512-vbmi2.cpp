@@ -151,9 +151,10 @@ struct simd : avx512 {
     // sum of d * q * x over whole groups: four products of bytes are added at a time, so that a vector has eight sums
     // of each half
     template <int TYPE, typename LINED> static float dot_groups(const uint8_t * group, int64_t n, const LINED & lined) {
-        constexpr int PREFETCH = 4096; // bytes ahead
-        vec           total    = zero();
-        for (int64_t i = 0; i < n; i++, group += quant_group_nbytes(TYPE)) {
+        constexpr int PREFETCH     = 4096; // bytes ahead
+        constexpr int group_nbytes = quant_group_nbytes(TYPE);
+        vec           total        = zero();
+        for (int64_t i = 0; i < n; i++, group += group_nbytes) {
             __builtin_prefetch(group + PREFETCH);
             const __m512i q    = all_quants<TYPE>(group);
             const __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(lined.high + i * 64), q);

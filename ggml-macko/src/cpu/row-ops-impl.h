@@ -20,7 +20,9 @@ INLINE vec exp_vec(vec x) {
     // ln 2 in two parts
     const vec r = simd::fma(n, simd::set1(-0x1.7f7d1cp-20f), simd::fma(n, simd::set1(-0x1.62e4p-1f), x));
     vec       p = simd::set1(1.0f / 5040);
-    for (const float c : { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f }) {
+    // an array: the functions of std::initializer_list are another header's
+    constexpr float series[] = { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f };
+    for (const float c : series) {
         p = simd::fma(p, r, simd::set1(c));
     }
     return reinterpret_cast<vec>(reinterpret_cast<int_vec>(p) + (reinterpret_cast<int_vec>(biased) << 23));

@@ -1,12 +1,12 @@
 // The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them
 // and does the small
-// operations in between (cpu-steps.h).
+// operations in between (graph-plan.h).
 // Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise:
 // so it needs no
 // compute buffers, copies nothing between splits and does not touch models that are not sparse.
 #include "cpu/device.h"
 #include "cpu/graph-plan.h"
-#include "cpu/stored-matrix.h"
+#include "cpu/weight.h"
 #include "host/load-session.h"
 #include "host/log.h"
 #include "host/planned-buffer.h"
@@ -54,18 +54,18 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
     if (offset > 0) {
         return; // the first piece had the handle; the stream has nothing more of a sparse tensor
     }
-    auto * m = static_cast<stored_matrix *>(tensor->data);
+    auto * m = static_cast<weight *>(tensor->data);
     *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
     pack consumer;
     consumer.bitmap = m->bitmap();
     if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
-        m->magic = STORED_MATRIX;
+        m->magic = WEIGHT_MAGIC;
     }
 }
 
 // dense elements, for whoever saves or inspects the model
 void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const stored_matrix * m = stored(tensor);
+    const weight * m = weight_of(tensor);
     if (!m) {
         memset(data, 0, size);
         return;
@@ -121,7 +121,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 }
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
-    return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
 }
 
 // known from the header, so that llama.cpp's memory figures are the true ones
@@ -141,7 +141,7 @@ bool is_no_op(const ggml_tensor * node) {
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    auto & steps = *static_cast<cpu_steps *>(backend->context);
+    auto & steps = *static_cast<graph_plan *>(backend->context);
     try {
         steps.clear();
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
@@ -171,7 +171,7 @@ void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void *
 void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
 
 void backend_free(ggml_backend_t backend) {
-    delete static_cast<cpu_steps *>(backend->context);
+    delete static_cast<graph_plan *>(backend->context);
     delete backend;
 }
 
@@ -239,7 +239,7 @@ void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) { delete 
 void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
-    auto * context = new (std::nothrow) cpu_steps;
+    auto * context = new (std::nothrow) graph_plan;
     return context ? new ggml_backend{ backend_guid(), backend_iface, dev, context } : nullptr;
 }
 
@@ -330,14 +330,14 @@ const ggml_backend_device_i device_iface = {
 
 } // namespace
 
-ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg) {
+ggml_backend_dev_t device(ggml_backend_reg_t reg) {
     static ggml_backend_device device = { device_iface, reg, nullptr };
     return &device;
 }
 
-void cpu_set_n_threads(ggml_backend_t backend, int n_threads) {
+void set_n_threads(ggml_backend_t backend, int n_threads) {
     if (backend && ggml_guid_matches(backend->guid, backend_guid())) {
-        static_cast<cpu_steps *>(backend->context)->n_threads = n_threads;
+        static_cast<graph_plan *>(backend->context)->n_threads = n_threads;
     }
 }
 

@@ -8,8 +8,8 @@
 namespace macko::cpu {
 
 // type ACCEL: MUL_MAT and MUL_MAT_ID with sparse weights, on the CPU; the CPU backend does the rest
-ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg);
+ggml_backend_dev_t device(ggml_backend_reg_t reg);
 // for ggml_backend_set_n_threads
-void cpu_set_n_threads(ggml_backend_t backend, int n_threads);
+void set_n_threads(ggml_backend_t backend, int n_threads);
 
 } // namespace macko::cpu

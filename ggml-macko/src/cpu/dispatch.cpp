@@ -93,7 +93,7 @@ static const selection & select_once() {
     return chosen;
 }
 
-int cpu_kernels_select(const char ** name) {
+int select_kernels(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
@@ -112,12 +112,12 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
         const bool faster =
-            is_quant_type(w.type) ? cost.narrow_below > 0 : value_nbytes(w.type) == 2 && density < cost.narrow_below;
-        return faster && p.round_x ? x_layout::narrow : x_layout::rows;
+            is_quant_type(w.type) ? cost.rows16_below > 0 : value_nbytes(w.type) == 2 && density < cost.rows16_below;
+        return faster && p.round_x ? x_layout::rows16 : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
-    const float rows    = groups * cost.group + static_cast<float>(p.n) * cost.x;
+    const float rows    = groups * cost.x_batch + static_cast<float>(p.n) * cost.x;
     const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
     return rows <= panels ? x_layout::rows : x_layout::panels;
 }
@@ -171,6 +171,6 @@ static const kernel_set & set_in_use() {
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
 
-const row_ops & cpu_row_ops() { return set_in_use().rows; }
+const row_ops & row_ops_in_use() { return set_in_use().rows; }
 
 } // namespace macko::cpu

@@ -11,8 +11,8 @@ namespace macko::cpu {
 enum class x_layout {
     // one x as padded_cols 16-bit numbers of the value type, or integers for quantized weights (n = 1, round_x); sets
     // without it
-    narrow,
-    // (narrow_below 0) read `rows`
+    rows16,
+    // (rows16_below 0) read `rows`
     rows,   // n rows of padded_cols floats: weights are expanded once for up to 8 x (decode)
     panels, // tiles of tokens, each [padded_cols][tokens of the tile]: each non-zero meets a vector of tokens (prefill)
 };
@@ -22,9 +22,9 @@ enum class x_layout {
 // lie in L2 (docs/notes-cpu-kernels.md); dispatch.cpp compares the layouts with it.
 struct kernel_costs {
     // density below which `narrow` is faster than `rows` at n = 1; quantized weights: at any density, unless this is 0
-    float narrow_below;
+    float rows16_below;
     int   vector_width; // tokens in a vector
-    float group, x;     // rows: expanding weights for a group of up to 8 x; each x
+    float x_batch, x;   // rows: expanding weights for a group of up to 8 x; each x
     float column;       // panels: each column,
     float entry;        //         each non-zero,
     float vector;       //         each non-zero and vector of tokens

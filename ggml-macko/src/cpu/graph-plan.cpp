@@ -1,6 +1,6 @@
 #include "cpu/graph-plan.h"
 #include "cpu/row-ops.h"
-#include "cpu/stored-matrix.h"
+#include "cpu/weight.h"
 #include "host/log.h"
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
 // Thread ith's share: whole rows, or of a single row some columns.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     const ggml_tensor * b     = dst->src[1];
-    const row_ops &     ops   = cpu_row_ops();
+    const row_ops &     ops   = row_ops_in_use();
     const int64_t       cols  = dst->ne[0];
     const int64_t       rows  = ggml_nrows(dst);
     const bool          share = rows < nth && dst->op != GGML_OP_RMS_NORM;
@@ -74,7 +74,7 @@ bool is_row_op(const ggml_tensor * op) {
            (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
 }
 
-cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_matrix * m, int64_t matrix) {
+graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix) {
     if (n_steps == steps.size()) {
         steps.emplace_back();
     }
@@ -88,7 +88,7 @@ cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_
 }
 
 // dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3]; m2 and m3 divide n2 and n3 (broadcast)
-void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
+void graph_plan::add_mul_mat(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w  = dst->src[0];
     const ggml_tensor * x  = dst->src[1];
     const int64_t       r2 = x->ne[2] / w->ne[2];
@@ -110,7 +110,7 @@ void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
 
 // dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids.
 // False on a bad id.
-bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst) {
+bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w     = dst->src[0];
     const ggml_tensor * x     = dst->src[1];
     const ggml_tensor * ids   = dst->src[2];
@@ -136,12 +136,12 @@ bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst)
     return true;
 }
 
-bool cpu_steps::add(const ggml_tensor * node) {
+bool graph_plan::add(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) {
         next_step(node, nullptr, 0);
         return true;
     }
-    const stored_matrix * m = stored(node->src[0]);
+    const weight * m = weight_of(node->src[0]);
     if (!m) {
         log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
         return false;
@@ -153,7 +153,7 @@ bool cpu_steps::add(const ggml_tensor * node) {
     return true;
 }
 
-void cpu_steps::reserve_scratch() {
+void graph_plan::reserve_scratch() {
     int64_t nbytes = 0;
     for (size_t i = 0; i < n_steps; i++) {
         if (steps[i].m) {
@@ -171,7 +171,7 @@ void cpu_steps::reserve_scratch() {
     }
 }
 
-void cpu_steps::run() {
+void graph_plan::run() {
     reserve_scratch();
 #pragma omp parallel num_threads(n_threads)
     for (size_t i = 0; i < n_steps; i++) {

@@ -12,12 +12,12 @@
 
 namespace macko::cpu {
 
-struct stored_matrix;
+struct weight;
 
-// whether cpu_steps can do this ADD, MUL, RMS_NORM or GLU: F32, rows without gaps, second operand as wide as the first
+// whether graph_plan can do this ADD, MUL, RMS_NORM or GLU: F32, rows without gaps, second operand as wide as the first
 bool is_row_op(const ggml_tensor * op);
 
-class cpu_steps {
+class graph_plan {
 public:
     int n_threads = omp_get_max_threads();
 
@@ -31,7 +31,7 @@ public:
 private:
     struct step {
         const ggml_tensor *        row_op; // nullptr: a product
-        const stored_matrix *      m;
+        const weight *             m;
         int64_t                    matrix; // which of ne2 * ne3 matrices, or which expert
         std::vector<const float *> x;
         std::vector<float *>       y;
@@ -41,9 +41,9 @@ private:
     std::unique_ptr<void, void (*)(void *)> scratch        = { nullptr, free };
     int64_t                                 scratch_nbytes = 0;
 
-    step & next_step(const ggml_tensor * row_op, const stored_matrix * m, int64_t matrix);
-    void   add_mul_mat(const stored_matrix * m, const ggml_tensor * dst);
-    bool   add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst);
+    step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);
+    void   add_mul_mat(const weight * m, const ggml_tensor * dst);
+    bool   add_mul_mat_id(const weight * m, const ggml_tensor * dst);
     void   reserve_scratch();
 };
 

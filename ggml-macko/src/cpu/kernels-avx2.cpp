@@ -10,9 +10,9 @@ namespace {
 // for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i
 // is clear
 struct spread_tables {
-    alignas(64) uint8_t words[256][16]; // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
-    alignas(64) uint8_t lanes[256][8];  // for vpermps
-    alignas(64) uint8_t places[256][8]; // positions of the set bits, lowest first
+    alignas(64) uint8_t words[256][16];    // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
+    alignas(64) uint8_t lanes[256][8];     // for vpermps
+    alignas(64) uint8_t positions[256][8]; // positions of the set bits, lowest first
 };
 constexpr spread_tables make_spread_tables() {
     spread_tables t = {};
@@ -24,7 +24,7 @@ constexpr spread_tables make_spread_tables() {
             t.words[m][2 * i + 1] = set ? static_cast<uint8_t>(2 * k + 1) : 0x80;
             t.lanes[m][i]         = set ? static_cast<uint8_t>(k) : 0x80;
             if (set) {
-                t.places[m][k++] = static_cast<uint8_t>(i);
+                t.positions[m][k++] = static_cast<uint8_t>(i);
             }
         }
     }
@@ -35,11 +35,11 @@ constexpr spread_tables tables = make_spread_tables();
 struct simd {
     using vec = __m256;
 
-    static constexpr int                      width        = 8;
-    static constexpr int                      tile_vecs    = 8;
-    template <int TYPE> static constexpr int  step         = 8;
-    template <int TYPE> static constexpr bool narrows      = false;
-    template <int NX> static constexpr int    rows_at_once = 1;
+    static constexpr int                      width         = 8;
+    static constexpr int                      tile_vecs     = 8;
+    template <int TYPE> static constexpr int  step          = 8;
+    template <int TYPE> static constexpr bool has_rows16    = false;
+    template <int NX> static constexpr int    rows_per_pass = 1;
 
     static vec   zero() { return _mm256_setzero_ps(); }
     static vec   set1(float a) { return _mm256_set1_ps(a); }
@@ -127,10 +127,10 @@ struct simd {
         }
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
-        const __m256i places =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.places[bits])));
+        const __m256i positions =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.positions[bits])));
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
-                            _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int>(base))));
+                            _mm256_add_epi32(positions, _mm256_set1_epi32(static_cast<int>(base))));
     }
 };
 

@@ -25,9 +25,9 @@ struct avx512 {
     // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
     static constexpr int                      prefetch_bytes = 3072;
     template <int TYPE> static constexpr int  step           = 16;
-    template <int TYPE> static constexpr bool narrows        = false;
+    template <int TYPE> static constexpr bool has_rows16     = false;
     // each x vector is loaded once for both rows
-    template <int NX> static constexpr int rows_at_once = NX == 1 ? 1 : 2;
+    template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 
     static vec   zero() { return _mm512_setzero_ps(); }
     static vec   set1(float a) { return _mm512_set1_ps(a); }

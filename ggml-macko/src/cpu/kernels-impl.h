@@ -10,8 +10,8 @@
 // one x in the narrow layout (integers).
 //
 // narrow layout (one x, low density or quantized): work in proportion to groups of 64 columns; the instruction set's
-// own dot_narrow(),
-//                       or line_up() and dot_groups().
+// own dot_gathered(),
+//                       or compress_x() and dot_groups().
 // rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector
 // lanes (zero where
 //                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
@@ -48,7 +48,7 @@ static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
 
 constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost half its speed at density 1/2
 
-constexpr int GROUP = 8; // x that meet an expanded row at once
+constexpr int X_BATCH = 8; // x that meet an expanded row at once
 
 template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
 // what expand() and load_values() get
@@ -60,7 +60,7 @@ INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // the s-th STEP bits of a mask word
-template <int STEP> INLINE uint32_t piece(uint64_t bits, int s) {
+template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
     return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
 }
 
@@ -204,32 +204,32 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     }
 }
 
-constexpr int64_t PIECE = 64; // words
+constexpr int64_t SEGMENT_WORDS = 64; // words
 // of a piece: up to 63 zeros in front, the x of its non-zeros, zeros that fill a group, and room that stores may touch
-struct lined_x {
-    alignas(64) uint8_t low[PIECE * 64 + 64 + 64];
-    alignas(64) uint8_t high[PIECE * 64 + 64 + 64];
+struct compressed_x {
+    alignas(64) uint8_t low[SEGMENT_WORDS * 64 + 64 + 64];
+    alignas(64) uint8_t high[SEGMENT_WORDS * 64 + 64 + 64];
 };
 
-// Two steps: the x of a piece of a row are lined up, then they meet whole groups of weights, zeros for those of other
+// Two steps: the x of a piece of a row are compressed up, then they meet whole groups of weights, zeros for those of other
 // pieces. The second
 // step is one piece behind: a load that spans stores that are still under way waits for them (2.0 against 1.5 ns per 64
 // columns at density .3).
 template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    struct piece_of_row {
+    struct segment_of_row {
         const uint8_t * groups;
         int64_t         n; // groups
         float *         y;
     };
-    lined_x         lined[2];
+    compressed_x    compressed[2];
     const int64_t   words         = words_of(p.w.cols);
     const uint8_t * x             = static_cast<const uint8_t *>(p.scratch);
     const float     scale         = *scale_of_x(p);
-    piece_of_row    last          = { nullptr, 0, nullptr };
+    segment_of_row  last          = { nullptr, 0, nullptr };
     int             now           = 0;
     const auto      multiply_last = [&] {
         if (last.y) {
-            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, lined[now ^ 1]);
+            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, compressed[now ^ 1]);
         }
     };
     for (int64_t row = row_begin; row < row_end; row++) {
@@ -239,14 +239,14 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8;
         float *    y   = p.y[0] + (row - p.row_begin);
         *y             = -OFFSET * scale * p.w.row_sums[row];
-        for (int64_t word = 0; word < words; word += PIECE, now ^= 1) {
-            const int64_t n_words = smaller(PIECE, words - word);
+        for (int64_t word = 0; word < words; word += SEGMENT_WORDS, now ^= 1) {
+            const int64_t n_words = smaller(SEGMENT_WORDS, words - word);
             for (int64_t line = 0; line < n_words; line += 8) {
                 __builtin_prefetch(mask + word + 256 + line);
             }
             const int64_t n =
-                few ? S::template line_up<true>(mask + word, n_words, x + word * 128, at % 64, lined[now])
-                    : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 64, lined[now]);
+                few ? S::template compress_x<true>(mask + word, n_words, x + word * 128, at % 64, compressed[now])
+                    : S::template compress_x<false>(mask + word, n_words, x + word * 128, at % 64, compressed[now]);
             multiply_last();
             last = { p.w.values + at / 64 * group_size<TYPE>, (n + 63) / 64, y };
             at += n - at % 64;
@@ -255,15 +255,15 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
     multiply_last();
 }
 
-template <int TYPE, typename S> void prepare_narrow(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+template <int TYPE, typename S> void prepare_rows16(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     uint8_t * dst = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = p.w.cols - c;
-        S::template narrow<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
+        S::template store16<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
     }
 }
 
-template <int TYPE, typename S> void multiply_narrow(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     const int64_t words = words_of(p.w.cols);
     for (int64_t row = row_begin; row < row_end; row++) {
         const uint8_t * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
@@ -271,8 +271,8 @@ template <int TYPE, typename S> void multiply_narrow(const mul_mat_params & p, i
         // few entries in most groups: 64 columns have 9.6 on average at this density
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1] - p.w.row_off[row]) * 20 <= p.w.cols * 3;
         p.y[0][row - p.row_begin] =
-            few ? S::template dot_narrow<TYPE, true>(p.w.masks + row * words, words, values, x)
-                : S::template dot_narrow<TYPE, false>(p.w.masks + row * words, words, values, x);
+            few ? S::template dot_gathered<TYPE, true>(p.w.masks + row * words, words, values, x)
+                : S::template dot_gathered<TYPE, false>(p.w.masks + row * words, words, values, x);
     }
 }
 
@@ -325,7 +325,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             vec w[NR][VECS];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                const auto part = piece<STEP>(bits[r], s);
+                const auto part = mask_bits<STEP>(bits[r], s);
                 simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
                 at[r] += __builtin_popcount(part) * value_size<TYPE>;
             }
@@ -356,8 +356,8 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 }
 
 template <int TYPE, int NX>
-void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
-    constexpr int NR = simd::rows_at_once<NX>;
+void multiply_batch(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+    constexpr int NR = simd::rows_per_pass<NX>;
     int64_t       r  = 0;
     for (; r + NR <= n_rows; r += NR) {
         dot_rows<TYPE, NX, NR>(p, row + r, first_x);
@@ -369,19 +369,19 @@ void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64
 
 template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     constexpr int64_t BLOCK = 8; // rows that stay in L1 from one group of x to the next
-    const int64_t     step  = p.n <= GROUP ? row_end - row_begin : BLOCK;
+    const int64_t     step  = p.n <= X_BATCH ? row_end - row_begin : BLOCK;
     for (int64_t row = row_begin; row < row_end; row += step) {
         const int64_t n_rows = smaller(step, row_end - row);
-        for (int64_t i = 0; i < p.n; i += GROUP) {
-            switch (smaller(GROUP, p.n - i)) {
-                case 1:  multiply_group<TYPE, 1>(p, row, n_rows, i); break;
-                case 2:  multiply_group<TYPE, 2>(p, row, n_rows, i); break;
-                case 3:  multiply_group<TYPE, 3>(p, row, n_rows, i); break;
-                case 4:  multiply_group<TYPE, 4>(p, row, n_rows, i); break;
-                case 5:  multiply_group<TYPE, 5>(p, row, n_rows, i); break;
-                case 6:  multiply_group<TYPE, 6>(p, row, n_rows, i); break;
-                case 7:  multiply_group<TYPE, 7>(p, row, n_rows, i); break;
-                default: multiply_group<TYPE, 8>(p, row, n_rows, i); break;
+        for (int64_t i = 0; i < p.n; i += X_BATCH) {
+            switch (smaller(X_BATCH, p.n - i)) {
+                case 1:  multiply_batch<TYPE, 1>(p, row, n_rows, i); break;
+                case 2:  multiply_batch<TYPE, 2>(p, row, n_rows, i); break;
+                case 3:  multiply_batch<TYPE, 3>(p, row, n_rows, i); break;
+                case 4:  multiply_batch<TYPE, 4>(p, row, n_rows, i); break;
+                case 5:  multiply_batch<TYPE, 5>(p, row, n_rows, i); break;
+                case 6:  multiply_batch<TYPE, 6>(p, row, n_rows, i); break;
+                case 7:  multiply_batch<TYPE, 7>(p, row, n_rows, i); break;
+                default: multiply_batch<TYPE, 8>(p, row, n_rows, i); break;
             }
         }
     }
@@ -389,20 +389,20 @@ template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_beg
 
 // ---- panels layout ----
 
-struct entries {                              // the non-zeros of a row in a chunk
+struct nonzero_list {                         // the non-zeros of a row in a chunk
     alignas(64) uint32_t col[MAX_CHUNK + 64]; // within the chunk
     alignas(64) float weight[MAX_CHUNK + 64];
 };
 
 // fills list, then zero entries up to a multiple of `multiple` (at most W); returns the number with them
 template <int TYPE>
-INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, entries & list) {
+INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, nonzero_list & list) {
     alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
     int               n = 0;
     for (int word = 0; word < n_words; word++) {
         const uint64_t bits = mask[word];
         for (int s = 0; s < 64 / W; s++) {
-            const auto part = piece<W>(bits, s);
+            const auto part = mask_bits<W>(bits, s);
             simd::columns(part, static_cast<uint32_t>(word * 64 + s * W), list.col + n);
             n += __builtin_popcount(part);
         }
@@ -422,7 +422,7 @@ INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader
 // FMAs overlap.
 template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
 
-template <int NV> INLINE void accumulate(const float * x, const entries & list, int n, float * acc) {
+template <int NV> INLINE void accumulate(const float * x, const nonzero_list & list, int n, float * acc) {
     vec sum[SETS<NV>][NV];
 #pragma GCC unroll 8
     for (int s = 0; s < SETS<NV>; s++) {
@@ -486,7 +486,7 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
     const float *     x      = static_cast<const float *>(p.scratch) + token * words * 64;
     alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
     reader<TYPE>      values[BLOCK_ROWS<NV>];
-    entries           list;
+    nonzero_list      list;
 
     for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS<NV>) {
         const int64_t n_rows = smaller(BLOCK_ROWS<NV>, row_end - row);
@@ -531,12 +531,12 @@ template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_b
 // ---- entry points of kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if constexpr (simd::narrows<TYPE>) {
-        if (layout == x_layout::narrow) {
+    if constexpr (simd::has_rows16<TYPE>) {
+        if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
                 return prepare_integers<simd>(p, col_begin, col_end);
             } else {
-                return prepare_narrow<TYPE, simd>(p, col_begin, col_end);
+                return prepare_rows16<TYPE, simd>(p, col_begin, col_end);
             }
         }
     }
@@ -563,12 +563,12 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (simd::narrows<TYPE>) {
-        if (layout == x_layout::narrow) {
+    if constexpr (simd::has_rows16<TYPE>) {
+        if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
                 return multiply_integers<TYPE, simd>(p, row_begin, row_end);
             } else {
-                return multiply_narrow<TYPE, simd>(p, row_begin, row_end);
+                return multiply_rows16<TYPE, simd>(p, row_begin, row_end);
             }
         }
     }

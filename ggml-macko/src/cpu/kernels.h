@@ -27,6 +27,6 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
 // kernel set in use: GGML_MACKO_FORCE, or the best that this CPU has. OK or an error that names the bad value.
-[[nodiscard]] int cpu_kernels_select(const char ** name);
+[[nodiscard]] int select_kernels(const char ** name);
 
 } // namespace macko::cpu

@@ -16,6 +16,6 @@ struct row_ops {
 };
 
 // those of the kernel set in use
-const row_ops & cpu_row_ops();
+const row_ops & row_ops_in_use();
 
 } // namespace macko::cpu

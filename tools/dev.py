@@ -18,6 +18,7 @@ import argparse
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,10 @@ def install(extra: str) -> None:
         "-C", f"cmake.define.GGML_MACKO_CUDA_ARCHITECTURES={cuda_architectures()}", ".",
     )  # fmt: skip
     (wheel,) = DIST.glob("*.whl")
-    run(PYTHON, "-m", "pip", "install", f"{wheel}[{extra}]")
+    # llama-cpp-python is compiled here, without the library of llama.cpp's command-line programs
+    hook = shlex.quote(f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={ROOT / 'cmake' / 'llama-cpp-python.cmake'}")
+    environment = {**os.environ, "CMAKE_ARGS": f"{os.environ.get('CMAKE_ARGS', '')} {hook}".strip()}
+    run(PYTHON, "-m", "pip", "install", f"{wheel}[{extra}]", env=environment)
     # again, since pip keeps an installed package of the same version
     run(PYTHON, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
 

@@ -1,6 +1,7 @@
 """Unpacks the llama.cpp headers of one llama-cpp-python source distribution: VERSION OUT_DIR.
 
-pip fetches the archive (its cache is used). Nothing of it is kept but the headers, ggml's CMakeLists.txt (version number) and the licence.
+pip downloads the archive, or takes it from its cache. Only the headers, ggml's CMakeLists.txt (for the version number)
+and the licence are kept.
 """
 
 from __future__ import annotations
@@ -20,24 +21,8 @@ WANTED = re.compile(
 def main(version: str, out_dir: str) -> None:
     out = pathlib.Path(out_dir)
     with tempfile.TemporaryDirectory() as tmp:
-        requirement = f"llama-cpp-python=={version}"
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "--no-binary",
-                "llama-cpp-python",
-                "-d",
-                tmp,
-                requirement,
-            ],
-            check=True,
-            stdout=sys.stderr,
-        )
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python"]
+        subprocess.run([*download, "-d", tmp, f"llama-cpp-python=={version}"], check=True, stdout=sys.stderr)
         (archive,) = pathlib.Path(tmp).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             for member in tar:

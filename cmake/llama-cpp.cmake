@@ -12,10 +12,12 @@ else()
     if(NOT EXISTS ${LLAMA_CPP_DIR}/ggml/CMakeLists.txt)
         message(STATUS "fetching the headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}")
         execute_process(
-            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/fetch_llama_cpp_headers.py ${LLAMA_CPP_PYTHON_VERSION} ${LLAMA_CPP_DIR}
+            COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/fetch_llama_cpp_headers.py
+                ${LLAMA_CPP_PYTHON_VERSION} ${LLAMA_CPP_DIR}
             RESULT_VARIABLE failed)
         if(failed)
-            message(FATAL_ERROR "no headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}; set GGML_MACKO_LLAMA_CPP_DIR to its llama.cpp source tree")
+            message(FATAL_ERROR "cannot fetch the headers of llama-cpp-python ${LLAMA_CPP_PYTHON_VERSION}; "
+                "set GGML_MACKO_LLAMA_CPP_DIR to the llama.cpp source tree inside it")
         endif()
     endif()
 endif()

@@ -1,4 +1,4 @@
-"""What every tool that evaluates a text must refuse, and how."""
+"""Inputs that each command that evaluates a text must refuse, and the messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAMPLE = generators.DEMO.parent / "sample.txt"
 
 
 def one_line(done, *parts):
-    """A subcommand failed with one line that holds the parts."""
+    """Asserts that a subcommand failed with one line that contains the parts."""
     assert done.code == 1 and "Traceback" not in done.err
     last = done.err.strip().splitlines()
     assert last[-1].startswith("error: ") and len(last) == 1, done.err

@@ -12,9 +12,8 @@ import pytest
 import generators
 from ggml_macko.commands import cli
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell that ran us in the background left it so, for us and our children
+# A shell that starts pytest in the background makes it ignore SIGINT, and child processes inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Done = namedtuple("Done", "code out err")
@@ -22,7 +21,7 @@ Done = namedtuple("Done", "code out err")
 
 @pytest.fixture
 def macko(capfd):
-    """Runs a subcommand in this process: macko("convert", IN, OUT) -> code, out, err."""
+    """Runs a subcommand in this process: macko("convert", IN, OUT) returns code, out and err."""
 
     def run(*args: object) -> Done:
         capfd.readouterr()
@@ -38,7 +37,7 @@ def macko(capfd):
 
 @pytest.fixture
 def macko_process():
-    """The same in a process of its own, as a user would: exit codes, signals, environment."""
+    """Runs a subcommand in its own process, for exit codes, signals and environment variables."""
 
     def run(*args: object, **kwargs: object) -> Done:
         done = subprocess.run(
@@ -61,7 +60,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def shared_models():
-    """A folder of real models that is not part of the repository."""
+    """A folder of real models, which the repository does not have. Skips the test without it."""
     if not generators.SHARED.is_dir():
         pytest.skip(f"no models in {generators.SHARED}")
     return generators.SHARED

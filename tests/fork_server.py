@@ -1,9 +1,8 @@
-"""Runs the macko command in forked children, quickly and killable: each line on stdin is a request, each line on
-stdout an exit code.
+"""Runs the macko command in forked children that may be killed.
 
-Request (JSON): args; and either operation and before (SIGKILL before or after the n-th call that changes files) or
-delay (SIGKILL after so many seconds). A program of its own: a fork of the test process would inherit OpenMP threads
-that are not there any more.
+Each line on stdin is a request, each line on stdout an exit code. A request is JSON: args, and either operation and before (SIGKILL before or after the n-th call that changes files) or
+delay (SIGKILL after so many seconds). This is a program, since a fork of the test process would lose the threads of its
+OpenMP runtime.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def child(request: dict) -> None:
 
 def main() -> None:
     cli.make_parser()
-    bindings.version()  # everything is loaded before the forks; nothing has computed yet
+    bindings.version()  # loads everything before the forks, and starts no threads
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

@@ -1,4 +1,4 @@
-"""GGUF files as plain Python lists that a test may break at will; knows nothing of what is right. Not for large files."""
+"""GGUF files as Python lists that a test may change into anything, valid or not. For small files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 PACK = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
-# type id -> (elements, bytes) of a block, for the types that the tests use
+# ggml type -> (elements, bytes) of a block, for the types that the tests use
 BLOCKS = {
     0: (1, 4),
     1: (1, 2),
@@ -64,7 +64,7 @@ class GGUF:
 
 
 def _pack(type_: int, value) -> bytes:
-    """Numbers that do not fit are cut, as a hostile writer would."""
+    """The bytes of a value; of a number that does not fit, the low bytes."""
     if type_ == STRING:
         return struct.pack("<Q", len(value)) + value
     code = PACK.get(type_, "B")  # an unknown type: one byte

@@ -1,4 +1,4 @@
-"""Llama forward pass in float64 NumPy: the yardstick for logits. Reads a dense GGUF; shares nothing with llama.cpp or with our kernels."""
+"""The forward pass of Llama in float64 NumPy, as reference for logits. Shares no code with llama.cpp or our kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Float64Llama:
-    """Llama architecture (GQA, SwiGLU, RMSNorm, interleaved RoPE without scaling) of a dense F16/F32 GGUF."""
+    """A dense F16 or F32 GGUF of the Llama architecture: GQA, SwiGLU, RMSNorm, interleaved RoPE without scaling."""
 
     def __init__(self, path: str):
         reader = gguf.GGUFReader(path)
@@ -26,7 +26,7 @@ class Float64Llama:
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.eps) * self.weights[name]
 
     def rope(self, x: np.ndarray) -> np.ndarray:
-        """x: (tokens, heads, head_dim); pairs (2i, 2i+1) turn by position * base^(-2i/head_dim)."""
+        """x: (tokens, heads, head_dim). Pairs (2i, 2i + 1) are rotated by position * base^(-2i / head_dim)."""
         n, _, dim = x.shape
         angle = np.arange(n)[:, None, None] * self.rope_base ** (-np.arange(0, dim, 2) / dim)
         even, odd = x[..., 0::2], x[..., 1::2]
@@ -35,7 +35,7 @@ class Float64Llama:
         out[..., 1::2] = even * np.sin(angle) + odd * np.cos(angle)
         return out
 
-    def logits(self, tokens: list) -> np.ndarray:
+    def logits(self, tokens: list[int]) -> np.ndarray:
         """(tokens, vocabulary) float64"""
         w = self.weights
         x = w["token_embd.weight"][tokens]

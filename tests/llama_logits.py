@@ -22,7 +22,7 @@ def clear(llama: Any) -> None:
 
 
 def logits_one_by_one(llama: Any, tokens: list) -> np.ndarray:
-    """The same, token after token: the graphs of decoding, queued as they are, captured, and replayed."""
+    """Like logits(), but token by token, with the graphs of decoding."""
     clear(llama)
     rows = []
     for token in tokens:
@@ -32,7 +32,7 @@ def logits_one_by_one(llama: Any, tokens: list) -> np.ndarray:
 
 
 def logits(llama: Any, tokens: list) -> np.ndarray:
-    """(len(tokens), n_vocab) float32: one fresh evaluation of all tokens in one batch. llama: with logits_all=True."""
+    """(len(tokens), n_vocab) float32 of all tokens in one batch, from an empty context. llama: with logits_all=True."""
     import llama_cpp
 
     clear(llama)

@@ -284,7 +284,7 @@ struct output {
     }
 };
 
-enum class how { dispatched, narrow, rows, panels };
+enum class how { dispatched, rows16, rows, panels };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
     const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
@@ -297,7 +297,7 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
-        const x_layout layout = with == how::narrow ? x_layout::narrow
+        const x_layout layout = with == how::rows16 ? x_layout::rows16
                                 : with == how::rows ? x_layout::rows
                                                     : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
@@ -345,11 +345,11 @@ static void check_all_sets(const problem & p, bool threads) {
         check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
         bool same = one.same(with_rows) || one.same(with_panels);
-        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.narrow_below > 0) {
-            output with_narrow(p.n, rows);
-            multiply(*set, p, how::narrow, 3, with_narrow);
-            check_result(*set, p, "narrow", with_narrow, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
-            same |= one.same(with_narrow);
+        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.rows16_below > 0) {
+            output with_rows16(p.n, rows);
+            multiply(*set, p, how::rows16, 3, with_rows16);
+            check_result(*set, p, "rows16", with_rows16, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
+            same |= one.same(with_rows16);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
         for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {
@@ -625,10 +625,10 @@ static std::string selection_with(const char * forced) {
     if (child == 0) {
         forced ? setenv("GGML_MACKO_FORCE", forced, 1) : unsetenv("GGML_MACKO_FORCE");
         const char * name   = "unset";
-        const int    status = cpu_kernels_select(&name);
+        const int    status = select_kernels(&name);
         setenv("GGML_MACKO_FORCE", "portable", 1); // too late to matter
         const char * again = "unset";
-        const bool   same  = cpu_kernels_select(&again) == status && strcmp(name, again) == 0;
+        const bool   same  = select_kernels(&again) == status && strcmp(name, again) == 0;
         char         text[600];
         const int    n = snprintf(text, sizeof(text), "%d %s%s", status, status ? ggml_macko_last_error() : name,
                                same ? "" : " (changed)");
@@ -675,7 +675,7 @@ static void test_forced_kernel_set_is_the_one_in_use() {
 static void test_mul_mat_thread_runs_the_selected_set() {
     rng          random(7);
     const char * name;
-    CHECK(cpu_kernels_select(&name) == 0, "%s", ggml_macko_last_error());
+    CHECK(select_kernels(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
     const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
     const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);

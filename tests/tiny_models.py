@@ -1,4 +1,4 @@
-"""Random models of a few kilobytes, one per supported architecture, that llama.cpp loads and runs; with zeros, so that they convert."""
+"""Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _spm(f: GGUF) -> int:
 
 
 def _bpe(f: GGUF) -> int:
-    # GPT-2's printable stand-ins for bytes; a few bytes have none here, as in a real cut-down vocabulary
+    # GPT-2's printable characters for bytes; some bytes have none here, as in a vocabulary that has been cut down
     tokens = [bytes([b]) for b in range(33, 127)] + [
         "Ġ".encode(),
         "Ċ".encode(),

@@ -1,7 +1,8 @@
 """llama.cpp's own programs, to compare figures with, and its headers, to build one.
 
-LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize. They must be of the llama.cpp that llama-cpp-python brings
-(its source distribution holds it), built for this machine: then figures are equal to the last printed digit.
+LLAMA_CPP_BIN names the folder of llama-imatrix, llama-perplexity and llama-quantize. They must be of the llama.cpp in
+the source distribution of the pinned llama-cpp-python, and built for this machine (tools/build_llama_cpp.py): then
+figures are equal to the last printed digit.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess:
-    """Skips the test if there are no such programs."""
+def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a program, which must exit with 0. Skips the test if there is none."""
     folder = os.environ.get("LLAMA_CPP_BIN", "")
     program = pathlib.Path(folder) / name
     if not folder or not program.exists():

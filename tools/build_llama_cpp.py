@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Builds llama.cpp's own programs from the source distribution of the pinned llama-cpp-python, so that `macko run -- PROGRAM` can run them.
+"""Builds llama.cpp's own programs, for `macko run -- PROGRAM`, from the source that the pinned llama-cpp-python brings.
 
-  python3 tools/build_llama_cpp.py                      the CPU backend linked in, for this machine: build/llama.cpp/bin
-  python3 tools/build_llama_cpp.py --dynamic            backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
-  python3 tools/build_llama_cpp.py llama-server         only that one
+  python3 tools/build_llama_cpp.py               CPU backend linked in, for this machine: build/llama.cpp/bin
+  python3 tools/build_llama_cpp.py --dynamic     backends as plugins (GGML_BACKEND_DL), AVX2: build/llama.cpp-dl/bin
+  python3 tools/build_llama_cpp.py llama-server  only that program
 
-Any llama.cpp of the same version works if libllama and libggml are shared libraries. Half an hour on 2 cores; needs CMake and a C++17 compiler.
+`macko run` works with any llama.cpp of this version whose libllama and libggml are shared libraries. Building all
+programs takes half an hour on 2 cores and needs CMake and a C++17 compiler.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import tarfile
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# not among them: llama-save-load-state, a test of llama.cpp in this version; what it shows, tests/test_llama_features.py shows
+# Without llama-save-load-state, which is a test in this version of llama.cpp; tests/test_llama_features.py covers it.
 PROGRAMS = (
-    "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix", "llama-tokenize", "llama-quantize", "llama-gguf-split",
-    "llama-embedding", "llama-speculative", "llama-speculative-simple", "llama-simple", "llama-fit-params", "llama-export-lora",
+    "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix",
+    "llama-tokenize", "llama-quantize", "llama-gguf-split", "llama-embedding", "llama-speculative",
+    "llama-speculative-simple", "llama-simple", "llama-fit-params", "llama-export-lora",
 )  # fmt: skip
-NOT_DYNAMIC = ("llama-export-lora",)  # llama.cpp leaves it out: it uses the CPU backend's symbols
+NOT_DYNAMIC = ("llama-export-lora",)  # it uses symbols of the CPU backend, so llama.cpp does not build it with plugins
 
 
 def pinned_version() -> str:
@@ -37,25 +39,13 @@ def pinned_version() -> str:
 
 
 def fetch(version: str, folder: pathlib.Path) -> pathlib.Path:
-    """The source tree of llama.cpp inside llama-cpp-python, unpacked once."""
+    """The source tree of llama.cpp inside llama-cpp-python; downloaded by pip if it is not in the folder yet."""
     tree = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
     if (tree / "CMakeLists.txt").exists():
         return tree
     with tempfile.TemporaryDirectory() as tmp:
-        requirement = f"llama-cpp-python=={version}"
-        run(
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-deps",
-            "--no-binary",
-            "llama-cpp-python",
-            "-d",
-            tmp,
-            requirement,
-        )
+        download = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-python")
+        run(*download, "-d", tmp, f"llama-cpp-python=={version}")
         (archive,) = pathlib.Path(tmp).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
@@ -67,7 +57,7 @@ def run(*command: object) -> None:
     subprocess.run([str(c) for c in command], check=True)
 
 
-def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, programs: list) -> None:
+def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, programs: list[str]) -> None:
     options = [
         "-DCMAKE_BUILD_TYPE=Release",
         "-DBUILD_SHARED_LIBS=ON",
@@ -84,7 +74,7 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
         ]
     generator = ["-GNinja"] if shutil.which("ninja") else []
     run("cmake", "-S", source, "-B", out, *generator, *options)
-    targets = [*programs, *(["ggml-cpu"] if dynamic else [])]  # a plugin is no dependency of a program
+    targets = [*programs, *(["ggml-cpu"] if dynamic else [])]  # no program depends on a plugin
     run("cmake", "--build", out, "-j", jobs, "--target", *targets)
 
 

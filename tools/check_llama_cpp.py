@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares what they say.
+"""Runs llama.cpp's own programs with a dense model and with its sparse file, through `macko run`, and compares.
 
   python3 tools/build_llama_cpp.py
   python3 tools/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server
-with eight clients at once: with one slot all answers must be those to a single client, with eight slots those that differ must do so at a tie.
-Prints a table; exits with 1 if anything differs that should not.
+Greedy texts, tokens, and the model after splitting and merging must be equal, perplexities to four digits. A server
+has eight clients at once: with one slot, every answer must be the one that a single client gets; with eight slots, an
+answer may differ where two tokens are nearly as probable. llama-bench and memory are shown side by side. Prints a table, and
+exits with 1 if anything differs that must not.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 import llama_programs as programs
 from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "models" / "sample.txt"
-MAX_TIE = 0.05  # logits of F16 models differ by some 0.02 between orders of rounding (tests/test_model_runs.py), and two of them decide
+# Logits of F16 models differ by about 0.02 between orders of rounding (tests/test_model_runs.py), and two are compared.
+MAX_TIE = 0.05
 
 
 def macko(*args: object) -> str:
@@ -33,18 +36,18 @@ def macko(*args: object) -> str:
 
 class Report:
     def __init__(self) -> None:
-        self.rows = []
+        self.rows: list[tuple[str, object, object, str]] = []
         self.failed = False
 
     def add(self, what: str, dense: object, sparse: object, same: bool | None) -> None:
-        """same: None for what may differ"""
+        """Adds a row to the table. same: None for figures that may differ."""
         self.rows.append((what, dense, sparse, {True: "same", False: "DIFFERENT", None: ""}[same]))
         self.failed |= same is False
         print(f"{what}: {dense} | {sparse}", file=sys.stderr, flush=True)
 
 
 def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path) -> None:
-    def compare(what: str, run: object) -> str:
+    def compare(what: str, run: Callable[[pathlib.Path], str]) -> str:
         a, b = run(dense), run(sparse)
         report.add(what, f"{len(a)} characters", f"{len(b)} characters", a == b)
         return a
@@ -78,25 +81,10 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
 
 
 def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
-    """The answer of llama-cli, without the banner in front of it and the speeds behind it."""
-    args = (
-        "-m",
-        model,
-        "-p",
-        "What is a pointer?",
-        "-n",
-        32,
-        "--temp",
-        0,
-        "-t",
-        1,
-        "-c",
-        512,
-        "--single-turn",
-        "--simple-io",
-        "--no-display-prompt",
-    )
-    output = programs.run(folder / "llama-cli", *args).stdout
+    """The answer of llama-cli, without the banner before it and the speeds after it."""
+    options = ("-m", model, "-p", "What is a pointer?", "-n", 32, "--temp", 0, "-t", 1, "-c", 512)
+    flags = ("--single-turn", "--simple-io", "--no-display-prompt")
+    output = programs.run(folder / "llama-cli", *options, *flags).stdout
     return output[output.find("What is a pointer?") :].split("[ Prompt:")[0]
 
 

@@ -1,4 +1,4 @@
-"""Running llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests: texts, figures, a server with its clients."""
+"""Runs llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests: texts, figures, and a server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import sys
 import threading
 import time
 import urllib.request
+from typing import Any
 
 PROMPT = "The function returns"
 
 
-def command(program: pathlib.Path, *args: object, compress: bool = False) -> list:
+def command(program: pathlib.Path, *args: object, compress: bool = False) -> list[str]:
+    """The command line that runs a program with the plugin."""
     macko = [sys.executable, "-m", "ggml_macko.commands.cli", "run", *(["--compress"] if compress else []), "--"]
     return [*macko, str(program), *map(str, args)]
 
 
 def run(
     program: pathlib.Path, *args: object, compress: bool = False, timeout: float = 300
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program; RuntimeError with the end of its log if it fails."""
     done = subprocess.run(
         command(program, *args, compress=compress), capture_output=True, text=True, timeout=timeout, errors="replace"
     )
@@ -31,9 +34,13 @@ def run(
     return done
 
 
-def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: object) -> tuple:
-    """(what `run` returns, the match of pattern in what it logged). Programs that print through llama.cpp's logger may lose the end when they
-    exit (it is a thread that nobody joins), dense or sparse: they run again until the line with the pattern was logged.
+def run_logged(
+    program: pathlib.Path, pattern: str, *args: object, **kwargs: Any
+) -> tuple[subprocess.CompletedProcess[str], re.Match[str]]:
+    """Runs a program; returns the finished process and the first match of the pattern in its log.
+
+    The logger of llama.cpp is a thread that some programs do not join when they exit, so that the end of the log may be
+    missing, with dense and with sparse models. The program runs again, up to 20 times, until the pattern is logged.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
@@ -43,77 +50,58 @@ def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: obj
     raise RuntimeError(f"{program.name}: no '{pattern}' in its log in 20 runs")
 
 
-def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
-    """What it prints, in a run that also logged `last`, which comes after the text; without the empty lines at its end, which come later."""
+def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any) -> str:
+    """What a program prints, in a run that logged `last`, which comes after the text; without newlines at the end."""
     return run_logged(program, last, *args, **kwargs)[0].stdout.rstrip()
 
 
-def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
-    return whole_output(
-        folder / "llama-completion",
-        "graphs reused",
-        "-m",
-        model,
-        "-p",
-        PROMPT,
-        "-n",
-        n,
-        "--temp",
-        0,
-        "-no-cnv",
-        "-t",
-        1,
-        *args,
-        **kwargs,
-    ).strip()
+def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any) -> str:
+    """The greedy continuation of PROMPT by llama-completion: n tokens."""
+    options = ("-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1)
+    return whole_output(folder / "llama-completion", "graphs reused", *options, *args, **kwargs).strip()
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
+    """The greedy continuation of PROMPT by llama-simple: n tokens."""
     return run(folder / "llama-simple", "-m", model, "-n", n, PROMPT).stdout.strip()
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    return float(
-        run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", "-m", model, "-f", text, "-c", 256, *args)[1][1]
-    )
+    """Of the text, in chunks of 256 tokens."""
+    options = ("-m", model, "-f", text, "-c", 256)
+    return float(run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", *options, *args)[1][1])
 
 
-def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
-    """test name -> tok/s"""
+def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict[str, float]:
+    """Name of the test (pp128, tg64, ...) -> tok/s."""
     done = run(folder / "llama-bench", "-m", model, "-o", "json", *args)
     return {f"pp{x['n_prompt']}" if x["n_prompt"] else f"tg{x['n_gen']}": x["avg_ts"] for x in json.loads(done.stdout)}
 
 
-def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: object) -> int:
-    """MiB of weights that llama.cpp's memory fit expects on the host."""
-    return int(
-        run_logged(
-            folder / "llama-fit-params",
-            r"Host +\| +\d+ = +(\d+) \+",
-            "-m",
-            model,
-            "-c",
-            512,
-            "--verbose",
-            *args,
-            **kwargs,
-        )[1][1]
-    )
+def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: Any) -> int:
+    """MiB of weights that llama-fit-params expects on the host."""
+    options = ("-m", model, "-c", 512, "--verbose")
+    pattern = r"Host +\| +\d+ = +(\d+) \+"
+    return int(run_logged(folder / "llama-fit-params", pattern, *options, *args, **kwargs)[1][1])
 
 
 class Server:
-    """llama-server with a model; on leaving it gets SIGTERM and must exit with 0."""
+    """llama-server with a model, on a free port. As a context manager it waits until it answers, and ends with SIGTERM."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *args: object, compress: bool = False):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{s.getsockname()[1]}"
         port = self.url.rsplit(":", 1)[1]
-        self.log = []
+        self.log: list[str] = []
+        options = ("-m", model, "--host", "127.0.0.1", "--port", port)
         self.process = subprocess.Popen(
-            command(folder / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", port, *args, compress=compress),
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
+            command(folder / "llama-server", *options, *args, compress=compress),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
         self._reader.start()
 
@@ -148,7 +136,7 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
-    def post(self, path: str, **body: object) -> dict:
+    def post(self, path: str, **body: object) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -161,8 +149,9 @@ class Server:
         ]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
-        """How nearly another text could have come: where `got` leaves the greedy text, by how much the best token's log-probability is above
-        that of the second.
+        """The difference between the log-probabilities of the best two tokens where `got` leaves the greedy text.
+
+        Small values are ties, which the order of rounding decides. 0 if `got` does not leave the text.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
         text = ""
@@ -174,17 +163,18 @@ class Server:
         return 0.0
 
     def rss(self) -> int:
-        """Bytes. The wrapper has become the program, so this is llama-server's own process."""
+        """Bytes of memory of llama-server: `macko run` replaces its process with the program."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
 
 
-def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 24) -> dict:
-    """Each prompt alone first; then `clients` at once ask for them again and again. RSS every second. different: (prompt, alone, got, how near
-    a tie that was).
+def soak(server: Server, prompts: list[str], clients: int, seconds: float, n: int = 24) -> dict[str, Any]:
+    """Asks for each prompt alone; then `clients` threads ask for them again and again. Records the memory every second.
 
-    With several slots llama.cpp computes prompts and tokens of several clients in one batch, where products round in another order, dense and
-    sparse; near a tie of two tokens that may decide. With one slot (-np 1) the clients wait for each other, and there is nothing to differ.
+    Returns the number of answers, the errors, the memory (rss), and the answers that differ from the one to a single
+    client: (prompt, answer to one client, answer, tie). With several slots, llama.cpp computes prompts and tokens of
+    several clients in one batch, where products are rounded in another order, dense or sparse; near a tie of two tokens
+    that may change the choice. With one slot (-np 1) clients wait for each other, and no answer may differ.
     """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds

@@ -421,7 +421,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
             return status;
         }
         const char * kernels = nullptr;
-        if (const int status = cpu_kernels_select(&kernels)) {
+        if (const int status = select_kernels(&kernels)) {
             return status;
         }
         // Where a range of rows starts among the values is known only when the ranges before it are counted: first pass
@@ -506,7 +506,7 @@ int ggml_macko_cpu_matrix_init_packed(const ggml_macko_packed * m, int n_threads
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         const char * kernels = nullptr;
-        if (const int status = cpu_kernels_select(&kernels)) {
+        if (const int status = select_kernels(&kernels)) {
             return status;
         }
         packed_view view;
@@ -549,7 +549,7 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
 
 const char * ggml_macko_cpu_kernels(void) {
     const char * name = "";
-    return cpu_kernels_select(&name) ? "" : name;
+    return select_kernels(&name) ? "" : name;
 }
 
 // ---- files ----

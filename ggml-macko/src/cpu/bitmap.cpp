@@ -1,3 +1,4 @@
+// Fills a bitmap_matrix from encoded weights, and turns its rows back into dense ones (bitmap.h).
 #include "cpu/bitmap.h"
 
 #include <algorithm>
@@ -39,16 +40,16 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
     return m;
 }
 
-// the mask of entries first ... last-1 of a row; fillers advance the column and set no bit
+// The mask of stored values first ... last - 1, which are a row. Fillers (zeros) advance the column and set no bit.
 template <int BITS, typename T>
 static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, int64_t last, uint64_t * mask,
                       int64_t words) {
     int64_t  col  = -1;
-    int64_t  at   = 0; // word that `bits` belongs to
+    int64_t  at   = 0; // the word of the mask that `bits` is
     uint64_t bits = 0;
     for (int64_t k = first; k < last; k++) {
         col += delta_code(deltas, k, BITS) + 1;
-        if (col >> 6 != at) { // taken once in 64 columns, not per entry
+        if (col >> 6 != at) { // at most once in 64 columns
             mask[at++] = bits;
             bits       = 0;
             for (; at < col >> 6; at++) {
@@ -63,7 +64,7 @@ static void pack_mask(const uint8_t * deltas, const T * values, int64_t first, i
     }
 }
 
-// packs the non-zeros of n entries into dst; returns how many
+// Copies the non-zeros of n stored values to dst; returns their number.
 template <typename T> static int64_t pack_values(const T * values, int64_t n, T * dst) {
     int64_t n_zero = 0;
     for (int64_t k = 0; k < n; k++) {
@@ -73,7 +74,7 @@ template <typename T> static int64_t pack_values(const T * values, int64_t n, T 
         memcpy(dst, values, static_cast<size_t>(n) * sizeof(T));
         return n;
     }
-    // no branch: a filler is overwritten by the next entry, and the last of a row is a non-zero (canonical)
+    // No branch: the next value overwrites a filler, and the last one of a row is a non-zero, since rows are canonical.
     int64_t m = 0;
     for (int64_t k = 0; k < n; k++) {
         dst[m] = values[k];
@@ -122,7 +123,7 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
 
 // ---- groups of quantized values ----
 
-// block = nullptr: one that is not there, all zeros
+// Block `half` of a group; nullptr stands for a block of zeros, where the number of blocks is odd.
 static void put_block(const uint8_t * block, int32_t type, int half, uint8_t * group) {
     uint8_t *      q                          = group + GROUP_SCALES_NBYTES;
     const uint32_t d                          = block ? bits_of_float(float_of_f16(quant_scale_bits(block))) : 0;
@@ -173,7 +174,7 @@ static double sum_of_row(const packed_arrays & a, int64_t row) {
     return sum;
 }
 
-// value k as bits of the dense type
+// value k of the matrix, as bits of the dense type
 template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, int32_t dense_type) {
     const int64_t   i = k % QUANT_GROUP, half = i / QUANT_BLOCK;
     uint8_t *       group  = m.values + k / QUANT_GROUP * quant_group_nbytes(m.type);

@@ -1,27 +1,30 @@
-// The CPU's private layout of a sparse matrix: per row a bitmask of its columns, and its non-zeros one behind the
-// other.
-// Made from a validated view at load time; never on file. No ggml here.
+// A sparse matrix in the memory of the CPU: for each row a bit mask of its columns, and its non-zeros one after the
+// other. Made from validated data when a model is loaded; it is in no file. No ggml here.
 //
-//   masks    rows * mask_words(cols) uint64, bit c%64 of word c/64 of a row = column c; bits past cols are zero
-//   row_off  rows + 1 uint32: index of the row's first value
-//   row_sums rows floats, of quantized values only: sum of d * q of a row
-//   values   nnz elements of the value type, or groups of quantized ones, then VALUES_SLACK zero bytes
+//   columns   0 1 2 3 4 5 6 7 ...
+//   row       a . . b c . d .          masks   1 0 0 1 1 0 1 0 ...      values   a b c d ...
 //
-// A group is two blocks of FORMAT.md section 7: 64 values that vectors take apart with few operations. Two float scales
-// d, then
-//   Q8_0: 64 int8;
-//   Q4_0: 32 bytes: q + 8 of the first block's values in the low, of the second one's in the high nibbles;
-//   Q4_NL: 32 bytes likewise, of the levels' numbers; the tables are the lowest bits of the scales' floats, which F16
-//   leaves zero;
-//   Q5_0: 32 bytes likewise, of q + 16; then 64 bits, its fifth bits.
+//   masks     rows * mask_words(cols) uint64: bit c % 64 of word c / 64 of a row is column c; bits from cols on are 0
+//   row_off   rows + 1 uint32: index of the row's first value
+//   row_sums  rows floats, only with quantized values: the sum of d * q over the row
+//   values    nnz elements of the value type, or groups of quantized values; then VALUES_SLACK zero bytes
+//
+// A group of quantized values is two blocks of FORMAT.md section 7 side by side: 64 values in an order that vector
+// instructions can take apart with few operations. It starts with the two scales d as floats. Then
+//
+//   Q8_0      64 int8
+//   Q4_0      32 bytes: q + 8 of the first block in the low nibbles, of the second block in the high nibbles
+//   Q4_NL     32 bytes in the same order: the numbers of the levels. The lowest bit of each scale, which a float made
+//             from an F16 does not use, is the number of the block's table of levels.
+//   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits, the fifth bits
 #pragma once
 
 #include "codec/packed/packed.h"
 
 namespace macko::cpu {
 
-constexpr int64_t BITMAP_ALIGNMENT = 64; // of the memory, and of each part in it
-// kernels load up to 64 values at a time, and multiply those past a row's end by zero
+constexpr int64_t BITMAP_ALIGNMENT = 64; // bytes; of the memory and of each part in it
+// Kernels read up to 64 values past the end of a row, and multiply them by zero.
 constexpr int64_t VALUES_SLACK = 256;
 
 constexpr int64_t QUANT_GROUP         = 2 * QUANT_BLOCK; // values
@@ -33,7 +36,7 @@ constexpr int64_t quant_group_nbytes(int32_t type) {
 struct bitmap_matrix {
     int64_t    rows;
     int64_t    cols;
-    int32_t    type; // of values; may be quantized
+    int32_t    type; // of the values; may be quantized
     uint64_t * masks;
     uint32_t * row_off;
     float *    row_sums; // nullptr if the values are not quantized
@@ -41,17 +44,17 @@ struct bitmap_matrix {
 };
 
 constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
-// bytes of the layout, known from the header alone
+// bytes of memory, known before the data is read
 int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type);
-// the parts inside bitmap_nbytes(desc, value_type) bytes at memory (aligned to BITMAP_ALIGNMENT)
+// Pointers into bitmap_nbytes(desc, value_type) bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
 bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory);
-// writes the view's rows. first_value = non-zeros in all rows before view.rows().row_begin. Blocks may be packed in any
-// order and at
-// the same time; whoever packs the last rows also writes row_off[rows] and the slack.
+// Writes the view's rows. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of one
+// matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
+// slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
-// writes all rows
+// Writes all rows.
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
-// rows row_begin ... row_end-1 back to dense elements of dense_type, which is m.type unless that is quantized
+// Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.type unless that is quantized.
 void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
 } // namespace macko::cpu

@@ -1,12 +1,12 @@
-// The CPU device: a buffer type that holds sparse weights as bitmap matrices, and a backend that multiplies with them
-// and does the small
-// operations in between (cpu-steps.h).
-// Its default buffer type is its own only while one of our loads runs on the thread, and the plain CPU type otherwise:
-// so it needs no
-// compute buffers, copies nothing between splits and does not touch models that are not sparse.
+// The CPU device: a buffer type whose tensors are sparse weights (weight.h), and a backend that multiplies with them
+// and computes the small operations in between (graph-plan.h).
+//
+// The device's default buffer type is its own only while a sparse model is loaded on the thread; otherwise it is that
+// of ggml's CPU backend. So its results lie in ordinary host memory: it needs no compute buffers, the scheduler copies
+// nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
 #include "cpu/device.h"
 #include "cpu/graph-plan.h"
-#include "cpu/stored-matrix.h"
+#include "cpu/weight.h"
 #include "host/load-session.h"
 #include "host/log.h"
 #include "host/planned-buffer.h"
@@ -54,18 +54,18 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
     if (offset > 0) {
         return; // the first piece had the handle; the stream has nothing more of a sparse tensor
     }
-    auto * m = static_cast<stored_matrix *>(tensor->data);
+    auto * m = static_cast<weight *>(tensor->data);
     *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
     pack consumer;
     consumer.bitmap = m->bitmap();
     if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
-        m->magic = STORED_MATRIX;
+        m->magic = WEIGHT_MAGIC;
     }
 }
 
-// dense elements, for whoever saves or inspects the model
+// Dense elements, for programs that save or inspect a model.
 void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const stored_matrix * m = stored(tensor);
+    const weight * m = weight_of(tensor);
     if (!m) {
         memset(data, 0, size);
         return;
@@ -104,8 +104,8 @@ const char * buft_get_name(ggml_backend_buffer_type_t) { return "MACKO_CPU"; }
 size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT; }
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
-    // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the
-    // CPU's to compute
+    // Outside of a load, this is for a LoRA adapter, whose tensors go beside the weight that they adapt. They are
+    // dense, and the CPU backend computes with them.
     if (!load::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
@@ -121,10 +121,10 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 }
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
-    return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
 }
 
-// known from the header, so that llama.cpp's memory figures are the true ones
+// Known before the payload is read, so the memory figures that llama.cpp prints are exact.
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     const load *          current = load::current();
     const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
@@ -141,7 +141,7 @@ bool is_no_op(const ggml_tensor * node) {
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
-    auto & steps = *static_cast<cpu_steps *>(backend->context);
+    auto & steps = *static_cast<graph_plan *>(backend->context);
     try {
         steps.clear();
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
@@ -163,7 +163,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
 
 const char * backend_get_name(ggml_backend_t) { return "MACKO"; }
 
-// not asynchronous at all: see device_get_props
+// Synchronous; it exists because of what device_get_props() promises.
 void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     buffer_set_tensor(tensor->buffer, tensor, data, offset, size);
 }
@@ -171,7 +171,7 @@ void backend_set_tensor_async(ggml_backend_t, ggml_tensor * tensor, const void *
 void backend_event_record(ggml_backend_t, ggml_backend_event_t) {}
 
 void backend_free(ggml_backend_t backend) {
-    delete static_cast<cpu_steps *>(backend->context);
+    delete static_cast<graph_plan *>(backend->context);
     delete backend;
 }
 
@@ -207,7 +207,7 @@ const char * device_get_name(ggml_backend_dev_t) { return "MACKO_CPU"; }
 const char * device_get_description(ggml_backend_dev_t) { return "sparse weights on the CPU"; }
 
 void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
-    *free  = 0; // host memory: the CPU device reports it
+    *free  = 0; // it uses host memory, which the device of the CPU backend reports
     *total = 0;
 }
 
@@ -218,9 +218,9 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->name        = device_get_name(dev);
     props->description = device_get_description(dev);
     props->type        = device_get_type(dev);
-    // With these, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the dense tensor.
-    // There is nothing in a
-    // sparse tensor's bytes but a handle, and touching fresh memory for the rest took most of the load time.
+    // With these capabilities, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the
+    // dense tensor. Only a placeholder at the start of a sparse tensor's bytes carries information, and touching fresh
+    // memory for the rest took most of the load time.
     props->caps.async       = load::current() != nullptr;
     props->caps.host_buffer = props->caps.async;
     props->caps.events      = props->caps.async;
@@ -239,7 +239,7 @@ void device_event_free(ggml_backend_dev_t, ggml_backend_event_t event) { delete 
 void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
-    auto * context = new (std::nothrow) cpu_steps;
+    auto * context = new (std::nothrow) graph_plan;
     return context ? new ggml_backend{ backend_guid(), backend_iface, dev, context } : nullptr;
 }
 
@@ -268,23 +268,23 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
                                : sparse_buffer_type(dev);
 }
 
-// Once a weight is ours, its products are never refused: the scheduler would read it as dense.
+// Products with a sparse weight are never refused: the scheduler would give them to a backend that reads it as dense.
 bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     const ggml_tensor * w = op->src[0];
     const ggml_tensor * x = op->src[1];
     if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
-        return false; // a dense weight, or a slice of a sparse one, which has no rows of its own
+        return false; // a dense weight, or a view of a sparse one, which is not at the weight's header
     }
     if (load::current() && !load::current()->find(w)) {
-        return false; // dense in this file
+        return false; // a dense tensor of the model that is being loaded
     }
     return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&
            op->nb[0] == sizeof(float);
 }
 
-// What lies between two sparse products of a layer is ours too: each change of the backend costs 5 to 10 us. Only next
-// to sparse products:
-// a dense model in the same process would be cut into pieces.
+// This device also computes the operations between two sparse products of a layer, since each change of the backend
+// costs 5 to 10 us; but only those near a sparse product, or it would take operations from a dense model in the same
+// process.
 bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
     switch (op->op) {
         case GGML_OP_MUL_MAT:
@@ -300,9 +300,9 @@ bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int 
     }
 }
 
-// asked at load for a weight in our buffer type (no data yet), and by the scheduler for each node
+// Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    constexpr int between_products = 5; // norm, weight, bias, residual, norm, weight: as far as any architecture goes
+    constexpr int between_products = 5; // norms with weights, bias, residual: the longest chain of any architecture
     return is_no_op(op) || follows_sparse_product(dev, op, between_products);
 }
 
@@ -330,14 +330,14 @@ const ggml_backend_device_i device_iface = {
 
 } // namespace
 
-ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg) {
+ggml_backend_dev_t device(ggml_backend_reg_t reg) {
     static ggml_backend_device device = { device_iface, reg, nullptr };
     return &device;
 }
 
-void cpu_set_n_threads(ggml_backend_t backend, int n_threads) {
+void set_n_threads(ggml_backend_t backend, int n_threads) {
     if (backend && ggml_guid_matches(backend->guid, backend_guid())) {
-        static_cast<cpu_steps *>(backend->context)->n_threads = n_threads;
+        static_cast<graph_plan *>(backend->context)->n_threads = n_threads;
     }
 }
 

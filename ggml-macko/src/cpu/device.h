@@ -1,4 +1,4 @@
-// The devices of this plugin, for the registry (registry.cpp).
+// The CPU device, for the registry (plugin/registry.cpp).
 #pragma once
 
 #include "ggml-backend-impl.h"
@@ -7,9 +7,10 @@
 
 namespace macko::cpu {
 
-// type ACCEL: MUL_MAT and MUL_MAT_ID with sparse weights, on the CPU; the CPU backend does the rest
-ggml_backend_dev_t cpu_device(ggml_backend_reg_t reg);
-// for ggml_backend_set_n_threads
-void cpu_set_n_threads(ggml_backend_t backend, int n_threads);
+// A device of type ACCEL: it computes MUL_MAT and MUL_MAT_ID with sparse weights and the operations between them;
+// ggml's CPU backend computes the rest.
+ggml_backend_dev_t device(ggml_backend_reg_t reg);
+// the function that ggml_backend_reg_get_proc_address() returns for "ggml_backend_set_n_threads"
+void set_n_threads(ggml_backend_t backend, int n_threads);
 
 } // namespace macko::cpu

@@ -1,5 +1,5 @@
-// Chooses the kernel set once, and deals the work of a multiplication to threads. Nothing here depends on the
-// instruction set.
+// Chooses the kernel set, chooses the layout of x for each multiplication, and divides its rows among threads. This
+// file is compiled for any CPU.
 #include "cpu/dispatch.h"
 
 #include <algorithm>
@@ -11,20 +11,20 @@
 #endif
 
 #if !defined(_OPENMP)
-#error "compile with OpenMP: without its barriers threads would read x before it is there"
+#error "compile with OpenMP: without its barriers, threads would read x before it has been copied"
 #endif
 
 namespace macko::cpu {
 
-// ---- choice ----
+// ---- kernel set ----
 
 struct candidate {
     const kernel_set * set;
-    bool               supported; // by the CPU, and by the operating system that saves its registers
+    bool               supported; // by the CPU and by the operating system, which has to save its registers
 };
 
 #if defined(__x86_64__)
-// not among the names that older compilers give to __builtin_cpu_supports
+// __builtin_cpu_supports("f16c") needs a newer compiler than we ask for
 static bool cpu_has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
@@ -39,7 +39,7 @@ static const candidate * candidates(int * n) {
     static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     static const bool vbmi2 = avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
-                              __builtin_cpu_supports("avx512vnni"); // all CPUs with VBMI2 have it
+                              __builtin_cpu_supports("avx512vnni"); // which all CPUs with VBMI2 have
     static const candidate all[] = {
         { &kernels_avx512_vbmi2, vbmi2 },
         { &kernels_avx512, avx512 },
@@ -64,9 +64,9 @@ const kernel_set * supported_kernel_set(int i) {
     return nullptr;
 }
 
-// the environment is read once: all matrices of a process use the same set
+// The environment is read once, so that all matrices of a process use the same set.
 struct selection {
-    const kernel_set * set; // nullptr: the name in `forced` is unknown or not supported here
+    const kernel_set * set; // nullptr if `forced` is unknown or not supported by this CPU
     char               forced[64];
     bool               known;
 };
@@ -93,7 +93,7 @@ static const selection & select_once() {
     return chosen;
 }
 
-int cpu_kernels_select(const char ** name) {
+int select_kernels(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
@@ -104,7 +104,7 @@ int cpu_kernels_select(const char ** name) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// ---- work ----
+// ---- multiplication ----
 
 static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & p) {
     const bitmap_matrix & w       = p.w;
@@ -112,12 +112,12 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
         const bool faster =
-            is_quant_type(w.type) ? cost.narrow_below > 0 : value_nbytes(w.type) == 2 && density < cost.narrow_below;
-        return faster && p.round_x ? x_layout::narrow : x_layout::rows;
+            is_quant_type(w.type) ? cost.rows16_below > 0 : value_nbytes(w.type) == 2 && density < cost.rows16_below;
+        return faster && p.round_x ? x_layout::rows16 : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
-    const float rows    = groups * cost.group + static_cast<float>(p.n) * cost.x;
+    const float rows    = groups * cost.x_batch + static_cast<float>(p.n) * cost.x;
     const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
     return rows <= panels ? x_layout::rows : x_layout::panels;
 }
@@ -125,12 +125,12 @@ static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & 
 constexpr int64_t COUNTER_NBYTES = 64;
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
-    constexpr int64_t widest = 16; // panels are padded to whole vectors
+    constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
     return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
            COUNTER_NBYTES;
 }
 
-// the next part to be done, shared by the threads of a multiplication; behind what the kernels use of scratch
+// The next part of rows to be computed, which all threads of a multiplication share. At the end of the scratch memory.
 static int * part_counter(const mul_mat_params & p) {
     return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
                                    COUNTER_NBYTES);
@@ -138,7 +138,7 @@ static int * part_counter(const mul_mat_params & p) {
 
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (p.n <= 0 || p.row_begin >= p.row_end) {
-        return; // all threads see the same params, so none waits at a barrier
+        return; // on all threads, since they have the same params; so none waits at a barrier
     }
     const x_layout layout  = choose_layout(set.costs, p);
     int *          counter = part_counter(p);
@@ -147,9 +147,9 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     }
     set.prepare(p, layout, ith, nth);
 #pragma omp barrier
-    // More parts than threads, taken as threads get free: cores do not run equally fast, nor are rows equally long.
-    // Panels are read once a
-    // part, so these are larger; parts of a small matrix take longer to hand out than to multiply, so it has few.
+    // There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
+    // fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are
+    // larger. A small matrix has few parts, since handing them out would take longer than computing them.
     constexpr int64_t part_nbytes = 16384;
     const int64_t     n_rows      = p.row_end - p.row_begin;
     const int64_t     nbytes =
@@ -163,7 +163,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 #pragma omp barrier
 }
 
-// the portable one stands in for a bad GGML_MACKO_FORCE, which loading a model has reported
+// After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.
 static const kernel_set & set_in_use() {
     const kernel_set * set = select_once().set;
     return set ? *set : kernels_portable;
@@ -171,6 +171,6 @@ static const kernel_set & set_in_use() {
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
 
-const row_ops & cpu_row_ops() { return set_in_use().rows; }
+const row_ops & row_ops_in_use() { return set_in_use().rows; }
 
 } // namespace macko::cpu

@@ -1,5 +1,4 @@
-// The kernel sets that this build has, one per instruction set. Internal: kernels.h is what other layers use; tests
-// compare sets.
+// The kernel sets of this build, one per instruction set. For cpu/ and its tests; other layers use kernels.h.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -7,24 +6,21 @@
 
 namespace macko::cpu {
 
-// how x lies in the scratch memory, and with it the kernel that reads it
+// How x lies in the scratch memory, and with it the kernel that reads it; kernels-impl.h has pictures.
 enum class x_layout {
-    // one x as padded_cols 16-bit numbers of the value type, or integers for quantized weights (n = 1, round_x); sets
-    // without it
-    narrow,
-    // (narrow_below 0) read `rows`
-    rows,   // n rows of padded_cols floats: weights are expanded once for up to 8 x (decode)
-    panels, // tiles of tokens, each [padded_cols][tokens of the tile]: each non-zero meets a vector of tokens (prefill)
+    rows16, // one x of 16-bit numbers: of the value type, or integers for quantized weights. Needs n = 1 and round_x.
+    rows,   // n rows of floats
+    panels, // tiles of tokens, each [columns][tokens of the tile] of floats
 };
 
-// What a multiplication costs per matrix column (of every row), in ticks of one clock: only ratios matter. Measured
-// with rows that
-// lie in L2 (docs/notes-cpu-kernels.md); dispatch.cpp compares the layouts with it.
+// What a multiplication costs per element of W, zeros included, by which dispatch.cpp chooses between the layouts. The
+// unit is arbitrary, since only ratios matter. Measured with rows in L2.
 struct kernel_costs {
-    // density below which `narrow` is faster than `rows` at n = 1; quantized weights: at any density, unless this is 0
-    float narrow_below;
+    // Density below which rows16 is faster than rows at n = 1; for quantized weights it is at any density. 0: the set
+    // has no rows16.
+    float rows16_below;
     int   vector_width; // tokens in a vector
-    float group, x;     // rows: expanding weights for a group of up to 8 x; each x
+    float x_batch, x;   // rows: expanding the weights, once for up to 8 x; each x
     float column;       // panels: each column,
     float entry;        //         each non-zero,
     float vector;       //         each non-zero and vector of tokens
@@ -32,9 +28,9 @@ struct kernel_costs {
 
 struct kernel_set {
     const char * name;
-    // thread ith's part of the copy of x into scratch
+    // copies thread ith's part of x to p.scratch
     void (*prepare)(const mul_mat_params & p, x_layout layout, int ith, int nth);
-    // rows row_begin ... row_end-1 (numbered as in p.w) of y, from the scratch memory that all threads prepared
+    // computes rows row_begin ... row_end-1 of y, numbered as in p.w, from the scratch memory that all threads prepared
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
     kernel_costs costs;
     row_ops      rows;
@@ -47,9 +43,9 @@ extern const kernel_set kernels_avx512;
 extern const kernel_set kernels_avx512_vbmi2;
 #endif
 
-// the sets that this CPU and operating system can run, best first; nullptr past the last
+// the i-th of the sets that this CPU and operating system support, fastest first; nullptr past the last
 const kernel_set * supported_kernel_set(int i);
-// as mul_mat_thread, with a given set
+// mul_mat_thread() with a given set
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth);
 
 } // namespace macko::cpu

@@ -1,6 +1,7 @@
+// Splits the nodes of a graph into products and row operations, and runs them (graph-plan.h).
 #include "cpu/graph-plan.h"
 #include "cpu/row-ops.h"
-#include "cpu/stored-matrix.h"
+#include "cpu/weight.h"
 #include "host/log.h"
 
 #include <algorithm>
@@ -21,19 +22,19 @@ float * y_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     return const_cast<float *>(row_at(t, i1, i2, i3));
 }
 
-// row i1, i2, i3 of a tensor that repeats
+// row i1, i2, i3 of a tensor that is repeated to the shape of the other operand
 const float * repeated_row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     return row_at(t, i1 % t->ne[1], i2 % t->ne[2], i3 % t->ne[3]);
 }
 
-// Columns begin ... begin+n-1 of one row. The destination may lie on an operand.
+// Computes columns begin ... begin + n - 1 of one row. The destination may be an operand.
 void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const float * b, float * y, int64_t begin,
             int64_t n) {
     switch (dst->op) {
         case GGML_OP_ADD: ops.add(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_MUL: ops.mul(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_GLU: ops.silu_mul(a + begin, b + begin, y + begin, n); break;
-        default:          { // RMS_NORM, of a whole row
+        default:          { // RMS_NORM, always of a whole row
             float eps;
             memcpy(&eps, dst->op_params, sizeof(eps));
             ops.rms_norm(a, y, n, eps);
@@ -41,10 +42,10 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
     }
 }
 
-// Thread ith's share: whole rows, or of a single row some columns.
+// Thread ith's share of the tensor: whole rows, or some columns of each if there are fewer rows than threads.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     const ggml_tensor * b     = dst->src[1];
-    const row_ops &     ops   = cpu_row_ops();
+    const row_ops &     ops   = row_ops_in_use();
     const int64_t       cols  = dst->ne[0];
     const int64_t       rows  = ggml_nrows(dst);
     const bool          share = rows < nth && dst->op != GGML_OP_RMS_NORM;
@@ -74,7 +75,7 @@ bool is_row_op(const ggml_tensor * op) {
            (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
 }
 
-cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_matrix * m, int64_t matrix) {
+graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix) {
     if (n_steps == steps.size()) {
         steps.emplace_back();
     }
@@ -87,8 +88,9 @@ cpu_steps::step & cpu_steps::next_step(const ggml_tensor * row_op, const stored_
     return s;
 }
 
-// dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3]; m2 and m3 divide n2 and n3 (broadcast)
-void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
+// dst[rows, n1, n2, n3] = w[cols, rows, m2, m3] * x[cols, n1, n2, n3], where m2 divides n2 and m3 divides n3: each
+// matrix is multiplied with n2 / m2 * n3 / m3 matrices of x (broadcast).
+void graph_plan::add_mul_mat(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w  = dst->src[0];
     const ggml_tensor * x  = dst->src[1];
     const int64_t       r2 = x->ne[2] / w->ne[2];
@@ -108,9 +110,9 @@ void cpu_steps::add_mul_mat(const stored_matrix * m, const ggml_tensor * dst) {
     }
 }
 
-// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens], expert of (used, token) from ids.
-// False on a bad id.
-bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst) {
+// dst[rows, used, tokens] = w[cols, rows, experts] * x[cols, used or 1, tokens]; ids[used, tokens] are the experts.
+// False if one of them is out of range.
+bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     const ggml_tensor * w     = dst->src[0];
     const ggml_tensor * x     = dst->src[1];
     const ggml_tensor * ids   = dst->src[2];
@@ -136,12 +138,12 @@ bool cpu_steps::add_mul_mat_id(const stored_matrix * m, const ggml_tensor * dst)
     return true;
 }
 
-bool cpu_steps::add(const ggml_tensor * node) {
+bool graph_plan::add(const ggml_tensor * node) {
     if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) {
         next_step(node, nullptr, 0);
         return true;
     }
-    const stored_matrix * m = stored(node->src[0]);
+    const weight * m = weight_of(node->src[0]);
     if (!m) {
         log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
         return false;
@@ -153,7 +155,7 @@ bool cpu_steps::add(const ggml_tensor * node) {
     return true;
 }
 
-void cpu_steps::reserve_scratch() {
+void graph_plan::reserve_scratch() {
     int64_t nbytes = 0;
     for (size_t i = 0; i < n_steps; i++) {
         if (steps[i].m) {
@@ -171,7 +173,7 @@ void cpu_steps::reserve_scratch() {
     }
 }
 
-void cpu_steps::run() {
+void graph_plan::run() {
     reserve_scratch();
 #pragma omp parallel num_threads(n_threads)
     for (size_t i = 0; i < n_steps; i++) {

@@ -1,5 +1,5 @@
-// Kernels for AVX2 + FMA + F16C + BMI2: eight columns at a time, spread by a permutation that a table gives for each
-// mask byte.
+// Kernels for AVX2 + FMA + F16C + BMI2. Eight columns at a time: a table has, for each mask byte, the permutation that
+// moves the packed values to the lanes of their columns.
 #include "cpu/dispatch.h"
 
 #include <immintrin.h>
@@ -7,12 +7,12 @@
 namespace macko::cpu {
 namespace {
 
-// for each mask byte, the place of lane i's value among the packed ones (set bits below i), or 0x80 | that where bit i
-// is clear
+// For each mask byte: the index of lane i's value among the packed ones (the number of set bits below i), or 0x80 where
+// bit i is clear.
 struct spread_tables {
-    alignas(64) uint8_t words[256][16]; // for pshufb on 16-bit values, which zeroes bytes whose index has bit 7
-    alignas(64) uint8_t lanes[256][8];  // for vpermps
-    alignas(64) uint8_t places[256][8]; // positions of the set bits, lowest first
+    alignas(64) uint8_t words[256][16];    // for pshufb on 16-bit values; it zeroes bytes whose index has bit 7
+    alignas(64) uint8_t lanes[256][8];     // for vpermps; expand() zeroes the lanes with bit 7
+    alignas(64) uint8_t positions[256][8]; // positions of the set bits, lowest first
 };
 constexpr spread_tables make_spread_tables() {
     spread_tables t = {};
@@ -24,7 +24,7 @@ constexpr spread_tables make_spread_tables() {
             t.words[m][2 * i + 1] = set ? static_cast<uint8_t>(2 * k + 1) : 0x80;
             t.lanes[m][i]         = set ? static_cast<uint8_t>(k) : 0x80;
             if (set) {
-                t.places[m][k++] = static_cast<uint8_t>(i);
+                t.positions[m][k++] = static_cast<uint8_t>(i);
             }
         }
     }
@@ -35,11 +35,11 @@ constexpr spread_tables tables = make_spread_tables();
 struct simd {
     using vec = __m256;
 
-    static constexpr int                      width        = 8;
-    static constexpr int                      tile_vecs    = 8;
-    template <int TYPE> static constexpr int  step         = 8;
-    template <int TYPE> static constexpr bool narrows      = false;
-    template <int NX> static constexpr int    rows_at_once = 1;
+    static constexpr int                      width         = 8;
+    static constexpr int                      tile_vecs     = 8;
+    template <int TYPE> static constexpr int  step          = 8;
+    template <int TYPE> static constexpr bool has_rows16    = false;
+    template <int NX> static constexpr int    rows_per_pass = 1;
 
     static vec   zero() { return _mm256_setzero_ps(); }
     static vec   set1(float a) { return _mm256_set1_ps(a); }
@@ -77,13 +77,13 @@ struct simd {
             return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
         }
     }
-    // half of a group
+    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const vec scale = _mm256_broadcast_ss(reinterpret_cast<const float *>(group) + half);
         const vec d =
             TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm256_and_ps(scale, _mm256_castsi256_ps(_mm256_set1_epi32(~1))) : scale;
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
-        for (int i = 0; i < 2; i++) { // 16 values each
+        for (int i = 0; i < 2; i++) { // 16 of the values
             const __m128i bytes = _mm_loadu_si128(
                 reinterpret_cast<const __m128i *>(q + 16 * i + (TYPE == GGML_MACKO_TYPE_Q8_0 ? 32 * half : 0)));
             const __m128i low = _mm_and_si128(half ? _mm_srli_epi16(bytes, 4) : bytes, _mm_set1_epi8(15));
@@ -94,7 +94,7 @@ struct simd {
                 v = _mm_shuffle_epi8(
                     _mm_load_si128(reinterpret_cast<const __m128i *>(Q4_NL_LEVELS[group[4 * half] & 1])), low);
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
-                uint16_t fifth; // a bit per value, spread to bytes that are 0 or all ones
+                uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
                 __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
                 const __m128i bit    = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201ull));
                 const __m128i spread = _mm_shuffle_epi8(_mm_cvtsi32_si128(fifth),
@@ -127,10 +127,10 @@ struct simd {
         }
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
-        const __m256i places =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.places[bits])));
+        const __m256i positions =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.positions[bits])));
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(out),
-                            _mm256_add_epi32(places, _mm256_set1_epi32(static_cast<int>(base))));
+                            _mm256_add_epi32(positions, _mm256_set1_epi32(static_cast<int>(base))));
     }
 };
 

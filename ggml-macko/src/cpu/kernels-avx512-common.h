@@ -1,13 +1,11 @@
-// Vector operations of the two AVX-512 kernel sets. Included by kernels-avx512*.cpp only, inside their own unnamed
-// namespaces.
+// Vector operations of the two AVX-512 kernel sets, in an unnamed namespace. Only kernels-avx512*.cpp include this.
 #pragma once
 
 #include "cpu/dispatch.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// gcc 12 takes undefined vectors inside its own AVX-512 intrinsics for mistakes (GCC bug 105593); reported where they
-// are inlined.
-// Without optimization some intrinsics are macros that pass -1 as a mask.
+// GCC 12 warns of the undefined vectors inside its own AVX-512 intrinsics (GCC bug 105593), at the place where they are
+// inlined. Without optimization some intrinsics are macros that pass -1 as a mask.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wsign-conversion"
@@ -22,12 +20,12 @@ struct avx512 {
 
     static constexpr int width     = 16;
     static constexpr int tile_vecs = 8;
-    // ahead in the stream of values; 512 hid too little of the DRAM latency (2x slower at density .5)
+    // Bytes ahead in the values. 512 hid too little of the memory latency: half as fast at density 0.5.
     static constexpr int                      prefetch_bytes = 3072;
     template <int TYPE> static constexpr int  step           = 16;
-    template <int TYPE> static constexpr bool narrows        = false;
-    // each x vector is loaded once for both rows
-    template <int NX> static constexpr int rows_at_once = NX == 1 ? 1 : 2;
+    template <int TYPE> static constexpr bool has_rows16     = false;
+    // With several x, each vector of x is loaded once for two rows.
+    template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 
     static vec   zero() { return _mm512_setzero_ps(); }
     static vec   set1(float a) { return _mm512_set1_ps(a); }
@@ -60,13 +58,13 @@ struct avx512 {
             return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
         }
     }
-    // scale and q of half of a group of quantized values
+    // The scale of half of a group of quantized values, in all lanes.
     static vec half_scale(const uint8_t * group, int half) {
         float d;
         __builtin_memcpy(&d, group + 4 * half, sizeof(d)); // broadcast straight from memory
         return _mm512_set1_ps(d);
     }
-    // without the number of a table
+    // Q4_NL: without the lowest bit, which is the number of a table of levels.
     template <int TYPE> static vec only_scale(vec d) {
         return TYPE == GGML_MACKO_TYPE_Q4_NL ? _mm512_and_ps(d, _mm512_castsi512_ps(_mm512_set1_epi32(~1))) : d;
     }
@@ -103,10 +101,9 @@ struct avx512 {
             return widen<TYPE>(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
         }
     }
-    // Hides from the compiler where v comes from. Expand and compress need it twice on AMD (Zen 5): with a memory
-    // operand they are
-    // microcoded, and with zero-masking they wait for the old content of their destination (three times slower); a zero
-    // source avoids it.
+    // Hides from the compiler where v comes from. On AMD Zen 5, expand and compress need it twice: with a memory
+    // operand they are microcoded, and with zero-masking they wait for the old content of their destination, which
+    // makes them three times slower; a register of zeros as source avoids that.
     template <typename V> static V in_register(V v) {
         __asm__("" : "+v"(v));
         return v;

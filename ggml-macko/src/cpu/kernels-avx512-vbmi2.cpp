@@ -1,23 +1,24 @@
-// Kernels for AVX-512 with VBMI2: 16-bit values are spread 32 columns at a time by vpexpandw, then widened.
+// Kernels for AVX-512 with VBMI, VBMI2 and VNNI. 32 columns at a time: vpexpandw moves 16-bit values to the lanes of
+// their columns, then they are widened. Also the functions of the layout rows16, which need byte and word permutations.
 #include "cpu/kernels-avx512-common.h"
 
 namespace macko::cpu {
 namespace {
 
-struct places_table {
-    alignas(64) uint8_t place[64];
+struct positions_table {
+    alignas(64) uint8_t position[64];
 };
-constexpr places_table make_places_table() {
-    places_table t = {};
+constexpr positions_table make_positions_table() {
+    positions_table t = {};
     for (int i = 0; i < 64; i++) {
-        t.place[i] = static_cast<uint8_t>(i);
+        t.position[i] = static_cast<uint8_t>(i);
     }
     return t;
 }
-constexpr places_table places_0_63 = make_places_table();
+constexpr positions_table positions_0_63 = make_positions_table();
 
-// both tables of Q4_NL in one vector, and 16 for the values of a group that are in the second: in neither block, the
-// first, the second, both
+// Q4_NL: both tables of levels in one vector, and for each value of a group 16 if its block uses the second table. The
+// first index is 1 if the group's first block does, plus 2 if its second block does.
 struct level_vectors {
     alignas(64) int8_t levels[64];
     alignas(64) uint8_t second_of[4][64];
@@ -35,8 +36,8 @@ constexpr level_vectors make_level_vectors() {
 constexpr level_vectors level_tables = make_level_vectors();
 
 struct simd : avx512 {
-    template <int TYPE> static constexpr int  step    = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
-    template <int TYPE> static constexpr bool narrows = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  step       = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
+    template <int TYPE> static constexpr bool has_rows16 = TYPE != GGML_MACKO_TYPE_F32;
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -48,30 +49,29 @@ struct simd : avx512 {
             w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // A row's product with one x. For each group of 64 columns the places of its non-zeros, compressed from 0 ... 63 by
-    // the mask, pick their
-    // x from the group's two registers, lane by lane beside the packed values. FEW: rarely more than 16 non-zeros in a
-    // group.
+    // The product of a row with one x. For each mask word, the numbers 0 ... 63 compressed by the mask are the
+    // positions of its non-zeros; they select their x from the two registers of its 64 columns, lane by lane beside the
+    // packed values. FEW: a word rarely has more than 16 non-zeros.
     template <int TYPE, bool FEW>
-    static float dot_narrow(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
+    static float dot_gathered(const uint64_t * mask, int64_t words, const uint8_t * values, const uint8_t * x) {
         constexpr int PREFETCH  = 4096; // bytes ahead in the values
-        const __m512i places    = _mm512_load_si512(places_0_63.place);
+        const __m512i positions = _mm512_load_si512(positions_0_63.position);
         vec           acc[4]    = { zero(), zero(), zero(), zero() };
-        const auto    add_group = [&](int64_t word, int a) __attribute__((always_inline)) {
+        const auto    add_word  = [&](int64_t word, int a) __attribute__((always_inline)) {
             const uint64_t bits = mask[word];
             const int      n    = __builtin_popcountll(bits);
-            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
             const __m512i  lo   = _mm512_load_si512(x + word * 128);
             const __m512i  hi   = _mm512_load_si512(x + word * 128 + 64);
-            // entries first ... first+31 of the group, whose places are given; x past the last is zero, and what
-            // follows in the values is finite
-            const auto add_entries = [&](int first, __m256i places_of_them) __attribute__((always_inline)) {
+            // Non-zeros first ... first + 31 of the word, at the given positions. The x of those that do not exist are
+            // zero, and what follows in the values is finite.
+            const auto add_entries = [&](int first, __m256i their_positions) __attribute__((always_inline)) {
                 const __mmask32 some = _cvtu32_mask32(_bzhi_u32(~0u, static_cast<unsigned>(n - first)));
-                const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(places_of_them), hi);
+                const __m512i xs = _mm512_maskz_permutex2var_epi16(some, lo, _mm512_cvtepu8_epi16(their_positions), hi);
                 acc[a] = fma(load_values<TYPE>(values + first * 2), widen<TYPE>(_mm512_castsi512_si256(xs)), acc[a]);
                 if (!FEW || __builtin_expect(n - first > 16, 0)) {
                     acc[a + 2] = fma(load_values<TYPE>(values + first * 2 + 32),
-                                        widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
+                                         widen<TYPE>(_mm512_extracti64x4_epi64(xs, 1)), acc[a + 2]);
                 }
             };
             add_entries(0, _mm512_castsi512_si256(at));
@@ -84,28 +84,28 @@ struct simd : avx512 {
         for (; word + 4 <= words; word += 4) {
             __builtin_prefetch(values + PREFETCH);
             __builtin_prefetch(mask + word + 256);
-            add_group(word, 0);
-            add_group(word + 1, 1);
+            add_word(word, 0);
+            add_word(word + 1, 1);
             if (!FEW) {
                 __builtin_prefetch(values + PREFETCH);
             }
-            add_group(word + 2, 0);
-            add_group(word + 3, 1);
+            add_word(word + 2, 0);
+            add_word(word + 3, 1);
         }
         for (; word < words; word++) {
-            add_group(word, 0);
+            add_word(word, 0);
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // Lines up the x of the non-zeros of some words behind n zeros, n < 64, and zeros up to a whole group behind them.
-    // Returns how many there
-    // are with the n. FEW: rarely more than 32 non-zeros in 64 columns.
-    template <bool FEW, typename LINED>
-    static int64_t line_up(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, LINED & lined) {
-        const __m512i places = _mm512_load_si512(places_0_63.place);
-        _mm512_store_si512(lined.low, _mm512_setzero_si512());
-        _mm512_store_si512(lined.high, _mm512_setzero_si512());
-        // what is stored behind the last of them is overwritten by the next
+    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group.
+    // Returns n plus the number of non-zeros. FEW: a word rarely has more than 32.
+    template <bool FEW, typename COMPRESSED>
+    static int64_t compress_x(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n,
+                              COMPRESSED & compressed) {
+        const __m512i positions = _mm512_load_si512(positions_0_63.position);
+        _mm512_store_si512(compressed.low, _mm512_setzero_si512());
+        _mm512_store_si512(compressed.high, _mm512_setzero_si512());
+        // each store overwrites what the one before wrote past its last x
         const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
             if (FEW) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_castsi512_si256(bytes));
@@ -116,17 +116,17 @@ struct simd : avx512 {
         };
         for (int64_t word = 0; word < words; word++) {
             const uint64_t bits = mask[word];
-            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, places);
+            const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
             const int      here = __builtin_popcountll(bits);
-            put(lined.low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
-            put(lined.high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
+            put(compressed.low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
+            put(compressed.high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
             n += here;
         }
-        _mm512_storeu_si512(lined.low + n, _mm512_setzero_si512());
-        _mm512_storeu_si512(lined.high + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(compressed.low + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(compressed.high + n, _mm512_setzero_si512());
         return n;
     }
-    // q of a group
+    // the 64 q of a group
     template <int TYPE> static __m512i all_quants(const uint8_t * group) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         if constexpr (TYPE == GGML_MACKO_TYPE_Q8_0) {
@@ -140,26 +140,29 @@ struct simd : avx512 {
                 __builtin_memcpy(&fifth, q + 32, sizeof(fifth));
                 return _mm512_mask_sub_epi8(low, _cvtu64_mask64(~fifth), low, _mm512_set1_epi8(16));
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q4_NL) {
-                const __m512i places = _mm512_or_si512(
+                const __m512i positions = _mm512_or_si512(
                     low, _mm512_load_si512(level_tables.second_of[(group[0] & 1) | (group[4] & 1) << 1]));
-                return _mm512_permutexvar_epi8(places, _mm512_load_si512(level_tables.levels));
+                return _mm512_permutexvar_epi8(positions, _mm512_load_si512(level_tables.levels));
             } else {
                 return _mm512_sub_epi8(low, _mm512_set1_epi8(8));
             }
         }
     }
-    // sum of d * q * x over whole groups: four products of bytes are added at a time, so that a vector has eight sums
-    // of each half
-    template <int TYPE, typename LINED> static float dot_groups(const uint8_t * group, int64_t n, const LINED & lined) {
-        constexpr int PREFETCH = 4096; // bytes ahead
-        vec           total    = zero();
-        for (int64_t i = 0; i < n; i++, group += quant_group_nbytes(TYPE)) {
+    // Sum of d * q * x over n whole groups. vpdpbusd adds four products of bytes to each lane, so that a vector has
+    // eight sums of each half of a group. x = 256 * high + low.
+    template <int TYPE, typename COMPRESSED>
+    static float dot_groups(const uint8_t * group, int64_t n, const COMPRESSED & compressed) {
+        constexpr int PREFETCH     = 4096; // bytes ahead
+        constexpr int group_nbytes = quant_group_nbytes(TYPE);
+        vec           total        = zero();
+        for (int64_t i = 0; i < n; i++, group += group_nbytes) {
             __builtin_prefetch(group + PREFETCH);
-            const __m512i q    = all_quants<TYPE>(group);
-            const __m512i high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(lined.high + i * 64), q);
-            // below 2^25
+            const __m512i q = all_quants<TYPE>(group);
+            const __m512i high =
+                _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(compressed.high + i * 64), q);
+            // |both| < 2^25: the sum of four products, |q| <= 127 and x < 2^16
             const __m512i both =
-                _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(lined.low + i * 64), q);
+                _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(compressed.low + i * 64), q);
             total =
                 fma(_mm512_cvtepi32_ps(both),
                     only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
@@ -174,8 +177,8 @@ struct simd : avx512 {
         _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
         _mm_store_si128(reinterpret_cast<__m128i *>(out + 64), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 8)));
     }
-    // v, which has TYPE's precision, as 16-bit numbers
-    template <int TYPE> static void narrow(uint8_t * out, vec v) {
+    // Stores v, which has TYPE's precision, as 16-bit numbers.
+    template <int TYPE> static void store16(uint8_t * out, vec v) {
         __m256i h;
         if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
             h = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

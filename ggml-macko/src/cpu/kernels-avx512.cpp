@@ -1,4 +1,5 @@
-// Kernels for AVX-512 F/BW/VL/DQ: sixteen columns at a time, widened to float and spread by vexpandps.
+// Kernels for AVX-512 F, BW, VL and DQ. Sixteen columns at a time: values are widened to float, and vexpandps moves
+// them to the lanes of their columns.
 #include "cpu/kernels-avx512-common.h"
 
 namespace macko::cpu {

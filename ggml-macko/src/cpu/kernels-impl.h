@@ -1,25 +1,42 @@
-// The kernels, once, for every instruction set and value type. Each kernels-*.cpp defines `struct simd` (a thin layer
-// of vector
-// operations) in an unnamed namespace, includes this file, and is compiled with its own -m flags.
+// The kernels of y = W x, written once for all instruction sets and value types.
 //
-// Everything here has internal linkage and calls no function of another header, std:: templates included: such a
-// function could be
-// emitted here with AVX-512 instructions, and the linker could pick that copy for code that runs on any CPU.
+// How one body serves all instruction sets. Each kernels-*.cpp defines `struct simd`, a thin layer of vector
+// operations, in an unnamed namespace, includes this file after it, and is compiled with its own -m flags. Everything
+// here has internal linkage, so each of those translation units has a copy that is compiled for its instruction set and
+// that others reach only through its kernel_set. Nothing here may call a function of another header, std:: templates
+// included: the compiler could emit that function here with AVX-512 instructions, and the linker could pick that copy
+// for code that runs on any CPU. The test kernel-objects checks this.
 //
-// Quantized weights are dequantized some half groups (32 values, one scale) at a time and then treated as F32, but for
-// one x in the narrow layout (integers).
+// How the work is laid out. W is a bitmap_matrix (bitmap.h): per row a bit mask and the packed non-zeros. Three kernels
+// differ in how x lies in the scratch memory (x_layout), and in which operand is moved to meet the other:
 //
-// narrow layout (one x, low density or quantized): work in proportion to groups of 64 columns; the instruction set's
-// own dot_narrow(),
-//                       or line_up() and dot_groups().
-// rows layout (few x):  one pass over a row. Its mask, `step` columns at a time, spreads the packed values over vector
-// lanes (zero where
-//                       the bit is clear), and each x meets them with one FMA per vector. Bound by memory at n = 1.
-// panels layout (many): tiles of TILE tokens, x transposed to [column][token]. For a block of rows and a chunk of
-// columns (x chunk in L1),
-//                       a row's bits become a list of columns and float weights; each entry is broadcast against the
-//                       tokens of its
-//                       column. Work is in proportion to density, and a row is decoded once for a whole tile.
+//   rows     float x[n][cols]. Weights are expanded to their columns and meet up to X_BATCH x.
+//
+//                mask       1 0 0 1 1 0 1 0
+//                values     a b c d              the next non-zeros of the row
+//                expanded   a 0 0 b c 0 d 0      acc[i] += expanded * x[i][columns], for each x
+//
+//            One FMA per W columns and x. Bound by memory at n = 1; the choice for few x (decoding).
+//
+//   rows16   x[cols] of 16-bit numbers, n = 1. Weights stay packed, and x is compressed to them.
+//
+//                mask       1 0 0 1 1 0 1 0
+//                x          0 1 2 3 4 5 6 7      64 columns are in two registers
+//                compressed 0 3 4 6              acc += compressed * values
+//
+//            One FMA per W non-zeros, so it is faster than `rows` at low densities. It needs AVX-512 VBMI2: only a simd
+//            with has_rows16<TYPE> brings dot_gathered() (F16, BF16) or compress_x() and dot_groups() (quantized
+//            weights, whose x are 16-bit integers, so that products and their sums are exact).
+//
+//   panels   float x[tile][cols][tokens of the tile]: the packed panels of a dense GEMM, for many x (prefill).
+//
+//                for each block of rows, for each chunk of columns:      the chunk's part of the panel stays in L1
+//                    bits and values of a row -> list of (column, weight)                      decode_chunk()
+//                    acc[row][tokens] += weight * x[column][tokens], for each of the list      accumulate()
+//
+//            One FMA per non-zero and W tokens, and a row is decoded once for a whole tile of TILE tokens.
+//
+// Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
 #pragma once
 
 #include "cpu/dispatch.h"
@@ -36,37 +53,37 @@ constexpr int W = simd::width; // floats in a vector
 
 constexpr int TILE_VECS = simd::tile_vecs; // vectors of tokens in a full tile
 constexpr int TILE      = TILE_VECS * W;   // tokens in a full tile
-constexpr int MAX_CHUNK = 512;             // columns
-// floats of an x panel that stay in L1 (32 KiB): of 16 ... 256 KiB the best at density 1/2
+constexpr int MAX_CHUNK = 512;             // columns of a chunk
+// floats of a panel that stay in L1 (32 KiB): the fastest of 16 to 256 KiB at density 1/2
 constexpr int CHUNK_SIZE = 8192;
 constexpr int BLOCK_SIZE = 32768; // floats of accumulators that stay in L2, on the stack (128 KiB)
-// with NV vectors of tokens: mask words of a chunk, rows of a block
+// mask words of a chunk and rows of a block, for a tile of NV vectors of tokens
 template <int NV>
 constexpr int CHUNK_WORDS = (CHUNK_SIZE / (NV * W) > MAX_CHUNK ? MAX_CHUNK : CHUNK_SIZE / (NV * W)) / 64;
 template <int NV> constexpr int BLOCK_ROWS = BLOCK_SIZE / (NV * W) / W * W;
 static_assert(CHUNK_WORDS<TILE_VECS> > 0, "a chunk has whole mask words");
 
-constexpr int PREFETCH = 4096; // bytes ahead in the values: at 512 AVX2 lost half its speed at density 1/2
+constexpr int PREFETCH = 4096; // bytes ahead in the values; with 512, AVX2 was half as fast at density 1/2
 
-constexpr int GROUP = 8; // x that meet an expanded row at once
+constexpr int X_BATCH = 8; // x that each expanded vector of weights meets
 
 template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
-// what expand() and load_values() get
+// the type that expand() and load_values() read: quantized values have been dequantized to F32
 template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE;
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
 template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 
+// mask_words() and std::min(), which are functions of other headers
 INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// the s-th STEP bits of a mask word
-template <int STEP> INLINE uint32_t piece(uint64_t bits, int s) {
+// bits s * STEP ... (s + 1) * STEP - 1 of a mask word
+template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
     return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
 }
 
-// Reads a row's values from front to back: next(n) says where the next n lie as PLAIN<TYPE>; buffer has BUFFER<n>
-// floats. Up to 64 values
-// behind them are read too, and not used.
+// Reads the values of a row from front to back: next(n, buffer) returns where the next n lie as PLAIN<TYPE>. buffer has
+// BUFFER<TYPE, n> floats. Kernels may read up to 64 values behind the n, and ignore them.
 template <int TYPE> struct plain_reader {
     const uint8_t *        at;
     INLINE void            start(const bitmap_matrix & w, int64_t first) { at = w.values + first * value_size<TYPE>; }
@@ -77,15 +94,15 @@ template <int TYPE> struct plain_reader {
     }
 };
 template <int TYPE> struct quant_reader {
-    const uint8_t * at;   // a group
-    int64_t         skip; // its values that are done
+    const uint8_t * at;   // the current group
+    int64_t         skip; // values of it that have been read
     INLINE void     start(const bitmap_matrix & w, int64_t first) {
         at   = w.values + first / 64 * group_size<TYPE>;
         skip = first % 64;
     }
     INLINE const uint8_t * next(int64_t n, float * buffer) {
         const int64_t first = skip, last = skip + n;
-        for (int64_t i = first / 32 * 32; i < last; i += 32) { // a half that ends in the next call is dequantized twice
+        for (int64_t i = first / 32 * 32; i < last; i += 32) { // a half that the next call ends is dequantized twice
             simd::template dequantize<TYPE>(at + i / 64 * group_size<TYPE>, static_cast<int>(i / 32 % 2), buffer + i);
         }
         at += last / 64 * group_size<TYPE>;
@@ -102,9 +119,9 @@ template <> struct reader_of<true> {
 template <int TYPE> using reader                = typename reader_of<is_quant<TYPE>>::template type<TYPE>;
 template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
 
-// ---- x into scratch ----
+// ---- copying x to the scratch memory ----
 
-// W floats at src of which n are there, rounded to TYPE if asked
+// The W floats at src, of which the first n exist and the others are zero; rounded to TYPE if `round`.
 template <int TYPE> INLINE vec load_x(const float * src, int64_t n, bool round) {
     vec v;
     if (n >= W) {
@@ -125,7 +142,7 @@ template <int TYPE> INLINE vec load_x(const float * src, int64_t n, bool round) 
     return v;
 }
 
-// W rounds of perfect shuffles transpose a W x W matrix
+// Transposes a W x W matrix by log2(W) perfect shuffles of its rows.
 INLINE void transpose(vec (&v)[W]) {
     for (int round = 1; round < W; round *= 2) {
         vec t[W];
@@ -138,7 +155,7 @@ INLINE void transpose(vec (&v)[W]) {
     }
 }
 
-// columns col_begin ... col_end-1 (col_begin a multiple of W) of all x; columns past cols become zero
+// Columns col_begin ... col_end-1 of all x; both are multiples of W, and columns from cols on become zero.
 template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     const int64_t padded = words_of(p.w.cols) * 64;
     for (int64_t i = 0; i < p.n; i++) {
@@ -173,13 +190,12 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
     }
 }
 
-// ---- narrow layout ----
-// S = simd, as a parameter, so that its functions are looked up only for the sets that have them
+// ---- rows16 ----
+// S is simd, as a template parameter: its functions are looked up only where a set has them.
 
-// For quantized weights x becomes 16-bit integers, so that products are exact in int32: x / scale + OFFSET, which is
-// not negative, as its low
-// bytes and its high bytes, 64 columns each. What OFFSET adds to a product is known: OFFSET times the row's sum. The
-// scale stands behind them.
+// With quantized weights, x becomes the integers x / scale + OFFSET, which are unsigned 16-bit numbers, so that their
+// products with q are exact in int32. OFFSET adds a known amount to each y, OFFSET * scale * row_sums[row]. In the
+// scratch memory, for each 64 columns: 64 low bytes, then 64 high bytes. The scale comes after the last of them.
 constexpr float OFFSET = 32768;
 INLINE float *  scale_of_x(const mul_mat_params & p) {
     return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
@@ -188,11 +204,11 @@ INLINE float *  scale_of_x(const mul_mat_params & p) {
 template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     const int64_t cols = p.w.cols;
     vec           most = simd::zero();
-    for (int64_t c = 0; c < cols; c += W) { // every thread for itself: cheaper than to wait for each other
+    for (int64_t c = 0; c < cols; c += W) { // each thread finds the maximum by itself, which is faster than a barrier
         most = S::max_magnitude(most, load_x<GGML_MACKO_TYPE_F32>(p.x[0] + c, cols - c, false));
     }
     const float largest = S::largest(most);
-    const float inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // not Inf
+    const float inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // finite
     uint8_t *   dst     = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = cols - c;
@@ -204,49 +220,50 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     }
 }
 
-constexpr int64_t PIECE = 64; // words
-// of a piece: up to 63 zeros in front, the x of its non-zeros, zeros that fill a group, and room that stores may touch
-struct lined_x {
-    alignas(64) uint8_t low[PIECE * 64 + 64 + 64];
-    alignas(64) uint8_t high[PIECE * 64 + 64 + 64];
+constexpr int64_t SEGMENT_WORDS = 64; // mask words of a row that are compressed at a time
+// The x of a segment's non-zeros: up to 63 zeros in front, so that the first lies in its group as its weight does,
+// zeros that fill the last group, and room for stores that write whole vectors.
+struct compressed_x {
+    alignas(64) uint8_t low[SEGMENT_WORDS * 64 + 64 + 64];
+    alignas(64) uint8_t high[SEGMENT_WORDS * 64 + 64 + 64];
 };
 
-// Two steps: the x of a piece of a row are lined up, then they meet whole groups of weights, zeros for those of other
-// pieces. The second
-// step is one piece behind: a load that spans stores that are still under way waits for them (2.0 against 1.5 ns per 64
-// columns at density .3).
+// Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by whole groups of
+// weights. Weights of a group that belong to other segments meet zeros. The second step is one segment behind the
+// first: a load that covers several recent stores waits until they have reached the cache (2.0 against 1.5 ns per 64
+// columns at density 0.3).
 template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    struct piece_of_row {
+    struct segment_of_row {
         const uint8_t * groups;
         int64_t         n; // groups
         float *         y;
     };
-    lined_x         lined[2];
+    compressed_x    compressed[2];
     const int64_t   words         = words_of(p.w.cols);
     const uint8_t * x             = static_cast<const uint8_t *>(p.scratch);
     const float     scale         = *scale_of_x(p);
-    piece_of_row    last          = { nullptr, 0, nullptr };
+    segment_of_row  last          = { nullptr, 0, nullptr };
     int             now           = 0;
     const auto      multiply_last = [&] {
         if (last.y) {
-            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, lined[now ^ 1]);
+            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, compressed[now ^ 1]);
         }
     };
     for (int64_t row = row_begin; row < row_end; row++) {
         const uint64_t * mask = p.w.masks + row * words;
         int64_t          at   = p.w.row_off[row];
-        // rarely more than 32 in 64 columns
+        // few: rarely more than 32 non-zeros in 64 columns
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8;
         float *    y   = p.y[0] + (row - p.row_begin);
         *y             = -OFFSET * scale * p.w.row_sums[row];
-        for (int64_t word = 0; word < words; word += PIECE, now ^= 1) {
-            const int64_t n_words = smaller(PIECE, words - word);
+        for (int64_t word = 0; word < words; word += SEGMENT_WORDS, now ^= 1) {
+            const int64_t n_words = smaller(SEGMENT_WORDS, words - word);
             for (int64_t line = 0; line < n_words; line += 8) {
                 __builtin_prefetch(mask + word + 256 + line);
             }
             const int64_t n =
-                few ? S::template line_up<true>(mask + word, n_words, x + word * 128, at % 64, lined[now])
-                    : S::template line_up<false>(mask + word, n_words, x + word * 128, at % 64, lined[now]);
+                few ? S::template compress_x<true>(mask + word, n_words, x + word * 128, at % 64, compressed[now])
+                    : S::template compress_x<false>(mask + word, n_words, x + word * 128, at % 64, compressed[now]);
             multiply_last();
             last = { p.w.values + at / 64 * group_size<TYPE>, (n + 63) / 64, y };
             at += n - at % 64;
@@ -255,38 +272,39 @@ template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p,
     multiply_last();
 }
 
-template <int TYPE, typename S> void prepare_narrow(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+template <int TYPE, typename S> void prepare_rows16(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     uint8_t * dst = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = p.w.cols - c;
-        S::template narrow<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
+        S::template store16<TYPE>(dst + c * 2, load_x<TYPE>(left > 0 ? p.x[0] + c : nullptr, left, true));
     }
 }
 
-template <int TYPE, typename S> void multiply_narrow(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     const int64_t words = words_of(p.w.cols);
     for (int64_t row = row_begin; row < row_end; row++) {
         const uint8_t * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
         const uint8_t * x      = static_cast<const uint8_t *>(p.scratch);
-        // few entries in most groups: 64 columns have 9.6 on average at this density
+        // few: at this density 64 columns have 9.6 non-zeros on average
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1] - p.w.row_off[row]) * 20 <= p.w.cols * 3;
         p.y[0][row - p.row_begin] =
-            few ? S::template dot_narrow<TYPE, true>(p.w.masks + row * words, words, values, x)
-                : S::template dot_narrow<TYPE, false>(p.w.masks + row * words, words, values, x);
+            few ? S::template dot_gathered<TYPE, true>(p.w.masks + row * words, words, values, x)
+                : S::template dot_gathered<TYPE, false>(p.w.masks + row * words, words, values, x);
     }
 }
 
-// ---- rows layout ----
+// ---- rows ----
 
-// NR rows times NX x. A row's result does not depend on the rows beside it: same operations in the same order.
-template <int TYPE, // of values
-          int NX,   // x at once
-          int NR    // rows at once: each x vector is loaded once for all
+// NR rows times NX x. The result of a row does not depend on the rows beside it: the operations and their order are the
+// same for each NR.
+template <int TYPE, // of the values
+          int NX,   // x that each vector of weights meets
+          int NR    // rows that each vector of x meets
           >
 void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
-    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // chains of dependent FMAs per row and x
+    constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;
@@ -325,7 +343,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             vec w[NR][VECS];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                const auto part = piece<STEP>(bits[r], s);
+                const auto part = mask_bits<STEP>(bits[r], s);
                 simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
                 at[r] += __builtin_popcount(part) * value_size<TYPE>;
             }
@@ -356,8 +374,8 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 }
 
 template <int TYPE, int NX>
-void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
-    constexpr int NR = simd::rows_at_once<NX>;
+void multiply_batch(const mul_mat_params & p, int64_t row, int64_t n_rows, int64_t first_x) {
+    constexpr int NR = simd::rows_per_pass<NX>;
     int64_t       r  = 0;
     for (; r + NR <= n_rows; r += NR) {
         dot_rows<TYPE, NX, NR>(p, row + r, first_x);
@@ -368,41 +386,41 @@ void multiply_group(const mul_mat_params & p, int64_t row, int64_t n_rows, int64
 }
 
 template <int TYPE> void multiply_rows(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    constexpr int64_t BLOCK = 8; // rows that stay in L1 from one group of x to the next
-    const int64_t     step  = p.n <= GROUP ? row_end - row_begin : BLOCK;
+    constexpr int64_t BLOCK = 8; // rows that stay in L1 from one batch of x to the next
+    const int64_t     step  = p.n <= X_BATCH ? row_end - row_begin : BLOCK;
     for (int64_t row = row_begin; row < row_end; row += step) {
         const int64_t n_rows = smaller(step, row_end - row);
-        for (int64_t i = 0; i < p.n; i += GROUP) {
-            switch (smaller(GROUP, p.n - i)) {
-                case 1:  multiply_group<TYPE, 1>(p, row, n_rows, i); break;
-                case 2:  multiply_group<TYPE, 2>(p, row, n_rows, i); break;
-                case 3:  multiply_group<TYPE, 3>(p, row, n_rows, i); break;
-                case 4:  multiply_group<TYPE, 4>(p, row, n_rows, i); break;
-                case 5:  multiply_group<TYPE, 5>(p, row, n_rows, i); break;
-                case 6:  multiply_group<TYPE, 6>(p, row, n_rows, i); break;
-                case 7:  multiply_group<TYPE, 7>(p, row, n_rows, i); break;
-                default: multiply_group<TYPE, 8>(p, row, n_rows, i); break;
+        for (int64_t i = 0; i < p.n; i += X_BATCH) {
+            switch (smaller(X_BATCH, p.n - i)) {
+                case 1:  multiply_batch<TYPE, 1>(p, row, n_rows, i); break;
+                case 2:  multiply_batch<TYPE, 2>(p, row, n_rows, i); break;
+                case 3:  multiply_batch<TYPE, 3>(p, row, n_rows, i); break;
+                case 4:  multiply_batch<TYPE, 4>(p, row, n_rows, i); break;
+                case 5:  multiply_batch<TYPE, 5>(p, row, n_rows, i); break;
+                case 6:  multiply_batch<TYPE, 6>(p, row, n_rows, i); break;
+                case 7:  multiply_batch<TYPE, 7>(p, row, n_rows, i); break;
+                default: multiply_batch<TYPE, 8>(p, row, n_rows, i); break;
             }
         }
     }
 }
 
-// ---- panels layout ----
+// ---- panels ----
 
-struct entries {                              // the non-zeros of a row in a chunk
+struct nonzero_list {                         // the non-zeros of a row in a chunk
     alignas(64) uint32_t col[MAX_CHUNK + 64]; // within the chunk
     alignas(64) float weight[MAX_CHUNK + 64];
 };
 
-// fills list, then zero entries up to a multiple of `multiple` (at most W); returns the number with them
+// Fills the list, and adds zeros up to a multiple of `multiple` (at most W). Returns the length with the zeros.
 template <int TYPE>
-INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, entries & list) {
+INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, nonzero_list & list) {
     alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
     int               n = 0;
     for (int word = 0; word < n_words; word++) {
         const uint64_t bits = mask[word];
         for (int s = 0; s < 64 / W; s++) {
-            const auto part = piece<W>(bits, s);
+            const auto part = mask_bits<W>(bits, s);
             simd::columns(part, static_cast<uint32_t>(word * 64 + s * W), list.col + n);
             n += __builtin_popcount(part);
         }
@@ -418,11 +436,11 @@ INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader
     return n;
 }
 
-// acc[NV] += sum of weight * x[col][NV] over the list. SETS entries at a time, each with its own accumulators, so that
-// FMAs overlap.
+// acc[NV] += sum of weight * x[col][NV] over the n elements of the list. SETS of them at a time have accumulators of
+// their own, which hides the latency of an FMA.
 template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
 
-template <int NV> INLINE void accumulate(const float * x, const entries & list, int n, float * acc) {
+template <int NV> INLINE void accumulate(const float * x, const nonzero_list & list, int n, float * acc) {
     vec sum[SETS<NV>][NV];
 #pragma GCC unroll 8
     for (int s = 0; s < SETS<NV>; s++) {
@@ -452,7 +470,7 @@ template <int NV> INLINE void accumulate(const float * x, const entries & list, 
     }
 }
 
-// acc is [row][NV * W]; y wants [token][row]
+// acc is [row][NV * W], y is [token][row]
 template <int NV>
 void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64_t n_rows, int64_t token,
                  int64_t n_tokens) {
@@ -460,7 +478,7 @@ void store_block(const mul_mat_params & p, const float * acc, int64_t row, int64
         for (int g = 0; g < NV; g++) {
             vec v[W];
             for (int i = 0; i < W; i++) {
-                v[i] = simd::load(acc + ((r + i) * NV + g) * W); // rows past n_rows: zeros or leftovers, not stored
+                v[i] = simd::load(acc + ((r + i) * NV + g) * W); // rows from n_rows on are not stored
             }
             transpose(v);
             for (int i = 0; i < W && g * W + i < n_tokens; i++) {
@@ -486,7 +504,7 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
     const float *     x      = static_cast<const float *>(p.scratch) + token * words * 64;
     alignas(64) float acc[BLOCK_ROWS<NV> * STRIDE];
     reader<TYPE>      values[BLOCK_ROWS<NV>];
-    entries           list;
+    nonzero_list      list;
 
     for (int64_t row = row_begin; row < row_end; row += BLOCK_ROWS<NV>) {
         const int64_t n_rows = smaller(BLOCK_ROWS<NV>, row_end - row);
@@ -501,7 +519,7 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
             for (int64_t r = 0; r < n_rows; r++) {
                 const int n =
                     decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, values[r], list);
-                __builtin_prefetch(values[r].at + 64, 0, 2); // for the next chunk, n_rows lists from now
+                __builtin_prefetch(values[r].at + 64, 0, 2); // for this row's next chunk
                 accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
             }
         }
@@ -528,15 +546,15 @@ template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_b
     }
 }
 
-// ---- entry points of kernel_set ----
+// ---- the functions of a kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if constexpr (simd::narrows<TYPE>) {
-        if (layout == x_layout::narrow) {
+    if constexpr (simd::has_rows16<TYPE>) {
+        if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
                 return prepare_integers<simd>(p, col_begin, col_end);
             } else {
-                return prepare_narrow<TYPE, simd>(p, col_begin, col_end);
+                return prepare_rows16<TYPE, simd>(p, col_begin, col_end);
             }
         }
     }
@@ -563,12 +581,12 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (simd::narrows<TYPE>) {
-        if (layout == x_layout::narrow) {
+    if constexpr (simd::has_rows16<TYPE>) {
+        if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
                 return multiply_integers<TYPE, simd>(p, row_begin, row_end);
             } else {
-                return multiply_narrow<TYPE, simd>(p, row_begin, row_end);
+                return multiply_rows16<TYPE, simd>(p, row_begin, row_end);
             }
         }
     }

@@ -1,6 +1,5 @@
-// Kernels for any CPU (arm64 among them): compilers turn the four-float vectors into whatever the target has. The slow
-// reference
-// among the sets, kept simple.
+// Kernels for any CPU, arm64 included. The compiler maps vectors of four floats to what the target has. Written to be
+// read rather than to be fast.
 #include "cpu/dispatch.h"
 
 namespace macko::cpu {
@@ -9,11 +8,11 @@ namespace {
 struct simd {
     typedef float vec __attribute__((vector_size(16)));
 
-    static constexpr int                      width        = 4;
-    static constexpr int                      tile_vecs    = 8;
-    template <int TYPE> static constexpr int  step         = 8; // columns that expand() handles
-    template <int TYPE> static constexpr bool narrows      = false;
-    template <int NX> static constexpr int    rows_at_once = 1;
+    static constexpr int                      width         = 4;
+    static constexpr int                      tile_vecs     = 8;
+    template <int TYPE> static constexpr int  step          = 8; // columns of one call of expand()
+    template <int TYPE> static constexpr bool has_rows16    = false;
+    template <int NX> static constexpr int    rows_per_pass = 1;
 
     static vec zero() { return vec{ 0, 0, 0, 0 }; }
     static vec set1(float a) { return vec{ a, a, a, a }; }
@@ -91,7 +90,7 @@ struct simd {
         }
         return float_of(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
     }
-    // half of a group
+    // 32 values of a group, the first (half = 0) or the last (half = 1), as floats
     template <int TYPE> static void dequantize(const uint8_t * group, int half, float * out) {
         const uint8_t * q = group + GROUP_SCALES_NBYTES;
         uint32_t        bits;
@@ -123,7 +122,7 @@ struct simd {
         w[0] = load(lanes);
         w[1] = load(lanes + 4);
     }
-    // base + the positions of the bits; may write width elements
+    // base + the position of each set bit, lowest first; may write `width` elements
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
         for (; bits; bits &= bits - 1) {
             *out++ = base + static_cast<uint32_t>(__builtin_ctz(bits));

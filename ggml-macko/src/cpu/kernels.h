@@ -1,4 +1,5 @@
-// Sparse times dense on the CPU: y = W x for one or many x. One set of kernels per instruction set, chosen at run time.
+// y = W x on the CPU for a sparse W and one or many x. There is a kernel set for each instruction set, and one of them
+// is chosen at run time. No ggml here.
 #pragma once
 
 #include "cpu/bitmap.h"
@@ -7,26 +8,26 @@ namespace macko::cpu {
 
 struct mul_mat_params {
     bitmap_matrix         w;
-    int64_t               row_begin; // rows of w that are wanted (an expert's, or all)
+    int64_t               row_begin; // first row of w to multiply: of an expert, or 0
     int64_t               row_end;
-    int64_t               n; // how many x
+    int64_t               n; // number of x
     const float * const * x; // n pointers to w.cols floats
     float * const *       y; // n pointers to row_end - row_begin floats, all written
-    // round x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With quantized weights: it
-    bool round_x;
-    // may be rounded to multiples of max |x| / 32767 (one x), which is finer than
-    // ggml's 8 bits per 32 columns
+    // Round x to the value type first (F16, BF16), as ggml-cpu does with dense weights. With quantized weights and n =
+    // 1, x may be rounded to multiples of max |x| / 32767, which is finer than the 8 bits that ggml gives 32 columns.
+    bool   round_x;
     void * scratch; // mul_mat_scratch_nbytes(w.cols, n) bytes, aligned to 64
 };
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 
-// Called with the same params by all nth threads of one OpenMP parallel region (it contains barriers); returns when y
-// is complete
-// on all threads. Deterministic: the result does not depend on nth.
+// All nth threads of an OpenMP parallel region call this with the same params: it has barriers, and returns when y is
+// complete. The result is the same for each nth, bit for bit.
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
-// kernel set in use: GGML_MACKO_FORCE, or the best that this CPU has. OK or an error that names the bad value.
-[[nodiscard]] int cpu_kernels_select(const char ** name);
+// The name of the kernel set in use: that of GGML_MACKO_FORCE, which is read once, or the fastest that this CPU
+// supports. Fails with BAD_ARGUMENT and a message if GGML_MACKO_FORCE names no set or one that this CPU does not
+// support.
+[[nodiscard]] int select_kernels(const char ** name);
 
 } // namespace macko::cpu

@@ -100,7 +100,7 @@ int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** o
             log_compressed(*l->file_);
         }
         const char * kernels = nullptr; // only now: a wrong GGML_MACKO_FORCE is no concern of dense models
-        if (const int status = cpu::cpu_kernels_select(&kernels)) {
+        if (const int status = cpu::select_kernels(&kernels)) {
             return status;
         }
         if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {

@@ -24,7 +24,7 @@ std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
 #ifdef GGML_MACKO_CUDA
     devices = cuda::cuda_devices(reg);
 #endif
-    devices.push_back(cpu::cpu_device(reg));
+    devices.push_back(cpu::device(reg));
     return devices;
 }
 
@@ -37,7 +37,7 @@ ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
 
 void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "ggml_backend_set_n_threads")) {
-        return reinterpret_cast<void *>(cpu::cpu_set_n_threads);
+        return reinterpret_cast<void *>(cpu::set_n_threads);
     }
     return nullptr;
 }

@@ -327,18 +327,18 @@ packed_arrays packed_matrix::arrays() const {
 static int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // the non-zero behind it counted
 
 // non-zeros and gap codes of each row, for all widths
-struct row_count {
+struct index_row_count {
     int64_t nnz, codes[3];
 };
 static constexpr int32_t GAP_BITS[3] = { 2, 4, 8 };
 
 template <typename T> static int pack_type(const T * dense, packed_desc desc, int n_threads, packed_matrix * out) {
-    const int64_t          rows = desc.dense.rows, cols = desc.dense.cols;
-    std::vector<row_count> counts(static_cast<size_t>(rows));
+    const int64_t                rows = desc.dense.rows, cols = desc.dense.cols;
+    std::vector<index_row_count> counts(static_cast<size_t>(rows));
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
-        row_count n    = {};
-        int64_t   next = 0;
+        index_row_count n    = {};
+        int64_t         next = 0;
         for_each_column(dense + r * cols, cols, [&](int64_t col) {
             n.nnz++;
             for (int i = 0; i < 3; i++) {
@@ -348,10 +348,10 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
         });
         counts[static_cast<size_t>(r)] = n;
     }
-    row_count total = {};
+    index_row_count total = {};
     out->row_ptr.assign(1, 0);
     out->row_ptr.reserve(counts.size() + 1);
-    for (const row_count & n : counts) {
+    for (const index_row_count & n : counts) {
         total.nnz += n.nnz;
         for (int i = 0; i < 3; i++) {
             total.codes[i] += n.codes[i];

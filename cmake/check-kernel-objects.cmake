@@ -1,0 +1,23 @@
+# Fails if an object file of cpu/kernels-*.cpp defines a symbol that another translation unit may define, too.
+#
+# Those files are compiled for instruction sets that not every CPU has. Of an inline function or a template instance
+# that several translation units emit, the linker keeps any one: a copy with AVX-512 instructions could then run on any
+# CPU. The objects are compiled without optimization, since inlining hides such functions.
+#
+#   cmake -DNM=nm "-DOBJECTS=a.o;b.o" -P check-kernel-objects.cmake
+if(NOT OBJECTS)
+    message(FATAL_ERROR "no object files")
+endif()
+foreach(object ${OBJECTS})
+    execute_process(COMMAND ${NM} --demangle --defined-only ${object} OUTPUT_VARIABLE symbols RESULT_VARIABLE failed)
+    if(failed)
+        message(FATAL_ERROR "cannot read ${object}")
+    endif()
+    # D: the kernel_set. Lower case: local to the file.
+    string(REGEX MATCHALL "[0-9a-f]+ [A-Zuv] [^\n]+" global "${symbols}")
+    list(FILTER global EXCLUDE REGEX " [DR] macko::cpu::kernels_")
+    if(global)
+        list(JOIN global "\n  " text)
+        message(SEND_ERROR "${object} defines\n  ${text}")
+    endif()
+endforeach()

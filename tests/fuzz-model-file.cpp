@@ -88,7 +88,7 @@ struct null_consumer : macko::payload_consumer {
 struct decoder : macko::payload_consumer {
     bytes   dense;
     int64_t row_nbytes;
-    explicit decoder(const macko::sparse_matrix & m)
+    explicit decoder(const macko::sparse_tensor_info & m)
         : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
     int consume(const macko::macko_view & view, int64_t) override {
         macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
@@ -111,7 +111,7 @@ static int vet(const memory_source & source, macko::model_file * file) {
         return status;
     }
     null_consumer consumer;
-    for (const macko::sparse_matrix & m : file->sparse) {
+    for (const macko::sparse_tensor_info & m : file->sparse) {
         if (const int status = macko::read_payload(source, file->header, m, 1, consumer)) {
             return status;
         }
@@ -123,7 +123,7 @@ static int vet(const memory_source & source, macko::model_file * file) {
 
 // a bitmap or gap codes, bit by bit
 static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr,
-                           const macko::sparse_matrix & m) {
+                           const macko::sparse_tensor_info & m) {
     const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
     bytes        dense(static_cast<size_t>(m.nbytes_dense), 0);
     size_t       k     = 0;
@@ -168,7 +168,7 @@ static bytes decode_packed(const bytes & values, const bytes & index, const byte
     return dense;
 }
 
-static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_matrix & m) {
+static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_tensor_info & m) {
     auto component = [&](size_t i) {
         const macko::gguf_tensor & t = file.header.tensors[i];
         return bytes(b.begin() + t.offset, b.begin() + t.offset + t.nbytes);
@@ -208,16 +208,16 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
 
 // the dense file's header is itself a good header, with the right tensors
 static void check_virtual(const macko::model_file & file) {
-    std::unique_ptr<macko::virtual_file> v;
-    if (!file.is_sparse || macko::virtual_file::create(file, &v) != GGML_MACKO_STATUS_OK) {
+    std::unique_ptr<macko::dense_stream> v;
+    if (!file.is_sparse || macko::dense_stream::create(file, &v) != GGML_MACKO_STATUS_OK) {
         return;
     }
     const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
     // the mutant has no descriptor: everything behind the header reads as zero
     struct header_source : macko::byte_source {
-        const macko::virtual_file & file;
+        const macko::dense_stream & file;
         int64_t                     header_size;
-        header_source(const macko::virtual_file & f, int64_t n) : file(f), header_size(n) {}
+        header_source(const macko::dense_stream & f, int64_t n) : file(f), header_size(n) {}
         int64_t size() const override { return file.size(); }
         int     read(int64_t offset, void * dst, int64_t n) const override {
             const int64_t have = std::clamp<int64_t>(header_size - offset, 0, n);
@@ -543,7 +543,7 @@ static void check_opened(const std::vector<bytes> & parts, const macko::model_fi
     for (const bytes & part : parts) {
         all.insert(all.end(), part.begin(), part.end());
     }
-    for (const macko::sparse_matrix & m : file.sparse) {
+    for (const macko::sparse_tensor_info & m : file.sparse) {
         null_consumer consumer;
         const bool    compressed = m.format == &macko::FORMAT_DENSE;
         if (macko::read_payload(file, m, 1, consumer) != GGML_MACKO_STATUS_OK) {
@@ -636,7 +636,7 @@ int main(int argc, char ** argv) {
                   static_cast<long long>(i), status, ggml_macko_last_error());
             statuses[status]++;
             if (status == GGML_MACKO_STATUS_OK) {
-                for (const macko::sparse_matrix & m : file.sparse) {
+                for (const macko::sparse_tensor_info & m : file.sparse) {
                     check_matrix(b, file, m);
                 }
                 check_virtual(file);

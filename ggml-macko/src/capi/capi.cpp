@@ -38,7 +38,7 @@ static macko_desc desc_of(const ggml_macko_matrix & m) { return { m.rows, m.cols
 
 int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                            ggml_macko_count * count) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!dense || !count) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -50,7 +50,7 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
 }
 
 int ggml_macko_encode(const void * dense, const ggml_macko_matrix * m, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!dense || !m || !m->values || !m->deltas || !m->row_ptr) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -100,7 +100,7 @@ static int validate_matrix(const ggml_macko_matrix & m, int64_t n_values, int64_
             desc, desc.rows * t / n_tasks, desc.rows * (t + 1) / n_tasks, m.row_ptr, 0, m.values, m.deltas
         };
         int & result = status[static_cast<size_t>(t)];
-        result       = at_c_edge([&]() -> int {
+        result       = c_boundary([&]() -> int {
             macko_view view;
             const int  bad = validate(rows, &view);
             nnz += view.nnz();
@@ -124,7 +124,7 @@ static int validate_matrix(const ggml_macko_matrix & m, int64_t n_values, int64_
 
 int ggml_macko_validate(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr,
                         int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!m) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -134,7 +134,7 @@ int ggml_macko_validate(const ggml_macko_matrix * m, int64_t n_values, int64_t n
 
 int ggml_macko_decode(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, void * dense,
                       int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!m || !dense) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -179,7 +179,7 @@ static int encode_blocks(const macko_desc & desc, const void * dense, const extr
 int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t delta_bits,
                              const ggml_macko_ec_csr_options * options, int n_threads,
                              ggml_macko_ec_csr_matrix ** out) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!dense || !out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -270,7 +270,7 @@ static int check_blocks(const ggml_macko_ec_csr * m, ec_csr_view * view) {
 }
 
 int ggml_macko_ec_csr_validate(const ggml_macko_ec_csr * m, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         ec_csr_view view;
         const int   status = check_blocks(m, &view);
         return status ? status : each_row(view, threads(n_threads, m->rows * m->cols), [](int64_t, const void *) {});
@@ -278,7 +278,7 @@ int ggml_macko_ec_csr_validate(const ggml_macko_ec_csr * m, int n_threads) {
 }
 
 int ggml_macko_ec_csr_decode(const ggml_macko_ec_csr * m, void * dense, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         ec_csr_view view;
         if (!dense) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
@@ -301,7 +301,7 @@ struct ggml_macko_packed_matrix {
 
 int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int32_t value_type,
                              int32_t index_bits, int n_threads, ggml_macko_packed_matrix ** out) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!dense || !out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -325,7 +325,7 @@ int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int
 }
 
 int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!values || !blocks || n < 0) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values", static_cast<long long>(n));
         }
@@ -363,14 +363,14 @@ static int check_packed_matrix(const ggml_macko_packed * m, int n_threads, packe
 }
 
 int ggml_macko_packed_validate(const ggml_macko_packed * m, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         packed_view view;
         return check_packed_matrix(m, n_threads, &view);
     });
 }
 
 int ggml_macko_packed_decode(const ggml_macko_packed * m, void * dense, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         packed_view view;
         if (!dense) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
@@ -413,7 +413,7 @@ static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value
 
 int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr,
                                int n_threads, ggml_macko_cpu_matrix ** out) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!m || !out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -459,7 +459,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int64_t n_values, in
 }
 
 int ggml_macko_ec_csr_gpu_us(const ggml_macko_ec_csr * m, int n_threads, double * blocks_us, double * rows_us) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!blocks_us || !rows_us) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -478,7 +478,7 @@ int ggml_macko_ec_csr_gpu_us(const ggml_macko_ec_csr * m, int n_threads, double 
 }
 int ggml_macko_cpu_matrix_init_ec_csr(const ggml_macko_ec_csr * m, int n_threads, ggml_macko_cpu_matrix ** out) {
     macko_matrix recoded;
-    const int    status = at_c_edge([&]() -> int {
+    const int    status = c_boundary([&]() -> int {
         ec_csr_view view;
         const int   bad = check_blocks(m, &view);
         return bad ? bad : recode(view, threads(n_threads, m->rows * m->cols), &recoded);
@@ -501,7 +501,7 @@ int ggml_macko_cpu_matrix_init_ec_csr(const ggml_macko_ec_csr * m, int n_threads
 }
 
 int ggml_macko_cpu_matrix_init_packed(const ggml_macko_packed * m, int n_threads, ggml_macko_cpu_matrix ** out) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -525,7 +525,7 @@ void ggml_macko_cpu_matrix_free(ggml_macko_cpu_matrix * m) { delete m; }
 int64_t ggml_macko_cpu_matrix_nbytes(const ggml_macko_cpu_matrix * m) { return m ? m->nbytes : 0; }
 
 int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!m || !x || !y || n < 0) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer or negative count");
         }
@@ -556,7 +556,7 @@ const char * ggml_macko_cpu_kernels(void) {
 
 int ggml_macko_weight_use_of(const char * name, int32_t n_dims) {
     int       use    = GGML_MACKO_WEIGHT_OTHER;
-    const int status = at_c_edge([&] { // no status to return: a name that does not fit into memory has no use
+    const int status = c_boundary([&] { // no status to return: a name that does not fit into memory has no use
         use = name ? weight_use(name, n_dims) : use;
         return GGML_MACKO_STATUS_OK;
     });
@@ -568,7 +568,7 @@ struct ggml_macko_file {
 };
 
 int ggml_macko_file_open(const char * path, bool require_model, ggml_macko_file ** out) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!path || !out) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
@@ -616,8 +616,8 @@ int ggml_macko_file_sparse(const ggml_macko_file * file, int64_t i, ggml_macko_s
     if (!file || !info || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
     }
-    const sparse_matrix & s      = file->model->sparse[static_cast<size_t>(i)];
-    int64_t               nbytes = 0;
+    const sparse_tensor_info & s      = file->model->sparse[static_cast<size_t>(i)];
+    int64_t                    nbytes = 0;
     for (size_t c = 0; c < s.format->n_components; c++) {
         nbytes += file->model->header.tensors[s.first + c].nbytes;
     }
@@ -642,12 +642,12 @@ int ggml_macko_file_check_payload(const ggml_macko_file * file, int64_t i, int n
         bool takes_blocks() const override { return true; }
         bool takes_packed() const override { return true; }
     };
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!file || i < 0 || i >= ggml_macko_file_n_sparse(file)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse matrix %lld", static_cast<long long>(i));
         }
-        discard               consumer;
-        const sparse_matrix & m = file->model->sparse[static_cast<size_t>(i)];
+        discard                    consumer;
+        const sparse_tensor_info & m = file->model->sparse[static_cast<size_t>(i)];
         if (const int status = read_payload(*file->model, m, threads(n_threads, m.desc.rows * m.desc.cols), consumer)) {
             return status;
         }

@@ -19,14 +19,14 @@ struct printable {
 };
 
 // runs body at an extern "C" edge: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
-template <typename F> int at_c_edge(F && body) noexcept;
+template <typename F> int c_boundary(F && body) noexcept;
 
 } // namespace macko
 
 #include <exception>
 #include <new>
 
-template <typename F> int macko::at_c_edge(F && body) noexcept {
+template <typename F> int macko::c_boundary(F && body) noexcept {
     try {
         return body();
     } catch (const std::bad_alloc &) {

@@ -6,28 +6,28 @@
 #include <cstring>
 #include <omp.h>
 
-struct ggml_macko_load : macko::load {};
+struct ggml_macko_load : macko::load_session {};
 
 namespace macko {
 
-static thread_local load * current_load = nullptr;
+static thread_local load_session * current_load = nullptr;
 
-load * load::current() { return current_load; }
+load_session * load_session::current() { return current_load; }
 
-const sparse_matrix * load::find(const ggml_tensor * tensor) const {
+const sparse_tensor_info * load_session::find(const ggml_tensor * tensor) const {
     const auto it = by_name_.find(tensor->name);
     if (it == by_name_.end()) {
         return nullptr;
     }
-    const sparse_matrix & m = *it->second;
+    const sparse_tensor_info & m = *it->second;
     const bool same = tensor->type == m.desc.type && !tensor->view_src && !memcmp(tensor->ne, m.ne, sizeof(m.ne));
     return same ? &m : nullptr;
 }
 
-int load::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
-    const int status = at_c_edge([&]() -> int {
-        const sparse_matrix * matrix = find(tensor);
-        const int64_t         index  = virtual_->match_handle(data, size);
+int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
+    const int status = c_boundary([&]() -> int {
+        const sparse_tensor_info * matrix = find(tensor);
+        const int64_t              index  = dense_->match_placeholder(data, size);
         if (!matrix || index != matrix - file_->sparse.data()) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
@@ -44,14 +44,14 @@ int load::receive(const ggml_tensor * tensor, const void * data, size_t size, pa
     return status;
 }
 
-void load::keep_error(int status) {
+void load_session::keep_error(int status) {
     if (!status_) {
         status_ = status;
         error_  = ggml_macko_last_error();
     }
 }
 
-void load::keep_out_of_memory(const char * format, ...) {
+void load_session::keep_out_of_memory(const char * format, ...) {
     char    text[512];
     va_list args;
     va_start(args, format);
@@ -69,7 +69,7 @@ using namespace macko;
 
 static void log_compressed(const model_file & file) {
     int64_t dense = 0, sparse = 0;
-    for (const sparse_matrix & m : file.sparse) {
+    for (const sparse_tensor_info & m : file.sparse) {
         dense += m.nbytes_dense;
         sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) +
                   4 * (m.desc.rows + 1);
@@ -80,12 +80,12 @@ static void log_compressed(const model_file & file) {
 }
 
 int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** out, FILE ** stream) {
-    return at_c_edge([&]() -> int {
+    return c_boundary([&]() -> int {
         if (!path || !out || !stream || flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_NO_ALLOC)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or an unknown flag");
         }
         const bool compress = flags & GGML_MACKO_LOAD_COMPRESS;
-        if (load::current()) {
+        if (load_session::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
         auto l       = std::make_unique<ggml_macko_load>();
@@ -103,14 +103,14 @@ int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** o
         if (const int status = cpu::cpu_kernels_select(&kernels)) {
             return status;
         }
-        if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {
+        if (const int status = dense_stream::create(*l->file_, &l->dense_)) {
             return status;
         }
         l->loaded_.assign(l->file_->sparse.size(), false);
-        for (const sparse_matrix & m : l->file_->sparse) {
+        for (const sparse_tensor_info & m : l->file_->sparse) {
             l->by_name_.emplace(m.name, &m);
         }
-        l->stream_ = l->virtual_->open_stream();
+        l->stream_ = l->dense_->open_stream();
         if (!l->stream_) {
             prefix_error(path);
             return GGML_MACKO_STATUS_IO;
@@ -123,8 +123,8 @@ int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** o
 }
 
 int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weights) {
-    return at_c_edge([&]() -> int {
-        if (!l || load::current() != l) {
+    return c_boundary([&]() -> int {
+        if (!l || load_session::current() != l) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "load_end on a load that is not running on this thread");
         }
         const std::unique_ptr<ggml_macko_load> owner(l);
@@ -134,7 +134,7 @@ int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weight
         if (l->status_) {
             return fail(l->status_, "%s: %s", path.c_str(), l->error_.c_str());
         }
-        if (const int status = l->virtual_->status()) {
+        if (const int status = l->dense_->status()) {
             return status;
         }
         if (const int status = l->file_->check_unchanged()) {

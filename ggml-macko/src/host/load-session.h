@@ -10,19 +10,19 @@
 
 namespace macko {
 
-class load {
+class load_session {
 public:
     // the load running on this thread, or nullptr
-    static load * current();
+    static load_session * current();
 
     // matrix that a tensor of the dense model stands for (same name, type and shape), or nullptr
-    const sparse_matrix *              find(const ggml_tensor * tensor) const;
-    const std::vector<sparse_matrix> & matrices() const { return file_->sparse; }
+    const sparse_tensor_info *              find(const ggml_tensor * tensor) const;
+    const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
     // llama.cpp asks for sizes only (params.no_alloc)
     bool no_alloc() const { return no_alloc_; }
 
     // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this
-    // load's handle of the
+    // load's placeholder of the
     // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded,
     // or an error, which is also kept
     // for ggml_macko_load_end.
@@ -39,14 +39,14 @@ private:
     friend int ::ggml_macko_load_begin(const char *, int32_t, ggml_macko_load **, FILE **);
     friend int ::ggml_macko_load_end(ggml_macko_load *, bool, bool);
 
-    std::unique_ptr<model_file>                            file_;
-    std::unique_ptr<virtual_file>                          virtual_;
-    FILE *                                                 stream_   = nullptr;
-    bool                                                   no_alloc_ = false;
-    std::unordered_map<std::string, const sparse_matrix *> by_name_;
-    std::vector<bool>                                      loaded_; // by index into file_->sparse
-    int                                                    status_ = GGML_MACKO_STATUS_OK;
-    std::string                                            error_;
+    std::unique_ptr<model_file>                                 file_;
+    std::unique_ptr<dense_stream>                               dense_;
+    FILE *                                                      stream_   = nullptr;
+    bool                                                        no_alloc_ = false;
+    std::unordered_map<std::string, const sparse_tensor_info *> by_name_;
+    std::vector<bool>                                           loaded_; // by index into file_->sparse
+    int                                                         status_ = GGML_MACKO_STATUS_OK;
+    std::string                                                 error_;
 };
 
 } // namespace macko

@@ -10,12 +10,12 @@
 namespace macko {
 
 // bytes of a sparse matrix in a (real) buffer type
-using matrix_nbytes_t = size_t (*)(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix);
+using matrix_nbytes_t = size_t (*)(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix);
 
 // The buffer type that stands for `real` in a load without allocation. host: llama.cpp counts its weights as host
 // memory. Lives as long as the process; models with equal
 // matrices share one.
-ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load & current,
+ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load_session & current,
                                                matrix_nbytes_t nbytes, bool host);
 // what buft stands for; buft itself if it is not a planned one
 ggml_backend_buffer_type_t real_buffer_type(ggml_backend_buffer_type_t buft);

@@ -114,7 +114,8 @@ static int best_width(const macko_desc & desc, const ggml_macko_count & total, i
 }
 
 // *m is filled if the tensor shrinks; m->format stays nullptr if not
-static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab, sparse_matrix * m) {
+static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab,
+                       sparse_tensor_info * m) {
     macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4, 0 }; // read_gguf_header: no overflow
     m->format       = nullptr;
     if (!is_value_type(t.type) || weight_use(t.name, t.n_dims) == GGML_MACKO_WEIGHT_OTHER ||
@@ -149,10 +150,10 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vect
     return GGML_MACKO_STATUS_OK;
 }
 
-static int find_matrices(const model_file & file, std::vector<sparse_matrix> * out) {
+static int find_matrices(const model_file & file, std::vector<sparse_tensor_info> * out) {
     std::vector<uint8_t> slab;
     for (size_t t = 0; t < file.header.tensors.size(); t++) {
-        sparse_matrix m = {};
+        sparse_tensor_info m = {};
         if (const int status = plan_tensor(file, file.header.tensors[t], slab, &m)) {
             prefix_error(file.header.tensors[t].name.c_str());
             return status;
@@ -170,9 +171,9 @@ static int find_matrices(const model_file & file, std::vector<sparse_matrix> * o
 namespace {
 
 struct found_matrices {
-    std::mutex                 mutex;
-    std::vector<struct stat>   files; // that they were found in
-    std::vector<sparse_matrix> matrices;
+    std::mutex                      mutex;
+    std::vector<struct stat>        files; // that they were found in
+    std::vector<sparse_tensor_info> matrices;
 };
 
 } // namespace

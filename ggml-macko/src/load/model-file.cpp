@@ -223,7 +223,7 @@ static int find_array(const gguf_header & header, const char * name, gguf_type t
     return GGML_MACKO_STATUS_OK;
 }
 
-static int read_shape(const gguf_header & header, const gguf_key & key, uint64_t i, sparse_matrix * m) {
+static int read_shape(const gguf_header & header, const gguf_key & key, uint64_t i, sparse_tensor_info * m) {
     int64_t rows = 1;
     m->n_dims    = 1;
     for (int d = 0; d < MAX_DIMS; d++) {
@@ -260,7 +260,7 @@ struct sparse_keys {
 };
 
 static int read_matrix(const gguf_header & header, const sparse_keys & keys, uint64_t i, const std::string & format,
-                       sparse_matrix * m) {
+                       sparse_tensor_info * m) {
     if (const int status = check_name(m->name)) {
         return status;
     }
@@ -375,7 +375,7 @@ static int check_component(const gguf_tensor & t, int32_t type, int64_t n) {
     return GGML_MACKO_STATUS_OK;
 }
 
-static int check_macko_components(const gguf_tensor * t, sparse_matrix * m) {
+static int check_macko_components(const gguf_tensor * t, sparse_tensor_info * m) {
     m->n_padded = t[MACKO_VALUES].ne[0];
     // each dense element is stored once at most
     const int64_t n_max = n_padded(std::min(m->desc.rows * m->desc.cols, MAX_STORED));
@@ -398,7 +398,7 @@ static int check_macko_components(const gguf_tensor * t, sparse_matrix * m) {
 }
 
 // types, and lengths as far as they do not depend on the set table: that is payload
-static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, sparse_matrix * m) {
+static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, sparse_tensor_info * m) {
     // no component has one element per row, as row_ptr has; what is made of a matrix has
     if (m->desc.rows / MAX_EC_ROWS > file_size) {
         return fail(GGML_MACKO_STATUS_LIMIT,
@@ -427,7 +427,7 @@ static int check_ec_csr_components(const gguf_tensor * t, int64_t file_size, spa
 }
 
 // the index's exact length is known only from its codes, unless it is a bitmap
-static int check_packed_components(const gguf_tensor * t, sparse_matrix * m) {
+static int check_packed_components(const gguf_tensor * t, sparse_tensor_info * m) {
     const int32_t type     = t[PACKED_VALUES].type;
     const int64_t n_values = packed_n_values(m->desc.nnz);
     // Q4_NL is no type of ggml's: bytes
@@ -448,8 +448,8 @@ static int check_packed_components(const gguf_tensor * t, sparse_matrix * m) {
 
 // the tensors from table entry t on are matrix m's components, and have the types and lengths they must have
 static int bind_components(model_file * file, size_t t, size_t index) {
-    sparse_matrix & m       = file->sparse[index];
-    const auto &    tensors = file->header.tensors;
+    sparse_tensor_info & m       = file->sparse[index];
+    const auto &         tensors = file->header.tensors;
     for (size_t c = 0; c < m.format->n_components; c++) {
         if (t + c >= tensors.size() || tensors[t + c].name != m.name + m.format->components[c]) {
             return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s%s does not stand in its place of the tensor table",
@@ -496,7 +496,7 @@ static int check_value_versions(const model_file & file) {
     if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
         return status;
     }
-    for (const sparse_matrix & m : file.sparse) {
+    for (const sparse_tensor_info & m : file.sparse) {
         for (const value_type_version & v : LATER_VALUE_TYPES) {
             if (m.value_type == v.type && min_reader < v.reader) {
                 return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: %s values in a file for readers of version %" PRId64,
@@ -524,7 +524,7 @@ static int check_components(model_file * file) {
                         file->sparse[sparse_names[i].second].name.c_str());
         }
     }
-    for (const sparse_matrix & m : file->sparse) {
+    for (const sparse_tensor_info & m : file->sparse) {
         for (size_t c = 0; c < m.format->n_components; c++) {
             if (name_find(tensor_names, m.name + m.format->components[c]) < 0) {
                 return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "%s%s is missing", m.name.c_str(),
@@ -598,7 +598,7 @@ std::vector<gguf_tensor> dense_tensors(const model_file & file) {
             out.back().offset = 0;
             continue;
         }
-        const sparse_matrix & m = file.sparse[static_cast<size_t>(index)];
+        const sparse_tensor_info & m = file.sparse[static_cast<size_t>(index)];
         out.push_back({ m.name, m.desc.type, m.n_dims, { m.ne[0], m.ne[1], m.ne[2], m.ne[3] }, 0, m.nbytes_dense });
         t += m.format->n_components;
     }
@@ -661,12 +661,12 @@ private:
 };
 
 struct payload_reader {
-    const byte_source &   source;
-    const gguf_header &   header;
-    const sparse_matrix & m;
-    std::vector<int32_t>  row_ptr;
-    std::vector<int64_t>  blocks;  // first row of each block, then rows
-    macko_matrix          recoded; // of another format: blocks of rows are taken from here, not from the file
+    const byte_source &        source;
+    const gguf_header &        header;
+    const sparse_tensor_info & m;
+    std::vector<int32_t>       row_ptr;
+    std::vector<int64_t>       blocks;  // first row of each block, then rows
+    macko_matrix               recoded; // of another format: blocks of rows are taken from here, not from the file
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t             values_offset(int64_t entry) const {
@@ -790,7 +790,7 @@ struct payload_reader {
                 int        status = GGML_MACKO_STATUS_OK;
                 const bool run    = b < error.block;
                 if (run) {
-                    status = at_c_edge([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
+                    status = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
                 }
                 int64_t first_value = 0;
                 if (consumer.wants_first_value()) {
@@ -799,7 +799,7 @@ struct payload_reader {
                     nnz.add(view.nnz());
                 }
                 if (run && status == GGML_MACKO_STATUS_OK) {
-                    status = at_c_edge([&] { return consumer.consume(view, first_value); });
+                    status = c_boundary([&] { return consumer.consume(view, first_value); });
                 }
                 if (status != GGML_MACKO_STATUS_OK) {
                     error.set(b, status);
@@ -827,7 +827,7 @@ int read_recoded(payload_reader & reader, int n_team, payload_consumer & consume
     return reader.read_blocks(n_team, consumer);
 }
 
-int read_packed(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads,
+int read_packed(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_threads,
                 payload_consumer & consumer) {
     const int      n_team = team_of(n_threads);
     payload_reader reader = { source, header, m, {}, {}, {} };
@@ -863,7 +863,7 @@ struct ec_csr_payload {
     std::vector<uint8_t> memory[std::size(EC_CSR_COMPONENTS)];
     ec_csr_arrays        arrays = {};
 
-    int read(const byte_source & source, const gguf_header & header, const sparse_matrix & m) {
+    int read(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m) {
         for (size_t c = 0; c < std::size(memory); c++) {
             const gguf_tensor & t = header.tensors[m.first + c];
             memory[c].resize(static_cast<size_t>(t.nbytes));
@@ -884,7 +884,7 @@ struct ec_csr_payload {
     }
 };
 
-int read_ec_csr(const byte_source & source, const gguf_header & header, const sparse_matrix & m, int n_threads,
+int read_ec_csr(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_threads,
                 payload_consumer & consumer) {
     const int      n_team = team_of(n_threads);
     payload_reader reader = { source, header, m, {}, {}, {} };
@@ -917,7 +917,7 @@ int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64
     for (int64_t at = 0; at < n; at += PIECE) {
         if (at < error.block) {
             if (const int status =
-                    at_c_edge([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
+                    c_boundary([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
                 error.set(at, status);
             }
         }
@@ -925,9 +925,9 @@ int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64
     return error.any() ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
-int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix, int n_threads,
-                 payload_consumer & consumer) {
-    const int status = at_c_edge([&]() -> int {
+int read_payload(const byte_source & source, const gguf_header & header, const sparse_tensor_info & matrix,
+                 int n_threads, payload_consumer & consumer) {
+    const int status = c_boundary([&]() -> int {
         if (matrix.format == &FORMAT_EC_CSR) {
             return read_ec_csr(source, header, matrix, n_threads, consumer);
         }
@@ -951,7 +951,8 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
     return status;
 }
 
-int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads, payload_consumer & consumer) {
+int read_payload(const model_file & file, const sparse_tensor_info & matrix, int n_threads,
+                 payload_consumer & consumer) {
     const int status = read_payload(file, file.header, matrix, n_threads, consumer);
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(file.path.c_str());

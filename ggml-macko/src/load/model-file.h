@@ -26,7 +26,7 @@ struct sparse_format {
 extern const sparse_format FORMAT_MACKO, FORMAT_EC_CSR, FORMAT_PACKED;
 extern const sparse_format FORMAT_DENSE; // not on file: a dense tensor that is encoded while it is read (compress.h)
 
-struct sparse_matrix { // FORMAT.md section 2
+struct sparse_tensor_info { // FORMAT.md section 2
     std::string           name;
     const sparse_format * format;
     macko_desc            desc;       // of packed: what recode() makes of it
@@ -52,12 +52,12 @@ struct file_part {
 };
 
 struct model_file : byte_source {
-    std::string                path; // of the first file
-    std::vector<file_part>     parts;
-    gguf_header                header; // of a split model: the first file's, with the tensors of all
-    bool                       is_sparse = false;
-    std::vector<sparse_matrix> sparse;
-    std::vector<int64_t>       tensor_sparse_index; // per table entry: matrix it is a component of, or -1
+    std::string                     path; // of the first file
+    std::vector<file_part>          parts;
+    gguf_header                     header; // of a split model: the first file's, with the tensors of all
+    bool                            is_sparse = false;
+    std::vector<sparse_tensor_info> sparse;
+    std::vector<int64_t>            tensor_sparse_index; // per table entry: matrix it is a component of, or -1
 
     ~model_file() override;
     int64_t           size() const override;
@@ -108,12 +108,12 @@ struct payload_consumer {
     virtual bool              takes_packed() const { return false; }
     [[nodiscard]] virtual int consume_packed(const packed_view &) { return GGML_MACKO_STATUS_OK; }
 };
-[[nodiscard]] int read_payload(const model_file & file, const sparse_matrix & matrix, int n_threads,
+[[nodiscard]] int read_payload(const model_file & file, const sparse_tensor_info & matrix, int n_threads,
                                payload_consumer & consumer);
 // n bytes from offset on, by a team of threads: one copies no faster than 6 GB/s, and fresh memory costs as much again
 [[nodiscard]] int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team);
 // the same without the file system (fuzzing, tests); tensors are those of header
-[[nodiscard]] int read_payload(const byte_source & source, const gguf_header & header, const sparse_matrix & matrix,
-                               int n_threads, payload_consumer & consumer);
+[[nodiscard]] int read_payload(const byte_source & source, const gguf_header & header,
+                               const sparse_tensor_info & matrix, int n_threads, payload_consumer & consumer);
 
 } // namespace macko

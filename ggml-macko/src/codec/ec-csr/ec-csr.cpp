@@ -384,7 +384,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
 #pragma omp parallel num_threads(n_threads) reduction(+ : nnz)
     {
         std::vector<uint8_t> row;
-        const int            ready = at_c_edge([&] {
+        const int            ready = c_boundary([&] {
             row.resize(static_cast<size_t>(desc.cols * value_nbytes(desc.type)));
             return 0;
         });
@@ -393,7 +393,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
             int64_t n      = 0;
             int     result = ready ? ready : decode_rows(view, r, r + 1, row.data(), &n);
             if (!result) {
-                result = at_c_edge([&] {
+                result = c_boundary([&] {
                     f(r, row.data());
                     return 0;
                 });
@@ -404,7 +404,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
                 if (r < bad_row) {
                     bad_row = r;
                     status  = result;
-                    (void)at_c_edge([&] {
+                    (void)c_boundary([&] {
                         text = ggml_macko_last_error();
                         return 0;
                     });
@@ -588,7 +588,7 @@ int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks
         for (int64_t i = 0; i < n_blocks; i++) {
             const size_t         k = static_cast<size_t>(i);
             const ec_csr_block & b = blocks.blocks[k];
-            failed                 = failed || at_c_edge([&] {
+            failed                 = failed || c_boundary([&] {
                          columns.fill(blocks, b, (1 << desc.delta_bits) - 1);
                          return 0;
                      });

@@ -272,7 +272,7 @@ struct extractor {
             column_picker picker(desc.delta_bits, options.min_columns, max_columns(granularity));
 #pragma omp for schedule(dynamic, 16)
             for (int64_t i = 0; i < n; i++) {
-                if (ok && at_c_edge([&] {
+                if (ok && c_boundary([&] {
                         f(i, picker);
                         return 0;
                     })) {

@@ -126,8 +126,8 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     std::vector<uint8_t> values(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
     std::vector<uint8_t> deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
     std::vector<int32_t> row_ptr(static_cast<size_t>(desc.rows + 1));
-    const ggml_macko_matrix e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
-                                  n_stored,  values.data(), deltas.data(), row_ptr.data() };
+    const macko_arrays   e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
+                               n_stored,  values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
     const bitmap_matrix     w = bitmap_bind(desc, desc.type, memory.data);

@@ -2,7 +2,9 @@
 // edge;
 // truncation at every byte; the virtual dense file against a dense file that was built without the library.
 #include "gguf-builder.h"
+#include "gguf/model-keys.h"
 #include "load/dense-stream.h"
+#include "load/payload.h"
 #include "test.h"
 
 #include <algorithm>

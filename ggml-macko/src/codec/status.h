@@ -5,10 +5,10 @@
 
 namespace macko {
 
-// sets this thread's message (printf style; longer text is cut at 511 bytes) and returns status
+// sets this thread's message (printf style, cut at 511 bytes) and returns status
 [[nodiscard]] int fail(int status, const char * format, ...) __attribute__((format(printf, 2, 3)));
 
-// puts "prefix: " in front of this thread's message: the caller knows the file or the tensor
+// puts "prefix: " in front of this thread's message, for callers that know the file or the tensor
 void prefix_error(const char * prefix);
 
 // escapes control characters and cuts at 63 bytes, for names that come from files
@@ -18,7 +18,7 @@ struct printable {
     explicit printable(const char * name);
 };
 
-// runs body at an extern "C" edge: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
+// runs body where C calls C++: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
 template <typename F> int c_boundary(F && body) noexcept;
 
 } // namespace macko

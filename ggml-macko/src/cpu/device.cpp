@@ -5,6 +5,7 @@
 // so it needs no
 // compute buffers, copies nothing between splits and does not touch models that are not sparse.
 #include "cpu/device.h"
+#include "cpu/codecs.h"
 #include "cpu/graph-plan.h"
 #include "cpu/stored-matrix.h"
 #include "host/load-session.h"
@@ -39,9 +40,9 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
             return GGML_MACKO_STATUS_OK;
         }
         bool wants_first_value() const override { return true; }
-        bool takes_packed() const override { return true; }
-        int  consume_packed(const packed_view & view) override {
-            bitmap_pack(view, omp_get_max_threads(), bitmap);
+        bool takes(const codec & format) const override { return cpu_takes(format); }
+        int  consume_matrix(const codec_view & view) override {
+            cpu_pack(view, omp_get_max_threads(), bitmap);
             return GGML_MACKO_STATUS_OK;
         }
     };

@@ -1,6 +1,6 @@
-// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, placeholders and what nobody reads,
-// zeros. See dense-stream.h.
+// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, placeholders, and zeros.
 #include "load/dense-stream.h"
+#include "load/payload.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -17,11 +17,11 @@ static_assert(sizeof(tensor_placeholder) == 24, "the placeholder is copied byte 
 
 namespace {
 
-// stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+// of stdio's buffer: it reads a stream in pieces of that size, whatever it is asked for; enough work for all threads
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// UNREAD: the rest of a sparse tensor
+// UNREAD: the rest of a sparse tensor, behind its placeholder
 enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
@@ -53,7 +53,7 @@ struct dense_stream::impl {
             size += n;
         }
     }
-    // segments start at 0: there is one at or before offset
+    // the segment at offset; the first one starts at 0
     std::vector<segment>::const_iterator find(int64_t offset) const {
         return std::upper_bound(segments.begin(), segments.end(), offset,
                                 [](int64_t at, const segment & s) { return at < s.begin; }) -
@@ -74,14 +74,13 @@ template <typename T> static void put(std::vector<uint8_t> * out, T value) {
     memcpy(out->data() + n, &value, sizeof(T));
 }
 
-// not of the dense model: how its file stores it
+// whether a key says how a file stores its model, and does not belong to the dense model
 static bool describes_storage(const std::string & key, bool split) {
     return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
            (split && key.compare(0, 6, "split.") == 0);
 }
 
-// header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data
-// section
+// The header of the dense file (FORMAT.md, end of section 2). offsets: of the tensors' data in the data section.
 static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors,
                                          const std::vector<int64_t> & offsets) {
     const gguf_header &  h = file.header;
@@ -151,7 +150,7 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
     const int64_t                  alignment = file.header.alignment;
     const std::vector<gguf_tensor> tensors   = dense_tensors(file);
     std::vector<int64_t>           offsets;
-    int64_t                        offset = 0; // check_dense_size bounds the sum
+    int64_t                        offset = 0; // the sum is bounded by check_dense_size
     for (const gguf_tensor & t : tensors) {
         offsets.push_back(offset);
         offset = (offset + t.nbytes + alignment - 1) & ~(alignment - 1);
@@ -167,7 +166,7 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
         } else {
             p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
         }
-        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].format->n_components : 1;
+        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].n_tensors : 1;
         p->append(SEGMENT_ZERO, 0, ((p->size + alignment - 1) & ~(alignment - 1)) - p->size);
     }
     out->reset(new dense_stream(std::move(p)));
@@ -333,7 +332,7 @@ FILE * dense_stream::open_stream() {
         return nullptr;
     }
     k.release();  // stream_close deletes it
-    if (buffer) { // else stdio reads less at a time
+    if (buffer) { // without it stdio reads less at a time
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }
     return stream;

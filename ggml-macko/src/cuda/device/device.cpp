@@ -258,11 +258,13 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
+packed_desc packed_of(const sparse_tensor_info & matrix) { return { matrix.desc, matrix.value_type, matrix.bits }; }
+
 // how this GPU keeps a packed matrix with quantized values; lanes 0: it does not, and takes it recoded to MACKO like
 // all others
 blocks_shape blocks_shape_of(const gpu & device, const sparse_tensor_info & matrix) {
-    return matrix.format == &FORMAT_PACKED ? cuda_blocks_shape(matrix.packed(), device.shared_nbytes)
-                                           : blocks_shape{ 0, 0 };
+    return matrix.format == &packed_codec() ? cuda_blocks_shape(packed_of(matrix), device.shared_nbytes)
+                                            : blocks_shape{ 0, 0 };
 }
 
 void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix,
@@ -278,18 +280,22 @@ void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const spar
                const blocks_shape & b)
             : uploader(u), matrix(s), tensor(t), stored(out), shape(b) {}
         int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-        bool takes_blocks() const override { return true; }
-        int  consume_blocks(const ec_csr_view & view) override {
+        bool takes(const codec & format) const override {
+            return &format == &ec_csr_codec() || (&format == &packed_codec() && shape.lanes != 0);
+        }
+        int consume_matrix(const codec_view & view) override {
             finished = true;
+            return &view.format() == &packed_codec() ? upload_packed(static_cast<const packed_view &>(view))
+                                                     : upload_blocks(static_cast<const ec_csr_view &>(view));
+        }
+        int upload_blocks(const ec_csr_view & view) {
             // blocks lie across the experts' rows
             const ec_csr_choice choice =
                 tensor->ne[1] == matrix.desc.rows ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
             return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data,
-                                       cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
+                                      cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
         }
-        bool takes_packed() const override { return shape.lanes != 0; }
-        int  consume_packed(const packed_view & view) override {
-            finished = true;
+        int upload_packed(const packed_view & view) {
             return uploader.packed(view, shape, tensor->data, omp_get_max_threads(), &stored.matrix, &stored.outgrown);
         }
     };
@@ -310,7 +316,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const spar
         }
         return status != GGML_MACKO_STATUS_OK;
     };
-    if (!consumer.takes_packed() && failed(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
+    if (consumer.shape.lanes == 0 && failed(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
         return;
     }
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) {
@@ -460,10 +466,10 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix) {
     const blocks_shape shape = blocks_shape_of(gpu_of(buft), matrix);
-    return static_cast<size_t>(
-        shape.lanes
-            ? cuda_blocks_bind(matrix.packed(), shape, cuda_blocks_max_spill(matrix.packed(), shape), nullptr).nbytes
-            : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
+    return static_cast<size_t>(shape.lanes ? cuda_blocks_bind(packed_of(matrix), shape,
+                                                              cuda_blocks_max_spill(packed_of(matrix), shape), nullptr)
+                                                 .nbytes
+                                           : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones

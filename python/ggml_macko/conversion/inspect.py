@@ -23,7 +23,7 @@ def tensor_report(t: Tensor, n_threads: int = 0) -> dict:
         "shape": list(t.ne),
         "storage": "dense"
         if t.sparse is None
-        else storage_name(t.sparse.format, t.sparse.delta_bits, t.sparse.value_type),
+        else storage_name(t.sparse.format, t.sparse.bits, t.sparse.value_type),
         "density": None,
         "padding": None,
         "effective_density": t.nbytes_stored / t.nbytes,

@@ -250,7 +250,7 @@ class Tensor:
                 self.cols,
                 self.type,
                 s.value_type,
-                s.delta_bits,
+                s.bits,
                 s.nnz,
                 *arrays[:2],
                 arrays[2].view(np.int32),
@@ -258,9 +258,9 @@ class Tensor:
         if s.format == "ec-csr":
             dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)
             arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
-            return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
+            return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.bits, s.nnz, *arrays)
         arrays[2] = arrays[2].view(np.int32)
-        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
+        return formats.MackoMatrix(self.rows, self.cols, self.type, s.bits, s.nnz, int(arrays[2][-1]), *arrays)
 
     def _read_component(self, i: int, dtype: type) -> np.ndarray:
         component = self.shard.tensors[self.sparse.tensor_index[i]]

@@ -50,7 +50,7 @@ bool backend_context::create() {
     }
     ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     ops.counters = counters;
-    if (!load::current()) { // a backend that only uploads weights needs none
+    if (!load_session::current()) { // a backend that only uploads weights needs none
         attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
     }
     return true;

@@ -37,7 +37,7 @@ void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     gpu_of(buffer).fill(static_cast<char *>(tensor->data) + offset, value, size);
 }
 
-void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor,
+void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix, ggml_tensor * tensor,
                 const void * data, size_t size) {
     gpu & device = gpu_of(buffer);
     auto  m      = upload_matrix(device, current, matrix, tensor, data, size);
@@ -147,7 +147,7 @@ ggml_backend_buffer_t buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, 
         size_t     free = 0, total = 0;
         cudaGetLastError(); // not sticky
         cudaMemGetInfo(&free, &total);
-        load::keep_out_of_memory("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
+        load_session::keep_out_of_memory("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
                                  "n_gpu_layers or the context size",
                                  device.name.c_str(), mib(size), mib(free), mib(total));
         return nullptr;
@@ -163,7 +163,7 @@ size_t buffer_type_get_alignment(ggml_backend_buffer_type_t) { return CUDA_SPARS
 // Sizes of sparse weights are known from the file's header, so the memory figures that llama.cpp prints are the true
 // ones.
 size_t buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
-    if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
+    if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
         return matrix_nbytes(buft, *matrix);
     }
     const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
@@ -222,9 +222,9 @@ bool is_gpu_buffer_type(ggml_backend_buffer_type_t buft) { return buft->iface.ge
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size) {
-    if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
+    if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
         if (offset == 0) { // the first piece names the matrix; the stream has nothing more of a sparse tensor
-            set_sparse(buffer, *load::current(), *matrix, tensor, data, size);
+            set_sparse(buffer, *load_session::current(), *matrix, tensor, data, size);
         }
     } else if (stored(tensor)) {
         refuse_write(tensor);
@@ -233,8 +233,8 @@ void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
     }
 }
 
-const sparse_matrix * sparse_of_load(const ggml_tensor * tensor) {
-    const load * current = load::current();
+const sparse_tensor_info * sparse_of_load(const ggml_tensor * tensor) {
+    const load_session * current = load_session::current();
     return current ? current->find(tensor) : nullptr;
 }
 
@@ -246,14 +246,8 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
     return stored(root) || sparse_of_load(root) || is_planned_matrix(w->buffer->buft, root);
 }
 
-size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix) {
-    const quantized_shape shape = blocks_shape_of(gpu_of(buft), matrix);
-    if (!shape.lanes) {
-        return static_cast<size_t>(cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
-    }
-    const packed_desc packed = matrix.packed();
-    return static_cast<size_t>(
-        cuda_quantized_bind(packed, shape, cuda_quantized_max_outliers(packed, shape), nullptr).nbytes);
+size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix) {
+    return matrix_nbytes(gpu_of(buft), matrix);
 }
 
 } // namespace macko::cuda

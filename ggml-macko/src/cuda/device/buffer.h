@@ -29,10 +29,10 @@ void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
                        size_t size);
 
 // the matrix that a tensor of the load on this thread stands for, or null
-const sparse_matrix * sparse_of_load(const ggml_tensor * tensor);
+const sparse_tensor_info * sparse_of_load(const ggml_tensor * tensor);
 // Is w, or what it is a view of, a sparse matrix in this buffer type, or will it be one? w may be null.
 bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w);
 // bytes of a matrix in this buffer type, known from the file's header
-size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix);
+size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix);
 
 } // namespace macko::cuda

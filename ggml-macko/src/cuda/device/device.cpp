@@ -42,7 +42,7 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     // While one of our loads runs, llama.cpp has to read weights in pieces of 1 MiB (see the CPU device), and must not
     // map the file, which is a stream. At other times the first three stay off: with events llama.cpp would build
     // pipelines over several copies of the inputs, which one blocking stream does not need.
-    const bool loading       = load::current() != nullptr;
+    const bool loading       = load_session::current() != nullptr;
     props->caps.async        = loading;
     props->caps.host_buffer  = loading;
     props->caps.events       = loading;
@@ -53,7 +53,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) { retur
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     ggml_backend_buffer_type_t buft    = &gpu_of(dev).buft;
-    const load *               current = load::current();
+    const load_session *               current = load_session::current();
     return current && current->no_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
 }
 

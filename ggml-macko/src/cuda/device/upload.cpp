@@ -1,6 +1,6 @@
 #include "cuda/device/upload.h"
 
-#include "cuda/sparse/ec-csr/upload.h"
+#include "cuda/sparse/upload-registry.h"
 
 #include <omp.h>
 
@@ -8,41 +8,50 @@ namespace macko::cuda {
 
 namespace {
 
+// The row of the matrix's format, if this GPU keeps it in a layout of its own; else null, and it arrives as MACKO rows.
+const upload_row * own_layout(const gpu & device, const sparse_tensor_info & matrix) {
+    const upload_row * row = find_upload(matrix.format->name());
+    return row && row->takes(matrix.desc, matrix.value_type, matrix.bits, device.shared_nbytes) ? row : nullptr;
+}
+
+// Bytes to reserve for a layout of the format's own; 0: those of MACKO rows.
+int64_t own_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
+    const upload_row * row = own_layout(device, matrix);
+    return row ? row->reserved_nbytes(matrix.desc, matrix.value_type, matrix.bits, device.shared_nbytes) : 0;
+}
+
 // Gives each encoding of a payload to the uploader's function for it.
 struct upload_consumer : payload_consumer {
-    cuda_sparse_uploader & uploader;
-    const sparse_matrix &  matrix;
-    const ggml_tensor *    tensor;
-    stored_matrix &        stored;
-    const quantized_shape  shape;
-    bool                   finished = false; // the matrix came as a whole
+    cuda_sparse_uploader &     uploader;
+    const gpu &                device;
+    const sparse_tensor_info & matrix;
+    const ggml_tensor *        tensor;
+    stored_matrix &            stored;
+    bool                       finished = false; // the matrix came as a whole
 
-    upload_consumer(cuda_sparse_uploader & u, const sparse_matrix & m, const ggml_tensor * t, stored_matrix & out,
-                    const quantized_shape & s)
-        : uploader(u), matrix(m), tensor(t), stored(out), shape(s) {}
+    upload_consumer(cuda_sparse_uploader & u, const gpu & d, const sparse_tensor_info & m, const ggml_tensor * t,
+                    stored_matrix & out)
+        : uploader(u), device(d), matrix(m), tensor(t), stored(out) {}
 
-    int consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-
-    bool takes_blocks() const override { return true; }
-    int  consume_blocks(const ec_csr_view & view) override {
+    int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
+    bool takes(const codec &) const override { return own_layout(device, matrix) != nullptr; }
+    int  consume_matrix(const codec_view & view) override {
         finished = true;
-        // blocks of rows would lie across the experts of a stacked weight
-        const bool          one_matrix = tensor->ne[1] == matrix.desc.rows;
-        const ec_csr_choice choice     = one_matrix ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
-        const int64_t       room       = cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
-        return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data, room, &stored.matrix,
-                                   &stored.part);
-    }
-
-    bool takes_packed() const override { return shape.lanes != 0; }
-    int  consume_packed(const packed_view & view) override {
-        finished = true;
-        return uploader.packed(view, shape, tensor->data, omp_get_max_threads(), &stored.matrix, &stored.outgrown);
+        whole_upload to{ uploader };
+        to.shared_nbytes = device.shared_nbytes;
+        to.stacked       = tensor->ne[1] != matrix.desc.rows;
+        to.n_threads     = omp_get_max_threads();
+        to.dst           = tensor->data;
+        to.room          = cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
+        to.out           = &stored.matrix;
+        to.part          = &stored.part;
+        to.outgrown      = &stored.outgrown;
+        return own_layout(device, matrix)->upload(view, to);
     }
 };
 
 // the staging memory of a load, shared by the buffers of a device and freed with the load
-cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
+cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     std::shared_ptr<void> & slot = current.staging[&device];
     if (!slot) {
         std::unique_ptr<cuda_sparse_uploader> made;
@@ -57,12 +66,12 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
 
 } // namespace
 
-quantized_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix) {
-    return matrix.format == &FORMAT_PACKED ? cuda_quantized_shape(matrix.packed(), device.shared_nbytes)
-                                           : quantized_shape{ 0, 0 };
+size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
+    const int64_t own = own_nbytes(device, matrix);
+    return static_cast<size_t>(own ? own : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 
-std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load & current, const sparse_matrix & matrix,
+std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & current, const sparse_tensor_info & matrix,
                                              ggml_tensor * tensor, const void * data, size_t size) {
     cuda_sparse_uploader * uploader = device.select() ? uploader_of(current, device) : nullptr;
     if (!uploader) {
@@ -70,14 +79,14 @@ std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load & current, const
     }
     auto m             = std::make_unique<stored_matrix>();
     m->rows_per_matrix = tensor->ne[1];
-    upload_consumer consumer(*uploader, matrix, tensor, *m, blocks_shape_of(device, matrix));
+    upload_consumer consumer(*uploader, device, matrix, tensor, *m);
     const auto      ok = [&](int status) {
         if (status != GGML_MACKO_STATUS_OK) {
             current.keep_error(status);
         }
         return status == GGML_MACKO_STATUS_OK;
     };
-    if (!consumer.takes_packed() && !ok(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
+    if (own_nbytes(device, matrix) == 0 && !ok(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
         return nullptr;
     }
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) { // it keeps the error itself

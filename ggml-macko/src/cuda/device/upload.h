@@ -7,13 +7,12 @@
 
 namespace macko::cuda {
 
-// How this GPU keeps a packed matrix with quantized values. lanes 0: it does not, and takes the matrix recoded to
-// MACKO.
-quantized_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix);
+// Bytes that the matrix takes in a buffer of this GPU, from its header alone.
+size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix);
 
 // Reads the payload of `matrix` and puts it at tensor->data. data: what llama.cpp read for the tensor (see
-// load::receive). Null if it failed; the load has kept the error.
-std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load & current, const sparse_matrix & matrix,
+// load_session::receive). Null if it failed; the session has kept the error.
+std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & current, const sparse_tensor_info & matrix,
                                              ggml_tensor * tensor, const void * data, size_t size);
 
 } // namespace macko::cuda

@@ -1,8 +1,8 @@
 """Runs the macko command in forked children that may be killed.
 
-Each line on stdin is a request, each line on stdout an exit code. A request is JSON: args, and either operation and before (SIGKILL before or after the n-th call that changes files) or
-delay (SIGKILL after so many seconds). This is a program, since a fork of the test process would lose the threads of its
-OpenMP runtime.
+Each line on stdin is a request, each line on stdout an exit code. A request is JSON: args, and either operation and
+before (SIGKILL before or after the n-th call that changes files) or delay (SIGKILL after so many seconds). This is a
+program, since a fork of the test process would lose the threads of its OpenMP runtime.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// The smallest program that uses nothing but llama.h: greedy text from a model, for testing `macko run` on a program we
-// did not write for it.
+// Greedy text from a model, with nothing but llama.h: for the tests of `macko run` with a program that knows nothing of
+// ggml-macko.
 // usage: run-llama MODEL N_TOKENS PROMPT
 #include "llama.h"
 

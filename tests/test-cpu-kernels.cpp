@@ -1,7 +1,7 @@
-// The CPU kernels against float64, element by element: every supported kernel set, value type and layout, odd shapes,
-// hostile data.
-// All memory ends at a page without access, so a kernel that reads or writes past it dies here.
-// `test-cpu-kernels --bench` prints speeds instead, beside a dense F16 kernel.
+// Compares the CPU kernels with float64, element by element: each kernel set that this CPU supports, value type and
+// layout of x, with odd shapes and extreme values. All memory ends at a page without access, so that a kernel that
+// reads or writes past its arrays crashes. `test-cpu-kernels --bench` prints speeds instead, beside those of a dense
+// F16 kernel.
 #include "codec/macko/encode.h"
 #include "cpu/dispatch.h"
 #include "guarded.h"
@@ -32,9 +32,9 @@ using namespace macko::cpu;
 
 static const int32_t all_types[] = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_F32 };
 
-// ---- numbers, by other means than the library's ----
+// ---- numbers, computed without the library ----
 
-// nearest value of the type, ties to even
+// the nearest value of the type, ties to even
 static double rounded(double v, int32_t type) {
     if (type == GGML_MACKO_TYPE_F32 || v == 0) {
         return v;
@@ -46,7 +46,7 @@ static double rounded(double v, int32_t type) {
     return type == GGML_MACKO_TYPE_F16 && std::fabs(r) >= 65520 ? std::copysign(INFINITY, v) : r;
 }
 
-// bits of a random finite non-zero: mostly ordinary, now and then the largest, a subnormal, or -0.0
+// The bits of a random finite value other than +0.0: mostly ordinary, sometimes the largest, a subnormal, or -0.0.
 static uint32_t random_value(rng & random, int32_t type) {
     const uint32_t sign = type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u;
     const uint32_t s    = random.bits() & 1 ? sign : 0;
@@ -87,7 +87,7 @@ struct matrix {
     uint32_t & at(int64_t r, int64_t c) { return bits[static_cast<size_t>(r * desc.cols + c)]; }
 };
 
-constexpr double ONE_ELEMENT = -1; // as a density
+constexpr double ONE_ELEMENT = -1; // a density: one non-zero, in the last column
 
 static matrix random_matrix(rng & random, int32_t type, int64_t rows, int64_t cols, double density) {
     matrix m(type, rows, cols);
@@ -113,9 +113,9 @@ static double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-static double fastest_pack = INFINITY; // seconds, for the bench
+static double fastest_pack = INFINITY; // seconds, for the benchmark
 
-// packs m, in blocks of rows, last block first, as loading threads may
+// Packs m in blocks of rows, the last block first: the threads of a load may take any order.
 static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory) {
     macko_desc desc = m.desc;
     desc.delta_bits = delta_bits;
@@ -151,7 +151,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     return w;
 }
 
-static void test_pack_unpack_round_trip() {
+static void test_packed_rows_turn_back_into_the_same_bytes() {
     rng random(1);
     for (const int32_t type : all_types) {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
@@ -206,15 +206,15 @@ struct problem {
                     case 0:  v = 65504.0f * std::copysign(1.0f, v); break;
                     case 1:  v *= 1e-6f; break; // subnormal in F16
                     case 2:  v = -0.0f; break;
-                    case 3:  v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // ties between two F16 values
+                    case 3:  v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // a tie of F16 values
                     default: break;
                 }
                 x.floats()[i * cols + c]           = v;
                 rx[static_cast<size_t>(c * n + i)] = round_x ? rounded(v, m.desc.type) : v;
             }
         }
-        // |y - y64| <= 2 gamma sum |w x|, gamma = cols 2^-24 (sums of float FMAs in any order), and what results below
-        // 2^-126 lose
+        // |y - y64| <= 2 gamma sum |w x| with gamma = cols 2^-24, for float FMAs in any order, plus what results below
+        // 2^-126 lose.
         want.resize(static_cast<size_t>(rows * n));
         bound.assign(want.size(), static_cast<double>(cols) * 0x1p-149);
         for (int64_t r = 0; r < rows; r++) {
@@ -232,8 +232,8 @@ struct problem {
                 }
             }
         }
-        // + sum |w| max |x| (1 / 65534 + a rounding of twice that for each 64 columns and some more): x is rounded, and
-        // made positive
+        // Plus sum |w| max |x| * step where x is rounded to 16-bit integers: half a unit of them, and for the offset
+        // that makes them positive a rounding of a float for each 64 columns and a few more.
         if (n == 1) {
             const double step    = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
             double       largest = 0;
@@ -252,7 +252,7 @@ struct problem {
     }
 };
 
-// n rows of y, each with canaries on both sides, poisoned with NaN
+// n rows of y, filled with NaN, with canaries before and after each.
 struct output {
     static constexpr int64_t GAP = 16;
     int64_t                  n, rows;
@@ -361,7 +361,7 @@ static void check_all_sets(const problem & p, bool threads) {
     }
 }
 
-static void test_every_set_against_float64() {
+static void test_every_set_is_within_the_error_bound() {
     rng           random(2);
     const int64_t all_n[] = { 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 80, 97, 100, 112, 127, 128, 129, 200 };
     const int64_t dims[]  = { 1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 255, 257, 1000, 4096 };
@@ -390,8 +390,8 @@ static const int     levels[2][16] = {
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
 
-// A quantized matrix, and in `exact` its weights d * q as F32, which holds them exactly; made from the arrays, not by
-// the library's decoder.
+// A quantized matrix, and in `exact` its weights d * q, which F32 holds exactly. They are read from the arrays here,
+// not by the library's decoder.
 struct quantized {
     packed_matrix            packed;
     matrix                   exact;
@@ -434,7 +434,7 @@ struct quantized {
     }
 };
 
-static void test_quantized_against_float64() {
+static void test_quantized_weights_are_within_the_error_bound() {
     rng           random(12);
     const int64_t all_n[] = { 2, 3, 5, 8, 9, 17, 33, 128, 130 };
     const int64_t dims[]  = { 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 257, 1000, 2048, 2113, 4096 };
@@ -454,8 +454,8 @@ static void test_quantized_against_float64() {
     }
 }
 
-// 16-bit integers of x: the extremes of an x without anything else, and an x of zeros
-static void test_quantized_extreme_x() {
+// An x of zeros, and x of nothing but the largest magnitude and zeros: the extremes of the 16-bit integers.
+static void test_extreme_x_is_within_the_error_bound_of_integers() {
     rng             random(13);
     const quantized q(random, GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4);
     for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
@@ -481,7 +481,7 @@ static void test_quantized_extreme_x() {
     }
 }
 
-static void test_quantized_unpack() {
+static void test_quantized_rows_turn_into_scale_times_q() {
     rng random(14);
     for (const int32_t type : all_quants) {
         const quantized q(random, type, 17, 133, 0.3);
@@ -497,8 +497,8 @@ static void test_quantized_unpack() {
     }
 }
 
-// more rows than a block of any kernel, columns that end inside a chunk
-static void test_rows_beyond_one_block() {
+// More rows than a block of any kernel has, and columns that end inside a chunk.
+static void test_rows_of_all_blocks_are_computed() {
     rng random(3);
     for (const int32_t type : all_types) {
         const matrix        m = random_matrix(random, type, 1037, 333, 0.4);
@@ -510,8 +510,8 @@ static void test_rows_beyond_one_block() {
     }
 }
 
-// an expert is a range of rows; parts are cut by work, and a range may be smaller than the number of threads
-static void test_row_ranges() {
+// An expert is a range of rows, which may be shorter than the number of threads.
+static void test_row_range_of_any_length_is_computed() {
     rng                 random(4);
     const matrix        m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
     const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
@@ -524,7 +524,7 @@ static void test_row_ranges() {
     }
 }
 
-// x rounds as F16 and BF16 do: each x alone times 1.0, so y is the rounded x, bit for bit
+// Each x is multiplied by 1.0 alone, so y is the rounded x, bit for bit.
 static void test_rounding_of_x_is_exact() {
     rng           random(5);
     const int64_t cols = 64;
@@ -561,7 +561,7 @@ static void test_rounding_of_x_is_exact() {
     }
 }
 
-// 65520 is the first float that F16 rounds to Inf; one row and column, since zeros beside it would give NaN
+// 65520 is the smallest float that F16 rounds to infinity. One row and column, since 0 * infinity would give NaN.
 static void test_x_beyond_f16_rounds_to_infinity() {
     rng    random(8);
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
@@ -583,9 +583,9 @@ static void test_x_beyond_f16_rounds_to_infinity() {
     }
 }
 
-// non-finite x: no crash, and rows get something (reliability: unspecified, since a skipped zero may hide or show 0 *
-// Inf)
-static void test_nonfinite_x_does_not_crash() {
+// The product with a non-finite x is unspecified, since a kernel may skip the zeros that would give NaN; it must not
+// crash or change the products with other x.
+static void test_finite_x_beside_nonfinite_x_is_right() {
     rng random(6);
     for (const int32_t type : all_types) {
         const matrix        m = random_matrix(random, type, 33, 129, 0.5);
@@ -601,7 +601,7 @@ static void test_nonfinite_x_does_not_crash() {
             for (const how with : { how::rows, how::panels }) {
                 output out(17, 33);
                 multiply(*set, p, with, 1, out);
-                for (int64_t r = 0; r < 33; r++) { // x that are finite stay right beside them
+                for (int64_t r = 0; r < 33; r++) { // the finite x
                     for (int64_t j = 3; j < 17; j++) {
                         const size_t k = static_cast<size_t>(r * 17 + j);
                         CHECK(std::fabs(out.y[static_cast<size_t>(j)][r] - p.want[k]) <= p.bound[k],
@@ -615,7 +615,7 @@ static void test_nonfinite_x_does_not_crash() {
 
 // ---- choice of the kernel set ----
 
-// in a child process, since the environment is read once: prints "status name-or-message"
+// "status name-or-message" of select_kernels() in a child process, since the environment is read once.
 static std::string selection_with(const char * forced) {
     int ends[2];
     if (pipe(ends) != 0) {
@@ -671,7 +671,6 @@ static void test_forced_kernel_set_is_the_one_in_use() {
     }
 }
 
-// the set that is in use is also the one that mul_mat_thread runs
 static void test_mul_mat_thread_runs_the_selected_set() {
     rng          random(7);
     const char * name;
@@ -697,7 +696,7 @@ static void test_mul_mat_thread_runs_the_selected_set() {
 // ---- speed ----
 
 #if defined(__x86_64__)
-// dense F16, row-major, float x: what a sparse kernel has to beat. 4 rows x NX x in registers, AVX-512.
+// The dense kernel to compare with: F16 rows, float x, AVX-512, 4 rows times NX x in registers.
 template <int NX>
 __attribute__((target("avx512f,fma,f16c"))) static void dense_tile(const uint16_t * w, int64_t cols, const float * x,
                                                                    float * const * y, int64_t row) {
@@ -741,8 +740,8 @@ static void dense_mul_mat(const uint16_t * w, int64_t rows, int64_t cols, int64_
 }
 #endif
 
-// seconds of f(matrix index): per matrix the best of several rotations (other programs only ever slow it down), mean
-// over matrices
+// Seconds of f(matrix): the best of several rounds for each matrix, since other programs can only slow it down, and the
+// mean over the matrices.
 template <typename F> static double timed(int n_matrices, F && f) {
     std::vector<double> best(static_cast<size_t>(n_matrices), INFINITY);
     const double        start = seconds();
@@ -760,8 +759,85 @@ template <typename F> static double timed(int n_matrices, F && f) {
     return sum / n_matrices;
 }
 
-// usage: --bench [density,...] [n,...] [threads] [copies]; matrices in rotation, so that weights come from memory at n
-// = 1
+struct bench_options {
+    std::vector<double> densities, n;
+    int                 n_threads;
+    int                 copies; // matrices that are used in turn, so that weights come from memory at n = 1
+};
+
+// The matrices of one shape and density, dense and sparse.
+struct bench_matrices {
+    int64_t                               rows, cols;
+    double                                density;
+    std::vector<matrix>                   dense;
+    std::vector<std::unique_ptr<guarded>> memory;
+    std::vector<bitmap_matrix>            w;
+
+    bench_matrices(int64_t rows, int64_t cols, double density, int copies) : rows(rows), cols(cols), density(density) {
+        for (int i = 0; i < copies; i++) {
+            rng random(static_cast<uint64_t>(i) + 10);
+            dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
+            for (uint32_t & b : dense.back().bits) {
+                const uint64_t u = random.bits();
+                b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff)) : 0;
+            }
+            dense.back().finish();
+            std::vector<uint32_t>().swap(dense.back().bits);
+            memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, GGML_MACKO_TYPE_F16)));
+            w.push_back(pack(dense.back(), 4, rows, *memory.back()));
+        }
+    }
+};
+
+// Prints a line for each kernel set: time, bytes of weights and non-zeros per ns, and the dense kernel.
+static void bench_n(const bench_matrices & m, int64_t n, const bench_options & options) {
+    const int64_t              rows = m.rows, cols = m.cols;
+    const int                  n_threads = options.n_threads, n_matrices = n <= 4 ? options.copies : 1;
+    std::vector<float>         xs(static_cast<size_t>(n * cols)), ys(static_cast<size_t>(n * rows));
+    std::vector<const float *> x;
+    std::vector<float *>       y;
+    rng                        random(99);
+    for (float & v : xs) {
+        v = static_cast<float>(random.unit() - 0.5);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        x.push_back(xs.data() + i * cols);
+        y.push_back(ys.data() + i * rows);
+    }
+    double dense_time = NAN;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) {
+        dense_time = timed(n_matrices, [&](int i) {
+            const uint16_t * d = reinterpret_cast<const uint16_t *>(m.dense[static_cast<size_t>(i)].dense.data());
+#pragma omp parallel num_threads(n_threads)
+            dense_mul_mat(d, rows, cols, n, xs.data(), y.data(), omp_get_thread_num(), omp_get_num_threads());
+        });
+    }
+#endif
+    const char * only = getenv("GGML_MACKO_FORCE");
+    for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
+        if (only ? strcmp(only, set->name) != 0 : set == &kernels_portable) {
+            continue;
+        }
+        const guarded scratch(mul_mat_scratch_nbytes(cols, n));
+        const double  time = timed(n_matrices, [&](int i) {
+            const mul_mat_params params = {
+                m.w[static_cast<size_t>(i)], 0, rows, n, x.data(), y.data(), true, scratch.data
+            };
+#pragma omp parallel num_threads(n_threads)
+            mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
+        });
+        const double nnz = static_cast<double>(m.dense[0].desc.nnz);
+        printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, m.density,
+               (long)rows, (long)cols, (long)n, time * 1e6,
+               static_cast<double>(bitmap_nbytes(m.dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9,
+               nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
+               2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
+        fflush(stdout);
+    }
+}
+
+// usage: --bench [density,...] [n,...] [threads] [copies]
 static void bench(int argc, char ** argv) {
     const auto list = [&](int i, const char * fallback) {
         std::vector<double> v;
@@ -772,79 +848,18 @@ static void bench(int argc, char ** argv) {
         }
         return v;
     };
-    const int n_threads = static_cast<int>(list(4, "2")[0]);
-    const int copies    = static_cast<int>(list(5, "12")[0]);
+    const bench_options options = { list(2, "0.5,0.3,0.1"), list(3, "1,2,4,8,16,32,128,512"),
+                                    static_cast<int>(list(4, "2")[0]), static_cast<int>(list(5, "12")[0]) };
     printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns",
            "dense us", "GB/s", "ratio");
     for (const auto & shape : { std::pair<int64_t, int64_t>{ 8192, 2048 }, { 2048, 8192 } }) {
-        const int64_t rows = shape.first, cols = shape.second;
-        for (const double density : list(2, "0.5,0.3,0.1")) {
-            std::vector<matrix>                   dense;
-            std::vector<std::unique_ptr<guarded>> memory;
-            std::vector<bitmap_matrix>            w;
+        for (const double density : options.densities) {
             fastest_pack = INFINITY;
-            for (int i = 0; i < copies; i++) {
-                rng random(static_cast<uint64_t>(i) + 10);
-                dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
-                for (uint32_t & b : dense.back().bits) {
-                    const uint64_t u = random.bits();
-                    b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff))
-                                                                        : 0;
-                }
-                dense.back().finish();
-                std::vector<uint32_t>().swap(dense.back().bits);
-                memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, GGML_MACKO_TYPE_F16)));
-                w.push_back(pack(dense.back(), 4, rows, *memory.back()));
-            }
+            const bench_matrices m(shape.first, shape.second, density, options.copies);
             printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density,
-                   2 * static_cast<double>(rows * cols) / fastest_pack * 1e-9);
-            for (const double nd : list(3, "1,2,4,8,16,32,128,512")) {
-                const int64_t              n = static_cast<int64_t>(nd);
-                std::vector<float>         xs(static_cast<size_t>(n * cols)), ys(static_cast<size_t>(n * rows));
-                std::vector<const float *> x;
-                std::vector<float *>       y;
-                rng                        random(99);
-                for (float & v : xs) {
-                    v = static_cast<float>(random.unit() - 0.5);
-                }
-                for (int64_t i = 0; i < n; i++) {
-                    x.push_back(xs.data() + i * cols);
-                    y.push_back(ys.data() + i * rows);
-                }
-                const int n_matrices = n <= 4 ? copies : 1;
-                double    dense_time = NAN;
-#if defined(__x86_64__)
-                if (__builtin_cpu_supports("avx512f")) {
-                    dense_time = timed(n_matrices, [&](int i) {
-                        const uint16_t * d =
-                            reinterpret_cast<const uint16_t *>(dense[static_cast<size_t>(i)].dense.data());
-#pragma omp parallel num_threads(n_threads)
-                        dense_mul_mat(d, rows, cols, n, xs.data(), y.data(), omp_get_thread_num(),
-                                      omp_get_num_threads());
-                    });
-                }
-#endif
-                const char * only = getenv("GGML_MACKO_FORCE");
-                for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
-                    if (only ? strcmp(only, set->name) != 0 : set == &kernels_portable) {
-                        continue;
-                    }
-                    const guarded scratch(mul_mat_scratch_nbytes(cols, n));
-                    const double  time = timed(n_matrices, [&](int i) {
-                        const mul_mat_params params = {
-                            w[static_cast<size_t>(i)], 0, rows, n, x.data(), y.data(), true, scratch.data
-                        };
-#pragma omp parallel num_threads(n_threads)
-                        mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
-                    });
-                    const double nnz = static_cast<double>(dense[0].desc.nnz);
-                    printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name,
-                           density, (long)rows, (long)cols, (long)n, time * 1e6,
-                           static_cast<double>(bitmap_nbytes(dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9,
-                           nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
-                           2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
-                    fflush(stdout);
-                }
+                   2 * static_cast<double>(m.rows * m.cols) / fastest_pack * 1e-9);
+            for (const double n : options.n) {
+                bench_n(m, static_cast<int64_t>(n), options);
             }
         }
     }
@@ -856,16 +871,16 @@ int main(int argc, char ** argv) {
         return 0;
     }
     test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
-    test_pack_unpack_round_trip();
-    test_every_set_against_float64();
-    test_quantized_against_float64();
-    test_quantized_extreme_x();
-    test_quantized_unpack();
-    test_rows_beyond_one_block();
-    test_row_ranges();
+    test_packed_rows_turn_back_into_the_same_bytes();
+    test_every_set_is_within_the_error_bound();
+    test_quantized_weights_are_within_the_error_bound();
+    test_extreme_x_is_within_the_error_bound_of_integers();
+    test_quantized_rows_turn_into_scale_times_q();
+    test_rows_of_all_blocks_are_computed();
+    test_row_range_of_any_length_is_computed();
     test_rounding_of_x_is_exact();
     test_x_beyond_f16_rounds_to_infinity();
-    test_nonfinite_x_does_not_crash();
+    test_finite_x_beside_nonfinite_x_is_right();
     test_mul_mat_thread_runs_the_selected_set();
     return test_summary("test-cpu-kernels");
 }

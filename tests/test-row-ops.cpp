@@ -1,6 +1,5 @@
-// The row operations of every kernel set against float64, element by element: odd lengths, results on top of operands,
-// extreme arguments.
-// All memory ends at a page without access.
+// Compares the row operations of each kernel set with float64, element by element: odd lengths, results that overwrite
+// an operand, and extreme arguments. All memory ends at a page without access.
 #include "cpu/dispatch.h"
 #include "guarded.h"
 #include "test.h"
@@ -14,7 +13,7 @@ using namespace macko::cpu;
 
 static constexpr double EPSILON = 0x1p-24; // half a unit in the last place, relative
 
-// a, b and y of one call, y poisoned or on top of an operand
+// The operands a and b and the result y of one call. y_is: 0 memory of its own, filled with NaN; 1 a; 2 b.
 struct rows {
     guarded a, b, other;
     float * y;
@@ -37,9 +36,9 @@ struct rows {
 
 static double silu(double x) { return x / (1 + std::exp(-x)); }
 
-// e^x is off by 4 units at most, the division and the product by half a unit each
+// The error of e^x is at most 4 units in the last place, that of the division and of the product half a unit each.
 static constexpr double SILU_BOUND = 6 * 2 * EPSILON;
-// below a = -88 it is |a b| e^-88 at most: with |a| up to 96 and |b| up to 32
+// Below a = -88 the result is at most |a b| e^-88, with |a| up to 96 and |b| up to 32.
 static constexpr double SILU_FLOOR = 96 * 32 * 6.1e-39;
 
 template <typename F, typename G>
@@ -61,7 +60,7 @@ static void check(rng & r, const kernel_set & set, const char * name, int64_t n,
     }
 }
 
-static void test_rows_against_float64(rng & r, const kernel_set & set, int64_t n) {
+static void test_rows_are_within_the_error_bound(rng & r, const kernel_set & set, int64_t n) {
     const auto a = [](const rows & m, int64_t i) { return static_cast<double>(m.a.floats()[i]); };
     const auto b = [](const rows & m, int64_t i) { return static_cast<double>(m.b.floats()[i]); };
     check(
@@ -86,7 +85,7 @@ static void test_rows_against_float64(rng & r, const kernel_set & set, int64_t n
         });
 }
 
-static void test_silu_at_its_ends(const kernel_set & set) {
+static void test_silu_is_right_where_the_exponential_is_clamped(const kernel_set & set) {
     const float one[] = { 1 };
     for (int k = -3000; k <= 3000; k++) {
         const float x[] = { static_cast<float>(k) * 0.03f }; // |x| to 90
@@ -117,9 +116,9 @@ int main() {
     rng r(20261121);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         for (const int64_t n : { 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 257, 1000, 4096, 11008 }) {
-            test_rows_against_float64(r, *set, n);
+            test_rows_are_within_the_error_bound(r, *set, n);
         }
-        test_silu_at_its_ends(*set);
+        test_silu_is_right_where_the_exponential_is_clamped(*set);
     }
     return test_summary("test-row-ops");
 }

@@ -1,4 +1,4 @@
-// The little that our C++ tests share: checks that name file, line and values, and a seeded random source.
+// What the C++ tests share: CHECK, which prints file, line and values, and a seeded random source.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ inline int n_passed = 0;
         }                                                                           \
     } while (0)
 
-// the last line of main: exit code, and a count that shows the test did something
+// Prints the counts; returns the exit code of the test, which is 1 if nothing was checked, too.
 inline int test_summary(const char * name) {
     printf("%s: %d passed, %d failed\n", name, n_passed, n_failed);
     return n_failed || !n_passed ? 1 : 0;
@@ -33,7 +33,7 @@ struct rng {
     std::mt19937_64 engine;
     explicit rng(uint64_t seed) : engine(seed) {}
     uint64_t bits() { return engine(); }
-    // inclusive
+    // lo ... hi, inclusive
     int64_t range(int64_t lo, int64_t hi) { return std::uniform_int_distribution<int64_t>(lo, hi)(engine); }
     double  unit() { return std::uniform_real_distribution<double>(0, 1)(engine); }
 };

@@ -1,4 +1,4 @@
-// Weights as numbers, by other means than the library's.
+// Weights as numbers, computed without the library.
 #pragma once
 
 #include "ggml-macko.h"
@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-// of a finite F16, BF16 or F32
+// the value of a finite F16, BF16 or F32
 inline double value_of(uint32_t bits, int32_t type) {
     if (type == GGML_MACKO_TYPE_F16) {
         const int    e = (bits >> 10) & 31;

@@ -6,8 +6,8 @@
 
 Greedy texts, tokens, and the model after splitting and merging must be equal, perplexities to four digits. A server
 has eight clients at once: with one slot, every answer must be the one that a single client gets; with eight slots, an
-answer may differ where two tokens are nearly as probable. llama-bench and memory are shown side by side. Prints a table, and
-exits with 1 if anything differs that must not.
+answer may differ where two tokens are nearly as probable. llama-bench and memory are shown side by side. Prints a
+table, and exits with 1 if anything differs that must not.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def run_logged(
 
 
 def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any) -> str:
-    """What a program prints, in a run that logged `last`, which comes after the text; without newlines at the end."""
+    """What a program prints in a run that logged `last`, which comes after the text; without newlines at the end."""
     return run_logged(program, last, *args, **kwargs)[0].stdout.rstrip()
 
 
@@ -86,7 +86,7 @@ def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwar
 
 
 class Server:
-    """llama-server with a model, on a free port. As a context manager it waits until it answers, and ends with SIGTERM."""
+    """llama-server with a model, on a free port. A context manager: waits until it answers; ends it with SIGTERM."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *args: object, compress: bool = False):
         with socket.socket() as s:

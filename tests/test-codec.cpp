@@ -198,7 +198,7 @@ static void test_paper_example() {
 }
 
 // one lie at a time in a valid matrix; the exact status must come back
-static void test_refusals() {
+static void test_each_fault_is_refused() {
     std::vector<uint16_t> dense(3 * 600, 0);
     for (const int64_t c : { 3, 19, 36, 90, 599 }) {
         dense[(size_t)c]          = 0x3c00;
@@ -371,7 +371,7 @@ int main(int argc, char ** argv) {
     test_round_trips<uint16_t>(GGML_MACKO_TYPE_F16, 1);
     test_round_trips<uint16_t>(GGML_MACKO_TYPE_BF16, 2);
     test_round_trips<uint32_t>(GGML_MACKO_TYPE_F32, 3);
-    test_refusals();
+    test_each_fault_is_refused();
     test_effective_density();
     return test_summary("test-codec");
 }

@@ -409,7 +409,7 @@ static void test_recoded_to_macko() {
 }
 
 // one lie each
-static void test_refusals() {
+static void test_each_fault_is_refused() {
     rng                r(10);
     const dense_matrix d = random_matrix(r, 40, 700, GGML_MACKO_TYPE_F16, 0.5, 3);
     ec_csr_matrix      base;
@@ -629,7 +629,7 @@ static void mutate(rng & r, ec_csr_matrix * m) {
     }
 }
 
-static void test_mutants(int64_t n_mutants, uint64_t seed) {
+static void test_mutants_are_refused_or_round_trip(int64_t n_mutants, uint64_t seed) {
     rng                        r(seed);
     std::map<int, int64_t>     statuses;
     std::vector<ec_csr_matrix> bases;
@@ -685,10 +685,9 @@ static double allowed(const measured_time & m) {
     return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056;
 }
 
-// what the model takes costs at most 5 % more than the best: of the rows of a matrix and each of its variants in
-// blocks, and of all that convert chooses
-// from ("x" and "c" are how blocks are extracted for an ablation)
-static void test_the_model_takes_the_slower_layout() {
+// The layout that the model takes costs at most 5 % more than the fastest one: among the rows of a matrix and each of
+// its variants in blocks, and among all that convert chooses from ("x" and "c" mark the extractions of an ablation).
+static void test_model_takes_the_faster_layout() {
     int n_blocks = 0, n_rows = 0;
     for (const measured_time * rows = TIMES; rows < std::end(TIMES);) {
         const measured_time * end = rows + 1;
@@ -785,8 +784,9 @@ int main(int argc, char ** argv) {
     test_gaps();
     test_options();
     test_recoded_to_macko();
-    test_refusals();
-    test_the_model_takes_the_slower_layout();
-    test_mutants(argc > 1 ? atoll(argv[1]) : 60000, argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
+    test_each_fault_is_refused();
+    test_model_takes_the_faster_layout();
+    test_mutants_are_refused_or_round_trip(argc > 1 ? atoll(argv[1]) : 60000,
+                                           argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
     return test_summary("test-ec-csr");
 }

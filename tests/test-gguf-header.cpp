@@ -156,7 +156,7 @@ using namespace builder; // NOLINT: the cases below read as a table
 static const char * const UP = "blk.0.ffn_up.weight"; // F16, 4 bits, 16 x 32
 static const char * const Q  = "blk.0.attn_q.weight";
 
-static void test_header_lies() {
+static void test_false_header_is_refused() {
     patch_lie("magic", S(BAD_MAGIC), [](bytes & b, const layout &) { b[0] = 'X'; });
     patch_lie("magic GGML", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "GGML", 4); });
     patch_lie("magic reversed", S(BAD_MAGIC), [](bytes & b, const layout &) { memcpy(b.data(), "FUGG", 4); });
@@ -238,7 +238,7 @@ static void test_header_lies() {
         [](file & f) { f.set(scalar<uint32_t>("general.alignment", U32, 64)); });
 }
 
-static void test_tensor_lies() {
+static void test_false_tensor_is_refused() {
     patch_lie("tensor name 2^64-1", S(LIMIT),
               [](bytes & b, const layout & l) { patch<uint64_t>(&b, l.tensor_at[1], UINT64_MAX); });
     patch_lie("tensor name empty", S(BAD_NAME),
@@ -304,7 +304,7 @@ static void test_tensor_lies() {
     });
 }
 
-static void test_sparse_lies() {
+static void test_false_sparse_is_refused() {
     lie("reader too old", S(FORMAT_VERSION), [](file & f) {
         f.set(scalar<uint32_t>("macko.version", U32, 7));
         f.set(scalar<uint32_t>("macko.min_reader_version", U32, 6));
@@ -515,7 +515,7 @@ static int32_t row_ptr_get(const bytes & data, size_t r) {
     return v;
 }
 
-static void test_payload_lies() {
+static void test_false_payload_is_refused() {
     auto row_ptr = [](const std::function<void(bytes &)> & change) {
         return [=](file & f) { change(f.at(std::string(UP) + ".row_ptr").data); };
     };
@@ -622,7 +622,7 @@ static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
 
 // ---- packed: what only a file can lie about; test-packed.cpp has the payload's table ----
 
-static void test_packed_lies() {
+static void test_false_packed_is_refused() {
     const auto packed_lie = [](const char * name, int expected, const file_lie & change) {
         builder::file f = builder::sparse_file(base_model(), false, true);
         change(f);
@@ -694,7 +694,7 @@ static void ec_lie(const char * name, int expected, const file_lie & change) {
     expect(name, expected, check_all(builder::serialize(f), true));
 }
 
-static void test_ec_csr_lies() {
+static void test_false_ec_csr_is_refused() {
     const auto ec  = [](const char * component) { return std::string(UP) + component; };
     const auto i32 = [=](const char * component, size_t i, int32_t v) {
         return [=](file & f) { patch<int32_t>(&f.at(ec(component)).data, 4 * i, v); };
@@ -803,7 +803,7 @@ static void test_ec_csr_files_round_trip() {
 
 // ---- the metadata of models ----
 
-static void test_model_lies() {
+static void test_false_model_is_refused() {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     const float inf = std::numeric_limits<float>::infinity();
     auto u32 = [](const char * key, uint32_t v) { return [=](file & f) { f.set(scalar<uint32_t>(key, U32, v)); }; };
@@ -910,7 +910,7 @@ static void test_model_lies() {
     lie("other architecture's keys pass", S(OK), u32("qwen3.block_count", 0));
 }
 
-static void test_vocab_lies() {
+static void test_false_vocab_is_refused() {
     const std::vector<std::string> good        = builder::spm_tokens();
     auto                           tokens_with = [&](size_t i, const std::string & token) {
         std::vector<std::string> t = good;
@@ -1164,7 +1164,7 @@ static void test_architectures() {
 
 // ---- limits, at their edge ----
 
-static void test_limits() {
+static void test_limits_are_enforced() {
     auto keys = [](size_t n) {
         builder::file f;
         for (size_t i = 0; i < n; i++) {
@@ -1277,7 +1277,7 @@ static void test_limits() {
 
 // ---- truncation ----
 
-static void test_truncation() {
+static void test_truncated_file_is_refused() {
     builder::model  small; // one matrix, no vocabulary: about 4 KB
     std::mt19937_64 rng(3);
     small.sparse.push_back({ "m", { 64, 80 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 64 * 80, 64, 0.3) });
@@ -1523,7 +1523,7 @@ static void test_forged_placeholders_do_not_match() {
     CHECK(a->match_placeholder(&zero, sizeof(zero)) == -1, "zeros");
 }
 
-static void test_what_cannot_be_served() {
+static void test_unservable_matrix_is_refused() {
     const memory_file dense(builder::serialize(base_model().dense));
     const auto        file = open_or_die(dense);
     CHECK(!file->is_sparse, "a dense file is not sparse");
@@ -1700,26 +1700,26 @@ static void test_every_status_was_seen() {
 int main() {
     lie("the valid file", S(OK), [](file &) {});
     lie("a dense file", S(OK), [](file & f) { f = base_model().dense; });
-    test_header_lies();
-    test_tensor_lies();
-    test_sparse_lies();
-    test_payload_lies();
-    test_ec_csr_lies();
-    test_packed_lies();
+    test_false_header_is_refused();
+    test_false_tensor_is_refused();
+    test_false_sparse_is_refused();
+    test_false_payload_is_refused();
+    test_false_ec_csr_is_refused();
+    test_false_packed_is_refused();
     test_ec_csr_files_round_trip();
-    test_model_lies();
-    test_vocab_lies();
+    test_false_model_is_refused();
+    test_false_vocab_is_refused();
     test_architectures();
     const int n_handmade = n_cases;
-    test_limits();
-    test_truncation();
+    test_limits_are_enforced();
+    test_truncated_file_is_refused();
     test_payload_blocks();
     test_consumers_of_a_matrix_work_side_by_side();
     test_out_of_memory_in_a_thread_is_a_status();
     test_dense_stream_is_the_dense_file();
     test_zeros_of_sparse_tensors_are_not_read();
     test_forged_placeholders_do_not_match();
-    test_what_cannot_be_served();
+    test_unservable_matrix_is_refused();
     test_file_system();
     test_open_sparse();
     test_compressed_blocks_are_not_the_sparse_file();

@@ -308,7 +308,7 @@ static void test_reference_rounding() {
           "a scale beyond F16");
 }
 
-static void test_refusals() {
+static void test_each_fault_is_refused() {
     rng          r(3);
     dense_matrix m = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
     while (m.desc.nnz % 32 == 0) { // there is padding to spoil
@@ -392,7 +392,7 @@ static void test_refusals() {
 }
 
 // bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
-static void test_mutants() {
+static void test_mutants_are_refused_or_round_trip() {
     rng     r(static_cast<uint64_t>(4));
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
@@ -438,7 +438,7 @@ int main() {
     test_round_trip();
     test_smallest_index_is_chosen();
     test_reference_rounding();
-    test_refusals();
-    test_mutants();
+    test_each_fault_is_refused();
+    test_mutants_are_refused_or_round_trip();
     return test_summary("test-packed");
 }

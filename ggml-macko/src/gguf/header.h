@@ -1,5 +1,6 @@
-// Reads and checks the header of a GGUF file that nobody vouches for (FORMAT.md sections 1 and 4). No ggml: its parser
-// aborts or over-allocates on files that we must refuse. Works on bytes in memory, so that a fuzzer can drive it.
+// Reads and checks the header of an untrusted GGUF file (FORMAT.md sections 1 and 4). It does not use ggml, whose
+// parser aborts or over-allocates on files that must be refused. Works on bytes from any source, so that a fuzzer can
+// drive it.
 #pragma once
 
 #include "codec/limits.h"

@@ -173,7 +173,7 @@ static int check_number(const gguf_header & header, const gguf_key & key, uint64
     return GGML_MACKO_STATUS_OK;
 }
 
-// layers of the model; 0 if the key is not there or wrong, which its own rule reports
+// layers of the model; 0 if the key is missing or wrong, which the rule of the key reports
 static uint64_t block_count(const gguf_header & header, const arch_rules & arch) {
     const gguf_key * key = header.find(with_arch("%.block_count", arch).c_str());
     int64_t          n   = 0;
@@ -537,7 +537,7 @@ static int check_vocab(const gguf_header & header) {
     return is_spm ? check_byte_fallback(std::move(tokens)) : GGML_MACKO_STATUS_OK;
 }
 
-// ---- all of it ----
+// ---- all checks ----
 
 static int find_arch(const gguf_header & header, const arch_rules ** out) {
     const gguf_key * key = header.find("general.architecture");

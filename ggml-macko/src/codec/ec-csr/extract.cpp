@@ -1,7 +1,7 @@
 // Rows are bitsets of their non-zero columns; similarity is the popcount of an intersection. A level pairs rows of
-// blocks and cuts out the columns that both have, round after round; what was cut out are the rows of the next level,
-// with twice the granularity (paper, algorithms 1 and 2). One difference to the paper: distances of columns are limited
-// within a lane only, because each lane has a base of its own.
+// blocks and cuts out the columns that both have, round after round; the parts cut out are the rows of the next level,
+// with twice the granularity (paper, algorithms 1 and 2). Unlike in the paper, distances of columns are limited within
+// a lane only, because each lane has a base of its own.
 #include "codec/ec-csr/extract.h"
 #include "codec/nonzero.h"
 
@@ -25,7 +25,7 @@ int check_extract_options(const extract_options & o) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// ---- counting: the loop is compiled for what the CPU may have, and popcounts vectorise ----
+// ---- counting: compiled for several instruction sets, because popcounts vectorise ----
 
 namespace {
 
@@ -84,7 +84,8 @@ struct level {
     int64_t               words; // of a mask
     std::vector<uint64_t> masks;
     std::vector<int32_t>  rows; // granularity per block
-    // blocks that found no partner in the last round. Two of them never will be partners: masks only lose columns
+    // blocks that found no partner in the last round; two of them never become partners, because masks only lose
+    // columns
     std::vector<uint8_t> idle;
 
     int64_t    size() const { return static_cast<int64_t>(rows.size()) / granularity; }
@@ -279,7 +280,7 @@ struct extractor {
         return ok;
     }
 
-    // one round: pairs of l's rows, what they share moves to next. False when nothing moved.
+    // One round: pairs rows of l and moves the columns that they share to next. False when nothing moved.
     bool extract_round(level & l, level & next) {
         std::vector<int32_t> order;
         for (int64_t i = 0; i < l.size(); i++) {
@@ -351,7 +352,7 @@ struct extractor {
         }
     }
 
-    // what is left of a level with several rows: blocks, and columns that do not fill one, which go back to their rows
+    // Makes blocks of the rest of a level with several rows; columns that do not fill a block go back to their rows.
     void emit_level(level & l) {
         const bool ok = each(l.size(), l.granularity, [&](int64_t i, column_picker & picker) {
             uint64_t * mask = l.mask(i);
@@ -380,8 +381,8 @@ struct extractor {
         }
     }
 
-    // a row of the rest: long blocks of whole units, then a short one. Where a cut falls into a gap, no fillers are
-    // needed for it.
+    // Cuts a row of the rest into long blocks of whole units and a short one. A gap that a cut falls into needs no
+    // fillers.
     void emit_row(int64_t row, std::vector<int32_t> & cols) {
         const int64_t max_delta = (1 << desc.delta_bits) - 1;
         const int64_t n         = static_cast<int64_t>(cols.size());

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..codecs import macko as formats
+from ..values import TYPE_BF16, TYPE_F16
 
 # ---- values ----
 
 
 def to_float32(bits: np.ndarray, type_id: int) -> np.ndarray:
     """Exact, from the bit patterns of any of the three value types."""
-    if type_id == formats.TYPE_F16:
+    if type_id == TYPE_F16:
         return bits.view(np.float16).astype(np.float32)
-    if type_id == formats.TYPE_BF16:
+    if type_id == TYPE_BF16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float32)
 
 
 def from_float32(values: np.ndarray, type_id: int) -> np.ndarray:
     """Bit patterns of the nearest value, ties to even. Overflow gives Inf."""
-    if type_id == formats.TYPE_F16:
+    if type_id == TYPE_F16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    if type_id == formats.TYPE_BF16:
+    if type_id == TYPE_BF16:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return bits
 

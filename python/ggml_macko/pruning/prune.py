@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import console, errors
-from ..codecs import macko as formats
+from .. import console, errors, values
 from ..evaluation.text_model import N_CTX
 from ..gguf import imatrix
 from ..gguf import tensor_rules as weights
@@ -121,7 +120,7 @@ def prune_tensor(t: Tensor, prune: Pruner) -> tuple:
     bits = read_finite(t)
     before = bits.size - int(np.count_nonzero(bits))
     prune(bits, t)
-    bits[bits == formats.NEGATIVE_ZERO[t.type]] = 0  # what a mask left of negative weights
+    bits[bits == values.NEGATIVE_ZERO[t.type]] = 0  # what a mask left of negative weights
     n_zeros = bits.size - int(np.count_nonzero(bits))
     return bits, Pruned(t, before, n_zeros, zlib.crc32(bits))
 
@@ -253,7 +252,7 @@ def check_pruned(model: Model, output: AtomicOutput, pruned: list, changed: bool
                     same = same and np.array_equal(a, b)
                     continue
                 checksum = zlib.crc32(b, checksum)
-                a, b = (x.view(formats.bits_dtype(source.type)) for x in (a, b))
+                a, b = (x.view(values.bits_dtype(source.type)) for x in (a, b))
                 zeros += len(b) - int(np.count_nonzero(b))
                 same = same and (changed or not np.any((a != b) & (b != 0)))
             p = meant.get(source.name)

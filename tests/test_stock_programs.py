@@ -224,7 +224,7 @@ def test_builder_does_not_know_the_pin():
 
 def test_weight_names_are_judged_otherwise():
     """the rule of which weights may be sparse: one in the library, for the converter and for compressing on load"""
-    from ggml_macko.gguf import tensor_rules as weights
+    from ggml_macko.gguf import tensor_rules
 
     in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv"]
     multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]
@@ -251,12 +251,12 @@ def test_weight_names_are_judged_otherwise():
         "",
     ]
     other += ["blk.0.attn_q.weight.values"]
-    assert [n for n in multiplied + other if weights.is_multiplied(n, 2)] == multiplied
-    assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight(
+    assert [n for n in multiplied + other if tensor_rules.is_multiplied(n, 2)] == multiplied
+    assert tensor_rules.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not tensor_rules.is_block_weight(
         "blk.0.ffn_up.weight", 3
     )
     assert (
-        not weights.is_block_weight("output.weight", 2)
-        and not weights.is_multiplied("output.weight", 3)
-        and not weights.is_multiplied("blk.0.attn_q.weight", 1)
+        not tensor_rules.is_block_weight("output.weight", 2)
+        and not tensor_rules.is_multiplied("output.weight", 3)
+        and not tensor_rules.is_multiplied("blk.0.attn_q.weight", 1)
     )

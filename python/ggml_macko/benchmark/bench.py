@@ -24,10 +24,10 @@ import numpy as np
 
 from .. import console, errors
 from ..benchmark import bench_gpu
-from ..codecs import ggml_quants
-from ..commands.generate import add_gpu_layers
+from ..codecs import c_library, ggml_quants
+from ..commands.arguments import add_gpu_layers
 from ..conversion.restore import restore
-from ..gguf.files import AtomicOutput, Model
+from ..gguf.files import Model
 from ..native import bindings
 from ..sparse_matrix import SparseMatrix
 
@@ -109,7 +109,7 @@ def bench_matrix(rows: int, cols: int, densities: list, n_threads: int, repetiti
             w = rng.standard_normal((rows, cols), dtype=np.float32).astype(np.float16)
             w[rng.random((rows, cols), dtype=np.float32) >= density] = 0
             sparse = SparseMatrix.from_dense(w)
-            copies = [bindings.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
+            copies = [c_library.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
 
             def run_sparse(copies: list = copies) -> None:
                 for c in copies:
@@ -302,9 +302,9 @@ def restore_first_sparse(models: list, stack: contextlib.ExitStack) -> tuple | N
                 continue
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-bench-", dir=path.resolve().parent))
             console.log(f"restoring {label} ...")
-            with AtomicOutput(Path(folder) / "dense.gguf", model.paths) as output:
-                restore(model, output, quiet=True)
-            return f"{label} (dense)", output.path
+            with console.quiet():
+                done = restore(path, Path(folder) / "dense.gguf")
+            return f"{label} (dense)", done.path
     return None
 
 

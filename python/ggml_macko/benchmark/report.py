@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import io
 import os
 import shlex
@@ -22,8 +21,9 @@ from types import ModuleType
 
 from .. import console, errors
 from ..benchmark import bench
-from ..commands.generate import add_gpu_layers
-from ..conversion import convert
+from ..commands import convert as convert_command
+from ..commands.arguments import add_gpu_layers
+from ..conversion.convert import convert
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX, TextModel
 from ..gguf.files import AtomicOutput, Model
@@ -36,7 +36,9 @@ PLOTS = {".png": b"\x89PNG", ".svg": b"<?xm"}  # suffix -> what such a file star
 
 
 class Forms:
-    """(label, kind, path) of each form, made in a folder. conversions: arguments of `macko convert`, behind IN and OUT."""
+    """(label, kind, path) of each form, made in a folder. conversions: arguments of `macko convert`, behind IN and
+    OUT.
+    """
 
     def __init__(self, dense: Path, folder: Path, n_threads: int, conversions: list):
         self._dense, self._folder, self._n_threads = dense, folder, n_threads
@@ -77,16 +79,13 @@ class Forms:
 
     def _convert(self, model: Model, label: str, arguments: str) -> None:
         converted = self._folder / f"sparse-{len(self.list)}.gguf"
-        args = parse_arguments(convert, "--convert", arguments, [str(model.path), str(converted)])
-        options = dataclasses.replace(convert.options_of(args, model), n_threads=self._n_threads)
-        with AtomicOutput(converted, model.paths) as output, convert.Spool(self._folder) as spool:
-            plans = convert.plan_model(model, options, spool)
-            convert.write_model(model, plans, output, options, spool)
-            lost = convert.check_and_commit(model, output, self._n_threads, options.drop_negative_zeros)
+        args = parse_arguments(convert_command, "--convert", arguments, [str(model.path), str(converted)])
+        keywords = {**convert_command.keyword_arguments(args), "n_threads": self._n_threads}
+        done = convert(model.path, converted, **keywords)
         if len(self._conversions) > 1:
-            target = f" {options.target_bpw:g} bpw" if options.target_bpw is not None else ""
-            label = f"{label} {options.type}{target}"
-        self._add(label, SPARSE_QUANTIZED if lost else SPARSE, converted)
+            target = f" {args.target_bpw:g} bpw" if args.target_bpw is not None else ""
+            label = f"{label} {keywords['type']}{target}"
+        self._add(label, SPARSE_QUANTIZED if done.quantized else SPARSE, converted)
 
     def add_pruned(self, arguments: str) -> None:
         """arguments: options of `macko prune`."""

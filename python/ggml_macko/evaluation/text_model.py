@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import errors
-from ..commands.generate import add_gpu_layers
+from ..commands.arguments import add_gpu_layers
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
 

@@ -1,4 +1,6 @@
-"""GGUF files as plain Python lists that a test may break at will; knows nothing of what is right. Not for large files."""
+"""GGUF files as plain Python lists that a test may break at will; knows nothing of what is right. Not for large
+files.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_example_of_the_specification():
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_c_and_numpy_disagree(delta_bits):
+def test_c_and_numpy_give_the_same_bytes(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
         twin = macko_codec.encode(bits, type_id, delta_bits)
         m = c_codecs.macko(bits, type_id, delta_bits, n_threads=1)
@@ -112,7 +112,7 @@ def broken_matrices() -> list:
 
 
 @pytest.mark.parametrize("code, matrix", broken_matrices())
-def test_broken_matrix_accepted_or_misnamed(code, matrix):
+def test_broken_matrix_is_refused_with_its_code(code, matrix):
     for validate in (c_codecs.validate, macko_codec.validate):
         with pytest.raises(errors.PayloadError) as e:
             validate(matrix)
@@ -133,12 +133,12 @@ def test_broken_matrix_accepted_or_misnamed(code, matrix):
             2, 9, TYPE_F16, 4, 18, 18, np.ones(24, np.int16), np.zeros(12, np.uint8), np.zeros(3, np.int32))),
     ],
 )  # fmt: skip
-def test_wrong_argument_reaches_c(call):
+def test_wrong_argument_is_refused_before_c_sees_it(call):
     with pytest.raises(errors.MackoError):
         call()
 
 
-def test_non_contiguous_input_is_misread():
+def test_non_contiguous_input_is_read_by_its_strides():
     rng = np.random.default_rng(3)
     bits = generators.random_bits(rng, 40, 60, 0.5)
     for view in (bits[:, ::2], bits.T, bits[::-1]):

@@ -40,7 +40,7 @@ def patterned(
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_c_and_numpy_disagree(delta_bits):
+def test_c_and_numpy_give_the_same_bytes(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
         m = c_codecs.ec_csr(bits, type_id, delta_bits, n_threads=1)
         assert c_codecs.decode(m, 1).tobytes() == bits.tobytes(), label
@@ -148,7 +148,7 @@ def broken_matrices() -> list:
 
 
 @pytest.mark.parametrize("code, matrix", broken_matrices())
-def test_broken_matrix_accepted_or_misnamed(code, matrix):
+def test_broken_matrix_is_refused_with_its_code(code, matrix):
     for validate in (c_codecs.validate, ec_csr.validate):
         with pytest.raises(errors.FileFormatError) as e:
             validate(matrix)
@@ -172,14 +172,14 @@ def test_broken_matrix_accepted_or_misnamed(code, matrix):
         (errors.BAD_ARGUMENT, lambda bits: SparseMatrix.from_dense(bits.view(np.float16), format="csr")),
     ],
 )
-def test_wrong_argument_is_taken(code, call):
+def test_wrong_argument_is_refused(code, call):
     with pytest.raises(errors.MackoError) as e:
         call(np.ones((3, 200), np.uint16))
     assert e.value.code == code
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_default_is_larger_than_without_extraction(delta_bits):
+def test_extraction_never_makes_a_matrix_larger(delta_bits):
     """Rows that are alike pay with 8 bits; with 4 bits the columns that fill no block cost more in fillers."""
     rng = np.random.default_rng(4)
     alike = generators.random_bits(rng, 200, 2048, 1.0)
@@ -198,7 +198,7 @@ def test_default_is_larger_than_without_extraction(delta_bits):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_product_off_float64(data):
+def test_product_is_within_rounding_of_float64(data):
     type_id = data.draw(st.sampled_from(generators.TYPES))
     rows, cols, n = (
         data.draw(st.integers(1, 70)),
@@ -214,7 +214,7 @@ def test_product_off_float64(data):
     assert_close_to_float64(s @ x, generators.to_float64(bits, type_id), x)
 
 
-def test_automatic_format_is_not_the_smallest():
+def test_auto_takes_the_smallest_format():
     """40 shapes and densities, with and without structure: never larger than the best of the three."""
     rng = np.random.default_rng(3)
     chosen = set()
@@ -261,7 +261,7 @@ def sparse_formats(path):
 
 
 @pytest.mark.parametrize("kind", ["ec-csr", "ec-csr-4", "ec-csr-8", "auto", "EC-CSR-8"])
-def test_round_trip_loses_a_bit(tmp_path, wide, macko, kind):
+def test_round_trip_keeps_every_bit(tmp_path, wide, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     done = macko("convert", wide, sparse, kind)
     assert done.code == 0, done.err
@@ -276,7 +276,7 @@ def test_round_trip_loses_a_bit(tmp_path, wide, macko, kind):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
+def test_file_is_what_the_specification_says(tmp_path, wide, macko):
     """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", wide, sparse, "ec-csr-8").code == 0
@@ -302,7 +302,7 @@ def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
     assert {1, 2} < granularities and max(granularities) >= 8
 
 
-def test_file_with_both_types(tmp_path, wide, macko):
+def test_one_file_may_hold_both_formats(tmp_path, wide, macko):
     sparse = tmp_path / "s.gguf"
     done = macko(
         "convert", wide, sparse, "ec-csr-8", "--tensor-type", "attn_q=macko-d4", "--tensor-type", "attn_v=dense"
@@ -314,7 +314,7 @@ def test_file_with_both_types(tmp_path, wide, macko):
     assert macko("verify", wide, sparse).code == 0
 
 
-def test_options_are_not_used(tmp_path, wide, macko):
+def test_block_options_reach_the_encoder(tmp_path, wide, macko):
     files = {}
     for label, args in {
         "": [],
@@ -339,7 +339,7 @@ def test_options_are_not_used(tmp_path, wide, macko):
         assert done.code == 1 and not (tmp_path / "x.gguf").exists(), bad
 
 
-def test_inspect_does_not_show_the_sets(tmp_path, wide, macko):
+def test_inspect_shows_the_block_sets(tmp_path, wide, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", wide, sparse, "ec-csr-4").code == 0
     report = json.loads(macko("inspect", sparse, "--json").out)
@@ -352,7 +352,7 @@ def test_inspect_does_not_show_the_sets(tmp_path, wide, macko):
     assert "coverage" in text and "ec-csr-4" in text and "rows of a block" in text
 
 
-def test_auto_does_not_say_why(tmp_path, wide, macko):
+def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
     done = macko("convert", wide, tmp_path / "s.gguf", "auto", "--optimize", "size")
     lines = [line for line in done.err.splitlines() if "converting to" in line]
     assert len(lines) >= 4
@@ -372,7 +372,7 @@ def test_auto_does_not_say_why(tmp_path, wide, macko):
             assert auto <= sum(s.nbytes for s in f.sparse())
 
 
-def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
+def test_optimize_speed_takes_the_faster_format(tmp_path, wide, macko):
     """The reason names both times, and what was taken is the faster of them."""
     sparse = tmp_path / "s.gguf"
     done = macko("convert", wide, sparse, "auto", "--optimize", "speed")
@@ -393,7 +393,7 @@ def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
     assert macko("verify", wide, sparse).code == 0
 
 
-def test_gpu_model_prefers_the_slower_layout():
+def test_gpu_cost_model_prefers_the_faster_layout():
     """As measured: large F32 matrices are faster in blocks, random F16 rows are not."""
     rng = np.random.default_rng(5)
     delta_alone = {"max_granularity": 1}
@@ -430,7 +430,7 @@ def patch(f: gb.GGUF, name: str, dtype: type, at: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_LIES)
-def test_broken_file_gets_another_code(name, wide, macko, tmp_path):
+def test_broken_file_is_refused_with_its_code(name, wide, macko, tmp_path):
     expected, change = BLOCK_LIES[name]
     assert macko("convert", wide, tmp_path / "s.gguf", "ec-csr-8").code == 0
     f = gb.read((tmp_path / "s.gguf").read_bytes())
@@ -455,7 +455,7 @@ def test_broken_file_gets_another_code(name, wide, macko, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ec-csr-4", "ec-csr-8", "auto"])
-def test_sparse_model_writes_other_text_than_dense(tmp_path, macko, kind):
+def test_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     # without the masks' -0.0: with them a matrix as narrow as these would stay dense
     assert macko("convert", DEMO, sparse, kind, "--drop-negative-zeros").code == 0
@@ -469,7 +469,7 @@ def test_sparse_model_writes_other_text_than_dense(tmp_path, macko, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["docs-4m-f16", "docs-23m-f16", "docs-23m-s70-f16"])
 @pytest.mark.parametrize("kind", ["ec-csr-4", "ec-csr-8"])
-def test_real_model_writes_other_text_than_dense(tmp_path, macko, name, kind):
+def test_real_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, name, kind):
     source = SHARED_MODELS / f"{name}.gguf"
     if not source.exists():
         pytest.skip(f"no {source.name} beside the repository")

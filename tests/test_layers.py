@@ -1,4 +1,6 @@
-"""Which package may import which, and which room of the C++ sources may include which: a layer uses only those below it."""
+"""Which package may import which, and which room of the C++ sources may include which: a layer uses only those below
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Packed matrices, plain and quantized: the C codec against its NumPy twin and ggml's own quantizers, files, tools, products,
-text.
+"""Packed matrices, plain and quantized: the C codec against its NumPy twin and ggml's own quantizers, files, tools,
+products, text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
-def test_c_and_numpy_disagree(index_bits):
+def test_c_and_numpy_give_the_same_bytes(index_bits):
     for label, bits, type_id in generators.matrix_cases():
         for value_type in (type_id, *QUANTS):
             dense = bits if value_type == type_id else moderate(bits, type_id)
@@ -57,7 +57,7 @@ def test_c_and_numpy_disagree(index_bits):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_random_matrices_lose_more_than_the_bound(data):
+def test_random_matrices_stay_within_the_error_bound(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
@@ -74,7 +74,7 @@ def test_random_matrices_lose_more_than_the_bound(data):
 
 
 @pytest.mark.parametrize("value_type", list(GGML_TYPE))
-def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
+def test_values_are_what_ggml_makes_of_the_non_zeros(value_type):
     rng = np.random.default_rng(5)
     for density in (0.1, 0.3, 1.0):
         dense = moderate(generators.random_bits(rng, 40, 257, density, TYPE_F16), TYPE_F16)
@@ -90,7 +90,7 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
 
 @pytest.mark.parametrize("value_type", QUANTS)
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
-def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
+def test_bits_per_weight_follow_the_arithmetic(value_type, density):
     """FORMAT.md section 7: values, index and row pointers; the rest is under 1 %."""
     rng = np.random.default_rng(6)
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
@@ -103,7 +103,7 @@ def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
 
 
 @pytest.mark.parametrize("value_type", [TYPE_F16, *QUANTS])
-def test_product_is_not_that_of_the_decoded_weights(value_type):
+def test_product_is_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):
         dense = moderate(generators.random_bits(rng, rows, cols, density, TYPE_F16), TYPE_F16)
@@ -121,7 +121,7 @@ def test_product_is_not_that_of_the_decoded_weights(value_type):
             assert np.all(np.abs(cpu.mul_mat(x) - x.astype(np.float64) @ w.T) <= bound)
 
 
-def test_infinite_or_huge_values_are_quantized():
+def test_infinite_or_huge_values_are_refused():
     dense = np.full((2, 40), 0x3C00, dtype=np.uint16)
     dense[1, 3] = 0x7C00
     with pytest.raises(errors.PayloadError, match="Inf or NaN"):
@@ -137,7 +137,7 @@ def test_infinite_or_huge_values_are_quantized():
 
 
 @pytest.mark.parametrize("value_type", [TYPE_Q5_0, TYPE_Q4_0])
-def test_search_and_weights_bring_nothing(value_type):
+def test_search_and_weights_lower_the_error(value_type):
     """The error that an imatrix weighs is least with it, and less without it than by ggml's reference rounding."""
     rng = np.random.default_rng(8)
     rows, cols = 96, 700
@@ -167,7 +167,7 @@ def test_search_and_weights_bring_nothing(value_type):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_levels_depend_on_threads_or_the_twin_differs(data):
+def test_levels_are_the_same_for_any_threads_and_in_numpy(data):
     """Q4_NL: weighted, any number of values, magnitudes and signs, up to what F16 scales hold."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n = data.draw(st.integers(0, 3000))
@@ -187,7 +187,7 @@ def pruned(rng: np.random.Generator, rows: int, cols: int, density: float) -> np
 
 
 @pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.7])
-def test_levels_lose_as_much_as_q4_0(density):
+def test_levels_lose_less_than_q4_0(density):
     rng = np.random.default_rng(11)
     dense = pruned(rng, 64, 1024, density)
     weights = np.exp(rng.standard_normal((1, 1024))).astype(np.float32)
@@ -202,7 +202,7 @@ def test_levels_lose_as_much_as_q4_0(density):
     )
 
 
-def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
+def test_unpruned_matrix_gets_q4_0_in_place_of_levels(tmp_path, macko):
     """sparse-q4_nl is Q4_0 where that loses less."""
     rng = np.random.default_rng(12)
     zeros = rng.random((64, 512)) < 0.4  # anywhere: no hole in what is left
@@ -220,7 +220,7 @@ def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
 
 
 @pytest.mark.parametrize("name, value_type", [("q8_0", 8), ("q5_0", 6), ("q4_0", 2), ("q4_nl", 2)])
-def test_matrix_without_zeros_is_larger_than_dense(tmp_path, macko, name, value_type):
+def test_matrix_without_zeros_is_no_larger_than_dense(tmp_path, macko, name, value_type):
     """its index would say nothing; but for a type that was asked for"""
     rng = np.random.default_rng(13)
     columns = {"attn_q": (512, 0.5), "attn_k": (512, 0.97), "attn_v": (500, 1.0), "attn_output": (512, 1.0)}
@@ -238,7 +238,7 @@ def test_matrix_without_zeros_is_larger_than_dense(tmp_path, macko, name, value_
     assert macko("verify", out, dense).code == 0
 
 
-def test_columns_without_input_lose_their_weights():
+def test_columns_without_input_keep_their_weights():
     """All of a block's inputs were zero in the calibration text: its scale must not become zero."""
     dense = np.full((4, 64), 0x3C00, dtype=np.uint16)
     t = SimpleNamespace(name="x", ne=(64, 4), cols=64)
@@ -254,7 +254,7 @@ def total(candidates: list, picks: tuple, what: int) -> float:
     return sum(c[i][what] for c, i in zip(candidates, picks))
 
 
-def test_chosen_types_are_not_the_best():
+def test_chosen_types_are_near_the_best():
     """Greedy against all combinations: within one step of the best, and never beyond the limit."""
     rng = np.random.default_rng(9)
     for _ in range(50):
@@ -296,7 +296,7 @@ def imatrix_of_demo(tmp_path_factory):
     return path
 
 
-def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, imatrix_of_demo):
+def test_sparse_source_gives_the_file_of_its_dense_form(tmp_path, macko, imatrix_of_demo):
     sparse, a, b, plain = (tmp_path / f"{n}.gguf" for n in "sabp")
     assert macko("convert", DEMO, sparse).code == 0
     for source, out in ((DEMO, a), (sparse, b)):
@@ -307,7 +307,7 @@ def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, i
     assert plain.stat().st_size == a.stat().st_size and plain.read_bytes() != a.read_bytes()
 
 
-def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
+def test_file_meets_the_target(tmp_path, macko, imatrix_of_demo):
     n = sum(t.n_elements for t in Model(DEMO).tensors)
     errors_of = []
     for bpw in ("6.2", "12"):
@@ -329,7 +329,7 @@ def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
+def test_quantized_head_is_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
     """The embedding of a tied model is its head."""
     out = tmp_path / "s.gguf"
     done = macko("convert", DEMO, out, "sparse-q8_0", "--output-tensor-type", "Q6_K", "--imatrix", imatrix_of_demo)
@@ -365,7 +365,7 @@ def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_de
         (["sparse-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),
     ],
 )
-def test_wrong_option_leaves_a_file(tmp_path, macko, arguments, message):
+def test_wrong_option_leaves_no_file(tmp_path, macko, arguments, message):
     dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.3))
     done = macko("convert", dense, tmp_path / "s.gguf", *arguments)
     assert done.code == 1 and message in done.err and done.err.count("\n") == 1, done.err
@@ -378,7 +378,7 @@ def sparse_of(path) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["packed", *KINDS])
-def test_tools_change_a_packed_model(tmp_path, macko, kind):
+def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     sparse, dense, again = (tmp_path / f"{n}.gguf" for n in "sda")
     done = macko("convert", DEMO, sparse, kind, "--drop-negative-zeros")
     assert done.code == 0, done.err
@@ -406,7 +406,7 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
     assert macko("verify", again, dense).code == 0
 
 
-def test_file_is_not_what_the_specification_says(tmp_path, macko):
+def test_file_is_what_the_specification_says(tmp_path, macko):
     """Read with gguf-py and decoded with the NumPy twin and gguf-py's dequantizers: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert (
@@ -461,7 +461,7 @@ def test_file_is_not_what_the_specification_says(tmp_path, macko):
         assert not np.any(got[want == 0])
 
 
-def test_verify_accepts_a_damaged_quantized_model(tmp_path, macko):
+def test_verify_names_damage_of_a_quantized_model(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.6))  # a bitmap
     assert macko("convert", dense, sparse, "sparse-q8_0").code == 0
@@ -484,7 +484,7 @@ def test_verify_accepts_a_damaged_quantized_model(tmp_path, macko):
         assert done.code == 1 and "blk.0.attn_q.weight" in done.out and what in done.out, done.out
 
 
-def test_older_reader_version_is_accepted(tmp_path, macko):
+def test_packed_format_needs_reader_version_3(tmp_path, macko):
     sparse, old = tmp_path / "s.gguf", tmp_path / "old.gguf"
     assert macko("convert", DEMO, sparse, "packed").code == 0
     data = bytearray(sparse.read_bytes())
@@ -499,7 +499,7 @@ def test_older_reader_version_is_accepted(tmp_path, macko):
 
 
 @pytest.mark.parametrize("kind", ["packed", *KINDS])
-def test_model_writes_other_text_than_its_dense_form(tmp_path, macko, kind):
+def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", DEMO, sparse, kind).code == 0
     assert macko("restore", sparse, dense).code == 0

@@ -1,4 +1,6 @@
-"""Random models of a few kilobytes, one per supported architecture, that llama.cpp loads and runs; with zeros, so that they convert."""
+"""Random models of a few kilobytes, one per supported architecture, that llama.cpp loads and runs; with zeros, so that
+they convert.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CPLUSPLUS = {
     "host": {"codec", "gguf", "load"},
     "cpu": {"codec", "gguf", "load", "host"},
     "cuda": {"codec", "gguf", "load", "host"},
-    "capi": {"codec", "gguf", "load", "cpu"},
+    "capi": {"codec", "gguf", "load", "host", "cpu"},
     "plugin": {"codec", "gguf", "load", "host", "cpu", "cuda", "capi"},
 }
 

@@ -26,9 +26,9 @@ def quiet() -> Iterator[None]:
         _is_quiet.reset(token)
 
 
-def log(text: str) -> None:
+def log(text: str, end: str = "\n") -> None:
     if not _is_quiet.get():
-        print(text, file=sys.stderr, flush=True)
+        print(text, end=end, file=sys.stderr, flush=True)
 
 
 def progress(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:

@@ -85,7 +85,7 @@ def error_class(code: int) -> type[MackoError]:
 
 
 def error(code: int, text: str) -> MackoError:
-    """The exception of a status code; raising it is the caller's."""
+    """The exception of a status code, to be raised by the caller."""
     return error_class(code)(code, text)
 
 

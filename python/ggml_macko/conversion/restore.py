@@ -47,7 +47,7 @@ def restore(
 
 
 def write_dense(model: Model, output: AtomicOutput, n_threads: int = 0) -> None:
-    """All of the dense file, in an open output."""
+    """Writes all of the dense file into an open output."""
     tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
     writer = Writer(output, model.keys, tensors, model.alignment)
     for i, t in enumerate(model.tensors):

@@ -16,7 +16,7 @@ from .verify import Comparison, QuantizationError
 def write_model(
     model: Model, plans: Sequence[TensorPlan], output: AtomicOutput, options: Options, spool: Spool
 ) -> None:
-    """All of the file, in an open output; sealing it is the caller's."""
+    """Writes all of the file into an open output; sealing it is left to the caller."""
     writer = Writer(output, [*model.keys, *sparse_keys(plans)], new_tensors(plans), model.alignment)
     for i, p in enumerate(plans):
         t = p.tensor

@@ -53,7 +53,7 @@ class Key:
 
 
 def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """(value, end) of a value in checked data."""
+    """The value at `at` in checked data, and where it ends."""
     if kind in _SCALARS:
         layout = _SCALARS[kind]
         return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
@@ -73,7 +73,7 @@ def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
 
 
 def _value_end(data: bytes, at: int, kind: int) -> int:
-    """Like _read_value, without making the value: vocabularies have 100,000 strings."""
+    """Like _read_value, without building the value: vocabularies have 100,000 strings."""
     if kind in _SCALARS:
         return at + struct.calcsize(_SCALARS[kind])
     length = struct.Struct("<Q").unpack_from
@@ -312,7 +312,7 @@ class Tensor:
 
 
 def _is_format_key(name: str) -> bool:
-    """Keys that describe how this file is stored, not the model."""
+    """The key describes how this file is stored, not the model."""
     return name.startswith(("split.", "macko.tensor.")) or name in ("macko.version", "macko.min_reader_version")
 
 
@@ -476,10 +476,10 @@ class AtomicOutput:
             ... verify out.partial ...
             out.commit()
 
-    The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
-    seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
-    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
-    over.
+    The data goes to `.NAME.partial` in the same folder, locked with flock. Its first four bytes are this process's id
+    until seal() writes the signature (the GGUF magic, or that of another format), so that no reader takes an incomplete
+    file for a model. Leaving the block without commit() removes the partial file; after kill -9 or a power cut it
+    stays, and the next run that writes the same output takes it over.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class AtomicOutput:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """A full disk says neither which file nor which disk."""
+        """Adds the path of the output to an OSError that names none, as that of a full disk."""
         try:
             yield
         except OSError as e:
@@ -569,7 +569,7 @@ class AtomicOutput:
             os.fsync(self._fd)
 
     def commit(self) -> None:
-        self._check_free()  # it may have appeared meanwhile
+        self._check_free()  # the output may have appeared meanwhile
         with self._named():
             os.rename(self.partial, self.path)
         fd, self._fd = self._fd, -1

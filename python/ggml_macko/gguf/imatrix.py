@@ -2,8 +2,8 @@
 
 The GGUF form that llama-imatrix writes and llama-quantize reads: for each weight X a tensor X.in_sum2 (F32, one row
 per expert, sums as they are, not divided) and X.counts (F32, one number, or one per expert: how many input rows were
-summed), and four keys. What a stranger's file may get wrong is refused here, with one line; callers can rely on sums
-that are finite and not negative, and on counts that fit them.
+summed), and four keys. A file that breaks any of this is refused with one line; callers can rely on sums that are
+finite and not negative, and on counts that fit them.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _read_entry(path: Path, name: str, parts: Mapping[str, Tensor]) -> Statistic
 
 
 def write(imatrix: Imatrix, output: AtomicOutput) -> None:
-    """All of the file, into an open output; seal and commit are the caller's."""
+    """Writes all of the file into an open output; sealing and committing it is left to the caller."""
     keys = [
         make_key("general.type", "str", "imatrix"),
         make_key("imatrix.datasets", "[str", imatrix.datasets),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import generators
 from ggml_macko.codecs import macko as formats
 from ggml_macko.codecs.macko import TYPE_F16, TYPE_F32
-from ggml_macko.pruning import layerwise, masks
+from ggml_macko.pruning import masks, methods
 
 PRUNED = {
     "blk.0.attn_q.weight",
@@ -81,7 +81,7 @@ def test_ties_are_broken_at_random(rows, cols, k, seed):
 
 
 def test_threads_change_the_result(tmp_path, tiny, macko, monkeypatch):
-    monkeypatch.setattr(layerwise, "BLOCK_ELEMENTS", 100)  # many blocks
+    monkeypatch.setattr(methods, "BLOCK_ELEMENTS", 100)  # many blocks
     outs = []
     for threads in (1, 2, 5):
         outs.append(tmp_path / f"{threads}.gguf")

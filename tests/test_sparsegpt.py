@@ -20,8 +20,9 @@ from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
-from ggml_macko.pruning import array_backend as arrays
-from ggml_macko.pruning import hessians, layerwise, prune, sparsegpt
+from ggml_macko.pruning import array_backend, hessians, layerwise, sparsegpt
+from ggml_macko.pruning.options import METHODS
+from ggml_macko.pruning.prune import tensors_to_prune
 
 
 def inputs(rng, n, cols):
@@ -66,9 +67,9 @@ def relative_error(before, after, h):
 def xp(request):
     if request.param == "cpu":
         return np
-    if arrays.gpu() is None:
+    if array_backend.gpu() is None:
         pytest.skip("no CuPy, or no GPU for it")
-    return arrays.gpu()
+    return array_backend.gpu()
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
@@ -83,7 +84,7 @@ def test_outputs_are_further_off_than_those_of_a_dense_implementation(xp, rows, 
     got = xp.array(w)
     sparsegpt.prune_matrix(got, sparsegpt.inverse_factor(xp.asarray(h)), n)
     energy = sparsegpt.energy(xp.asarray(w) - got, xp.asarray(h)) / sparsegpt.energy(xp.asarray(w), xp.asarray(h))
-    got = arrays.to_host(got)
+    got = array_backend.to_host(got)
     assert (got == 0).sum() == n
     ours, theirs = relative_error(w, got, h), relative_error(w, want, h)
     assert abs(ours / theirs - 1) < 0.01, (ours, theirs)
@@ -96,9 +97,8 @@ def test_real_layer_is_further_off(shared_models):
     """A layer of a real model on a real text, through llama.cpp."""
     name = "blk.1.attn_output.weight"
     path = shared_models / "docs-4m-f16.gguf"
-    options = prune.Options(prune.Fraction(0), text=str(shared_models / "calibration.txt"), n_chunks=4)
     moments = hessians.Hessians({name})
-    layerwise.gather(path, options, moments)
+    layerwise.gather(path, shared_models / "calibration.txt", moments, n_chunks=4, n_ctx=512)
     w = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == name).astype(np.float32)
     h = moments.get(name, 0, w.shape[1])
     for sparsity in (0.5, 0.7):
@@ -134,7 +134,7 @@ def test_pattern_is_broken(xp, pattern, cols):
     x = inputs(rng, 3 * cols, cols)
     w = xp.array(before)
     sparsegpt.prune_matrix(w, sparsegpt.inverse_factor(xp.asarray(x.T @ x)), 0, pattern)
-    w = arrays.to_host(w)
+    w = array_backend.to_host(w)
     n, m = pattern
     assert ((w.reshape(-1, m) != 0).sum(axis=1) == n).all()
     groups = np.abs(before).reshape(-1, m)
@@ -152,7 +152,7 @@ def test_sparsegpt_is_worse_than_wanda_or_wanda_than_magnitude(tmp_path, shared_
     """Perplexity of a real model on text that it has not seen."""
     found = {}
     for sparsity in ("0.5", "0.7"):
-        for method in prune.METHODS:
+        for method in METHODS:
             text = [] if method == "magnitude" else ["-f", shared_models / "calibration.txt", "--chunks", 32]
             out = tmp_path / "out.gguf"
             done = macko(
@@ -222,7 +222,7 @@ def model(request, tmp_path):
 
 def pruned_tensors(path) -> dict:
     with Model(path) as m:
-        return {t.name: t.read_bits() for t in prune.tensors_to_prune(m, [], [])}
+        return {t.name: t.read_bits() for t in tensors_to_prune(m)}
 
 
 @pytest.mark.parametrize("more", [[], ["--sequential"], ["--hessian-memory", 1], ["--allocation", "owl"]])

@@ -22,12 +22,13 @@ from types import ModuleType
 
 from .. import console, errors
 from ..benchmark import bench
+from ..commands import prune
 from ..commands.generate import add_gpu_layers
 from ..conversion import convert
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX, TextModel
 from ..gguf.files import AtomicOutput, Model
-from ..pruning import prune
+from ..pruning.options import parse_sparsity
 
 DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED = "dense", "quantized", "sparse", "sparse quantized"
 PLOTS = {".png": b"\x89PNG", ".svg": b"<?xm"}  # suffix -> what such a file starts with
@@ -94,7 +95,7 @@ class Forms:
         args = parse_arguments(prune, "--prune", arguments, [str(self._dense), str(path), "--force"])
         with contextlib.redirect_stdout(io.StringIO()):
             prune.run(args)
-        how_many = f"{args.pattern}" if args.pattern else f"{float(prune.parse_sparsity(args.sparsity)):.0%}"
+        how_many = f"{args.pattern}" if args.pattern else f"{float(parse_sparsity(args.sparsity)):.0%}"
         how = "".join([f" per {args.per}"] * bool(args.per) + [" owl"] * (args.allocation == "owl"))
         self.add_file(path, f"{args.method} {how_many}{how}{' sequential' if args.sequential else ''}")
         path.unlink()

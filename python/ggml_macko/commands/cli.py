@@ -19,7 +19,7 @@ from ..errors import MackoError
 COMMANDS = {
     "calibrate": "evaluation.calibrate",
     "perplexity": "evaluation.perplexity",
-    "prune": "pruning.prune",
+    "prune": "commands.prune",
     "convert": "conversion.convert",
     "restore": "conversion.restore",
     "verify": "conversion.verify",

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import generators
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko.codecs import macko as macko_codec
 from ggml_macko.conversion import convert
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 
 SPARSE = {  # of tiny; attn_output is too dense
     "blk.0.attn_q.weight",
@@ -67,12 +67,12 @@ def test_file_is_not_what_the_specification_says(tmp_path, tiny, macko):
         assert ne == (dense[name][1] + [1, 1, 1])[:4]
         values, deltas, row_ptr = (parts[f"{name}.{c}"].data for c in ("values", "deltas", "row_ptr"))
         rows = int(np.prod(ne[1:]))
-        m = formats.MackoMatrix(
+        m = macko_codec.MackoMatrix(
             rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
-            np.ascontiguousarray(values).reshape(-1).view(formats.bits_dtype(type_id)),
+            np.ascontiguousarray(values).reshape(-1).view(bits_dtype(type_id)),
             np.ascontiguousarray(deltas).view(np.uint8), np.ascontiguousarray(row_ptr),
         )  # fmt: skip
-        assert formats.decode(m).tobytes() == dense[name][2], name
+        assert macko_codec.decode(m).tobytes() == dense[name][2], name
 
 
 def test_converting_a_sparse_file_again_changes_it(tmp_path, tiny, macko):
@@ -241,7 +241,7 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
         assert row["new type"] == kind
         cols, bits = int(row["shape"].split("x")[0]), 32 if row["type"] == "f32" else 16
         assert float(row["break-even density"]) == pytest.approx(
-            formats.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
+            macko_codec.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
         )
 
 
@@ -415,7 +415,7 @@ def test_inspect_prints_numbers_that_are_not_true(tmp_path, tiny, macko):
     parts = {t.name: t for t in gguf.GGUFReader(sparse).tensors}
     for t in report["tensors"]:
         type_id, shape, data = dense[t["name"]]
-        bits = np.frombuffer(data, formats.bits_dtype(type_id))
+        bits = np.frombuffer(data, bits_dtype(type_id))
         assert (
             t["shape"] == shape
             and t["density"] == np.count_nonzero(bits) / bits.size

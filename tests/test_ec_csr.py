@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import generators
 import gguf_bytes as gb
-from ggml_macko import SparseMatrix, errors
+from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import ec_csr
-from ggml_macko.codecs import macko as formats
 from ggml_macko.codecs.ec_csr import DELTA_BITS
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.native import bindings
 from ggml_macko.native.bindings import EcCsrOptions
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, SHARED_MODELS, greedy, open_model
 from test_sparse_matrix import assert_close_to_float64, safe_bits
 
@@ -290,7 +289,7 @@ def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
         at = order.index(name + ".values")
         assert order[at : at + 6] == [f"{name}.{c}" for c in ("values", "deltas", "bases", "blk_ptr", "rows", "sets")]
         type_id, ne = keys["macko.tensor.type"][i], keys["macko.tensor.ne"][4 * i : 4 * i + 4]
-        dtypes = (formats.bits_dtype(type_id), np.uint8, np.uint16, np.int32, np.int32, np.int32)
+        dtypes = (values.bits_dtype(type_id), np.uint8, np.uint16, np.int32, np.int32, np.int32)
         arrays = [np.ascontiguousarray(parts[n].data).reshape(-1).view(d) for n, d in zip(order[at : at + 6], dtypes)]
         rows = int(np.prod(ne[1:]))
         m = ec_csr.EcCsrMatrix(

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_F16, TYPE_F32
+from ggml_macko import values
 from ggml_macko.pruning import masks, methods
+from ggml_macko.values import TYPE_F16, TYPE_F32
 
 PRUNED = {
     "blk.0.attn_q.weight",
@@ -32,13 +32,13 @@ def slow_prune(bits: np.ndarray, type_id: int, k: int) -> np.ndarray:
     for row in out:
         magnitude = np.abs(generators.to_float64(row, type_id))
         row[np.argsort(magnitude, kind="stable")[:k]] = 0
-        row[row == formats.NEGATIVE_ZERO[type_id]] = 0
+        row[row == values.NEGATIVE_ZERO[type_id]] = 0
     return out
 
 
 def bits_of(path, name):
     type_id, shape, data = generators.dense_bytes(path)[name]
-    return np.frombuffer(data, formats.bits_dtype(type_id)).reshape(-1, shape[0]), type_id, shape
+    return np.frombuffer(data, values.bits_dtype(type_id)).reshape(-1, shape[0]), type_id, shape
 
 
 @pytest.mark.parametrize("sparsity", ["0", "0.3", "0.5", "0.7", "1/3", "1"])

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import values
 from ggml_macko.pruning import allocation, masks
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_prune import PRUNED, bits_of
 
 
@@ -67,7 +67,7 @@ def paper_wanda(bits: np.ndarray, type_id: int, sums: np.ndarray, sparsity: Frac
     order = np.argsort(metric, axis=-1, kind="stable")
     out = bits.copy()
     np.put_along_axis(out, order[:, : int(sparsity * bits.shape[1])], 0, axis=-1)
-    out[out == formats.NEGATIVE_ZERO[type_id]] = 0
+    out[out == values.NEGATIVE_ZERO[type_id]] = 0
     return out
 
 
@@ -134,7 +134,7 @@ def test_per_model_is_not_one_ranking(tmp_path, tiny, macko, method, sparsity):
     for name in names:
         got, type_id, _ = bits_of(out, name)
         want = joined[at : at + got.size].astype(got.dtype)
-        want[want == formats.NEGATIVE_ZERO[type_id]] = 0
+        want[want == values.NEGATIVE_ZERO[type_id]] = 0
         assert got.tobytes() == want.tobytes(), name
         at += got.size
 
@@ -275,7 +275,7 @@ def test_distribution_misses_the_total(parts):
 def test_value_is_rounded_another_way(type_id):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
-    want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(formats.bits_dtype(type_id))
+    want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(values.bits_dtype(type_id))
     assert np.array_equal(masks.from_float32(x, type_id), want)
     assert np.array_equal(masks.from_float32(masks.to_float32(want, type_id), type_id), want)
 

@@ -17,15 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import errors
-from ggml_macko.codecs import macko as formats
+from ggml_macko import errors, values
 from ggml_macko.codecs import packed, quantize
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation as mixture
 from ggml_macko.gguf import imatrix
 from ggml_macko.gguf.files import AtomicOutput, Model
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, greedy, open_model
 
 GGML_KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
@@ -37,7 +36,7 @@ QUANTS = tuple(KINDS.values())
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
     """Without values that no F16 scale can reach."""
     large = np.abs(generators.to_float64(bits, type_id)) > 1e4
-    return np.where(large, formats.bits_dtype(type_id).type(0), bits)
+    return np.where(large, values.bits_dtype(type_id).type(0), bits)
 
 
 # ---- codec ----

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko import SparseMatrix, errors
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import DELTA_BITS, TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import SparseMatrix, errors, values
+from ggml_macko.codecs import macko as macko_codec
+from ggml_macko.codecs.macko import DELTA_BITS
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 
 def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
@@ -97,11 +98,11 @@ def test_measured_size_off_the_paper(delta_bits, density):
     bits = np.where(rng.random((rows, cols), dtype=np.float32) < density, np.uint16(0x3C00), np.uint16(0))
     m = bindings.encode(bits, TYPE_F16, delta_bits)
     measured = (m.nbytes - m.row_ptr.nbytes) / bits.nbytes
-    expected = formats.effective_density_expected(density, delta_bits)
+    expected = macko_codec.effective_density_expected(density, delta_bits)
     assert abs(measured / expected - 1) < 0.005
     d = m.nnz / bits.size
-    assert formats.effective_density_best(d, delta_bits) <= measured * 1.0001
-    assert measured <= formats.effective_density_worst(d, delta_bits) * 1.0001
+    assert macko_codec.effective_density_best(d, delta_bits) <= measured * 1.0001
+    assert measured <= macko_codec.effective_density_worst(d, delta_bits) * 1.0001
 
 
 def test_density_half_is_not_five_eighths():
@@ -117,7 +118,7 @@ def test_worst_case_formula_is_not_reached():
     bits[:, 16::17] = 0x3C00  # 16 zeros before each non-zero
     m = bindings.encode(bits, TYPE_F16, 4)
     measured = (m.nbytes - m.row_ptr.nbytes) / bits.nbytes
-    worst = formats.effective_density_worst(m.nnz / bits.size, 4)
+    worst = macko_codec.effective_density_worst(m.nnz / bits.size, 4)
     assert 0.97 * worst < measured <= worst
 
 
@@ -133,10 +134,10 @@ def test_automatic_width_is_not_the_smallest():
 
 def test_break_even_is_not_where_sizes_cross():
     for cols, delta_bits, bits_value in ((4096, 4, 16), (256, 4, 16), (4096, 2, 16), (4096, 4, 32)):
-        d = formats.break_even_density(cols, delta_bits, bits_value)
-        size = formats.effective_density_expected(d, delta_bits, bits_value) + 32 / (cols * bits_value)
+        d = macko_codec.break_even_density(cols, delta_bits, bits_value)
+        size = macko_codec.effective_density_expected(d, delta_bits, bits_value) + 32 / (cols * bits_value)
         assert size == pytest.approx(1, abs=1e-6)
-    assert formats.break_even_density(4096, 4, 16) == pytest.approx(0.8, abs=0.001)
+    assert macko_codec.break_even_density(4096, 4, 16) == pytest.approx(0.8, abs=0.001)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_wrong_argument_is_taken(call):
 
 
 def test_untrusted_arrays_are_not_checked():
-    m = formats.encode(np.full((2, 9), 0x3C00, dtype=np.uint16), TYPE_F16, 4)
+    m = macko_codec.encode(np.full((2, 9), 0x3C00, dtype=np.uint16), TYPE_F16, 4)
     assert SparseMatrix(m).nnz == 18
     m.deltas[0] = 0xFF
     with pytest.raises(errors.PayloadError):
@@ -182,7 +183,7 @@ def test_packed_matrices_are_not_what_they_decode_to(data):
     bits = safe_bits(rng, rows, cols, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])), type_id)
     s = make(bits, type_id, format=format)
     assert s.format == format and SparseMatrix(s.arrays).format == format
-    decoded = s.to_dense().view(formats.bits_dtype(type_id))
+    decoded = s.to_dense().view(values.bits_dtype(type_id))
     if format == "packed":
         np.testing.assert_array_equal(decoded, bits)
     x = rng.standard_normal((cols, n), dtype=np.float32)

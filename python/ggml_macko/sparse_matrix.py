@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from . import errors
-from .codecs import ec_csr, packed
-from .codecs import macko as formats
-from .codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from . import errors, values
+from .codecs import ec_csr, macko, packed
 from .native import bindings
 from .native.bindings import EcCsrOptions
+from .values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 
 class SparseMatrix:
@@ -25,12 +24,12 @@ class SparseMatrix:
     The C library keeps a repacked copy for `@`, made with the first product.
     """
 
-    def __init__(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix):
+    def __init__(self, arrays: macko.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix):
         """arrays: from a file or from anywhere; they are checked in full here."""
         bindings.validate(arrays)
         self._init(arrays)
 
-    def _init(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix) -> None:
+    def _init(self, arrays: macko.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix) -> None:
         self.arrays = arrays
         self._cpu: bindings.CpuMatrix | None = None
 
@@ -111,7 +110,7 @@ class SparseMatrix:
     @property
     def effective_density(self) -> float:
         """nbytes over the bytes of the dense matrix."""
-        return self.nbytes * 8 / (self.arrays.rows * self.arrays.cols * formats.value_bits(self.arrays.type))
+        return self.nbytes * 8 / (self.arrays.rows * self.arrays.cols * values.value_bits(self.arrays.type))
 
     # ---- using ----
 
@@ -135,14 +134,14 @@ class SparseMatrix:
 
     def __repr__(self) -> str:
         return (
-            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {formats.TYPE_NAMES[self.arrays.type]} {self.format}, "
+            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {values.TYPE_NAMES[self.arrays.type]} {self.format}, "
             f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
         )
 
 
 def smallest_delta_bits(type_id: int, rows: int, n_stored: dict) -> int:
     """The width whose arrays are smallest; the narrower one if two are equal."""
-    return min(formats.DELTA_BITS, key=lambda b: (formats.matrix_nbytes(type_id, b, rows, n_stored[b]), b))
+    return min(macko.DELTA_BITS, key=lambda b: (macko.matrix_nbytes(type_id, b, rows, n_stored[b]), b))
 
 
 def _to_bits(dense: np.ndarray, bf16: bool) -> tuple:
@@ -155,4 +154,4 @@ def _to_bits(dense: np.ndarray, bf16: bool) -> tuple:
             "expected a 2-D array of float16 or float32, or of uint16 with bf16=True; "
             f"got {dense.dtype} {dense.shape}, bf16={bf16}",
         )
-    return np.ascontiguousarray(dense).view(formats.bits_dtype(type_id)), type_id
+    return np.ascontiguousarray(dense).view(values.bits_dtype(type_id)), type_id

@@ -2,7 +2,7 @@
 and every check that a reader makes.
 
 The readable reference that tests hold the C codec against. Which blocks a matrix is cut into is the C library's
-business (ggml-macko/src/codec/ec-csr/extract.cpp). Values are bit patterns, as in formats.py. Nothing here touches the C
+business (ggml-macko/src/codec/ec-csr/extract.cpp). Values are bit patterns, as in macko.py. Nothing here touches the C
 library.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import errors
-from ..codecs.macko import EXPONENT, bits_dtype
+from ..values import EXPONENT, bits_dtype
 
 LANES = 32
 VECTOR = 4

@@ -12,29 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import errors
+from ..values import EXPONENT, bits_dtype, value_bits
 
-# ggml type ids
-TYPE_F32 = 0
-TYPE_F16 = 1
-TYPE_BF16 = 30
-
-TYPE_NAMES = {TYPE_F32: "f32", TYPE_F16: "f16", TYPE_BF16: "bf16"}
 DELTA_BITS = (1, 2, 4, 8)
 MAX_STORED = 2**31 - 513  # entries of a matrix (FORMAT.md section 4)
-
-NEGATIVE_ZERO = {TYPE_F32: 0x80000000, TYPE_F16: 0x8000, TYPE_BF16: 0x8000}
-
-# exponent bits: all set means Inf or NaN
-EXPONENT = {TYPE_F32: 0x7F800000, TYPE_F16: 0x7C00, TYPE_BF16: 0x7F80}
-
-
-def value_bits(type_id: int) -> int:
-    return 32 if type_id == TYPE_F32 else 16
-
-
-def bits_dtype(type_id: int) -> np.dtype:
-    """The unsigned integer that holds one value's bits."""
-    return np.dtype(np.uint32 if type_id == TYPE_F32 else np.uint16)
 
 
 def n_padded(n_stored: int) -> int:

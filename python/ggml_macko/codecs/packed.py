@@ -1,7 +1,7 @@
 """NumPy twin of the packed codec (FORMAT.md section 7): non-zeros without fillers, plain or quantized, and a bitmap or gap
 codes.
 
-The readable reference that tests hold the C codec against, byte for byte. Plain values are bit patterns, as in formats.py.
+The readable reference that tests hold the C codec against, byte for byte. Plain values are bit patterns, as in macko.py.
 Nothing here touches the C library.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import errors
-from ..codecs import macko as formats
+from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype, from_float, to_float, value_bits
 
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
@@ -61,34 +61,15 @@ def n_values(nnz: int) -> int:
 
 
 def values_dtype(type_id: int, value_type: int) -> np.dtype:
-    return np.dtype(np.uint8) if value_type in QUANT_NAMES else formats.bits_dtype(type_id)
+    return np.dtype(np.uint8) if value_type in QUANT_NAMES else bits_dtype(type_id)
 
 
 def values_nbytes(type_id: int, value_type: int, n: int) -> int:
     """Of n values, a multiple of BLOCK if quantized."""
-    return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * formats.value_bits(type_id) // 8
+    return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * value_bits(type_id) // 8
 
 
-# ---- numbers ----
-
-
-def to_float(bits: np.ndarray, type_id: int) -> np.ndarray:
-    """float32 of bit patterns."""
-    if type_id == formats.TYPE_F16:
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32) if type_id == formats.TYPE_BF16 else bits.view(np.float32)
-
-
-def _from_float(values: np.ndarray, type_id: int) -> np.ndarray:
-    """Bit patterns of finite float32, rounded to nearest even, the largest finite value where they are too large."""
-    if type_id == formats.TYPE_F32:
-        return values.view(np.uint32)
-    if type_id == formats.TYPE_BF16:
-        u = values.view(np.uint32).astype(np.uint64)
-        return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
-    with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    return np.where(np.isinf(half), np.copysign(np.float16(65504), half), half).astype(np.float16).view(np.uint16)
+# ---- quantizing ----
 
 
 def quantize(values: np.ndarray, value_type: int) -> np.ndarray:
@@ -241,7 +222,7 @@ def encode(dense: np.ndarray, type_id: int, value_type: int, index_bits: int) ->
         codes = _gap_codes(row, col, index_bits)
         each = (codes[:, None] >> np.arange(index_bits, dtype=np.uint8)) & 1
         bits = np.packbits(each.astype(np.uint8).reshape(-1), bitorder="little")
-    values = np.zeros(n_values(len(row)), dtype=formats.bits_dtype(type_id))
+    values = np.zeros(n_values(len(row)), dtype=bits_dtype(type_id))
     values[: len(row)] = dense[row, col]
     if value_type == TYPE_Q4_NL:
         values = quantize_levels(to_float(values[: len(row)], type_id)).reshape(-1)
@@ -272,11 +253,11 @@ def places(m: PackedMatrix) -> tuple:
 
 def decode(m: PackedMatrix) -> np.ndarray:
     """The dense bit patterns (rows, cols) of a matrix that the C library accepts."""
-    dense = np.zeros((m.rows, m.cols), dtype=formats.bits_dtype(m.type))
+    dense = np.zeros((m.rows, m.cols), dtype=bits_dtype(m.type))
     if m.value_type in QUANT_NAMES:
         d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
         product = d * q.astype(np.float32)
-        values = np.where(product == 0, 0, _from_float(product, m.type)).astype(dense.dtype)
+        values = np.where(product == 0, 0, from_float(product, m.type)).astype(dense.dtype)
     else:
         values = m.values[: m.nnz]
     dense[places(m)] = values
@@ -312,6 +293,6 @@ def error_bound(m: PackedMatrix, source: np.ndarray) -> np.ndarray:
     else:
         best = nearest_q(source, d, m.value_type)
     nearest = np.abs(source - d * best) + 1e-4 * np.abs(d)
-    digits = {formats.TYPE_F16: 11, formats.TYPE_BF16: 8, formats.TYPE_F32: 24}[m.type]
+    digits = {TYPE_F16: 11, TYPE_BF16: 8, TYPE_F32: 24}[m.type]
     reached = np.abs(source) <= 2 * most * np.abs(d) + scale_error
     return np.where(reached, nearest, 0) + scale_error + np.abs(q * d) * 2.0**-digits + 2.0**-24

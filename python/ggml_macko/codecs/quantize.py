@@ -16,6 +16,7 @@ from ..codecs import ggml_quants, packed
 from ..gguf import imatrix
 from ..gguf.files import Tensor
 from ..native import bindings
+from ..values import to_float
 
 _PIECE = 1 << 16  # non-zeros that libggml takes as one row: its search compares values with their mean square
 _LEAST_WEIGHT = 1e-4  # of the mean: a block whose inputs were all zero in the calibration text is no reason to lose it
@@ -52,7 +53,7 @@ def non_zeros(
     if value_type == packed.TYPE_Q8_0:  # nothing to search
         return bindings.packed_encode(bits, type_id, value_type, n_threads=n_threads)
     m = bindings.packed_encode(bits, type_id, type_id, n_threads=n_threads)
-    x = packed.to_float(m.values, m.type)
+    x = to_float(m.values, m.type)
     counts = np.ones(len(x), dtype=np.float32)
     if weights is not None:
         rows = [_of_rows(weights, len(bits), a, b)[bits[a:b] != 0] for a, b in _row_ranges(bits)]
@@ -73,7 +74,7 @@ def non_zeros(
 
 def dense(bits: np.ndarray, t: Tensor, type_id: int, weights: np.ndarray | None, n_threads: int = 0) -> np.ndarray:
     """uint8, all of the dense tensor t (bit patterns (rows, cols)) in a ggml type."""
-    values = packed.to_float(bits, t.type)
+    values = to_float(bits, t.type)
     n_mat = 1 if weights is None else len(weights)
     parts = np.split(values, n_mat)
     return np.concatenate(
@@ -90,7 +91,7 @@ def error_of(source: np.ndarray, decoded: np.ndarray, type_id: int, weights: np.
     """
     lost = total = 0.0
     for a, b in _row_ranges(source):
-        want, got = (packed.to_float(x[a:b], type_id).astype(np.float64) for x in (source, decoded))
+        want, got = (to_float(x[a:b], type_id).astype(np.float64) for x in (source, decoded))
         w = _of_rows(weights, len(source), a, b)
         lost += float(np.sum(w * (got - want) ** 2))
         total += float(np.sum(w * want**2))

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import console, errors
-from ..codecs import ec_csr, ggml_quants, packed, quantize
-from ..codecs import macko as formats
+from .. import console, errors, values
+from ..codecs import ec_csr, ggml_quants, macko, packed, quantize
 from ..conversion import bit_allocation as mixture
 from ..conversion.verify import error_line, first_difference
 from ..gguf import imatrix
@@ -50,13 +49,13 @@ VALUE_VERSION = {packed.TYPE_Q5_0: 4, packed.TYPE_Q4_NL: 5}  # of value types th
 MAX_SUFFIX = max(len(c) + 1 for components in COMPONENTS.values() for c in components)
 TYPE_I8, TYPE_I16, TYPE_I32 = 24, 25, 26  # ggml type ids of components
 
-_MACKO = tuple((MACKO, b) for b in formats.DELTA_BITS)
+_MACKO = tuple((MACKO, b) for b in macko.DELTA_BITS)
 _EC_CSR = tuple((EC_CSR, b) for b in ec_csr.DELTA_BITS)
 SMALLEST = -1  # delta_bits of packed: the codec chooses
 # TYPE -> what to choose from, by real size: (format, delta_bits)
 TYPES = {
     "macko": _MACKO,
-    **{f"macko-d{b}": ((MACKO, b),) for b in formats.DELTA_BITS},
+    **{f"macko-d{b}": ((MACKO, b),) for b in macko.DELTA_BITS},
     "ec-csr": _EC_CSR,
     **{f"ec-csr-{b}": ((EC_CSR, b),) for b in ec_csr.DELTA_BITS},
     "auto": (*_MACKO, *_EC_CSR, (PACKED, SMALLEST)),
@@ -110,11 +109,11 @@ class Plan:
         """
         if self.count is None:
             return None
-        bits = formats.value_bits(self.tensor.type)
+        bits = values.value_bits(self.tensor.type)
         if self.format == PACKED:  # a bitmap; at most one bit per weight
             return 1.0 if self.value_type in packed.QUANT_NAMES else (bits - 1 - 32 / self.tensor.cols) / bits
-        widths = (self.delta_bits,) if self.delta_bits else formats.DELTA_BITS
-        return max(formats.break_even_density(self.tensor.cols, b, bits) for b in widths)
+        widths = (self.delta_bits,) if self.delta_bits else macko.DELTA_BITS
+        return max(macko.break_even_density(self.tensor.cols, b, bits) for b in widths)
 
     def new_tensors(self) -> list:
         t = self.tensor
@@ -128,10 +127,10 @@ class Plan:
 
 def _macko_components(t: Tensor, delta_bits: int, count: bindings.Count) -> tuple:
     n_stored = count.n_stored[delta_bits]
-    n = formats.n_padded(n_stored)
-    n_deltas = formats.deltas_nbytes(n_stored, delta_bits)
+    n = macko.n_padded(n_stored)
+    n_deltas = macko.deltas_nbytes(n_stored, delta_bits)
     return (
-        (t.type, n, n * formats.value_bits(t.type) // 8),
+        (t.type, n, n * values.value_bits(t.type) // 8),
         (TYPE_I8, n_deltas, n_deltas),
         (TYPE_I32, t.rows + 1, 4 * (t.rows + 1)),
     )
@@ -215,7 +214,7 @@ class Options:
 def read_weights(t: Tensor, options: Options, quantize: bool = False) -> tuple:
     """(bit patterns (rows, cols), -0.0 that are kept). Quantized, a -0.0 would only take a place."""
     bits = t.read_bits(options.n_threads)
-    negative = bits == formats.NEGATIVE_ZERO[t.type]
+    negative = bits == values.NEGATIVE_ZERO[t.type]
     n = int(np.count_nonzero(negative))
     if n and (quantize or options.drop_negative_zeros):
         bits[negative] = 0
@@ -259,7 +258,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
     for fmt, delta_bits in TYPES[wanted]:
         encoded = None
         if fmt == MACKO:
-            if count.n_stored[delta_bits] > formats.MAX_STORED:
+            if count.n_stored[delta_bits] > macko.MAX_STORED:
                 continue
             components = _macko_components(t, delta_bits, count)
         elif fmt == PACKED:
@@ -283,7 +282,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Pl
         nbytes = sum(align(nbytes, alignment) for _, _, nbytes in components)
         found.append((nbytes, fmt, delta_bits, components, encoded))
     if not found:
-        return stay(f"more than {formats.MAX_STORED} entries", count)
+        return stay(f"more than {macko.MAX_STORED} entries", count)
     chosen = min(found, key=lambda x: x[0])  # the first of equals
     why = _why(found) if wanted == "auto" else ""
     if wanted == "auto" and options.optimize == "speed":
@@ -419,7 +418,7 @@ def sparse_keys(plans: list) -> list:
     ]
 
 
-def encode_as_planned(model: Model, p: Plan, options: Options) -> formats.MackoMatrix:
+def encode_as_planned(model: Model, p: Plan, options: Options) -> macko.MackoMatrix:
     t = p.tensor
     try:
         return bindings.encode(read_weights(t, options)[0], t.type, p.delta_bits, p.count, options.n_threads)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
-from .. import console
-from ..codecs import macko as formats
+from .. import console, values
 from ..codecs import packed
 from ..gguf import tensor_rules as weights
 from ..gguf.files import Model, Tensor, type_name
@@ -98,7 +97,7 @@ class QuantizationError:
 def quantization_error(quantized: Tensor, bits: np.ndarray, decoded: np.ndarray) -> QuantizationError:
     """bits: the dense source; decoded: what quantized gives, both bit patterns (rows, cols)."""
     m = quantized.read_sparse()
-    want, got = packed.to_float(bits, m.type), packed.to_float(decoded, m.type)
+    want, got = values.to_float(bits, m.type), values.to_float(decoded, m.type)
     difference = got - want
     fault = None
     zeros = bits == 0
@@ -122,7 +121,7 @@ def dense_quantization_error(quantized: Tensor, bits: np.ndarray, type_id: int) 
     """Of a dense tensor in one of ggml's types; bits: its source (rows, cols). A fault is an error that its bits do not
     excuse: of n bits per weight 2^(2-n), 2 to 4 times what ggml's types leave of normally distributed weights.
     """
-    want = packed.to_float(bits, type_id)
+    want = values.to_float(bits, type_id)
     rows = quantized.read().reshape(quantized.rows, -1)
     got = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(quantized.type)).reshape(want.shape)
     sizes = _sizes(want, got - want)
@@ -158,8 +157,8 @@ def error_line(errors_of: list) -> str:
 
 
 def _positive_zeros(data: np.ndarray, type_id: int) -> np.ndarray:
-    bits = data.view(formats.bits_dtype(type_id))
-    return np.where(bits == formats.NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype).view(np.uint8)
+    bits = data.view(values.bits_dtype(type_id))
+    return np.where(bits == values.NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype).view(np.uint8)
 
 
 def _shape(t: Tensor) -> tuple:
@@ -170,7 +169,7 @@ def _shape(t: Tensor) -> tuple:
 def _name_byte(t: Tensor, byte: int, a: np.ndarray, b: np.ndarray, begin: int) -> str:
     if not weights.is_value_type(t.type):
         return f"{t.name}: first difference at byte {byte} of the data"
-    dtype = formats.bits_dtype(t.type)
+    dtype = values.bits_dtype(t.type)
     i = byte // dtype.itemsize
     local = i - begin // dtype.itemsize
     x, y = a.view(dtype)[local], b.view(dtype)[local]

@@ -22,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import errors
-from ..codecs import ec_csr, packed
-from ..codecs import macko as formats
+from .. import errors, values
+from ..codecs import ec_csr, macko, packed
 from ..native import bindings
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
@@ -130,8 +129,8 @@ def _pack_string(text: object) -> bytes:
 
 def type_name(type_id: int) -> str:
     """llama.cpp's spelling of a ggml type id."""
-    if type_id in formats.TYPE_NAMES:
-        return formats.TYPE_NAMES[type_id]
+    if type_id in values.TYPE_NAMES:
+        return values.TYPE_NAMES[type_id]
     import gguf
 
     try:
@@ -237,9 +236,9 @@ class Tensor:
 
     def read_bits(self, n_threads: int = 0) -> np.ndarray:
         """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
-        return self.read(n_threads).view(formats.bits_dtype(self.type)).reshape(self.rows, self.cols)
+        return self.read(n_threads).view(values.bits_dtype(self.type)).reshape(self.rows, self.cols)
 
-    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix:
+    def read_sparse(self) -> macko.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix:
         """The stored arrays, not yet checked."""
         s = self.sparse
         arrays = [self._read_component(i, np.uint8) for i in range(len(s.tensor_index))]
@@ -260,7 +259,7 @@ class Tensor:
             arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
             return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, *arrays)
         arrays[2] = arrays[2].view(np.int32)
-        return formats.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
+        return macko.MackoMatrix(self.rows, self.cols, self.type, s.delta_bits, s.nnz, int(arrays[2][-1]), *arrays)
 
     def _read_component(self, i: int, dtype: type) -> np.ndarray:
         component = self.shard.tensors[self.sparse.tensor_index[i]]

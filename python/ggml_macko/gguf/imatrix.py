@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from .. import errors
-from ..codecs.macko import TYPE_F32
 from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key
+from ..values import TYPE_F32
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 _ALIGNMENT = 32

@@ -17,8 +17,9 @@ import numpy as np
 from .. import errors
 from ..codecs import ec_csr, packed
 from ..codecs.ec_csr import EcCsrMatrix
-from ..codecs.macko import DELTA_BITS, TYPE_NAMES, MackoMatrix, bits_dtype, deltas_nbytes, n_padded
+from ..codecs.macko import DELTA_BITS, MackoMatrix, deltas_nbytes, n_padded
 from ..codecs.packed import PackedMatrix
+from ..values import TYPE_NAMES, bits_dtype
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARY_PATH = PACKAGE / "libggml-macko.so"

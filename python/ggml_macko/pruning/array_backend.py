@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,8 @@ ArrayModule = Any
 def gpu() -> ArrayModule | None:
     """The module cupy, or None if it is not installed, does not work, or finds no GPU."""
     try:
-        import cupy
-        import cupyx  # noqa: F401
-
+        cupy = importlib.import_module("cupy")
+        importlib.import_module("cupyx")
         return cupy if cupy.cuda.runtime.getDeviceCount() > 0 else None
     except Exception:  # CuPy raises many kinds of exceptions when the driver or a library is missing
         return None
@@ -51,7 +51,5 @@ def raise_linalg_errors(xp: ArrayModule) -> contextlib.AbstractContextManager[ob
     """Within the block, a factorisation that fails raises numpy.linalg.LinAlgError with either module."""
     if xp is np:
         return contextlib.nullcontext()
-    import cupyx
-
-    errstate: contextlib.AbstractContextManager[object] = cupyx.errstate(linalg="raise")
+    errstate: contextlib.AbstractContextManager[object] = importlib.import_module("cupyx").errstate(linalg="raise")
     return errstate

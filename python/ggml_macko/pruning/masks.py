@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codecs.macko import TYPE_BF16, TYPE_F16
+from ..values import TYPE_BF16, TYPE_F16
 
 Bits = npt.NDArray[Any]
 """Bit patterns of weights: uint16 for F16 and BF16, uint32 for F32."""

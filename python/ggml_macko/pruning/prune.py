@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import console, errors
-from ..codecs.macko import NEGATIVE_ZERO, bits_dtype
 from ..evaluation.text_model import N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
@@ -33,6 +32,7 @@ from ..pruning.layerwise import prune_in_passes, statistics_of_text
 from ..pruning.masks import Bits
 from ..pruning.methods import Pruner, Scorer
 from ..pruning.options import METHODS, Pattern, PruneOptions, Sparsity, TableEntry
+from ..values import NEGATIVE_ZERO, bits_dtype
 
 
 @dataclass(frozen=True)

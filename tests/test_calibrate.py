@@ -176,7 +176,7 @@ def test_consumer_sees_other_rows_than_the_products(tmp_path, letters):
             self.rows.setdefault((weight, index), []).append(x.copy())
 
     rows = Rows()
-    with TextModel(tiny_model(tmp_path, "llama-moe"), 64, 64, consumer=rows) as model:
+    with TextModel(tiny_model(tmp_path, "llama-moe"), 64, n_batch=64, consumer=rows) as model:
         model.evaluate(model.read_chunks(letters, 1))
     shape = {w.name: (w.cols, w.n_mat, w.routed) for w, _ in rows.rows}
     assert shape["blk.0.attn_q.weight"] == (tiny_models.N_EMBD, 1, False)

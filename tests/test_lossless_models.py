@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
+from ggml_macko.evaluation.perplexity import perplexity
 from llama_float64 import Float64Llama
 from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
 
@@ -26,11 +27,10 @@ def tensors(path):
     return {t.name: (t.tensor_type, tuple(t.shape), t.data.tobytes()) for t in gguf.GGUFReader(str(path)).tensors}
 
 
-def perplexity(path):
-    from ggml_macko.evaluation.perplexity import of_file
-
-    held_out = SHARED_MODELS / "held-out.txt"
-    return of_file(path, held_out if held_out.exists() else DEMO.parent / "sample.txt", PERPLEXITY_CHUNKS).ppl
+def perplexity_of(path):
+    text = SHARED_MODELS / "held-out.txt"
+    text = text if text.exists() else DEMO.parent / "sample.txt"
+    return perplexity(path, text, n_chunks=PERPLEXITY_CHUNKS, n_gpu_layers=0).ppl
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, recor
     assert error <= LARGEST_RATIO * dense_error
     assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 
-    found = [perplexity(p) for p in (dense, sparse)]
+    found = [perplexity_of(p) for p in (dense, sparse)]
     print(
         f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}"
     )

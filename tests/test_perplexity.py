@@ -75,14 +75,14 @@ def test_perplexity_off_its_definition():
     log_p = log_softmax(all_logits(DEMO, chunks))[:, 128:-1]
     nll = -np.take_along_axis(log_p, chunks[:, 129:, None].astype(np.int64), axis=2).ravel()
     assert found.n_tokens == len(nll) == 5 * 127
-    # llama.cpp rounds attention to F16, and not in the same order in every batch; a wrong BOS or window is 50 times as far off
+    # llama.cpp rounds attention to F16, in an order that depends on the batch; a wrong BOS or window is 50 times as far off
     assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=3e-4)
     assert found.error == pytest.approx(np.exp(nll.mean()) * nll.std() / np.sqrt(len(nll) - 1), rel=1e-3)
 
 
 def test_sparse_file_has_another_perplexity(tmp_path, macko):
     assert macko("convert", DEMO, tmp_path / "s.gguf").code == 0
-    values = [perplexity.of_file(path, SAMPLE).ppl for path in (DEMO, tmp_path / "s.gguf")]
+    values = [perplexity.perplexity(path, SAMPLE, n_gpu_layers=0).ppl for path in (DEMO, tmp_path / "s.gguf")]
     assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
@@ -90,15 +90,17 @@ def test_sparse_file_has_another_perplexity(tmp_path, macko):
     "options", [{"n_batch": 64}, {"n_batch": 100}, {"n_batch": 256}, {"n_batch": 4096, "n_ubatch": 64}]
 )
 def test_batches_change_the_figure(options):
-    want = perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256).ppl
-    assert perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256, **options).ppl == pytest.approx(want, rel=1e-4)
+    want = perplexity.perplexity(DEMO, SAMPLE, n_chunks=8, n_ctx=256, n_gpu_layers=0).ppl
+    assert perplexity.perplexity(DEMO, SAMPLE, n_chunks=8, n_ctx=256, n_gpu_layers=0, **options).ppl == pytest.approx(
+        want, rel=1e-4
+    )
 
 
 def test_divergence_off_its_definition(base, pruned):
     """Against float64 softmaxes. The file keeps 16 bits of a log-probability: steps of 16 / 65535."""
     with TextModel(pruned, 128) as model:
         chunks = model.read_chunks(SAMPLE, 8)
-    found = kl_divergence.of_file(pruned, base)
+    found = perplexity.kl_divergence(pruned, base, n_gpu_layers=0)
     p, q = (log_softmax(all_logits(path, chunks))[:, 64:-1] for path in (DEMO, pruned))
     kld = (np.exp(p) * (p - q)).sum(axis=-1).ravel()
     tokens = chunks[:, 65:, None].astype(np.int64)
@@ -107,23 +109,23 @@ def test_divergence_off_its_definition(base, pruned):
 
     assert found.n_tokens == len(kld) == 8 * 63
     assert kld.mean() > 0.1  # the models do differ
-    assert found.kld[0] == pytest.approx(kld.mean(), rel=2e-3)
-    assert found.kld[1] == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=2e-3)
-    assert found.same_top[0] == pytest.approx(same, abs=2 / len(kld))
-    assert found.p_change[0] == pytest.approx(change.mean(), abs=2e-4)
-    assert found.p_change_rms[0] == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
+    assert found.kld.value == pytest.approx(kld.mean(), rel=2e-3)
+    assert found.kld.error == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=2e-3)
+    assert found.same_top.value == pytest.approx(same, abs=2 / len(kld))
+    assert found.p_change.value == pytest.approx(change.mean(), abs=2e-4)
+    assert found.p_change_rms.value == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
     percents = [100, 90, 50, 10, 0]
     np.testing.assert_allclose(found.kld_percentiles(percents), np.percentile(kld, percents), rtol=2e-2, atol=1e-3)
     np.testing.assert_allclose(
         found.p_change_percentiles(percents), np.percentile(change, percents), rtol=2e-2, atol=1e-3
     )
-    assert found.ppl[0] == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
+    assert found.ppl.value == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
 
 
 def test_model_diverges_from_itself(base):
-    found = kl_divergence.of_file(DEMO, base)
-    assert abs(found.kld[0]) < 1e-5 and found.same_top[0] > 0.99 and found.p_change_rms[0] < 1e-4
-    assert found.ratio[0] == pytest.approx(1, abs=0.01)
+    found = perplexity.kl_divergence(DEMO, base, n_gpu_layers=0)
+    assert abs(found.kld.value) < 1e-5 and found.same_top.value > 0.99 and found.p_change_rms.value < 1e-4
+    assert found.ratio.value == pytest.approx(1, abs=0.01)
 
 
 def test_codes_lose_more_than_a_step():
@@ -140,7 +142,7 @@ def test_codes_lose_more_than_a_step():
         np.testing.assert_allclose(nll, -want[np.arange(9), tokens], rtol=1e-5, atol=1e-5)
         assert rows.shape == (9, (n_vocab + 1) // 2 * 2 + 4)
         got = kl_divergence.compare(logits, tokens, rows)
-        assert np.abs(got[2]).max() < 16 / 65535
+        assert np.abs(got.kld).max() < 16 / 65535
         scale, offset = np.ascontiguousarray(rows[:, :4]).view("<f4").T.astype(np.float64)
         decoded = scale[:, None] * rows[:, 4 : 4 + n_vocab] + offset[:, None]
         cut = want > want.max(axis=1, keepdims=True) - 16
@@ -265,4 +267,4 @@ def test_failed_evaluation_is_a_figure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(api, "llama_decode", lambda context, batch: 1)
     with pytest.raises(errors.MackoError, match="could not evaluate"):
-        perplexity.of_file(DEMO, SAMPLE, 2)
+        perplexity.perplexity(DEMO, SAMPLE, n_chunks=2, n_gpu_layers=0)

@@ -69,7 +69,7 @@ def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
     assert [r["kind"] for r in results.values()] == ["dense", "quantized", "quantized", "sparse", "sparse"]
     assert list(results) == ["model", "Q8_0", "Q4_0", "magnitude 80% per tensor", "pruned"]
     for name, path in (("model", model), ("pruned", pruned)):
-        want = perplexity.of_file(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
+        want = perplexity.perplexity(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
         assert results[name]["ppl"] == pytest.approx(want.ppl, rel=1e-4), name
         assert results[name]["tokens"] == want.n_tokens
     assert results["model"]["nbytes"] == model.stat().st_size

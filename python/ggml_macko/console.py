@@ -8,8 +8,8 @@ import sys
 MIB = 1024 * 1024
 
 
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def log(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
 
 
 def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) -> None:

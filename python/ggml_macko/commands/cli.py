@@ -17,16 +17,16 @@ from ..errors import MackoError
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
-    "calibrate": "evaluation.calibrate",
-    "perplexity": "evaluation.perplexity",
+    "calibrate": "commands.calibrate",
+    "perplexity": "commands.perplexity",
     "prune": "commands.prune",
     "convert": "conversion.convert",
     "restore": "conversion.restore",
     "verify": "conversion.verify",
     "inspect": "conversion.inspect",
     "generate": "commands.generate",
-    "bench": "benchmark.bench",
-    "report": "benchmark.report",
+    "bench": "commands.bench",
+    "report": "commands.report",
     "run": "commands.run",
     "env": "commands.env",
 }

@@ -134,14 +134,14 @@ def test_server_answers_several_clients(folder, sparse):
     prompts = [SAMPLE.read_text()[i * 400 : i * 400 + 60 + 30 * i] for i in range(6)]
     with programs.Server(folder, sparse, "-np", 1, "-t", 1, "-c", 512) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
-        assert found["answers"] > 4 and not found["different"] and not found["errors"]
+        assert found.answers > 4 and not found.ties and not found.errors
     assert server.process.returncode == 0  # after SIGTERM
     with programs.Server(
         folder, sparse, "-np", 4, "-t", 1, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean"
     ) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
-        assert found["answers"] > 4 and not found["errors"] and all(tie < 0.05 for *_, tie in found["different"])
-        assert max(found["rss"]) < 2**28
+        assert found.answers > 4 and not found.errors and all(tie < 0.05 for tie in found.ties)
+        assert max(found.rss) < 2**28
         assert "llamacpp:tokens_predicted_total" in server.get("/metrics")
         assert len(server.post("/v1/embeddings", input=["hello world", "a pointer"])["data"]) == 2
         chat = server.post(

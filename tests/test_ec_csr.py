@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import c_codecs
 import generators
 import gguf_bytes as gb
 from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import ec_csr
 from ggml_macko.codecs.ec_csr import DELTA_BITS
 from ggml_macko.native import bindings
-from ggml_macko.native.bindings import EcCsrOptions
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, SHARED_MODELS, greedy, open_model
 from test_sparse_matrix import assert_close_to_float64, safe_bits
@@ -42,8 +42,8 @@ def patterned(
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
 def test_c_and_numpy_disagree(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
-        m = bindings.ec_csr_encode(bits, type_id, delta_bits, n_threads=1)
-        assert bindings.decode(m, 1).tobytes() == bits.tobytes(), label
+        m = c_codecs.ec_csr(bits, type_id, delta_bits, n_threads=1)
+        assert c_codecs.decode(m, 1).tobytes() == bits.tobytes(), label
         assert ec_csr.decode(m).tobytes() == bits.tobytes(), label
         generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
 
@@ -58,15 +58,17 @@ def test_random_matrices_round_trip(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     make = data.draw(st.sampled_from([generators.random_bits, patterned]))
     bits = make(rng, rows, cols, density, type_id)
-    options = EcCsrOptions(
-        data.draw(st.sampled_from([1, 2, 8, 64])), data.draw(st.sampled_from([0, 128, 384])), data.draw(st.booleans()),
-        data.draw(st.integers(0, 2**64 - 1)),
-    )  # fmt: skip
-    m = bindings.ec_csr_encode(bits, type_id, delta_bits, options, 1)
-    generators.assert_same(m, bindings.ec_csr_encode(bits, type_id, delta_bits, options, 3))
-    assert bindings.decode(m, 2).tobytes() == bits.tobytes() == ec_csr.decode(m).tobytes()
+    options = {
+        "max_granularity": data.draw(st.sampled_from([1, 2, 8, 64])),
+        "min_columns": data.draw(st.sampled_from([0, 128, 384])),
+        "clip": data.draw(st.booleans()),
+        "seed": data.draw(st.integers(0, 2**63 - 1)),
+    }
+    m = c_codecs.ec_csr(bits, type_id, delta_bits, options, 1)
+    generators.assert_same(m, c_codecs.ec_csr(bits, type_id, delta_bits, options, 3))
+    assert c_codecs.decode(m, 2).tobytes() == bits.tobytes() == ec_csr.decode(m).tobytes()
     generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
-    assert max(ec_csr.sets(m)[:, 0]) <= options.max_granularity
+    assert max(ec_csr.sets(m)[:, 0]) <= options["max_granularity"]
     assert m.nnz == np.count_nonzero(bits)
 
 
@@ -78,7 +80,7 @@ def test_one_changed_byte_is_judged_alike(data):
     delta_bits = data.draw(st.sampled_from(DELTA_BITS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = patterned(rng, data.draw(st.integers(1, 6)), data.draw(st.integers(1, 400)), 0.5, type_id)
-    m = bindings.ec_csr_encode(bits, type_id, delta_bits, n_threads=1)
+    m = c_codecs.ec_csr(bits, type_id, delta_bits, n_threads=1)
     name = data.draw(st.sampled_from(ec_csr.ARRAYS))
     array = getattr(m, name).copy()
     raw = array.view(np.uint8)
@@ -92,9 +94,9 @@ def test_one_changed_byte_is_judged_alike(data):
             return False
         return True
 
-    assert verdict(bindings.validate, 1) == verdict(ec_csr.validate)
+    assert verdict(c_codecs.validate, 1) == verdict(ec_csr.validate)
     if verdict(ec_csr.validate):
-        dense = bindings.decode(changed, 1)
+        dense = c_codecs.decode(changed, 1)
         assert dense.tobytes() == ec_csr.decode(changed).tobytes()
         generators.assert_same(ec_csr.assemble(dense, type_id, delta_bits, ec_csr.take_apart(changed)), changed)
 
@@ -105,7 +107,7 @@ def broken_matrices() -> list:
     bits[:2, :256] = 0x3C00
     bits[2, [0, 5, 200]] = 0xBC00
     bits[3, 10:30] = 0x4000
-    m = bindings.ec_csr_encode(bits, TYPE_F16, 8)
+    m = c_codecs.ec_csr(bits, TYPE_F16, 8)
     assert ec_csr.sets(m)[:, :2].tolist() == [[2, 4], [1, 1]]
 
     def change(name: str, at: int, value: int) -> ec_csr.EcCsrMatrix:
@@ -147,26 +149,26 @@ def broken_matrices() -> list:
 
 @pytest.mark.parametrize("code, matrix", broken_matrices())
 def test_broken_matrix_accepted_or_misnamed(code, matrix):
-    for validate in (bindings.validate, ec_csr.validate):
+    for validate in (c_codecs.validate, ec_csr.validate):
         with pytest.raises(errors.FileFormatError) as e:
             validate(matrix)
         assert e.value.code == code, str(e.value)
     with pytest.raises(errors.FileFormatError):
-        bindings.decode(matrix)
+        c_codecs.decode(matrix)
     with pytest.raises(errors.FileFormatError):
-        bindings.CpuMatrix(matrix)
+        c_codecs.cpu_matrix(matrix)
     with pytest.raises(errors.FileFormatError):
-        SparseMatrix(matrix)
+        SparseMatrix(matrix.encoded())
 
 
 @pytest.mark.parametrize(
     "code, call",
     [
-        (errors.BAD_FORMAT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 2)),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F32, 4)),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 4, EcCsrOptions(max_granularity=3))),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 4, EcCsrOptions(min_columns=100))),
-        (errors.NOT_FINITE, lambda bits: bindings.ec_csr_encode(bits | 0x7C00, TYPE_F16, 4)),
+        (errors.BAD_FORMAT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 2)),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F32, 4)),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 4, {"max_granularity": 3})),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 4, {"min_columns": 100})),
+        (errors.NOT_FINITE, lambda bits: c_codecs.ec_csr(bits | 0x7C00, TYPE_F16, 4)),
         (errors.BAD_ARGUMENT, lambda bits: SparseMatrix.from_dense(bits.view(np.float16), format="csr")),
     ],
 )
@@ -183,12 +185,12 @@ def test_default_is_larger_than_without_extraction(delta_bits):
     alike = generators.random_bits(rng, 200, 2048, 1.0)
     alike[np.repeat(rng.random((50, 2048)) >= 0.3, 4, axis=0)] = 0
     for bits in (alike, generators.random_bits(rng, 100, 2048, 0.3)):
-        plain = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(max_granularity=1))
-        m = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits)
+        plain = c_codecs.ec_csr(bits, TYPE_F16, delta_bits, {"max_granularity": 1})
+        m = c_codecs.ec_csr(bits, TYPE_F16, delta_bits)
         assert m.nbytes <= plain.nbytes
-        asked = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(min_columns=128))
+        asked = c_codecs.ec_csr(bits, TYPE_F16, delta_bits, {"min_columns": 128})
         assert ec_csr.sets(asked)[0, 0] > 1  # who asks for blocks gets them
-    assert ec_csr.sets(bindings.ec_csr_encode(alike, TYPE_F16, 8))[0, 0] >= 4
+    assert ec_csr.sets(c_codecs.ec_csr(alike, TYPE_F16, 8))[0, 0] >= 4
 
 
 # ---- SparseMatrix ----
@@ -394,15 +396,15 @@ def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
 def test_gpu_model_prefers_the_slower_layout():
     """As measured: large F32 matrices are faster in blocks, random F16 rows are not."""
     rng = np.random.default_rng(5)
-    delta_alone = bindings.EcCsrOptions(max_granularity=1)
+    delta_alone = {"max_granularity": 1}
     large = generators.random_bits(rng, 2000, 6000, 0.3, TYPE_F32)
-    blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(large, TYPE_F32, 4, delta_alone))
+    blocks, rows = c_codecs.gpu_cost(c_codecs.ec_csr(large, TYPE_F32, 4, delta_alone))
     assert 0 < blocks < rows < float("inf")
     random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)
-    m = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(min_columns=128))
-    blocks, rows = bindings.ec_csr_gpu_us(m)
+    m = c_codecs.ec_csr(random, TYPE_F16, 8, {"min_columns": 128})
+    blocks, rows = c_codecs.gpu_cost(m)
     assert 0 < rows < blocks < float("inf")
-    assert bindings.ec_csr_gpu_us(bindings.ec_csr_encode(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
+    assert c_codecs.gpu_cost(c_codecs.ec_csr(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
 
 
 BLOCK_LIES = {

@@ -21,7 +21,7 @@ import pytest
 import fork_server as fork_server_module
 import generators
 from ggml_macko import errors
-from ggml_macko.gguf import files as gguf_files
+from ggml_macko.gguf import files
 from ggml_macko.gguf.files import AtomicOutput
 from ggml_macko.native import bindings
 
@@ -186,7 +186,7 @@ def test_lock_on_a_file_that_was_renamed_meanwhile(tmp_path, monkeypatch):
         calls.append(fd)
         return lock(fd, how)
 
-    monkeypatch.setattr(gguf_files.fcntl, "flock", flock_after_the_owner_finished)
+    monkeypatch.setattr(files.fcntl, "flock", flock_after_the_owner_finished)
     with AtomicOutput(out, [], True) as second:
         second.write(b"other")
     assert len(calls) == 2 and out.read_bytes() == b"GGUFcomplete" and not second.partial.exists()
@@ -227,7 +227,7 @@ def test_input_that_changes_is_converted(tmp_path, tiny, macko, monkeypatch):
     def rewrite(*unused):
         tiny.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    plan = gguf_files.Writer.__init__
+    plan = files.Writer.__init__
     for change in (append, shorten, rewrite):
         tiny.write_bytes(data)
 
@@ -235,7 +235,7 @@ def test_input_that_changes_is_converted(tmp_path, tiny, macko, monkeypatch):
             change()
             plan(self, *args)
 
-        monkeypatch.setattr(gguf_files.Writer, "__init__", change_then_write)
+        monkeypatch.setattr(files.Writer, "__init__", change_then_write)
         done = macko("convert", tiny, tmp_path / "out.gguf")
         assert done.code == 1 and "while it was read" in done.err, (change, done.err)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]

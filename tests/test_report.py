@@ -44,7 +44,7 @@ def test_each_conversion_gives_a_row(made, macko, tmp_path):
     done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
     assert done.code == 0, done.err
     results = json.loads(done.out)["models"]
-    names = ["model", "pruned macko", "pruned macko-q8_0", "pruned macko-q4_0", "pruned auto 8 bpw"]
+    names = ["model", "pruned macko", "pruned sparse-q8_0", "pruned sparse-q4_0", "pruned auto 8 bpw"]
     assert [r["model"] for r in results] == names
     kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
     assert [r["kind"] for r in results] == kinds

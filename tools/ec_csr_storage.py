@@ -20,7 +20,7 @@ import numpy as np
 
 from ggml_macko import SparseMatrix, console, values
 from ggml_macko.codecs import ec_csr
-from ggml_macko.gguf import tensor_rules as weights
+from ggml_macko.gguf import tensor_rules
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import bindings
 from ggml_macko.native.bindings import EcCsrOptions
@@ -108,7 +108,7 @@ def run_model(path: str) -> None:
     found: dict = {}
     with Model(path) as model:
         for t in model.tensors:
-            if not weights.is_multiplied(t.name, len(t.ne)) or t.type != values.TYPE_F16:
+            if not tensor_rules.is_multiplied(t.name, len(t.ne)) or t.type != values.TYPE_F16:
                 continue
             bits = t.read_bits()
             bits[bits == values.NEGATIVE_ZERO[t.type]] = 0

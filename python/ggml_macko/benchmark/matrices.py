@@ -11,15 +11,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..codecs import ggml_quants
+from ..codecs import c_library, ggml_quants
 from ..codecs.macko import MackoMatrix
-from ..native import bindings
 from ..sparse_matrix import SparseMatrix
 
 WORKING_SET = 256 << 20
@@ -134,7 +133,7 @@ def _bench_shape(
             w[rng.random((rows, cols), dtype=np.float32) >= density] = 0
             sparse = SparseMatrix.from_dense(w)
             assert isinstance(sparse.arrays, MackoMatrix)
-            copies = [bindings.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
+            copies = [c_library.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
 
             runs: dict[str, Callable[[], None]] = {"macko": functools.partial(_mul_mat, copies, x, n_threads)}
             runs.update({name: functools.partial(d.run, n_threads) for name, d in dense.items()})
@@ -156,7 +155,13 @@ def _bench_shape(
     return results
 
 
-def _mul_mat(copies: list[bindings.CpuMatrix], x: npt.NDArray[np.float32], n_threads: int) -> None:
+class _CpuMatrix(Protocol):
+    """A matrix repacked for the CPU kernels."""
+
+    def mul_mat(self, x: npt.NDArray[np.float32], n_threads: int) -> object: ...
+
+
+def _mul_mat(copies: Sequence[_CpuMatrix], x: npt.NDArray[np.float32], n_threads: int) -> None:
     for c in copies:
         c.mul_mat(x, n_threads)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from .. import console, errors
 from ..benchmark.bench_worker import Sample
 from ..conversion.restore import restore
-from ..gguf.files import AtomicOutput, Model
+from ..gguf.files import Model
 
 
 class LabelledModel(NamedTuple):
@@ -116,8 +116,8 @@ def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None
                 continue
             with tempfile.TemporaryDirectory(prefix=".macko-bench-", dir=path.resolve().parent) as folder:
                 console.log(f"restoring {label} ...")
-                with AtomicOutput(Path(folder) / "dense.gguf", model.paths) as output:
-                    restore(model, output, quiet=True)
-                yield LabelledModel(f"{label} (dense)", output.path)
+                with console.quiet():
+                    done = restore(path, Path(folder) / "dense.gguf")
+                yield LabelledModel(f"{label} (dense)", done.path)
                 return
     yield None

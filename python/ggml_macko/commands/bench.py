@@ -13,7 +13,7 @@ from .. import console, errors
 from ..benchmark import bench_gpu
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.generate import add_gpu_layers
+from ..commands.arguments import add_gpu_layers
 from ..native import bindings
 
 HELP = "measure speed on this machine"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shlex
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ from .. import console, errors
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
+from ..commands import convert as convert_command
 from ..commands import prune as prune_command
+from ..commands.arguments import add_gpu_layers
 from ..commands.bench import add_speed_arguments
-from ..commands.generate import add_gpu_layers
-from ..conversion import convert
+from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
-from ..gguf.files import AtomicOutput, Model
 from ..pruning.options import parse_how_many
 from ..pruning.prune import prune
 
@@ -112,21 +111,14 @@ def parse_pruning(text: str) -> Recipe:
 
 def parse_conversion(text: str, n_threads: int) -> Recipe:
     """A conversion of arguments of `macko convert` behind OUT. Raises MackoError."""
-    args = parse_arguments(convert, "--convert", text)
+    args = parse_arguments(convert_command, "--convert", text)
+    keywords = {**convert_command.keyword_arguments(args), "n_threads": n_threads}
     target = f" {args.target_bpw:g} bpw" if args.target_bpw is not None else ""
 
     def make(source: Path, output: Path) -> None:
-        with (
-            Model(source) as model,
-            AtomicOutput(output, model.paths) as opened,
-            convert.Spool(output.parent) as spool,
-        ):
-            options = dataclasses.replace(convert.options_of(args, model), n_threads=n_threads)
-            plans = convert.plan_model(model, options, spool)
-            convert.write_model(model, plans, opened, options, spool)
-            convert.check_and_commit(model, opened, n_threads, options.drop_negative_zeros)
+        convert(source, output, **keywords)
 
-    return Recipe(f"{args.type.lower()}{target}", make)
+    return Recipe(f"{keywords['type']}{target}", make)
 
 
 # ---- the command ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..commands.generate import add_gpu_layers
+from ..commands.arguments import add_gpu_layers
 from ..evaluation.text_model import N_CTX, N_UBATCH
 
 

@@ -375,9 +375,9 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
     if options.sequential:
         keys.append(make_key("macko.prune.sequential", "u32", 1))
     if statistics is not None or n_chunks:
-        datasets = statistics.datasets if statistics is not None else [options.text]
+        datasets = statistics.datasets if statistics is not None else [options.text or ""]
         chunk_count = n_chunks or (statistics.chunk_count if statistics is not None else 0)
-        keys.append(make_key("macko.prune.datasets", "[str", [Path(str(d)).name for d in datasets]))
+        keys.append(make_key("macko.prune.datasets", "[str", [Path(d).name for d in datasets]))
         keys.append(make_key("macko.prune.chunks_count", "u32", chunk_count))
     return keys
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares what they say.
+"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares the results.
 
   python3 tools/build_llama_cpp.py
   python3 tools/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-Same greedy text, same perplexity to four digits, same tokens, an identical model after splitting and merging; llama-bench side by side; a server
-with eight clients at once: with one slot all answers must be those to a single client, with eight slots those that differ must do so at a tie.
+The greedy text and the tokens must be the same, perplexity to four digits, and the model identical after splitting and
+merging. llama-bench runs side by side. A server gets eight clients at once: with one slot, all answers must be those of
+a single client; with eight slots, answers may differ only where two tokens are nearly tied.
 Prints a table; exits with 1 if anything differs that should not.
 """
 
@@ -16,13 +17,17 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from typing import Callable
 
 import llama_programs as programs
 from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "models" / "sample.txt"
-MAX_TIE = 0.05  # logits of F16 models differ by some 0.02 between orders of rounding (tests/test_model_runs.py), and two of them decide
+
+MAX_TIE = 0.05
+"""Largest difference of two log-probabilities that counts as a tie. Each logit of an F16 model differs by up to about
+0.02 between orders of rounding (tests/test_model_runs.py), and two of them decide."""
 
 
 def macko(*args: object) -> str:
@@ -32,19 +37,21 @@ def macko(*args: object) -> str:
 
 
 class Report:
+    """The rows of the table."""
+
     def __init__(self) -> None:
-        self.rows = []
+        self.rows: list[tuple[object, ...]] = []
         self.failed = False
 
     def add(self, what: str, dense: object, sparse: object, same: bool | None) -> None:
-        """same: None for what may differ"""
+        """Adds a row. same: None for figures that may differ."""
         self.rows.append((what, dense, sparse, {True: "same", False: "DIFFERENT", None: ""}[same]))
         self.failed |= same is False
         print(f"{what}: {dense} | {sparse}", file=sys.stderr, flush=True)
 
 
 def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, sparse: pathlib.Path) -> None:
-    def compare(what: str, run: object) -> str:
+    def compare(what: str, run: Callable[[pathlib.Path], str]) -> str:
         a, b = run(dense), run(sparse)
         report.add(what, f"{len(a)} characters", f"{len(b)} characters", a == b)
         return a
@@ -78,7 +85,7 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
 
 
 def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
-    """The answer of llama-cli, without the banner in front of it and the speeds behind it."""
+    """The answer of llama-cli, without the banner before it and the speeds after it."""
     args = (
         "-m",
         model,
@@ -157,13 +164,13 @@ def check_server(
         ) as server:
             found = programs.soak(server, prompts, args.clients, seconds)
             metrics = server.get("/metrics")
-        rss = [r / 2**20 for r in found["rss"]]
+        rss = [r / 2**20 for r in found.rss]
         third = max(1, len(rss) // 3)
         growth = max(rss[-third:]) - max(rss[third : 2 * third], default=rss[0])
         what = f"llama-server {name}, -np {slots}, {args.clients} clients, {seconds:.0f} s"
-        ties = [tie for *_, tie in found["different"]]
-        same = not found["errors"] and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
-        report.add(f"{what}: answers, failed", "", f"{found['answers']}, {len(found['errors'])}", not found["errors"])
+        ties = found.ties
+        same = not found.errors and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
+        report.add(f"{what}: answers, failed", "", f"{found.answers}, {len(found.errors)}", not found.errors)
         report.add(
             f"{what}: different from one client's; log-probability at the tie",
             "",

@@ -1,4 +1,4 @@
-"""Running llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests: texts, figures, a server with its clients."""
+"""Runs llama.cpp's programs with the plugin, for check_llama_cpp.py and the tests: texts, figures, and a server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 PROMPT = "The function returns"
 
 
-def command(program: pathlib.Path, *args: object, compress: bool = False) -> list:
+def command(program: pathlib.Path, *args: object, compress: bool = False) -> list[str]:
+    """The command line of a program under `macko run`."""
     macko = [sys.executable, "-m", "ggml_macko.commands.cli", "run", *(["--compress"] if compress else []), "--"]
     return [*macko, str(program), *map(str, args)]
 
 
 def run(
     program: pathlib.Path, *args: object, compress: bool = False, timeout: float = 300
-) -> subprocess.CompletedProcess:
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program under `macko run`. Raises RuntimeError unless it exits with 0."""
     done = subprocess.run(
         command(program, *args, compress=compress), capture_output=True, text=True, timeout=timeout, errors="replace"
     )
@@ -31,24 +36,34 @@ def run(
     return done
 
 
-def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: object) -> tuple:
-    """(what `run` returns, the match of pattern in what it logged). Programs that print through llama.cpp's logger may lose the end when they
-    exit (it is a thread that nobody joins), dense or sparse: they run again until the line with the pattern was logged.
+class Logged(NamedTuple):
+    """A run, and the match of a pattern in what it logged."""
+
+    done: subprocess.CompletedProcess[str]
+    match: re.Match[str]
+
+
+def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: Any) -> Logged:
+    """Runs a program until it has logged a line with the pattern.
+
+    A program that prints through llama.cpp's logger may lose the end of its output when it exits, with a dense model,
+    too: the logger is a thread that nobody joins.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
         match = re.search(pattern, done.stderr + done.stdout)
         if match:
-            return done, match
+            return Logged(done, match)
     raise RuntimeError(f"{program.name}: no '{pattern}' in its log in 20 runs")
 
 
-def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: object) -> str:
-    """What it prints, in a run that also logged `last`, which comes after the text; without the empty lines at its end, which come later."""
-    return run_logged(program, last, *args, **kwargs)[0].stdout.rstrip()
+def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any) -> str:
+    """What a program prints, without empty lines at the end. last: a pattern that it logs after the text."""
+    return run_logged(program, last, *args, **kwargs).done.stdout.rstrip()
 
 
-def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: object) -> str:
+def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any) -> str:
+    """The greedy text of llama-completion."""
     return whole_output(
         folder / "llama-completion",
         "graphs reused",
@@ -69,51 +84,48 @@ def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int 
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
+    """The greedy text of llama-simple."""
     return run(folder / "llama-simple", "-m", model, "-n", n, PROMPT).stdout.strip()
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    return float(
-        run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", "-m", model, "-f", text, "-c", 256, *args)[1][1]
-    )
+    """The figure of llama-perplexity."""
+    pattern = r"PPL = ([0-9.]+)"
+    found = run_logged(folder / "llama-perplexity", pattern, "-m", model, "-f", text, "-c", 256, *args)
+    return float(found.match[1])
 
 
-def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict:
-    """test name -> tok/s"""
+def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict[str, float]:
+    """Test of llama-bench -> tokens per second."""
     done = run(folder / "llama-bench", "-m", model, "-o", "json", *args)
     return {f"pp{x['n_prompt']}" if x["n_prompt"] else f"tg{x['n_gen']}": x["avg_ts"] for x in json.loads(done.stdout)}
 
 
-def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: object) -> int:
-    """MiB of weights that llama.cpp's memory fit expects on the host."""
-    return int(
-        run_logged(
-            folder / "llama-fit-params",
-            r"Host +\| +\d+ = +(\d+) \+",
-            "-m",
-            model,
-            "-c",
-            512,
-            "--verbose",
-            *args,
-            **kwargs,
-        )[1][1]
-    )
+def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: Any) -> int:
+    """MiB of weights that llama-fit-params expects in host memory."""
+    pattern = r"Host +\| +\d+ = +(\d+) \+"
+    program = folder / "llama-fit-params"
+    found = run_logged(program, pattern, "-m", model, "-c", 512, "--verbose", *args, **kwargs)
+    return int(found.match[1])
 
 
 class Server:
-    """llama-server with a model; on leaving it gets SIGTERM and must exit with 0."""
+    """llama-server with a model, within a `with` block; at its end the server gets SIGTERM."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *args: object, compress: bool = False):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{s.getsockname()[1]}"
         port = self.url.rsplit(":", 1)[1]
-        self.log = []
+        self.log: list[str] = []
+        options = ("-m", model, "--host", "127.0.0.1", "--port", port, *args)
         self.process = subprocess.Popen(
-            command(folder / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", port, *args, compress=compress),
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
+            command(folder / "llama-server", *options, compress=compress),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr), daemon=True)
         self._reader.start()
 
@@ -148,7 +160,7 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             return answer.read().decode()
 
-    def post(self, path: str, **body: object) -> dict:
+    def post(self, path: str, **body: object) -> dict[str, Any]:
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -161,8 +173,8 @@ class Server:
         ]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
-        """How nearly another text could have come: where `got` leaves the greedy text, by how much the best token's log-probability is above
-        that of the second.
+        """How near to a tie the token was where `got` leaves the greedy text: the difference of the log-probabilities
+        of the best two tokens there, or 0 if `got` is the greedy text.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
         text = ""
@@ -174,21 +186,44 @@ class Server:
         return 0.0
 
     def rss(self) -> int:
-        """Bytes. The wrapper has become the program, so this is llama-server's own process."""
+        """Resident memory in bytes. `macko run` becomes the program, so the process is llama-server's own."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+        found = re.search(r"VmRSS:\s+(\d+)", status)
+        assert found is not None
+        return 1024 * int(found[1])
 
 
-def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 24) -> dict:
-    """Each prompt alone first; then `clients` at once ask for them again and again. RSS every second. different: (prompt, alone, got, how near
-    a tie that was).
+class Difference(NamedTuple):
+    """An answer that differs from the one that a single client got."""
 
-    With several slots llama.cpp computes prompts and tokens of several clients in one batch, where products round in another order, dense and
-    sparse; near a tie of two tokens that may decide. With one slot (-np 1) the clients wait for each other, and there is nothing to differ.
+    prompt: str
+    alone: str
+    got: str
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What `soak` found."""
+
+    answers: int
+    ties: list[float]  # how near to a tie each answer was that differs (Server.tie)
+    errors: list[str]
+    rss: list[int]  # of the server, in bytes, about once per second
+
+
+def soak(server: Server, prompts: Sequence[str], clients: int, seconds: float, n: int = 24) -> Soaked:
+    """Asks for each prompt once; then `clients` at once ask for them again and again.
+
+    With several slots, llama.cpp computes prompts and tokens of several clients in one batch. Products then round in
+    another order, with dense and sparse models, and that may decide between two tokens that are nearly tied. With one
+    slot (-np 1) the clients wait for each other, and all answers must be those of a single client.
     """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds
-    answers, different, errors, rss = [0] * clients, [], [], []
+    answers = [0] * clients
+    different: list[Difference] = []
+    errors: list[str] = []
+    rss: list[int] = []
 
     def client(i: int) -> None:
         k = i
@@ -202,7 +237,7 @@ def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 2
                 return
             answers[i] += 1
             if got != alone[prompt]:
-                different.append((prompt, alone[prompt], got))
+                different.append(Difference(prompt, alone[prompt], got))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for t in threads:
@@ -212,5 +247,5 @@ def soak(server: Server, prompts: list, clients: int, seconds: float, n: int = 2
         time.sleep(min(1, seconds / 10))
     for t in threads:
         t.join()
-    different = [(*d, server.tie(d[0], d[2], n)) for d in different]
-    return {"answers": sum(answers), "different": different, "errors": errors, "rss": rss}
+    ties = [server.tie(d.prompt, d.got, n) for d in different]
+    return Soaked(answers=sum(answers), ties=ties, errors=errors, rss=rss)

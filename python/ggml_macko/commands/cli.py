@@ -18,16 +18,16 @@ from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
-    "calibrate": "evaluation.calibrate",
-    "perplexity": "evaluation.perplexity",
-    "prune": "pruning.prune",
+    "calibrate": "commands.calibrate",
+    "perplexity": "commands.perplexity",
+    "prune": "commands.prune",
     "convert": "commands.convert",
     "restore": "commands.restore",
     "verify": "commands.verify",
     "inspect": "commands.inspect",
     "generate": "commands.generate",
-    "bench": "benchmark.bench",
-    "report": "benchmark.report",
+    "bench": "commands.bench",
+    "report": "commands.report",
     "run": "commands.run",
     "env": "commands.env",
 }

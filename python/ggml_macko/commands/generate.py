@@ -1,9 +1,10 @@
-"""Writes text with a model, dense or sparse: `macko generate -m MODEL -p PROMPT`."""
+"""The command line of `macko generate`: writes text with a model, dense or sparse."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from .. import errors
 from .arguments import add_model_arguments
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.no_display_prompt:
         sys.stdout.write(prompt)
-    chunks = llama.create_completion(
+    chunks: Any = llama.create_completion(  # an iterator, because stream is set
         prompt,
         max_tokens=args.predict,
         temperature=args.temp,

@@ -144,7 +144,7 @@ def _bench_shape(
                     cols=cols,
                     density=density,
                     effective_density=sparse.effective_density,
-                    delta_bits=sparse.arrays.delta_bits,
+                    delta_bits=sparse.arrays.bits,
                     nbytes_memory=copies[0].nbytes,
                     seconds=seconds,
                 )

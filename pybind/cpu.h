@@ -1,8 +1,6 @@
 // CPU kernels on plain arrays. Same order and names as ggml-macko.h, which says what each does.
 struct ggml_macko_cpu_matrix;
-int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas, int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
-int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
-int  ggml_macko_cpu_matrix_init_packed(const struct ggml_macko_packed * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
+int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int n_threads, struct ggml_macko_cpu_matrix ** out);
 void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
 int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
 int  ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads);

@@ -52,6 +52,9 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_Q4_0 = 2,
     GGML_MACKO_TYPE_Q5_0 = 6,
     GGML_MACKO_TYPE_Q8_0 = 8,
+    GGML_MACKO_TYPE_I8   = 24,
+    GGML_MACKO_TYPE_I16  = 25,
+    GGML_MACKO_TYPE_I32  = 26,
     GGML_MACKO_TYPE_BF16 = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004,
 };

@@ -1,14 +1,16 @@
 // Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description,
-// payload, cuts and
-// splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder does it, and
-// encoded again to the
-// same bytes. Memory and time per mutant are bounded. A twentieth more go through the file system as split models, and
-// as dense models whose
-// weights are compressed on load. Run it from a build with sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
+// payload, cuts and splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder
+// does it, and encoded again to the same bytes. Memory and time per mutant are bounded. A twentieth more go through the
+// file system as split models, and as dense models whose weights are compressed on load. Run it from a build with
+// sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
 //
 //     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
+#include "codec/ec-csr/ec-csr.h"
+#include "codec/packed/packed.h"
 #include "gguf-builder.h"
+#include "gguf/model-keys.h"
 #include "load/dense-stream.h"
+#include "load/payload.h"
 #include "test.h"
 
 #include <algorithm>
@@ -88,7 +90,7 @@ struct null_consumer : macko::payload_consumer {
 struct decoder : macko::payload_consumer {
     bytes   dense;
     int64_t row_nbytes;
-    explicit decoder(const macko::sparse_matrix & m)
+    explicit decoder(const macko::sparse_tensor_info & m)
         : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
     int consume(const macko::macko_view & view, int64_t) override {
         macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
@@ -111,7 +113,7 @@ static int vet(const memory_source & source, macko::model_file * file) {
         return status;
     }
     null_consumer consumer;
-    for (const macko::sparse_matrix & m : file->sparse) {
+    for (const macko::sparse_tensor_info & m : file->sparse) {
         if (const int status = macko::read_payload(source, file->header, m, 1, consumer)) {
             return status;
         }
@@ -123,7 +125,7 @@ static int vet(const memory_source & source, macko::model_file * file) {
 
 // a bitmap or gap codes, bit by bit
 static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr,
-                           const macko::sparse_matrix & m) {
+                           const macko::sparse_tensor_info & m) {
     const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
     bytes        dense(static_cast<size_t>(m.nbytes_dense), 0);
     size_t       k     = 0;
@@ -139,7 +141,7 @@ static bytes decode_packed(const bytes & values, const bytes & index, const byte
         }
         k++;
     };
-    if (m.index_bits == 0) {
+    if (m.bits == 0) {
         const int64_t stride = (m.desc.cols + 7) / 8 * 8;
         for (int64_t i = 0; i < m.desc.rows * stride; i++) {
             if (index[static_cast<size_t>(i / 8)] >> (i % 8) & 1) {
@@ -154,10 +156,10 @@ static bytes decode_packed(const bytes & values, const bytes & index, const byte
         memcpy(ptr, &row_ptr[static_cast<size_t>(r) * 4], sizeof(ptr));
         for (int64_t n = 0, col = -1; n < ptr[1] - ptr[0];) {
             int64_t code = 0;
-            for (int32_t b = 0; b < m.index_bits; b++, bit++) {
+            for (int32_t b = 0; b < m.bits; b++, bit++) {
                 code |= (index[bit / 8] >> (bit % 8) & 1) << b;
             }
-            const bool escape = code == (1 << m.index_bits) - 1;
+            const bool escape = code == (1 << m.bits) - 1;
             col += escape ? code : code + 1;
             if (!escape) {
                 store(r * m.desc.cols + col);
@@ -168,7 +170,7 @@ static bytes decode_packed(const bytes & values, const bytes & index, const byte
     return dense;
 }
 
-static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_matrix & m) {
+static void check_matrix(const bytes & b, const macko::model_file & file, const macko::sparse_tensor_info & m) {
     auto component = [&](size_t i) {
         const macko::gguf_tensor & t = file.header.tensors[i];
         return bytes(b.begin() + t.offset, b.begin() + t.offset + t.nbytes);
@@ -177,9 +179,9 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
                    rows = static_cast<uint64_t>(m.desc.rows), cols = static_cast<uint64_t>(m.desc.cols);
     const uint32_t bits = static_cast<uint32_t>(m.desc.delta_bits);
     bytes          slow;
-    if (m.format == &macko::FORMAT_PACKED) {
+    if (m.format == &macko::packed_codec()) {
         slow = decode_packed(component(m.first), component(m.first + 1), component(m.first + 2), m);
-    } else if (m.format == &macko::FORMAT_EC_CSR) {
+    } else if (m.format == &macko::ec_csr_codec()) {
         slow = builder::decode_ec({ component(m.first),
                                     component(m.first + 1),
                                     component(m.first + 2),
@@ -196,7 +198,7 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
     CHECK(macko::read_payload(memory_source(b), file.header, m, 1, fast) == GGML_MACKO_STATUS_OK, "%s",
           ggml_macko_last_error());
     CHECK(fast.dense == slow, "%s: decoded differently", m.name.c_str());
-    if (m.format != &macko::FORMAT_MACKO) {
+    if (!m.format->streams_rows()) {
         return; // test-ec-csr and test-packed take mutants of these apart
     }
     const builder::dense_matrix dense = { m.name, { cols, rows }, static_cast<uint32_t>(m.desc.type), slow };
@@ -208,16 +210,16 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
 
 // the dense file's header is itself a good header, with the right tensors
 static void check_virtual(const macko::model_file & file) {
-    std::unique_ptr<macko::virtual_file> v;
-    if (!file.is_sparse || macko::virtual_file::create(file, &v) != GGML_MACKO_STATUS_OK) {
+    std::unique_ptr<macko::dense_stream> v;
+    if (!file.is_sparse || macko::dense_stream::create(file, &v) != GGML_MACKO_STATUS_OK) {
         return;
     }
     const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
     // the mutant has no descriptor: everything behind the header reads as zero
     struct header_source : macko::byte_source {
-        const macko::virtual_file & file;
+        const macko::dense_stream & file;
         int64_t                     header_size;
-        header_source(const macko::virtual_file & f, int64_t n) : file(f), header_size(n) {}
+        header_source(const macko::dense_stream & f, int64_t n) : file(f), header_size(n) {}
         int64_t size() const override { return file.size(); }
         int     read(int64_t offset, void * dst, int64_t n) const override {
             const int64_t have = std::clamp<int64_t>(header_size - offset, 0, n);
@@ -543,9 +545,9 @@ static void check_opened(const std::vector<bytes> & parts, const macko::model_fi
     for (const bytes & part : parts) {
         all.insert(all.end(), part.begin(), part.end());
     }
-    for (const macko::sparse_matrix & m : file.sparse) {
+    for (const macko::sparse_tensor_info & m : file.sparse) {
         null_consumer consumer;
-        const bool    compressed = m.format == &macko::FORMAT_DENSE;
+        const bool    compressed = m.is_encoded_on_load();
         if (macko::read_payload(file, m, 1, consumer) != GGML_MACKO_STATUS_OK) {
             CHECK(!compressed, "%s", ggml_macko_last_error());
         } else if (!compressed) {
@@ -636,7 +638,7 @@ int main(int argc, char ** argv) {
                   static_cast<long long>(i), status, ggml_macko_last_error());
             statuses[status]++;
             if (status == GGML_MACKO_STATUS_OK) {
-                for (const macko::sparse_matrix & m : file.sparse) {
+                for (const macko::sparse_tensor_info & m : file.sparse) {
                     check_matrix(b, file, m);
                 }
                 check_virtual(file);

@@ -1,6 +1,6 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
-// refusal.
-// `test-codec --bench` prints speeds instead (GB of dense F16 per second).
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
+#include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"
 
@@ -14,18 +14,47 @@ struct encoded {
     std::vector<uint8_t> values;
     std::vector<uint8_t> deltas;
     std::vector<int32_t> row_ptr;
-    ggml_macko_matrix    m = {};
+    macko::macko_arrays  m = {};
     int64_t              n_values() const { return ggml_macko_n_padded(m.n_stored); }
-    int                  validate(int n_threads = 2) const {
-        return ggml_macko_validate(&m, n_values(), (int64_t)deltas.size(), (int64_t)row_ptr.size(), n_threads);
+    ggml_macko_matrix    matrix() const {
+        ggml_macko_matrix out = { "macko", m.rows, m.cols, m.type, m.type, m.delta_bits, m.nnz, 3, {} };
+        out.arrays[0]         = { m.values, n_values() * (m.type == GGML_MACKO_TYPE_F32 ? 4 : 2), m.type };
+        out.arrays[1]         = { m.deltas, (int64_t)deltas.size(), GGML_MACKO_TYPE_I8 };
+        out.arrays[2]         = { m.row_ptr, 4 * (int64_t)row_ptr.size(), GGML_MACKO_TYPE_I32 };
+        return out;
+    }
+    int validate(int n_threads = 2) const {
+        const ggml_macko_matrix all = matrix();
+        return ggml_macko_validate(&all, n_threads);
     }
     int decode(void * dense, int n_threads = 2) const {
-        return ggml_macko_decode(&m, n_values(), (int64_t)deltas.size(), (int64_t)row_ptr.size(), dense, n_threads);
+        const ggml_macko_matrix all = matrix();
+        return ggml_macko_decode(&all, dense, n_threads);
     }
 };
 
 static int64_t type_size(int32_t type) { return type == GGML_MACKO_TYPE_F32 ? 4 : 2; }
 static int     bits_index(int bits) { return bits == 1 ? 0 : bits == 2 ? 1 : bits == 4 ? 2 : 3; }
+
+// the C API encodes to the same bytes
+static void check_c_api(const encoded & e, const void * dense, int n_threads) {
+    const ggml_macko_option option = { "delta_bits", e.m.delta_bits };
+    ggml_macko_encoded *    out    = nullptr;
+    ggml_macko_matrix       m      = {};
+    CHECK(ggml_macko_encode("macko", dense, e.m.type, e.m.rows, e.m.cols, &option, 1, n_threads, &out) == 0 &&
+              ggml_macko_encoded_matrix(out, &m) == 0,
+          "%s", ggml_macko_last_error());
+    const ggml_macko_matrix expected = e.matrix();
+    CHECK(!strcmp(m.format, "macko") && m.rows == e.m.rows && m.cols == e.m.cols && m.type == e.m.type &&
+              m.value_type == e.m.type && m.bits == e.m.delta_bits && m.nnz == e.m.nnz && m.n_arrays == 3,
+          "the description of an encoded matrix");
+    for (int i = 0; i < 3; i++) {
+        CHECK(m.arrays[i].type == expected.arrays[i].type && m.arrays[i].nbytes == expected.arrays[i].nbytes &&
+                  !memcmp(m.arrays[i].data, expected.arrays[i].data, (size_t)m.arrays[i].nbytes),
+              "component %d of the C API", i);
+    }
+    ggml_macko_encoded_free(out);
+}
 
 static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int bits, int n_threads) {
     encoded          e;
@@ -38,7 +67,8 @@ static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t co
     e.m.values  = e.values.data();
     e.m.deltas  = e.deltas.data();
     e.m.row_ptr = e.row_ptr.data();
-    CHECK(ggml_macko_encode(dense, &e.m, n_threads) == 0, "%s", ggml_macko_last_error());
+    CHECK(macko::encode(dense, e.m, n_threads) == 0, "%s", ggml_macko_last_error());
+    check_c_api(e, dense, n_threads);
     return e;
 }
 
@@ -249,7 +279,7 @@ static void test_refusals() {
             encoded again               = good;
             again.m.values = again.values.data(), again.m.deltas = again.deltas.data(),
             again.m.row_ptr = again.row_ptr.data();
-            CHECK(ggml_macko_encode(other.data(), &again.m, n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
+            CHECK(macko::encode(other.data(), again.m, n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
                   "encode with another matrix's counts");
         }
     }
@@ -322,7 +352,7 @@ static void bench() {
             int              status = 0;
             const double     tc     = median_time(
                 [&] { status |= ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, rows, cols, 2, &count); });
-            const double te      = median_time([&] { status |= ggml_macko_encode(dense.data(), &e.m, 2); });
+            const double te      = median_time([&] { status |= macko::encode(dense.data(), e.m, 2); });
             const double td      = median_time([&] { status |= e.decode(dense.data()); });
             const double tv      = median_time([&] { status |= e.validate(); });
             const double payload = (double)(e.values.size() + e.deltas.size() + 4 * e.row_ptr.size()) * 1e-9;

@@ -126,8 +126,8 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     std::vector<uint8_t> values(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
     std::vector<uint8_t> deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
     std::vector<int32_t> row_ptr(static_cast<size_t>(desc.rows + 1));
-    const ggml_macko_matrix e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
-                                  n_stored,  values.data(), deltas.data(), row_ptr.data() };
+    const macko_arrays   e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
+                               n_stored,  values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
     const bitmap_matrix     w = bitmap_bind(desc, desc.type, memory.data);
@@ -166,8 +166,8 @@ static void test_pack_unpack_round_trip() {
                     const int64_t       row_nbytes = cols * value_nbytes(type);
                     const guarded       all(rows * row_nbytes);
                     const guarded       some((end - begin) * row_nbytes);
-                    bitmap_unpack(w, type, 0, rows, all.data);
-                    bitmap_unpack(w, type, begin, end, some.data);
+                    bitmap_densify(w, type, 0, rows, all.data);
+                    bitmap_densify(w, type, begin, end, some.data);
                     CHECK(memcmp(all.data, m.dense.data(), m.dense.size()) == 0 && all.intact() && memory.intact(),
                           "type %d bits %d %ldx%ld density %g", type, delta_bits, (long)rows, (long)cols, density);
                     CHECK(memcmp(some.data, m.dense.data() + begin * row_nbytes,
@@ -486,7 +486,7 @@ static void test_quantized_unpack() {
     for (const int32_t type : all_quants) {
         const quantized q(random, type, 17, 133, 0.3);
         const guarded   dense(16 * 133 * 4);
-        bitmap_unpack(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);
+        bitmap_densify(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);
         bool same = dense.intact();
         for (int64_t i = 0; i < 16 * 133; i++) {
             const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);

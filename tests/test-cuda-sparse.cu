@@ -25,7 +25,7 @@ struct test_matrix {
     std::vector<double>  weights; // the same in double
     std::vector<uint8_t> values, deltas;
     std::vector<int32_t> row_ptr;
-    ggml_macko_matrix    coded  = {};
+    macko_arrays         coded  = {};
     void *               memory = nullptr;
     int64_t              nbytes = 0;
     cuda_sparse_matrix   device = {};

@@ -2,7 +2,9 @@
 // edge;
 // truncation at every byte; the virtual dense file against a dense file that was built without the library.
 #include "gguf-builder.h"
+#include "gguf/model-keys.h"
 #include "load/dense-stream.h"
+#include "load/payload.h"
 #include "test.h"
 
 #include <algorithm>
@@ -75,7 +77,7 @@ struct collector : macko::payload_consumer {
     std::mutex           mutex;
     int                  answer = GGML_MACKO_STATUS_OK;
     bool                 wants_first_value() const override { return true; }
-    explicit collector(const macko::sparse_matrix & m)
+    explicit collector(const macko::sparse_tensor_info & m)
         : dense(static_cast<size_t>(m.nbytes_dense), 0xee), row_nbytes(m.nbytes_dense / m.desc.rows) {}
     int consume(const macko::macko_view & view, int64_t first_value) override {
         macko::decode(view, dense.data() + view.rows().row_begin * row_nbytes);
@@ -1299,7 +1301,7 @@ static void test_truncation() {
     }
 }
 
-// ---- payload, virtual file ----
+// ---- payload, dense stream ----
 
 // blocks in parallel give the dense bits, and first_value is the number of non-zeros before each block
 static void test_payload_blocks() {
@@ -1384,27 +1386,28 @@ static void test_out_of_memory_in_a_thread_is_a_status() {
     CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OUT_OF_MEMORY), "%s", ggml_macko_last_error());
 }
 
-static void test_virtual_file_is_the_dense_file() {
+static void test_dense_stream_is_the_dense_file() {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
         const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
         const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::virtual_file> v;
-        CHECK(macko::virtual_file::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        std::unique_ptr<macko::dense_stream> v;
+        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
         layout l;
         bytes  expected = builder::serialize(m.dense, &l);
         CHECK(v->size() == static_cast<int64_t>(expected.size()), "size %lld vs %zu", static_cast<long long>(v->size()),
               expected.size());
         bytes got(expected.size(), 0xee);
         CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
-        for (size_t i = 0; i < m.sparse.size(); i++) { // sparse tensors read as a handle and zeros
+        for (size_t i = 0; i < m.sparse.size(); i++) { // sparse tensors read as a placeholder and zeros
             const size_t at = l.data_at[m.dense.tensor_index(m.sparse[i].name)];
             const size_t n  = m.sparse[i].data.size();
-            CHECK(v->match_handle(&got[at], n) == static_cast<int64_t>(i), "handle of %s", m.sparse[i].name.c_str());
+            CHECK(v->match_placeholder(&got[at], n) == static_cast<int64_t>(i), "placeholder of %s",
+                  m.sparse[i].name.c_str());
             std::fill_n(expected.begin() + static_cast<int64_t>(at), n, 0);
-            std::fill_n(got.begin() + static_cast<int64_t>(at), sizeof(macko::tensor_handle), 0);
+            std::fill_n(got.begin() + static_cast<int64_t>(at), sizeof(macko::tensor_placeholder), 0);
         }
-        CHECK(got == expected, "seed %llu: the virtual file is not the dense file",
+        CHECK(got == expected, "seed %llu: the dense stream is not the dense file",
               static_cast<unsigned long long>(seed));
 
         bytes whole(expected.size());
@@ -1457,14 +1460,14 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     return n_read;
 }
 
-// dense tensors arrive whole, of sparse ones the handle
+// dense tensors arrive whole, of sparse ones the placeholder
 static void test_zeros_of_sparse_tensors_are_not_read() {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
         const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
         const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::virtual_file> v;
-        CHECK(macko::virtual_file::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        std::unique_ptr<macko::dense_stream> v;
+        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
         layout      l;
         const bytes dense  = builder::serialize(m.dense, &l);
         FILE *      stream = v->open_stream();
@@ -1481,9 +1484,9 @@ static void test_zeros_of_sparse_tensors_are_not_read() {
                 CHECK(n_read == n && got == m.dense.tensors[t].data, "seed %llu: %s",
                       static_cast<unsigned long long>(seed), m.dense.tensors[t].name.c_str());
             } else {
-                CHECK(v->match_handle(got.data(), got.size()) == is - m.sparse.begin(), "handle of %s",
+                CHECK(v->match_placeholder(got.data(), got.size()) == is - m.sparse.begin(), "placeholder of %s",
                       is->name.c_str());
-                CHECK(n_read == sizeof(macko::tensor_handle), "%lld of %lld bytes of %s were read",
+                CHECK(n_read == sizeof(macko::tensor_placeholder), "%lld of %lld bytes of %s were read",
                       static_cast<long long>(n_read), static_cast<long long>(n), is->name.c_str());
             }
         }
@@ -1491,45 +1494,45 @@ static void test_zeros_of_sparse_tensors_are_not_read() {
     }
 }
 
-static void test_forged_handles_do_not_match() {
+static void test_forged_placeholders_do_not_match() {
     const builder::model                 m = base_model();
     const memory_file                    f(builder::serialize(builder::sparse_file(m)));
     const auto                           file = open_or_die(f);
-    std::unique_ptr<macko::virtual_file> a, b;
-    CHECK(macko::virtual_file::create(*file, &a) == S(OK) && macko::virtual_file::create(*file, &b) == S(OK), "%s",
+    std::unique_ptr<macko::dense_stream> a, b;
+    CHECK(macko::dense_stream::create(*file, &a) == S(OK) && macko::dense_stream::create(*file, &b) == S(OK), "%s",
           ggml_macko_last_error());
     layout l;
     builder::serialize(m.dense, &l);
-    macko::tensor_handle h  = {};
-    const int64_t        at = static_cast<int64_t>(l.data_at[m.dense.tensor_index(Q)]);
+    macko::tensor_placeholder h  = {};
+    const int64_t             at = static_cast<int64_t>(l.data_at[m.dense.tensor_index(Q)]);
     CHECK(a->read_at(at, &h, sizeof(h)) == S(OK), "%s", ggml_macko_last_error());
-    CHECK(a->match_handle(&h, sizeof(h)) == 0, "own handle");
-    CHECK(b->match_handle(&h, sizeof(h)) == -1, "handle of another load of the same file");
-    CHECK(a->match_handle(&h, sizeof(h) - 1) == -1 && a->match_handle(nullptr, 0) == -1, "too short");
-    macko::tensor_handle forged = h;
-    forged.index                = m.sparse.size();
-    CHECK(a->match_handle(&forged, sizeof(forged)) == -1, "index behind the end");
+    CHECK(a->match_placeholder(&h, sizeof(h)) == 0, "own placeholder");
+    CHECK(b->match_placeholder(&h, sizeof(h)) == -1, "placeholder of another load of the same file");
+    CHECK(a->match_placeholder(&h, sizeof(h) - 1) == -1 && a->match_placeholder(nullptr, 0) == -1, "too short");
+    macko::tensor_placeholder forged = h;
+    forged.index                     = m.sparse.size();
+    CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "index behind the end");
     forged.index = UINT64_MAX;
-    CHECK(a->match_handle(&forged, sizeof(forged)) == -1, "index 2^64-1");
+    CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "index 2^64-1");
     for (size_t i = 0; i < sizeof(h.nonce); i++) {
         forged = h;
         forged.nonce[i] ^= 1;
-        CHECK(a->match_handle(&forged, sizeof(forged)) == -1, "one bit of the nonce");
+        CHECK(a->match_placeholder(&forged, sizeof(forged)) == -1, "one bit of the nonce");
     }
-    const macko::tensor_handle zero = {};
-    CHECK(a->match_handle(&zero, sizeof(zero)) == -1, "zeros");
+    const macko::tensor_placeholder zero = {};
+    CHECK(a->match_placeholder(&zero, sizeof(zero)) == -1, "zeros");
 }
 
 static void test_what_cannot_be_served() {
     const memory_file dense(builder::serialize(base_model().dense));
     const auto        file = open_or_die(dense);
     CHECK(!file->is_sparse, "a dense file is not sparse");
-    std::unique_ptr<macko::virtual_file> v;
-    int                                  status = macko::virtual_file::create(*file, &v);
+    std::unique_ptr<macko::dense_stream> v;
+    int                                  status = macko::dense_stream::create(*file, &v);
     seen.insert(status);
     expect("dense file", S(NOT_SPARSE), status);
 
-    builder::model  tiny; // 3 x 3 F16: 18 bytes do not hold a handle
+    builder::model  tiny; // 3 x 3 F16: 18 bytes do not hold a placeholder
     std::mt19937_64 rng(1);
     tiny.sparse.push_back({ "m", { 3, 3 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 9, 3, 1) });
     tiny.bits = { 4 };
@@ -1537,7 +1540,7 @@ static void test_what_cannot_be_served() {
     const memory_file                  f(builder::serialize(builder::sparse_file(tiny)));
     std::unique_ptr<macko::model_file> small;
     CHECK(macko::model_file_open(f.path().c_str(), false, &small) == S(OK), "%s", ggml_macko_last_error());
-    expect("matrix smaller than a handle", S(BAD_SHAPE), macko::virtual_file::create(*small, &v));
+    expect("matrix smaller than a placeholder", S(BAD_SHAPE), macko::dense_stream::create(*small, &v));
 }
 
 // ---- the file system ----
@@ -1574,16 +1577,16 @@ static void test_file_system() {
     expect("symlink to a file", S(OK), open_path(base + "/link"));
 
     std::unique_ptr<macko::model_file>   file;
-    std::unique_ptr<macko::virtual_file> v;
+    std::unique_ptr<macko::dense_stream> v;
     CHECK(macko::model_file_open((base + "/model").c_str(), true, &file) == S(OK) &&
-              macko::virtual_file::create(*file, &v) == S(OK),
+              macko::dense_stream::create(*file, &v) == S(OK),
           "%s", ggml_macko_last_error());
     CHECK(file->check_unchanged() == S(OK), "%s", ggml_macko_last_error());
     write_file(base + "/other");
     CHECK(rename((base + "/other").c_str(), (base + "/model").c_str()) == 0, "rename");
     CHECK(file->check_unchanged() == S(OK), "renamed over: the old inode is still open and unchanged");
     CHECK(macko::model_file_open((base + "/model").c_str(), true, &file) == S(OK) &&
-              macko::virtual_file::create(*file, &v) == S(OK),
+              macko::dense_stream::create(*file, &v) == S(OK),
           "%s", ggml_macko_last_error());
     FILE * stream = v->open_stream();
     CHECK(truncate((base + "/model").c_str(), static_cast<off_t>(content.size() / 2)) == 0, "truncate");
@@ -1666,7 +1669,7 @@ static void test_compressed_blocks_are_not_the_sparse_file() {
     std::unique_ptr<macko::model_file> file;
     CHECK(macko::model_file_open_sparse(f.path().c_str(), true, &file) == S(OK), "%s", ggml_macko_last_error());
     int n_blocks = 0;
-    for (const macko::sparse_matrix & matrix : file->sparse) {
+    for (const macko::sparse_tensor_info & matrix : file->sparse) {
         const auto                t = std::find_if(m.dense.tensors.begin(), m.dense.tensors.end(),
                                                    [&](const builder::tensor & x) { return x.name == matrix.name; });
         const builder::components want =
@@ -1713,9 +1716,9 @@ int main() {
     test_payload_blocks();
     test_consumers_of_a_matrix_work_side_by_side();
     test_out_of_memory_in_a_thread_is_a_status();
-    test_virtual_file_is_the_dense_file();
+    test_dense_stream_is_the_dense_file();
     test_zeros_of_sparse_tensors_are_not_read();
-    test_forged_handles_do_not_match();
+    test_forged_placeholders_do_not_match();
     test_what_cannot_be_served();
     test_file_system();
     test_open_sparse();

@@ -2,6 +2,7 @@
 // quantization, every refusal,
 // and mutated arrays, which are refused or decode as the slow decoder says.
 #include "codec/macko/encode.h"
+#include "codec/packed/packed.h"
 #include "test.h"
 #include "values.h"
 

@@ -1,5 +1,5 @@
-"""pybind/*.h repeats the C header. In ABI mode a wrong declaration crashes or corrupts silently, so the compiler
-compares the two here.
+"""The declarations of pybind/*.h against the C header that they repeat. In ABI mode a wrong declaration crashes or
+corrupts memory silently, so the compiler compares the two here.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def compiles(text: str, tmp_path) -> subprocess.CompletedProcess:
     )
 
 
-def test_declarations_drifted_from_header(tmp_path):
+def test_declarations_match_the_header(tmp_path):
     done = compiles(declarations(), tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_function_constant_or_field_left_out():
+def test_every_function_and_constant_is_declared():
     header, text = HEADER.read_text(), declarations()
     functions = re.findall(r"^GGML_MACKO_API [^(]*?(ggml_macko_\w+)\(", header, re.MULTILINE)
     constants = re.findall(r"^\s+(GGML_MACKO_\w+)\s*=", header, re.MULTILINE)
@@ -78,18 +78,18 @@ def test_function_constant_or_field_left_out():
     [
         ("int64_t rows, int64_t cols, int n_threads", "int32_t rows, int64_t cols, int n_threads"),  # argument
         ("int64_t ggml_macko_file_size", "int32_t ggml_macko_file_size"),  # result
-        ("    int64_t         nnz;\n", ""),  # field gone
-        ("    const uint8_t * deltas;", "    const int32_t * deltas;"),  # field type of the same size
+        ("    int64_t                 nnz;\n", ""),  # field gone
+        ("    const char *            format;", "    const int8_t *          format;"),  # field type of the same size
         ("GGML_MACKO_STATUS_BAD_NNZ           = 54", "GGML_MACKO_STATUS_BAD_NNZ           = 55"),
     ],
 )
-def test_the_check_itself_notices(tmp_path, old, new):
+def test_changed_declaration_is_noticed(tmp_path, old, new):
     text = declarations()
     assert old in text
     assert compiles(text.replace(old, new, 1), tmp_path).returncode != 0
 
 
-def test_python_status_codes_drifted():
+def test_python_status_codes_match_the_header():
     from ggml_macko import errors
 
     codes = {name: int(value) for name, value in re.findall(r"GGML_MACKO_STATUS_(\w+)\s*=\s*(\d+)", HEADER.read_text())}

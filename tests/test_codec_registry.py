@@ -21,8 +21,8 @@ import ggml_macko
 from ggml_macko import SparseMatrix, errors
 from ggml_macko.codecs import registry
 from ggml_macko.codecs.codec import Choice, Codec, Settings, Source, StoredArrays
-from ggml_macko.codecs.encoded import EncodedMatrix
 from ggml_macko.native import bindings
+from ggml_macko.native.codec import EncodedMatrix
 from ggml_macko.values import TYPE_I32, Array, bits_dtype, value_bits
 
 

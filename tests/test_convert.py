@@ -174,7 +174,7 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
     )  # fmt: skip
     assert done.code == 0, done.err
     with bindings.File(tmp_path / "s.gguf") as f:
-        assert {s.name: s.delta_bits for s in f.sparse()} == {
+        assert {s.name: s.bits for s in f.sparse()} == {
             "blk.0.attn_q.weight": 1,
             "blk.0.ffn_up_exps.weight": 8,
             "blk.0.ffn_down_exps.weight": 8,

@@ -19,9 +19,10 @@ import time
 import numpy as np
 
 from ggml_macko import SparseMatrix, console, values
-from ggml_macko.codecs import c_library, ec_csr
+from ggml_macko.codecs import ec_csr
 from ggml_macko.gguf import tensor_rules
 from ggml_macko.gguf.files import Model
+from ggml_macko.native import codec as native_codec
 
 SHAPES = "1024x8192,4096x4096,4096x11008,11008x4096,5120x5120,5120x13824,13824x5120,8192x8192"
 VARIANTS = {  # label -> options. 128 is the smallest block that the paper extracts
@@ -41,7 +42,7 @@ def random_mask(rows: int, cols: int, sparsity: float, seed: int) -> np.ndarray:
 
 def encode(bits: np.ndarray, delta_bits: int, options: dict) -> ec_csr.EcCsrMatrix:
     """bits: F16 bit patterns (rows, cols)."""
-    found = c_library.encode("ec-csr", bits, values.TYPE_F16, {"delta_bits": delta_bits, **options})
+    found = native_codec.encode("ec-csr", bits, values.TYPE_F16, {"delta_bits": delta_bits, **options})
     return ec_csr.EcCsrMatrix.from_encoded(found)
 
 

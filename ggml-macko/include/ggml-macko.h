@@ -1,9 +1,8 @@
 // ggml-macko: sparse weights for stock llama.cpp. The whole C API; no ggml type appears here, so cffi can bind it.
 //
 // Conventions
-//   - Functions return ggml_macko_status unless said otherwise; on an error ggml_macko_last_error() has one line of
-//   text,
-//     valid until the next call of this library on the same thread. Nothing throws, aborts or prints.
+//   - Functions return ggml_macko_status unless said otherwise. On an error ggml_macko_last_error() has one line of
+//     text, valid until the next call of this library on the same thread. Nothing throws, aborts or prints.
 //   - Matrices are row-major, rows x cols, cols = ggml's ne[0]. Types are ggml type ids (enum ggml_macko_type).
 //   - n_threads <= 0 means all cores.
 //   - The file format is FORMAT.md.
@@ -26,7 +25,7 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_BAD_ARGUMENT     = 1, // a null pointer, a negative count, a shape that does not fit
     GGML_MACKO_STATUS_OUT_OF_MEMORY    = 2,
     GGML_MACKO_STATUS_VERSION_MISMATCH = 3, // the running llama.cpp is not the one the plugin was built for
-    GGML_MACKO_STATUS_CANCELLED        = 4, // a progress callback said stop
+    GGML_MACKO_STATUS_CANCELLED        = 4, // a progress callback asked to stop
     GGML_MACKO_STATUS_LOAD_FAILED      = 5, // llama.cpp refused a model that passed our checks
     // the file system
     GGML_MACKO_STATUS_IO           = 10, // errno text is in the message
@@ -67,14 +66,17 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_OVERLAP       = 56, // EC-CSR: two blocks hold one element
 };
 
-// the type ids that values may have, ggml's but for Q4_NL (FORMAT.md section 7); the quantized ones only in packed
-// matrices
+// Type ids of matrices and their components, ggml's but for Q4_NL (FORMAT.md section 7). Dense matrices are F32, F16 or
+// BF16; quantized values occur in packed matrices only.
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32   = 0,
     GGML_MACKO_TYPE_F16   = 1,
     GGML_MACKO_TYPE_Q4_0  = 2,
     GGML_MACKO_TYPE_Q5_0  = 6,
     GGML_MACKO_TYPE_Q8_0  = 8,
+    GGML_MACKO_TYPE_I8    = 24, // I8, I16 and I32: components that are not values
+    GGML_MACKO_TYPE_I16   = 25,
+    GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004, // this library's own; in a file its blocks are bytes (I8)
 };
@@ -93,25 +95,84 @@ GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
 // the GPUs that are used, or why there are none, and what this build has kernels for; asks the driver
 GGML_MACKO_API const char * ggml_macko_gpus(void);
 
-// ---- MACKO codec (FORMAT.md section 3; paper section 4) ----
+// ---- codecs (FORMAT.md sections 3, 6 and 7) ----
 
-struct ggml_macko_matrix {
-    int64_t         rows;
-    int64_t         cols;
-    int32_t         type;       // enum ggml_macko_type
-    int32_t         delta_bits; // 1, 2, 4 or 8
-    int64_t         nnz;        // non-zeros
-    int64_t         n_stored;   // non-zeros and fillers
-    const void *    values;     // n_padded elements
-    const uint8_t * deltas;     // ggml_macko_deltas_nbytes()
-    const int32_t * row_ptr;    // rows + 1
+#define GGML_MACKO_MAX_ARRAYS  8
+#define GGML_MACKO_MAX_OPTIONS 8
+
+struct ggml_macko_array {
+    const void * data;
+    int64_t      nbytes;
+    int32_t      type; // ggml type of the component tensor on file
 };
 
-// elements of values, and bytes of deltas, for n_stored entries
+// a matrix of any format: what a file's header says of it, and its components
+struct ggml_macko_matrix {
+    const char *            format; // a name of ggml_macko_codec_at()
+    int64_t                 rows;
+    int64_t                 cols;
+    int32_t                 type;       // of the dense matrix: F32, F16 or BF16
+    int32_t                 value_type; // of the stored values: the same, or in some formats a quantized type
+    int32_t                 bits;       // macko.tensor.delta_bits
+    int64_t                 nnz;
+    int32_t                 n_arrays;                      // as many as the format has components
+    struct ggml_macko_array arrays[GGML_MACKO_MAX_ARRAYS]; // in the order of the tensor table
+};
+
+struct ggml_macko_option { // of an encoder
+    const char * name;
+    int64_t      value;
+};
+
+struct ggml_macko_codec_info {
+    const char *             name;                            // in macko.tensor.format
+    int64_t                  version;                         // macko.min_reader_version of a file that has it
+    int32_t                  n_arrays;                        // components
+    const char *             suffixes[GGML_MACKO_MAX_ARRAYS]; // of their names, with the dot
+    int32_t                  n_options;
+    struct ggml_macko_option options[GGML_MACKO_MAX_OPTIONS]; // of the encoder, with their defaults
+    bool                     has_gpu_cost;                    // for ggml_macko_gpu_cost()
+};
+GGML_MACKO_API int32_t ggml_macko_codec_count(void);
+// codec i of ggml_macko_codec_count(); the strings live as long as the process
+GGML_MACKO_API int ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info * info);
+
+// an encoded matrix; owns its memory
+struct ggml_macko_encoded;
+// Encodes rows x cols dense elements. Options are those of ggml_macko_codec_at(); what is not given has its default:
+//   macko   delta_bits       1, 2, 4 or 8; 0: what takes the fewest bytes
+//   packed  value_type       the dense type, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as ggml's
+//                            reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
+//           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: what takes the fewest bytes
+//   ec-csr  delta_bits       4 or 8
+//           max_granularity  rows of a block: 1 (no extraction), 2, 4 ... 64
+//           min_columns      of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas
+//                            128, 4-bit 256), and no extraction at all if that is smaller
+//           clip             0 or 1: cut blocks with more than twice the elements of an average row
+//           seed             of the order in which rows look for partners; the result depends on nothing else
+// BAD_ARGUMENT for an unknown format or option; NOT_FINITE if a value is Inf or NaN, or too large for a scale in F16;
+// LIMIT if there are too many entries. Same bytes for any n_threads. EC-CSR compares all rows with each other: seconds.
+GGML_MACKO_API int ggml_macko_encode(const char * format, const void * dense, int32_t type, int64_t rows, int64_t cols,
+                                     const struct ggml_macko_option * options, int32_t n_options, int n_threads,
+                                     struct ggml_macko_encoded ** out);
+// its description and arrays, valid until it is freed
+GGML_MACKO_API int  ggml_macko_encoded_matrix(const struct ggml_macko_encoded * e, struct ggml_macko_matrix * m);
+GGML_MACKO_API void ggml_macko_encoded_free(struct ggml_macko_encoded * e);
+// full check of an untrusted matrix
+GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int n_threads);
+// checks like ggml_macko_validate, and writes rows x cols dense elements of m->type; on an error some may be written
+GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, void * dense, int n_threads);
+// A model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: with the matrix in the
+// layout of its format (infinite if it would not be kept so), and as MACKO rows with the best width. Checks like
+// ggml_macko_validate; BAD_ARGUMENT for a format without has_gpu_cost.
+GGML_MACKO_API int ggml_macko_gpu_cost(const struct ggml_macko_matrix * m, int n_threads, double * own_us,
+                                       double * rows_us);
+
+// elements of MACKO's values, and bytes of its deltas, for n_stored entries (non-zeros and fillers)
 GGML_MACKO_API int64_t ggml_macko_n_padded(int64_t n_stored);
 GGML_MACKO_API int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits);
 
-// what a dense matrix needs, for all four widths in one pass
+// what a dense matrix needs as MACKO, for all four widths in one pass
 struct ggml_macko_count {
     int64_t nnz;
     int64_t n_stored[4]; // for delta_bits 1, 2, 4, 8
@@ -119,102 +180,10 @@ struct ggml_macko_count {
 };
 GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                                           struct ggml_macko_count * count);
-// fills values (n_padded), deltas and row_ptr (rows + 1), whose sizes follow from ggml_macko_count_dense; m's pointers
-// must be set,
-// and m->rows, cols, type, delta_bits, nnz, n_stored as counted. Fails with BAD_ARGUMENT if the counts are not those of
-// the matrix.
-GGML_MACKO_API int ggml_macko_encode(const void * dense, const struct ggml_macko_matrix * m, int n_threads);
-// full check of an untrusted matrix; n_values, n_deltas, n_row_ptr are the lengths really there (elements, bytes,
-// elements)
-GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
-                                       int64_t n_row_ptr, int n_threads);
-// validates, then writes rows * cols dense elements; lengths as above
-GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
-                                     int64_t n_row_ptr, void * dense, int n_threads);
 
-// ---- EC-CSR codec (FORMAT.md section 6; EC-SpMV paper sections 4-6) ----
-
-struct ggml_macko_ec_csr { // n_*: lengths in elements, of deltas in bytes
-    int64_t         rows;
-    int64_t         cols;
-    int32_t         type;       // enum ggml_macko_type
-    int32_t         delta_bits; // 4 or 8
-    int64_t         nnz;
-    int64_t         n_values, n_deltas, n_bases, n_blk_ptr, n_block_rows, n_sets;
-    const void *    values;
-    const uint8_t * deltas;
-    const void *    bases; // uint16_t if cols <= 65536, else int32_t
-    const int32_t * blk_ptr;
-    const int32_t * block_rows; // X.rows
-    const int32_t * sets;       // n_sets: its elements, four per set
-};
-
-// how blocks are extracted; NULL means { 16, 0, true, 0 }
-struct ggml_macko_ec_csr_options {
-    int32_t max_granularity; // rows of a block: 1 (no extraction), 2, 4 ... 64
-    // of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas 128, 4-bit 256), and no
-    int32_t min_columns;
-    // extraction at all if that is smaller
-    bool     clip; // cut blocks with more than twice the elements of an average row
-    uint64_t seed; // of the order in which rows look for partners: the result depends on nothing else
-};
-
-// an encoded matrix; owns its memory
-struct ggml_macko_ec_csr_matrix;
-// extracts blocks and encodes them. NOT_FINITE if a value is Inf or NaN, LIMIT if there are too many entries.
-GGML_MACKO_API int ggml_macko_ec_csr_encode(const void * dense, int32_t type, int64_t rows, int64_t cols,
-                                            int32_t delta_bits, const struct ggml_macko_ec_csr_options * options,
-                                            int n_threads, struct ggml_macko_ec_csr_matrix ** out);
-// its arrays, valid until it is freed
-GGML_MACKO_API int  ggml_macko_ec_csr_arrays(const struct ggml_macko_ec_csr_matrix * m,
-                                             struct ggml_macko_ec_csr *              arrays);
-GGML_MACKO_API void ggml_macko_ec_csr_free(struct ggml_macko_ec_csr_matrix * m);
-// full check of an untrusted matrix
-GGML_MACKO_API int ggml_macko_ec_csr_validate(const struct ggml_macko_ec_csr * m, int n_threads);
-// checks, and writes rows * cols dense elements; on an error some of them may have been written
-GGML_MACKO_API int ggml_macko_ec_csr_decode(const struct ggml_macko_ec_csr * m, void * dense, int n_threads);
-
-// Model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: kept in the matrix's
-// blocks (infinite if it would not
-// be), and as MACKO's rows with the best width. Checks like ggml_macko_ec_csr_validate.
-GGML_MACKO_API int ggml_macko_ec_csr_gpu_us(const struct ggml_macko_ec_csr * m, int n_threads, double * blocks_us,
-                                            double * rows_us);
-
-// ---- packed codec: non-zeros without fillers, plain or quantized (FORMAT.md section 7) ----
-
-struct ggml_macko_packed { // n_*: lengths in elements, of index in bytes
-    int64_t         rows;
-    int64_t         cols;
-    int32_t         type;       // of the dense matrix: F32, F16 or BF16
-    int32_t         value_type; // the same, or Q8_0, Q5_0, Q4_0 or Q4_NL
-    int32_t         index_bits; // 0: a bitmap; 2, 4, 8: gap codes
-    int64_t         nnz;
-    int64_t         n_values, n_index, n_row_ptr;
-    const void *    values;
-    const uint8_t * index;
-    const int32_t * row_ptr;
-};
-
-// an encoded matrix; owns its memory
-struct ggml_macko_packed_matrix;
-// index_bits -1: what makes it smallest. Quantizing rounds as ggml's reference quantizer does; to Q4_NL as
-// ggml_macko_quantize_q4_nl. NOT_FINITE if a value is Inf or NaN, or too large
-// for a scale in F16; LIMIT if there are too many non-zeros.
-GGML_MACKO_API int ggml_macko_packed_encode(const void * dense, int32_t type, int64_t rows, int64_t cols,
-                                            int32_t value_type, int32_t index_bits, int n_threads,
-                                            struct ggml_macko_packed_matrix ** out);
-// its arrays, valid until it is freed
-GGML_MACKO_API int  ggml_macko_packed_arrays(const struct ggml_macko_packed_matrix * m,
-                                             struct ggml_macko_packed *              arrays);
-GGML_MACKO_API void ggml_macko_packed_free(struct ggml_macko_packed_matrix * m);
-// full check of an untrusted matrix
-GGML_MACKO_API int ggml_macko_packed_validate(const struct ggml_macko_packed * m, int n_threads);
-// checks, and writes rows * cols dense elements of m->type
-GGML_MACKO_API int ggml_macko_packed_decode(const struct ggml_macko_packed * m, void * dense, int n_threads);
-// n non-zeros as Q4_NL: for each block of 32 the scale that leaves the least sum of weights[i] * error^2, of those
-// tried; blocks has 18 bytes for each 32
-// begun, at least 18. weights are not negative; NULL: all alike. NOT_FINITE if a value is too large for a scale in F16.
-// Same bytes for any n_threads.
+// Quantizes n values to Q4_NL: for each block of 32 the scale, of those tried, with the least sum of
+// weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not negative; NULL
+// weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
 GGML_MACKO_API int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads,
                                              void * blocks);
 
@@ -222,13 +191,10 @@ GGML_MACKO_API int ggml_macko_quantize_q4_nl(const float * values, const float *
 
 // a matrix in the layout that is fastest on this CPU; owns its memory
 struct ggml_macko_cpu_matrix;
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int64_t n_values, int64_t n_deltas,
-                                               int64_t n_row_ptr, int n_threads, struct ggml_macko_cpu_matrix ** out);
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init_ec_csr(const struct ggml_macko_ec_csr * m, int n_threads,
-                                                      struct ggml_macko_cpu_matrix ** out);
-GGML_MACKO_API int  ggml_macko_cpu_matrix_init_packed(const struct ggml_macko_packed * m, int n_threads,
-                                                      struct ggml_macko_cpu_matrix ** out);
-GGML_MACKO_API void ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
+// checks like ggml_macko_validate; a format that the kernels have no layout for is recoded to MACKO rows
+GGML_MACKO_API int     ggml_macko_cpu_matrix_init(const struct ggml_macko_matrix * m, int n_threads,
+                                                  struct ggml_macko_cpu_matrix ** out);
+GGML_MACKO_API void    ggml_macko_cpu_matrix_free(struct ggml_macko_cpu_matrix * m);
 GGML_MACKO_API int64_t ggml_macko_cpu_matrix_nbytes(const struct ggml_macko_cpu_matrix * m);
 // y[n][rows] = x[n][cols] * W^T, float32, contiguous; y must not overlap x
 GGML_MACKO_API int ggml_macko_cpu_mul_mat(const struct ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n,
@@ -264,10 +230,10 @@ GGML_MACKO_API int     ggml_macko_file_tensor(const struct ggml_macko_file * fil
 
 struct ggml_macko_sparse_info { // a sparse matrix of the file
     const char * name;          // dense name X
-    const char * format;        // "macko", "ec-csr" or "packed"
+    const char * format;        // a name of ggml_macko_codec_at()
     int32_t      type;          // dense ggml type
-    int32_t      value_type;    // of the stored values: the same, or of packed Q8_0, Q5_0, Q4_0 or Q4_NL
-    int32_t      delta_bits;    // of packed 0 for a bitmap
+    int32_t      value_type;    // of the stored values: the same, or in some formats a quantized type
+    int32_t      bits;          // macko.tensor.delta_bits
     int32_t      n_dims;        // of the dense tensor
     int64_t      ne[4];         // dense shape
     int64_t      nnz;
@@ -279,11 +245,11 @@ struct ggml_macko_sparse_info { // a sparse matrix of the file
 GGML_MACKO_API int64_t ggml_macko_file_n_sparse(const struct ggml_macko_file * file);
 GGML_MACKO_API int     ggml_macko_file_sparse(const struct ggml_macko_file * file, int64_t i,
                                               struct ggml_macko_sparse_info * info);
-// validates the payload of matrix i on a private copy: MACKO in blocks of rows, EC-CSR as a whole
+// validates the payload of matrix i on a private copy, in blocks of rows or as a whole
 GGML_MACKO_API int ggml_macko_file_check_payload(const struct ggml_macko_file * file, int64_t i, int n_threads);
 
-// What llama.cpp does with a weight of this name: only multiplied weights may be stored sparse (a product's weight
-// alone is what devices hold sparse)
+// What llama.cpp does with a weight of this name. Only weights of matrix products may be stored sparse, because devices
+// hold nothing else sparse.
 enum ggml_macko_weight_use {
     GGML_MACKO_WEIGHT_OTHER = 0, // looked up, added, or too small to matter
     GGML_MACKO_WEIGHT_BLOCK = 1, // multiplied, in a block; 3-D: the weights of its experts
@@ -297,22 +263,20 @@ GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
 
 enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
-    GGML_MACKO_LOAD_NO_ALLOC = 2, // params.no_alloc: llama.cpp wants to know sizes and reads no weights
+    GGML_MACKO_LOAD_NO_ALLOC = 2, // params.no_alloc: llama.cpp asks for sizes and reads no weights
 };
 
 struct ggml_macko_load;
-// vets the file (a split model: its first, with the others beside it) and makes it this thread's current load; *stream
-// is the virtual dense GGUF (owned by the load).
-// NOT_SPARSE: the file is llama.cpp's to judge, good or bad, or has nothing to compress; call
-// llama_model_load_from_file
+// Vets the file (of a split model the first; the others lie beside it) and makes it the current load of this thread.
+// *stream is the dense GGUF that the file stands for; the load owns it. NOT_SPARSE: the file is not sparse, or has
+// nothing to compress, or is broken without claiming to be sparse; call llama_model_load_from_file instead.
 GGML_MACKO_API int ggml_macko_load_begin(const char * path, int32_t flags, struct ggml_macko_load ** out,
                                          FILE ** stream);
 // Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for
-// params.vocab_only and no_alloc.
-// On an error (the first one that a callback of llama.cpp ran into, or a matrix that was not placed on a device of
-// ours, or LOAD_FAILED
-// if there is no model) free the model, if there is one, and report the message.
+// params.vocab_only and no_alloc. On an error free the model, if there is one, and report the message: it is the first
+// error of a callback, or names a matrix that was not placed on a device of this plugin; LOAD_FAILED if there is no
+// model.
 GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load, bool model_loaded, bool with_weights);
-// OK if ggml_version (ggml_version() of the running libggml-base) is the one the plugin was built for; else
-// VERSION_MISMATCH naming both
+// OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
+// naming both, if not
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);

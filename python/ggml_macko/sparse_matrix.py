@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from . import errors
-from .codecs import c_library, registry
+from .codecs import registry
 from .codecs.codec import Candidate, Settings, Source
-from .codecs.encoded import EncodedMatrix
+from .native import codec as native_codec
+from .native.codec import EncodedMatrix
+from .native.cpu import CpuMatrix
 from .values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
 
 
@@ -63,7 +65,7 @@ class SparseMatrix:
         if name is None:
             known = ", ".join(registry.types())
             raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {known}")
-        count = c_library.count_dense(bits, type_id, n_threads)
+        count = native_codec.count_dense(bits, type_id, n_threads)
         if count.n_nonfinite:
             raise errors.error(errors.NOT_FINITE, f"{count.n_nonfinite} values are not finite")
         settings = Settings(n_threads, options or {}, search=False)
@@ -138,7 +140,7 @@ class SparseMatrix:
                 f"expected float32 of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.dtype} {x.shape}",
             )
         if self._cpu is None:
-            self._cpu = c_library.CpuMatrix(self.arrays)
+            self._cpu = CpuMatrix(self.arrays)
         if x.ndim == 1:
             product: npt.NDArray[np.float32] = self._cpu.mul_mat(x[None, :])[0]
             return product

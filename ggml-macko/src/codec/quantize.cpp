@@ -1,5 +1,5 @@
-// Compiled without contraction: ggml's reference quantizers and the NumPy twin (python/ggml_macko/packed.py) get the
-// same bytes.
+// Compiled without floating-point contraction, so that ggml's reference quantizers and the NumPy twin
+// (python/ggml_macko/codecs/packed.py) get the same bytes.
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
 
@@ -9,8 +9,7 @@
 namespace macko {
 
 // One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value
-// / -8, and
-// q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. Returns the scale.
+// / -8, and q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. Returns the scale.
 static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
     float extreme = 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
@@ -76,8 +75,8 @@ struct table_scale {
 };
 
 // With both tables, scales of both signs that put the largest magnitude at .78 to 1.14 times the outermost level are
-// tried; each is replaced by
-// the best one for the levels that it leads to, twice. Sums have eight parts, so that they fit vectors.
+// tried; each is replaced by the best one for the levels that it leads to, twice. Sums have eight parts, so that they
+// fit vectors.
 constexpr float TRIED[] = { .78f, .88f, .95f, 1.0f, 1.06f, 1.14f }; // 20 of them leave 0.3 % less error
 
 static table_scale search_scale(const float * x, const float * weights) {

@@ -20,13 +20,14 @@ constexpr int64_t quant_block_nbytes(int32_t type) {
            : type == GGML_MACKO_TYPE_Q4_0 || type == GGML_MACKO_TYPE_Q4_NL ? 18
                                                                            : 0;
 }
-// q of Q4_NL: non-zeros of a pruned matrix have a hole around zero, narrow or wide, and so have the levels
+// The levels of Q4_NL, as q. The non-zeros of a pruned matrix leave a gap around zero, narrow or wide, and so do the
+// two tables.
 alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
 constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
-// n values, a multiple of QUANT_BLOCK if quantized
+// bytes of n values; n is a multiple of QUANT_BLOCK if the type is quantized
 constexpr int64_t values_nbytes(int32_t type, int64_t n) {
     return is_quant_type(type) ? n / QUANT_BLOCK * quant_block_nbytes(type) : n * value_nbytes(type);
 }
@@ -50,7 +51,7 @@ inline float float_of_f16(uint16_t h) {
     return float_of_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
 
-// to nearest, ties to even; Inf from 65520 up
+// rounds to nearest, ties to even; Inf from 65520 up
 inline uint16_t f16_of_float(float f) {
     const uint32_t sign = (bits_of_float(f) >> 16) & 0x8000u, u = bits_of_float(f) & 0x7fffffffu;
     if (u > 0x7f800000u) {
@@ -62,7 +63,8 @@ inline uint16_t f16_of_float(float f) {
     if (u < 0x38800000u) { // multiples of 2^-24, the spacing of floats at 0.5
         return static_cast<uint16_t>(sign | (bits_of_float(float_of_bits(u) + 0.5f) - 0x3f000000u));
     }
-    return static_cast<uint16_t>(sign | (((u + 0xfffu + ((u >> 13) & 1)) >> 13) - 0x1c000u)); // exponents are 112 lower
+    return static_cast<uint16_t>(
+        sign | (((u + 0xfffu + ((u >> 13) & 1)) >> 13) - 0x1c000u)); // F16 exponents are biased by 112 less
 }
 
 inline float float_of_value(uint16_t bits, int32_t type) {
@@ -82,8 +84,7 @@ inline int quant_at(const uint8_t * block, int32_t type, int64_t i) {
     const int nibble = (block[2 + i % 16] >> (i / 16 * 4)) & 15;
     return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[block[0] & 1][nibble] : nibble - 8;
 }
-// q behind the last non-zero
-// number 0 of either table
+// q of the padding behind the last non-zero; for Q4_NL the level with number 0
 constexpr int   padding_quant(int32_t type) { return type == GGML_MACKO_TYPE_Q4_NL ? Q4_NL_LEVELS[0][0] : 0; }
 inline uint16_t quant_scale_bits(const uint8_t * block) { return static_cast<uint16_t>(block[0] | block[1] << 8); }
 

@@ -5,10 +5,10 @@
 
 namespace macko {
 
-// sets this thread's message (printf style; longer text is cut at 511 bytes) and returns status
+// sets this thread's message (printf style, cut at 511 bytes) and returns status
 [[nodiscard]] int fail(int status, const char * format, ...) __attribute__((format(printf, 2, 3)));
 
-// puts "prefix: " in front of this thread's message: the caller knows the file or the tensor
+// puts "prefix: " in front of this thread's message, for callers that know the file or the tensor
 void prefix_error(const char * prefix);
 
 // escapes control characters and cuts at 63 bytes, for names that come from files
@@ -18,15 +18,15 @@ struct printable {
     explicit printable(const char * name);
 };
 
-// runs body at an extern "C" edge: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
-template <typename F> int at_c_edge(F && body) noexcept;
+// runs body where C calls C++: bad_alloc becomes OUT_OF_MEMORY, and no exception passes
+template <typename F> int c_boundary(F && body) noexcept;
 
 } // namespace macko
 
 #include <exception>
 #include <new>
 
-template <typename F> int macko::at_c_edge(F && body) noexcept {
+template <typename F> int macko::c_boundary(F && body) noexcept {
     try {
         return body();
     } catch (const std::bad_alloc &) {

@@ -217,7 +217,7 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
 }
 
 template <typename T>
-static void unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
+static void densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
     const int64_t words     = mask_words(m.cols);
     const bool    quantized = is_quant_type(m.type);
     for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
@@ -233,11 +233,11 @@ static void unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begi
     }
 }
 
-void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense) {
+void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense) {
     if (value_nbytes(dense_type) == 4) {
-        unpack(m, dense_type, row_begin, row_end, static_cast<uint32_t *>(dense));
+        densify(m, dense_type, row_begin, row_end, static_cast<uint32_t *>(dense));
     } else {
-        unpack(m, dense_type, row_begin, row_end, static_cast<uint16_t *>(dense));
+        densify(m, dense_type, row_begin, row_end, static_cast<uint16_t *>(dense));
     }
 }
 

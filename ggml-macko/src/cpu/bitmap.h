@@ -52,6 +52,6 @@ void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matr
 // writes all rows
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
 // rows row_begin ... row_end-1 back to dense elements of dense_type, which is m.type unless that is quantized
-void bitmap_unpack(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
+void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
 } // namespace macko::cpu

@@ -5,6 +5,7 @@
 // so it needs no
 // compute buffers, copies nothing between splits and does not touch models that are not sparse.
 #include "cpu/device.h"
+#include "cpu/codecs.h"
 #include "cpu/graph-plan.h"
 #include "cpu/stored-matrix.h"
 #include "host/load-session.h"
@@ -39,20 +40,20 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
             return GGML_MACKO_STATUS_OK;
         }
         bool wants_first_value() const override { return true; }
-        bool takes_packed() const override { return true; }
-        int  consume_packed(const packed_view & view) override {
-            bitmap_pack(view, omp_get_max_threads(), bitmap);
+        bool takes(const codec & format) const override { return cpu_takes(format); }
+        int  consume_matrix(const codec_view & view) override {
+            cpu_pack(view, omp_get_max_threads(), bitmap);
             return GGML_MACKO_STATUS_OK;
         }
     };
-    load *                current = load::current();
-    const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
+    load_session *             current = load_session::current();
+    const sparse_tensor_info * matrix  = current ? current->find(tensor) : nullptr;
     if (!matrix) {
         log_error("%s: %s: sparse weights cannot be overwritten\n", __func__, tensor->name);
         return;
     }
     if (offset > 0) {
-        return; // the first piece had the handle; the stream has nothing more of a sparse tensor
+        return; // the first piece had the placeholder; the stream has nothing more of a sparse tensor
     }
     auto * m = static_cast<stored_matrix *>(tensor->data);
     *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
@@ -75,7 +76,7 @@ void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void *
     for (size_t done = 0; done < size;) {
         const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
         const auto   r = static_cast<int64_t>(at / nbytes_row);
-        bitmap_unpack(m->bitmap(), m->desc.type, r, r + 1, row.data());
+        bitmap_densify(m->bitmap(), m->desc.type, r, r + 1, row.data());
         memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
         done += n;
     }
@@ -106,28 +107,28 @@ size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT;
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     // not for weights of a model: LoRA adapters ask for a place beside the weight that they adapt. They are dense, the
     // CPU's to compute
-    if (!load::current()) {
+    if (!load_session::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
     constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
     void *           memory    = nullptr;
     if (posix_memalign(&memory, huge_page, size)) {
-        load::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights",
-                                 static_cast<double>(size) / 1024 / 1024);
+        load_session::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights",
+                                         static_cast<double>(size) / 1024 / 1024);
         return nullptr;
     }
     madvise(memory, size, MADV_HUGEPAGE);
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 
-size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_matrix & matrix) {
+size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_tensor_info & matrix) {
     return sizeof(stored_matrix) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
 }
 
 // known from the header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
-    const load *          current = load::current();
-    const sparse_matrix * matrix  = current ? current->find(tensor) : nullptr;
+    const load_session *       current = load_session::current();
+    const sparse_tensor_info * matrix  = current ? current->find(tensor) : nullptr;
     return matrix ? matrix_nbytes(buft, *matrix) : ggml_nbytes(tensor);
 }
 
@@ -220,14 +221,14 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->type        = device_get_type(dev);
     // With these, llama.cpp reads weights through four buffers of 1 MiB instead of one as large as the dense tensor.
     // There is nothing in a
-    // sparse tensor's bytes but a handle, and touching fresh memory for the rest took most of the load time.
-    props->caps.async       = load::current() != nullptr;
+    // sparse tensor's bytes but a placeholder, and touching fresh memory for the rest took most of the load time.
+    props->caps.async       = load_session::current() != nullptr;
     props->caps.host_buffer = props->caps.async;
     props->caps.events      = props->caps.async;
 }
 
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t) {
-    return load::current() ? ggml_backend_cpu_buffer_type() : nullptr;
+    return load_session::current() ? ggml_backend_cpu_buffer_type() : nullptr;
 }
 
 ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
@@ -260,7 +261,7 @@ ggml_backend_buffer_type_t sparse_buffer_type(ggml_backend_dev_t dev) {
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
-    const load * current = load::current();
+    const load_session * current = load_session::current();
     if (!current) {
         return ggml_backend_cpu_buffer_type();
     }
@@ -275,7 +276,7 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
     if (!w->buffer || real_buffer_type(w->buffer->buft) != sparse_buffer_type(dev) || w->view_src) {
         return false; // a dense weight, or a slice of a sparse one, which has no rows of its own
     }
-    if (load::current() && !load::current()->find(w)) {
+    if (load_session::current() && !load_session::current()->find(w)) {
         return false; // dense in this file
     }
     return x->type == GGML_TYPE_F32 && op->type == GGML_TYPE_F32 && x->nb[0] == sizeof(float) &&

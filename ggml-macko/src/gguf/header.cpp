@@ -1,6 +1,5 @@
 // Strict reader of a GGUF v3 header. Order everywhere: count -> limit -> bytes left in the file -> read -> content, so
-// that
-// no number of the file sizes an allocation before that many bytes are known to exist. Knows nothing of models or
+// that no number of the file sizes an allocation before that many bytes are known to exist. Knows nothing of models or
 // sparse tensors.
 #include "gguf/header.h"
 

@@ -1,6 +1,5 @@
 // Reads and checks the header of a GGUF file that nobody vouches for (FORMAT.md sections 1 and 4). No ggml: its parser
-// aborts
-// or over-allocates on files that we must refuse. Works on bytes in memory, so that a fuzzer can drive it.
+// aborts or over-allocates on files that we must refuse. Works on bytes in memory, so that a fuzzer can drive it.
 #pragma once
 
 #include "codec/limits.h"

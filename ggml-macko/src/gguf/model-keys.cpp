@@ -1,10 +1,8 @@
 // Vets the metadata and the tensor types that llama.cpp trusts: values on which it asserts, divides by zero, throws
-// through C,
-// or computes NaN. Written against the llama.cpp of the pinned llama-cpp-python (pyproject.toml): only keys that this
-// version reads
-// for these architectures are listed; it ignores all others, so they pass. Tensor shapes are not checked: it refuses
-// wrong ones cleanly.
-#include "load/model-file.h"
+// through C, or computes NaN. Written against the llama.cpp of the pinned llama-cpp-python (pyproject.toml): only keys
+// that this version reads for these architectures are listed; it ignores all others, so they pass. Tensor shapes are
+// not checked: it refuses wrong ones cleanly.
+#include "gguf/model-keys.h"
 
 #include <algorithm>
 #include <cinttypes>

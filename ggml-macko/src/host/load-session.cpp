@@ -1,33 +1,30 @@
 #include "host/load-session.h"
-#include "cpu/kernels.h"
 #include "host/log.h"
 
 #include <cstdarg>
 #include <cstring>
 #include <omp.h>
 
-struct ggml_macko_load : macko::load {};
-
 namespace macko {
 
-static thread_local load * current_load = nullptr;
+static thread_local load_session * current_session = nullptr;
 
-load * load::current() { return current_load; }
+load_session * load_session::current() { return current_session; }
 
-const sparse_matrix * load::find(const ggml_tensor * tensor) const {
+const sparse_tensor_info * load_session::find(const ggml_tensor * tensor) const {
     const auto it = by_name_.find(tensor->name);
     if (it == by_name_.end()) {
         return nullptr;
     }
-    const sparse_matrix & m = *it->second;
+    const sparse_tensor_info & m = *it->second;
     const bool same = tensor->type == m.desc.type && !tensor->view_src && !memcmp(tensor->ne, m.ne, sizeof(m.ne));
     return same ? &m : nullptr;
 }
 
-int load::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
-    const int status = at_c_edge([&]() -> int {
-        const sparse_matrix * matrix = find(tensor);
-        const int64_t         index  = virtual_->match_handle(data, size);
+int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
+    const int status = c_boundary([&]() -> int {
+        const sparse_tensor_info * matrix = find(tensor);
+        const int64_t              index  = dense_->match_placeholder(data, size);
         if (!matrix || index != matrix - file_->sparse.data()) {
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
@@ -44,32 +41,28 @@ int load::receive(const ggml_tensor * tensor, const void * data, size_t size, pa
     return status;
 }
 
-void load::keep_error(int status) {
+void load_session::keep_error(int status) {
     if (!status_) {
         status_ = status;
         error_  = ggml_macko_last_error();
     }
 }
 
-void load::keep_out_of_memory(const char * format, ...) {
+void load_session::keep_out_of_memory(const char * format, ...) {
     char    text[512];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
     va_end(args);
     log_error("%s\n", text);
-    if (current_load) {
-        current_load->keep_error(fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s", text));
+    if (current_session) {
+        current_session->keep_error(fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s", text));
     }
 }
 
-} // namespace macko
-
-using namespace macko;
-
 static void log_compressed(const model_file & file) {
     int64_t dense = 0, sparse = 0;
-    for (const sparse_matrix & m : file.sparse) {
+    for (const sparse_tensor_info & m : file.sparse) {
         dense += m.nbytes_dense;
         sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) +
                   4 * (m.desc.rows + 1);
@@ -79,94 +72,67 @@ static void log_compressed(const model_file & file) {
              static_cast<double>(sparse) / 1048576);
 }
 
-int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** out, FILE ** stream) {
-    return at_c_edge([&]() -> int {
-        if (!path || !out || !stream || flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_NO_ALLOC)) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or an unknown flag");
+int load_session::open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out) {
+    std::unique_ptr<load_session> s(new load_session());
+    s->no_alloc_ = no_alloc;
+    if (const int status = model_file_open_sparse(path, compress, &s->file_)) {
+        if (compress && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
+            log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
         }
-        const bool compress = flags & GGML_MACKO_LOAD_COMPRESS;
-        if (load::current()) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
-        }
-        auto l       = std::make_unique<ggml_macko_load>();
-        l->no_alloc_ = flags & GGML_MACKO_LOAD_NO_ALLOC;
-        if (const int status = model_file_open_sparse(path, compress, &l->file_)) {
-            if (compress && status == GGML_MACKO_STATUS_NOT_SPARSE && !l->no_alloc_) {
-                log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
-            }
-            return status;
-        }
-        if (l->file_->sparse[0].format == &FORMAT_DENSE && !l->no_alloc_) {
-            log_compressed(*l->file_);
-        }
-        const char * kernels = nullptr; // only now: a wrong GGML_MACKO_FORCE is no concern of dense models
-        if (const int status = cpu::cpu_kernels_select(&kernels)) {
-            return status;
-        }
-        if (const int status = virtual_file::create(*l->file_, &l->virtual_)) {
-            return status;
-        }
-        l->loaded_.assign(l->file_->sparse.size(), false);
-        for (const sparse_matrix & m : l->file_->sparse) {
-            l->by_name_.emplace(m.name, &m);
-        }
-        l->stream_ = l->virtual_->open_stream();
-        if (!l->stream_) {
-            prefix_error(path);
-            return GGML_MACKO_STATUS_IO;
-        }
-        *stream             = l->stream_;
-        macko::current_load = l.get();
-        *out                = l.release();
-        return GGML_MACKO_STATUS_OK;
-    });
+        return status;
+    }
+    if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
+        log_compressed(*s->file_);
+    }
+    *out = std::move(s);
+    return GGML_MACKO_STATUS_OK;
 }
 
-int ggml_macko_load_end(ggml_macko_load * l, bool model_loaded, bool with_weights) {
-    return at_c_edge([&]() -> int {
-        if (!l || load::current() != l) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "load_end on a load that is not running on this thread");
-        }
-        const std::unique_ptr<ggml_macko_load> owner(l);
-        macko::current_load = nullptr;
-        fclose(l->stream_); // before exit handlers could run its hooks
-        const std::string & path = l->file_->path;
-        if (l->status_) {
-            return fail(l->status_, "%s: %s", path.c_str(), l->error_.c_str());
-        }
-        if (const int status = l->virtual_->status()) {
-            return status;
-        }
-        if (const int status = l->file_->check_unchanged()) {
-            return status;
-        }
-        if (!model_loaded) {
-            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why",
-                        path.c_str());
-        }
-        for (size_t i = 0; with_weights && i < l->loaded_.size(); i++) {
-            // llama.cpp put it where we do not compute, or did not ask for it: weights would be wrong
-            if (!l->loaded_[i]) {
-                return fail(GGML_MACKO_STATUS_LOAD_FAILED,
-                            "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
-                            "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)",
-                            path.c_str(), l->file_->sparse[i].name.c_str());
-            }
-        }
-        return GGML_MACKO_STATUS_OK;
-    });
+int load_session::begin(FILE ** stream) {
+    if (const int status = dense_stream::create(*file_, &dense_)) {
+        return status;
+    }
+    loaded_.assign(file_->sparse.size(), false);
+    for (const sparse_tensor_info & m : file_->sparse) {
+        by_name_.emplace(m.name, &m);
+    }
+    stream_ = dense_->open_stream();
+    if (!stream_) {
+        prefix_error(file_->path.c_str());
+        return GGML_MACKO_STATUS_IO;
+    }
+    *stream         = stream_;
+    current_session = this;
+    return GGML_MACKO_STATUS_OK;
 }
 
-int ggml_macko_check_ggml(const char * ggml_version) {
-    if (!ggml_version || strcmp(ggml_version, GGML_MACKO_GGML_VERSION) != 0) {
-        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
-                    "ggml-macko %s was built for ggml %s (llama-cpp-python %s), but ggml %s is running",
-                    ggml_macko_version(), GGML_MACKO_GGML_VERSION, GGML_MACKO_LLAMA_CPP_PYTHON_VERSION,
-                    ggml_version ? printable(ggml_version).text : "(none)");
+int load_session::end(bool model_loaded, bool with_weights) {
+    current_session = nullptr;
+    fclose(stream_); // here, because an exit handler that closes it would call hooks of a library that is gone
+    const std::string & path = file_->path;
+    if (status_) {
+        return fail(status_, "%s: %s", path.c_str(), error_.c_str());
+    }
+    if (const int status = dense_->status()) {
+        return status;
+    }
+    if (const int status = file_->check_unchanged()) {
+        return status;
+    }
+    if (!model_loaded) {
+        return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: llama.cpp could not load the model; its log says why",
+                    path.c_str());
+    }
+    for (size_t i = 0; with_weights && i < loaded_.size(); i++) {
+        // llama.cpp put the weight on a device of another backend, or did not ask for it: results would be wrong
+        if (!loaded_[i]) {
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED,
+                        "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
+                        "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)",
+                        path.c_str(), file_->sparse[i].name.c_str());
+        }
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-const char * ggml_macko_built_for_llama_cpp_python(void) { return GGML_MACKO_LLAMA_CPP_PYTHON_VERSION; }
-
-const char * ggml_macko_built_for_ggml(void) { return GGML_MACKO_GGML_VERSION; }
+} // namespace macko

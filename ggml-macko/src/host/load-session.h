@@ -1,52 +1,57 @@
-// The load that is running on a thread: which file, which matrices, first error. Devices ask it what a tensor is.
-// One load per thread at a time; nothing is keyed by tensor name outside a load, so models with equal names never mix.
+// The load that is running on a thread: which file, which sparse tensors, and the first error. Devices ask it what a
+// tensor is. One load per thread at a time; nothing is keyed by tensor name outside a load, so that models with equal
+// names never mix.
 #pragma once
 
 #include "ggml.h"
 #include "load/dense-stream.h"
-#include "load/model-file.h"
+#include "load/payload.h"
 
 #include <unordered_map>
 
 namespace macko {
 
-class load {
+class load_session {
 public:
-    // the load running on this thread, or nullptr
-    static load * current();
+    // Opens and vets a file, or all files of a split model. The statuses are those of ggml_macko_load_begin.
+    [[nodiscard]] static int open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out);
+    // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns.
+    [[nodiscard]] int begin(FILE ** stream);
+    // Closes the stream and ends the load; see ggml_macko_load_end.
+    [[nodiscard]] int end(bool model_loaded, bool with_weights);
 
-    // matrix that a tensor of the dense model stands for (same name, type and shape), or nullptr
-    const sparse_matrix *              find(const ggml_tensor * tensor) const;
-    const std::vector<sparse_matrix> & matrices() const { return file_->sparse; }
-    // llama.cpp asks for sizes only (params.no_alloc)
+    // the load running on this thread, or nullptr
+    static load_session * current();
+
+    // the sparse tensor that a tensor of the dense model stands for (same name, type and shape), or nullptr
+    const sparse_tensor_info *              find(const ggml_tensor * tensor) const;
+    const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
+    // whether llama.cpp asks for sizes only (params.no_alloc)
     bool no_alloc() const { return no_alloc_; }
 
     // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this
-    // load's handle of the
-    // tensor's matrix, the payload is read, validated and given to consumer. Returns OK and marks the matrix as loaded,
-    // or an error, which is also kept
-    // for ggml_macko_load_end.
+    // load's placeholder of the tensor's matrix, the payload is read, validated and given to consumer, and the matrix
+    // is marked as loaded. An error is also kept for end().
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
-    // keeps an error of a device (the current message) for ggml_macko_load_end; the first one wins
+    // keeps the current error message of a device for end(); the first one wins
     void keep_error(int status);
-    // of a device without memory: to the log, and to ggml_macko_load_end if a load is running
+    // reports a device that is out of memory: to the log, and to end() if a load is running
     __attribute__((format(printf, 1, 2))) static void keep_out_of_memory(const char * format, ...);
 
     // what devices need only while loading, by device; freed with the load
     std::unordered_map<const void *, std::shared_ptr<void>> staging;
 
 private:
-    friend int ::ggml_macko_load_begin(const char *, int32_t, ggml_macko_load **, FILE **);
-    friend int ::ggml_macko_load_end(ggml_macko_load *, bool, bool);
+    load_session() = default;
 
-    std::unique_ptr<model_file>                            file_;
-    std::unique_ptr<virtual_file>                          virtual_;
-    FILE *                                                 stream_   = nullptr;
-    bool                                                   no_alloc_ = false;
-    std::unordered_map<std::string, const sparse_matrix *> by_name_;
-    std::vector<bool>                                      loaded_; // by index into file_->sparse
-    int                                                    status_ = GGML_MACKO_STATUS_OK;
-    std::string                                            error_;
+    std::unique_ptr<model_file>                                 file_;
+    std::unique_ptr<dense_stream>                               dense_;
+    FILE *                                                      stream_   = nullptr;
+    bool                                                        no_alloc_ = false;
+    std::unordered_map<std::string, const sparse_tensor_info *> by_name_;
+    std::vector<bool>                                           loaded_; // by index into file_->sparse
+    int                                                         status_ = GGML_MACKO_STATUS_OK;
+    std::string                                                 error_;
 };
 
 } // namespace macko

@@ -1,4 +1,4 @@
-// Messages go where llama.cpp's own go: through the log callback of ggml. The library never prints by itself.
+// Messages go through ggml's log callback, as llama.cpp's own do. The library never prints by itself.
 #pragma once
 
 #include "ggml.h"

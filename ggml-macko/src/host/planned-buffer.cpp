@@ -17,7 +17,7 @@ const planned & planned_of(ggml_backend_buffer_type_t buft) { return *static_cas
 
 const char * get_name(ggml_backend_buffer_type_t buft) { return ggml_backend_buft_name(planned_of(buft).real); }
 
-// for what is put beside the model's weights: they themselves get a buffer of 0 bytes, which ggml makes
+// for tensors that are placed beside the model's weights; the weights get a buffer of 0 bytes, which ggml makes itself
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     return ggml_backend_buft_alloc_buffer(planned_of(buft).real, size);
 }
@@ -36,7 +36,7 @@ bool is_planned(ggml_backend_buffer_type_t buft) { return buft && buft->iface.ge
 
 } // namespace
 
-ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load & current,
+ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, const load_session & current,
                                                matrix_nbytes_t nbytes, bool host) {
     static std::mutex                            mutex;
     static std::vector<std::unique_ptr<planned>> all;
@@ -46,7 +46,7 @@ ggml_backend_buffer_type_t planned_buffer_type(ggml_backend_buffer_type_t real, 
     };
     p->real = real;
     p->host = host;
-    for (const sparse_matrix & m : current.matrices()) {
+    for (const sparse_tensor_info & m : current.matrices()) {
         p->nbytes.emplace(m.name, nbytes(real, m));
     }
     const std::lock_guard<std::mutex> lock(mutex);

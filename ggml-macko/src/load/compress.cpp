@@ -1,5 +1,6 @@
 #include "load/compress.h"
 #include "codec/macko/encode.h"
+#include "codec/registry.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -15,7 +16,7 @@ static bool is_word(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// blk.N.attn_X.weight or blk.N.ffn_X.weight -> X
+// finds X in blk.N.attn_X.weight or blk.N.ffn_X.weight
 static bool block_part(std::string_view name, std::string_view * part) {
     constexpr std::string_view prefix = "blk.", suffix = ".weight";
     if (name.substr(0, prefix.size()) != prefix || name.size() < prefix.size() + suffix.size() ||
@@ -37,8 +38,8 @@ static bool block_part(std::string_view name, std::string_view * part) {
     return false;
 }
 
-// Norms and biases are 1-D; token_embd is read row by row; a router (ffn_gate_inp) is tiny and decides where tokens go;
-// relative-position tables are looked up.
+// Left out are norms and biases (1-D), token_embd (read row by row), routers (ffn_gate_inp: tiny, and they decide which
+// experts a token gets) and tables of relative positions (looked up).
 int weight_use(const std::string & name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
@@ -91,7 +92,7 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
     return GGML_MACKO_STATUS_OK;
 }
 
-// bytes in a file (FORMAT.md section 3), components aligned
+// bytes in a file, with aligned components (FORMAT.md section 3)
 static int64_t file_nbytes(const macko_desc & desc, int64_t n_stored, int32_t bits, int64_t alignment) {
     const auto align = [&](int64_t n) { return (n + alignment - 1) & ~(alignment - 1); };
     return align(n_padded(n_stored) * value_nbytes(desc.type)) + align(deltas_nbytes(n_padded(n_stored), bits)) +
@@ -113,9 +114,11 @@ static int best_width(const macko_desc & desc, const ggml_macko_count & total, i
     return best;
 }
 
-// *m is filled if the tensor shrinks; m->format stays nullptr if not
-static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab, sparse_matrix * m) {
-    macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4, 0 }; // read_gguf_header: no overflow
+// Fills *m if the tensor shrinks; m->format stays nullptr if it does not.
+static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab,
+                       sparse_tensor_info * m) {
+    macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4,
+                        0 }; // read_gguf_header checked that this does not overflow
     m->format       = nullptr;
     if (!is_value_type(t.type) || weight_use(t.name, t.n_dims) == GGML_MACKO_WEIGHT_OTHER ||
         check_desc(desc) != GGML_MACKO_STATUS_OK) {
@@ -136,23 +139,24 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vect
     desc.delta_bits = 1 << width;
     desc.nnz        = count.total.nnz;
     *m              = { t.name,
-                        &FORMAT_DENSE,
+                        &rows_codec(),
                         desc,
                         desc.type,
-                        0,
+                        desc.delta_bits,
                         t.n_dims,
                         { t.ne[0], t.ne[1], t.ne[2], t.ne[3] },
                         n_padded(count.total.n_stored[width]),
                         t.nbytes,
                         0,
+                        1,
                         std::move(row_ptr) };
     return GGML_MACKO_STATUS_OK;
 }
 
-static int find_matrices(const model_file & file, std::vector<sparse_matrix> * out) {
+static int find_matrices(const model_file & file, std::vector<sparse_tensor_info> * out) {
     std::vector<uint8_t> slab;
     for (size_t t = 0; t < file.header.tensors.size(); t++) {
-        sparse_matrix m = {};
+        sparse_tensor_info m = {};
         if (const int status = plan_tensor(file, file.header.tensors[t], slab, &m)) {
             prefix_error(file.header.tensors[t].name.c_str());
             return status;
@@ -165,14 +169,14 @@ static int find_matrices(const model_file & file, std::vector<sparse_matrix> * o
     return file.check_unchanged();
 }
 
-// ---- remembering: llama.cpp opens a model several times to see how it fits into memory ----
+// ---- the last result: llama.cpp opens a model several times to see how it fits into memory ----
 
 namespace {
 
 struct found_matrices {
-    std::mutex                 mutex;
-    std::vector<struct stat>   files; // that they were found in
-    std::vector<sparse_matrix> matrices;
+    std::mutex                      mutex;
+    std::vector<struct stat>        files; // that they were found in
+    std::vector<sparse_tensor_info> matrices;
 };
 
 } // namespace

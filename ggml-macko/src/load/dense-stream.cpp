@@ -1,6 +1,6 @@
-// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, handles and what nobody reads,
-// zeros. See virtual-file.h.
+// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, placeholders, and zeros.
 #include "load/dense-stream.h"
+#include "load/payload.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -13,26 +13,26 @@
 
 namespace macko {
 
-static_assert(sizeof(tensor_handle) == 24, "the handle is copied byte for byte");
+static_assert(sizeof(tensor_placeholder) == 24, "the placeholder is copied byte for byte");
 
 namespace {
 
-// stdio reads a stream in pieces of that, whatever it is asked for: enough for all threads
+// of stdio's buffer: it reads a stream in pieces of that size, whatever it is asked for; enough work for all threads
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// UNREAD: the rest of a sparse tensor
-enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_HANDLE, SEGMENT_UNREAD, SEGMENT_ZERO };
+// UNREAD: the rest of a sparse tensor, behind its placeholder
+enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
-    int64_t      begin; // in the virtual file; a segment ends where the next one begins
+    int64_t      begin; // in the dense stream; a segment ends where the next one begins
     segment_kind kind;
-    int64_t      source; // HEADER: offset in header bytes; FILE: offset in the sparse file; HANDLE: matrix index
+    int64_t      source; // HEADER: offset in header bytes; FILE: offset in the sparse file; PLACEHOLDER: matrix index
 };
 
 } // namespace
 
-struct virtual_file::impl {
+struct dense_stream::impl {
     const model_file &   file;
     std::vector<uint8_t> header;
     std::vector<segment> segments; // ascending, first at 0
@@ -53,7 +53,7 @@ struct virtual_file::impl {
             size += n;
         }
     }
-    // segments start at 0: there is one at or before offset
+    // the segment at offset; the first one starts at 0
     std::vector<segment>::const_iterator find(int64_t offset) const {
         return std::upper_bound(segments.begin(), segments.end(), offset,
                                 [](int64_t at, const segment & s) { return at < s.begin; }) -
@@ -74,14 +74,13 @@ template <typename T> static void put(std::vector<uint8_t> * out, T value) {
     memcpy(out->data() + n, &value, sizeof(T));
 }
 
-// not of the dense model: how its file stores it
+// whether a key says how a file stores its model, and does not belong to the dense model
 static bool describes_storage(const std::string & key, bool split) {
     return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
            (split && key.compare(0, 6, "split.") == 0);
 }
 
-// header of the dense file: FORMAT.md, end of section 2. offsets: of the tensors' data, from the start of the data
-// section
+// The header of the dense file (FORMAT.md, end of section 2). offsets: of the tensors' data in the data section.
 static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors,
                                          const std::vector<int64_t> & offsets) {
     const gguf_header &  h = file.header;
@@ -129,18 +128,18 @@ static int random_bytes(uint8_t * out, size_t n) {
     return GGML_MACKO_STATUS_OK;
 }
 
-virtual_file::virtual_file(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
-virtual_file::~virtual_file() = default;
+dense_stream::dense_stream(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
+dense_stream::~dense_stream() = default;
 
-int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> * out) {
+int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> * out) {
     if (!file.is_sparse) {
         return fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", file.path.c_str());
     }
-    for (const sparse_matrix & m : file.sparse) {
-        if (m.nbytes_dense < static_cast<int64_t>(sizeof(tensor_handle))) {
+    for (const sparse_tensor_info & m : file.sparse) {
+        if (m.nbytes_dense < static_cast<int64_t>(sizeof(tensor_placeholder))) {
             return fail(GGML_MACKO_STATUS_BAD_SHAPE,
                         "%s: %s is too small to be loaded as a sparse tensor (%" PRId64 " vs %zu bytes)",
-                        file.path.c_str(), m.name.c_str(), m.nbytes_dense, sizeof(tensor_handle));
+                        file.path.c_str(), m.name.c_str(), m.nbytes_dense, sizeof(tensor_placeholder));
         }
     }
     auto p = std::make_unique<impl>(file);
@@ -151,7 +150,7 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
     const int64_t                  alignment = file.header.alignment;
     const std::vector<gguf_tensor> tensors   = dense_tensors(file);
     std::vector<int64_t>           offsets;
-    int64_t                        offset = 0; // check_dense_size bounds the sum
+    int64_t                        offset = 0; // the sum is bounded by check_dense_size
     for (const gguf_tensor & t : tensors) {
         offsets.push_back(offset);
         offset = (offset + t.nbytes + alignment - 1) & ~(alignment - 1);
@@ -162,31 +161,31 @@ int virtual_file::create(const model_file & file, std::unique_ptr<virtual_file> 
     for (const gguf_tensor & t : tensors) {
         const int64_t index = file.tensor_sparse_index[at];
         if (index >= 0) {
-            p->append(SEGMENT_HANDLE, index, sizeof(tensor_handle));
-            p->append(SEGMENT_UNREAD, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_handle)));
+            p->append(SEGMENT_PLACEHOLDER, index, sizeof(tensor_placeholder));
+            p->append(SEGMENT_UNREAD, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_placeholder)));
         } else {
             p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
         }
-        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].format->n_components : 1;
+        at += index >= 0 ? file.sparse[static_cast<size_t>(index)].n_tensors : 1;
         p->append(SEGMENT_ZERO, 0, ((p->size + alignment - 1) & ~(alignment - 1)) - p->size);
     }
-    out->reset(new virtual_file(std::move(p)));
+    out->reset(new dense_stream(std::move(p)));
     return GGML_MACKO_STATUS_OK;
 }
 
 // ---- reading ----
 
-int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const {
+int dense_stream::impl::read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const {
     switch (s.kind) {
         case SEGMENT_HEADER:
             memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
-        case SEGMENT_FILE:   return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
-        case SEGMENT_HANDLE: {
-            tensor_handle handle;
-            memcpy(handle.nonce, nonce, sizeof(nonce));
-            handle.index = static_cast<uint64_t>(s.source);
-            memcpy(dst, reinterpret_cast<const uint8_t *>(&handle) + skip, static_cast<size_t>(n));
+        case SEGMENT_FILE:        return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
+        case SEGMENT_PLACEHOLDER: {
+            tensor_placeholder placeholder;
+            memcpy(placeholder.nonce, nonce, sizeof(nonce));
+            placeholder.index = static_cast<uint64_t>(s.source);
+            memcpy(dst, reinterpret_cast<const uint8_t *>(&placeholder) + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
         }
         case SEGMENT_UNREAD:
@@ -195,7 +194,7 @@ int virtual_file::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
     return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown segment");
 }
 
-int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
+int dense_stream::read_at(int64_t offset, void * dst, int64_t n) const {
     if (offset < 0 || n < 0 || offset > impl_->size || n > impl_->size - offset) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "read of %" PRId64 " bytes at %" PRId64 " in a file of %" PRId64, n,
                     offset, impl_->size);
@@ -214,16 +213,16 @@ int virtual_file::read_at(int64_t offset, void * dst, int64_t n) const {
     return GGML_MACKO_STATUS_OK;
 }
 
-int64_t virtual_file::told(int64_t offset) const {
+int64_t dense_stream::reported_offset(int64_t offset) const {
     const auto s = impl_->find(offset);
     switch (s->kind) {
-        case SEGMENT_HANDLE: return impl_->size - (impl_->end(s) - offset);
-        case SEGMENT_UNREAD: return impl_->size;
-        default:             return offset;
+        case SEGMENT_PLACEHOLDER: return impl_->size - (impl_->end(s) - offset);
+        case SEGMENT_UNREAD:      return impl_->size;
+        default:                  return offset;
     }
 }
 
-int64_t virtual_file::at_once(int64_t offset, int64_t n) const {
+int64_t dense_stream::contiguous_bytes(int64_t offset, int64_t n) const {
     auto s = impl_->find(offset);
     if (s->kind == SEGMENT_UNREAD) {
         return std::min(n, FEW_ZEROS);
@@ -236,21 +235,22 @@ int64_t virtual_file::at_once(int64_t offset, int64_t n) const {
     return n;
 }
 
-int64_t virtual_file::size() const { return impl_->size; }
+int64_t dense_stream::size() const { return impl_->size; }
 
-int64_t virtual_file::match_handle(const void * data, size_t n) const {
-    tensor_handle handle;
-    if (data == nullptr || n < sizeof(handle)) {
+int64_t dense_stream::match_placeholder(const void * data, size_t n) const {
+    tensor_placeholder placeholder;
+    if (data == nullptr || n < sizeof(placeholder)) {
         return -1;
     }
-    memcpy(&handle, data, sizeof(handle));
-    if (memcmp(handle.nonce, impl_->nonce, sizeof(handle.nonce)) != 0 || handle.index >= impl_->file.sparse.size()) {
+    memcpy(&placeholder, data, sizeof(placeholder));
+    if (memcmp(placeholder.nonce, impl_->nonce, sizeof(placeholder.nonce)) != 0 ||
+        placeholder.index >= impl_->file.sparse.size()) {
         return -1;
     }
-    return static_cast<int64_t>(handle.index);
+    return static_cast<int64_t>(placeholder.index);
 }
 
-void virtual_file::impl::record_error(int status) noexcept {
+void dense_stream::impl::record_error(int status) noexcept {
     const std::lock_guard<std::mutex> lock(error_mutex);
     if (error_status != GGML_MACKO_STATUS_OK) {
         return;
@@ -263,7 +263,7 @@ void virtual_file::impl::record_error(int status) noexcept {
     }
 }
 
-int virtual_file::status() const {
+int dense_stream::status() const {
     const std::lock_guard<std::mutex> lock(impl_->error_mutex);
     return impl_->error_status == GGML_MACKO_STATUS_OK ? GGML_MACKO_STATUS_OK
                                                        : fail(impl_->error_status, "%s", impl_->error_text.c_str());
@@ -274,16 +274,16 @@ int virtual_file::status() const {
 namespace {
 
 struct cookie {
-    const virtual_file * file;
+    const dense_stream * file;
     int64_t              pos;
-    void (*record_error)(const virtual_file * file, int status);
+    void (*record_error)(const dense_stream * file, int status);
 };
 
 } // namespace
 
 static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
     cookie *      k   = static_cast<cookie *>(c);
-    const int64_t len = k->file->at_once(
+    const int64_t len = k->file->contiguous_bytes(
         k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
     if (const int status = k->file->read_at(k->pos, buffer, len)) {
         k->record_error(k->file, status);
@@ -297,7 +297,7 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
 static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
     cookie * k = static_cast<cookie *>(c);
     if (whence == SEEK_CUR && *offset == 0) {
-        *offset = k->file->told(k->pos);
+        *offset = k->file->reported_offset(k->pos);
         return 0;
     }
     const int64_t base = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? k->pos : k->file->size();
@@ -316,9 +316,9 @@ static int stream_close(void * c) noexcept {
     return 0;
 }
 
-FILE * virtual_file::open_stream() {
+FILE * dense_stream::open_stream() {
     auto k = std::make_unique<cookie>(
-        cookie{ this, 0, [](const virtual_file * file, int status) { file->impl_->record_error(status); } });
+        cookie{ this, 0, [](const dense_stream * file, int status) { file->impl_->record_error(status); } });
     std::unique_ptr<char[]> memory(new (std::nothrow) char[STREAM_NBYTES]);
     char *                  buffer = memory.get();
     impl_->stream_buffers.push_back(std::move(memory));
@@ -332,7 +332,7 @@ FILE * virtual_file::open_stream() {
         return nullptr;
     }
     k.release();  // stream_close deletes it
-    if (buffer) { // else stdio reads less at a time
+    if (buffer) { // without it stdio reads less at a time
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }
     return stream;

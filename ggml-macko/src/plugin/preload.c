@@ -1,10 +1,9 @@
 // LD_PRELOAD shim: lets any program that is linked to libllama.so open sparse GGUFs with llama_model_load_from_file.
 // Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run`
-// sets it);
-// with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
-// It has no library dependency of its own: the plugin is opened by the ggml that the program runs, right after that has
-// loaded its own backends, so that the program's options know
-// our devices (--list-devices, -dev MACKO0); at the latest when the first model is loaded.
+// sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded. It has no library dependency
+// of its own: the plugin is opened by the ggml that the program runs, right after that has loaded its own backends, so
+// that the program's options know our devices (--list-devices, -dev MACKO0); at the latest when the first model is
+// loaded.
 #define _GNU_SOURCE
 #include "ggml-macko.h"
 #include "llama.h"

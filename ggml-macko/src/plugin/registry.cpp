@@ -1,6 +1,6 @@
-// The registry entry that ggml_backend_load finds: devices of this plugin, and a refusal of any ggml but the one it was
-// built for
-// (backend structs have no version of their own; GGML_BACKEND_API_VERSION does not cover their layout).
+// The registry entry that ggml_backend_load finds: the devices of this plugin. It refuses any ggml but the one that it
+// was built for, because backend structs carry no version of their own, and GGML_BACKEND_API_VERSION does not cover
+// their layout.
 #include "cpu/device.h"
 #include "host/log.h"
 #ifdef GGML_MACKO_CUDA

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..codecs import c_library, ggml_quants
+from ..codecs import ggml_quants
+from ..native.cpu import CpuMatrix
 from ..sparse_matrix import SparseMatrix
 
 WORKING_SET = 256 << 20
@@ -131,7 +132,7 @@ def _bench_shape(
             w = rng.standard_normal((rows, cols), dtype=np.float32).astype(np.float16)
             w[rng.random((rows, cols), dtype=np.float32) >= density] = 0
             sparse = SparseMatrix.from_dense(w)
-            copies = [c_library.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
+            copies = [CpuMatrix(sparse.arrays) for _ in range(n_copies)]
 
             runs: dict[str, Callable[[], None]] = {"macko": functools.partial(_mul_mat, copies, x, n_threads)}
             runs.update({name: functools.partial(d.run, n_threads) for name, d in dense.items()})

@@ -13,9 +13,9 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
 from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
-from . import c_library
-from .encoded import EncodedMatrix
 
 _DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not listed is bytes
     TYPE_F32: np.uint32,
@@ -228,11 +228,11 @@ class Codec(ABC):
 
     def validate(self, m: EncodedMatrix, n_threads: int = 0) -> None:
         """Checks every rule of FORMAT.md."""
-        c_library.validate(m, n_threads)
+        native_codec.validate(m, n_threads)
 
     def decode(self, m: EncodedMatrix, n_threads: int = 0) -> Array:
         """Dense bit patterns (rows, cols) of type m.type; m is checked in full first."""
-        return c_library.decode(m, n_threads)
+        return native_codec.decode(m, n_threads)
 
     # ---- what is known of a matrix ----
 

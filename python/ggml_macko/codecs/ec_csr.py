@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from .. import errors
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits_dtype, value_bits
-from . import c_library
 from .codec import Choice, Codec, GpuCost, Settings, Source, StoredArrays
-from .encoded import EncodedMatrix
 from .macko import break_even_density
 
 LANES = 32
@@ -341,7 +341,7 @@ class EcCsrCodec(Codec):
         options = self.own_options(settings)
         if bits is not None:
             options["delta_bits"] = bits
-        return c_library.encode(self.name, source.bits, source.type, options, settings.n_threads)
+        return native_codec.encode(self.name, source.bits, source.type, options, settings.n_threads)
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.components[0].n_elements
@@ -350,4 +350,4 @@ class EcCsrCodec(Codec):
         return stored.array(5).reshape(-1, 4)
 
     def gpu_cost(self, m: EncodedMatrix, n_threads: int = 0) -> GpuCost | None:
-        return GpuCost(*c_library.gpu_cost(m, n_threads))
+        return GpuCost(*native_codec.gpu_cost(m, n_threads))

@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from .. import errors
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I32, Array, bits_dtype, value_bits
-from . import c_library
 from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays
-from .encoded import EncodedMatrix
 
 DELTA_BITS = (1, 2, 4, 8)
 MAX_STORED = 2**31 - 513  # entries of a matrix (FORMAT.md section 4)
@@ -244,7 +244,7 @@ class MackoCodec(Codec):
         return Candidate(self, width, source.type, components)
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
-        return c_library.encode(self.name, source.bits, source.type, {"delta_bits": bits or 0}, settings.n_threads)
+        return native_codec.encode(self.name, source.bits, source.type, {"delta_bits": bits or 0}, settings.n_threads)
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.last_number(2)

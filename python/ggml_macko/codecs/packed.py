@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import errors
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
 from ..values import (
     SIGNIFICAND_BITS,
     TYPE_I8,
@@ -27,9 +29,8 @@ from ..values import (
     to_float,
     value_bits,
 )
-from . import c_library, ggml_quants, quantize
+from . import ggml_quants, quantize
 from .codec import Choice, Codec, Settings, Source, StoredArrays
-from .encoded import EncodedMatrix
 
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
@@ -360,7 +361,7 @@ def quantize_non_zeros(
         rows = [quantize.weights_of_rows(weights, len(bits), a, b)[bits[a:b] != 0] for a, b in ranges]
         counts[: m.nnz] = np.concatenate(rows)
     if value_type == TYPE_Q4_NL:
-        blocks = c_library.quantize_q4_nl(x[: m.nnz], counts[: m.nnz], n_threads)
+        blocks = native_codec.quantize_q4_nl(x[: m.nnz], counts[: m.nnz], n_threads)
         return dataclasses.replace(m, value_type=value_type, values=blocks)
     return dataclasses.replace(m, value_type=value_type, values=_search_blocks(x, counts, value_type, n_threads))
 
@@ -382,7 +383,7 @@ def _search_blocks(x: Array, counts: Array, value_type: int, n_threads: int) -> 
 
 def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | None, n_threads: int) -> PackedMatrix:
     options = {"value_type": value_type, "index_bits": -1 if index_bits is None else index_bits}
-    return PackedMatrix.from_encoded(c_library.encode("packed", bits, type_id, options, n_threads))
+    return PackedMatrix.from_encoded(native_codec.encode("packed", bits, type_id, options, n_threads))
 
 
 # ---- codec ----

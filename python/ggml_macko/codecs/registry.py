@@ -5,9 +5,9 @@ CODECS.
 from __future__ import annotations
 
 from .. import errors
+from ..native.codec import EncodedMatrix
 from .codec import Choice, Codec
 from .ec_csr import EcCsrCodec
-from .encoded import EncodedMatrix
 from .macko import MackoCodec
 from .packed import PackedCodec
 

@@ -18,11 +18,12 @@ from typing import IO, Union
 import numpy as np
 
 from .. import console, errors
-from ..codecs import c_library, ggml_quants, quantize, registry
+from ..codecs import ggml_quants, quantize, registry
 from ..codecs.codec import Candidate, Choice, ElementCount, Settings, Source
 from ..conversion import bit_allocation
 from ..gguf import imatrix, tensor_rules
 from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
+from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, Array
 
 DENSE = "dense"
@@ -225,7 +226,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     is_lossy = any(choice.is_lossy for choice in choices)
     try:
         bits, n_negative_zeros = read_weights(t, options, is_lossy)
-        count = c_library.count_dense(bits, t.type, options.n_threads)
+        count = native_codec.count_dense(bits, t.type, options.n_threads)
     except errors.MackoError as e:
         if e.code != errors.LIMIT:
             raise
@@ -308,7 +309,7 @@ def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Sp
         why = f"{t.cols} columns are no multiple of {block}" if t.cols % block else f"it is {type_name(t.type)} already"
         raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {name}: {why}")
     bits = t.read_bits(options.n_threads)
-    n_nonfinite = c_library.count_dense(bits, t.type, options.n_threads).n_nonfinite
+    n_nonfinite = native_codec.count_dense(bits, t.type, options.n_threads).n_nonfinite
     if n_nonfinite:
         raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n_nonfinite} values are not finite")
     data = quantize.dense(bits, t.type, type_id, options.column_weights(t), options.n_threads)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from .. import console, errors
 from ..codecs.codec import Source
-from ..codecs.encoded import EncodedMatrix
 from ..gguf.files import AtomicOutput, Model, Writer, type_name
+from ..native.codec import EncodedMatrix
 from ..values import Array
 from .plan import Options, QuantizedDense, Spool, StoredSparse, TensorPlan, new_tensors, read_weights, sparse_keys
 from .verify import Comparison, QuantizationError

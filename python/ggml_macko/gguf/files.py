@@ -26,8 +26,8 @@ import numpy as np
 from .. import errors
 from ..codecs import registry
 from ..codecs.codec import Codec, Component, component_dtype
-from ..codecs.encoded import EncodedMatrix
 from ..native import bindings
+from ..native.codec import EncodedMatrix
 from ..values import TYPE_NAMES, Array, bits_dtype
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
@@ -254,7 +254,7 @@ class Tensor:
         """How the data is stored: dense, or the TYPE of `macko convert` with its index."""
         if self.sparse is None:
             return "dense"
-        return registry.codec(self.sparse.format).storage_name(self.sparse.delta_bits, self.sparse.value_type)
+        return registry.codec(self.sparse.format).storage_name(self.sparse.bits, self.sparse.value_type)
 
     @property
     def is_quantized(self) -> bool:
@@ -295,7 +295,7 @@ class Tensor:
             cols=self.cols,
             type=self.type,
             value_type=self.sparse.value_type,
-            bits=self.sparse.delta_bits,
+            bits=self.sparse.bits,
             nnz=self.sparse.nnz,
             arrays=(),
             types=tuple(c.type for c in stored.components),

@@ -106,7 +106,7 @@ def _load_sparse(api: Any, load: bindings.Load, params: Any) -> Any:
     try:
         params = type(params).from_buffer_copy(params)  # the caller's stay as they are
         params.load_mode = api.LLAMA_LOAD_MODE_NONE  # a stream has no descriptor to map
-        params.check_tensors = False  # it would look at handles; the plugin checks the real data, always
+        params.check_tensors = False  # it would look at placeholders; the plugin checks the real data, always
         model = api.llama_model_load_from_file_ptr(load.stream, params)
     finally:
         try:

@@ -1,5 +1,4 @@
 #include "codec/ec-csr/cost.h"
-
 #include "codec/macko/encode.h"
 
 #include <algorithm>
@@ -10,19 +9,17 @@ namespace macko {
 
 namespace {
 
-// Least squares of relative errors over bench-spmv-gpu --ec-csr, better of alone and chained, H200, driver 580, CUDA
-// 13.0, 2026-11-21
-// (docs/notes-ec-csr.md, "Which one is faster"; the measurements: tests/ec-csr-times.inc). Microseconds: of a launch or
-// more; per MB (10^6 bytes);
-// per 1000 rows or pieces; of blocks of several rows; and per step of the warp that has the longest row. The constants
-// of F16 were searched from
-// there on for the least that wrong choices cost (single times are then off by 11 % instead of 10, rms).
+// Least squares of relative errors over the times of `bench-spmv-gpu --ec-csr` (the better of alone and chained; H200,
+// driver 580, CUDA 13.0, 2026-11-21; tests/ec-csr-times.inc has them). us: of a launch or more; per MB (10^6 bytes) of
+// rows and of blocks; per 1000 rows or pieces; of blocks of several rows; and per step of the warp with the longest
+// row. From that fit on, the constants of F16 were searched for the lowest cost of wrong choices; single times are then
+// off by 11 % instead of 10 % (rms).
 struct cost {
     double us, row_mb, block_mb, kilorows, kilopieces, shared, step;
 };
 constexpr cost ROWS       = { 1.824, 0.217, 0, 0, 0, 0, 0.114 };
 constexpr cost BLOCKS     = { 5.555, 0.254, 0.323, 0, 0.158, 0, 0.099 }; // three launches; beside rows
-constexpr cost F32_ROWS   = { 0.883, 0.224, 0, 1.359, 0, 0, 1.590 };     // for which MACKO has no fast layout
+constexpr cost F32_ROWS   = { 0.883, 0.224, 0, 1.359, 0, 0, 1.590 };     // MACKO has no fast layout for them
 constexpr cost F32_BLOCKS = { 2.495, 0, 0.205, 0, 0.306, 1.600, 0.245 }; // two launches; nothing beside them
 
 } // namespace
@@ -57,7 +54,7 @@ gpu_work gpu_rows_work(const macko_desc & desc, const ggml_macko_count & count, 
         n_stored        = n < nbits ? count.n_stored[k] : n_stored;
         nbits           = std::min(n, nbits);
     }
-    constexpr int64_t ROW_NBYTES = 68; // a pointer, and at most 32 places where runs start
+    constexpr int64_t ROW_NBYTES = 68; // a pointer, and at most 32 positions where lanes start
     const int64_t     per_step   = desc.type == GGML_MACKO_TYPE_F32 ? 256 : 8 * gpu_row_lanes(n_stored / desc.rows);
     return { desc.type,
              desc.rows,
@@ -120,7 +117,7 @@ int gpu_times_of(const ec_csr_view & view, int n_threads, gpu_times * out) {
         return status;
     }
     const gpu_work rows = gpu_rows_work(desc, whole, longest_row(view)), blocks = gpu_blocks_work(view, rest);
-    // what a GPU reserves knowing the header alone has to be enough; four floats per sum are scratch memory
+    // A GPU reserves memory knowing the header alone, and that has to suffice; each sum has four floats of scratch.
     const int64_t entries = n_padded(max_recoded(desc)),
                   nbytes  = blocks.row_nbytes + blocks.block_nbytes + 16 * blocks.n_sums;
     const bool in_blocks  = blocks.block_nbytes > 0 &&

@@ -36,7 +36,7 @@ static int check_length(const char * name, int64_t n, int64_t expected) {
                                 name, static_cast<long long>(n), static_cast<long long>(expected));
 }
 
-// X.sets, and the lengths of the other components that follow from it
+// checks X.sets, and the lengths of the other components, which follow from it
 static int check_sets(const ec_csr_arrays & a, std::vector<ec_csr_range> * out) {
     if (a.n_sets < 1 || a.n_sets > EC_MAX_SETS) {
         return fail(GGML_MACKO_STATUS_BAD_BLOCK, "%lld sets (limit %lld)", static_cast<long long>(a.n_sets),
@@ -95,7 +95,7 @@ static int64_t base_at(const ec_csr_arrays & a, int64_t i) {
                                             : static_cast<const int32_t *>(a.bases)[i];
 }
 
-// blocks b-1 and b of a set stand in the right order
+// whether blocks b-1 and b of a set stand in the order of FORMAT.md section 6
 static bool in_order(const ec_csr_arrays & a, const ec_csr_range & s, int64_t b) {
     const int32_t * ptr = a.blk_ptr + s.blk_ptr + b;
     const int32_t   n0 = ptr[0] - ptr[-1], n1 = ptr[1] - ptr[0];
@@ -140,6 +140,29 @@ static int check_blocks(const ec_csr_arrays & a, const ec_csr_range & s, int64_t
     return GGML_MACKO_STATUS_OK;
 }
 
+// The blocks of each row, by counting: those of row r are entries row_off[r] ... row_off[r+1]-1. n_rows <= 2^31.
+static std::vector<ec_csr_view::block_row>
+rows_to_blocks(const ec_csr_arrays & a, const std::vector<ec_csr_range> & sets, std::vector<uint32_t> * row_off) {
+    row_off->assign(static_cast<size_t>(a.desc.rows) + 1, 0);
+    for (int64_t i = 0; i < a.n_rows; i++) {
+        (*row_off)[static_cast<size_t>(a.rows[i]) + 1]++;
+    }
+    for (size_t r = 1; r < row_off->size(); r++) {
+        (*row_off)[r] += (*row_off)[r - 1];
+    }
+    std::vector<uint32_t>               next(row_off->begin(), row_off->end() - 1);
+    std::vector<ec_csr_view::block_row> block_rows(static_cast<size_t>(a.n_rows));
+    for (size_t i = 0; i < sets.size(); i++) {
+        const ec_csr_range & s = sets[i];
+        for (int64_t k = 0; k < static_cast<int64_t>(s.n_blocks) * s.granularity; k++) {
+            block_rows[next[static_cast<size_t>(a.rows[s.row + k])]++] = { static_cast<uint32_t>(k / s.granularity),
+                                                                           static_cast<uint16_t>(i),
+                                                                           static_cast<uint16_t>(k % s.granularity) };
+        }
+    }
+    return block_rows;
+}
+
 int check_ec_csr(const ec_csr_arrays & a, ec_csr_view * view) {
     std::vector<ec_csr_range> sets;
     if (const int status = check_ec_csr_desc(a.desc)) {
@@ -157,28 +180,9 @@ int check_ec_csr(const ec_csr_arrays & a, ec_csr_view * view) {
         return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "%lld stored values, but nnz is 0",
                     static_cast<long long>(a.n_values));
     }
-    // row -> blocks, by counting; n_rows <= 2^31
-    std::vector<uint32_t> row_off(static_cast<size_t>(a.desc.rows) + 1, 0);
-    for (int64_t i = 0; i < a.n_rows; i++) {
-        row_off[static_cast<size_t>(a.rows[i]) + 1]++;
-    }
-    for (size_t r = 1; r < row_off.size(); r++) {
-        row_off[r] += row_off[r - 1];
-    }
-    std::vector<uint32_t>               next(row_off.begin(), row_off.end() - 1);
-    std::vector<ec_csr_view::block_row> block_rows(static_cast<size_t>(a.n_rows));
-    for (size_t i = 0; i < sets.size(); i++) {
-        const ec_csr_range & s = sets[i];
-        for (int64_t k = 0; k < static_cast<int64_t>(s.n_blocks) * s.granularity; k++) {
-            block_rows[next[static_cast<size_t>(a.rows[s.row + k])]++] = { static_cast<uint32_t>(k / s.granularity),
-                                                                           static_cast<uint16_t>(i),
-                                                                           static_cast<uint16_t>(k % s.granularity) };
-        }
-    }
+    view->block_rows_ = rows_to_blocks(a, sets, &view->row_off_);
     view->arrays_     = a;
     view->sets_       = std::move(sets);
-    view->row_off_    = std::move(row_off);
-    view->block_rows_ = std::move(block_rows);
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -199,8 +203,8 @@ struct block_data {
     bool            empty_matrix;
 };
 
-// position in the arrays of column k of a lane, in columns from the block's first
-// v should be a constant: divisions
+// position in the arrays of column k of a lane, counted in columns from the block's first; v should be a compile-time
+// constant, because it divides
 inline int64_t position(int64_t lane, int64_t k, int64_t v) { return k / v * (EC_LANES * v) + lane * v + k % v; }
 
 template <typename T> inline fault put(T * dense, int64_t col, T value, T exponent) {
@@ -214,7 +218,7 @@ template <typename T> inline fault put(T * dense, int64_t col, T value, T expone
     return fault::none;
 }
 
-// one row of a block with g > 1; *col: where it went wrong
+// one row of a block with several rows; *at: the column of a fault
 template <typename T, int BITS, typename B>
 fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T * values = static_cast<const T *>(d.values) + d.index;
@@ -245,7 +249,7 @@ fault decode_shared(const block_data & d, T exponent, T * dense, int64_t * at, i
     return fault::none;
 }
 
-// a block with g = 1: fillers and padding
+// a block of one row, which may have fillers and padding
 template <typename T, int BITS, typename B, int V>
 fault decode_single(const block_data & d, T exponent, T * dense, int64_t * at, int64_t * nnz) {
     const T *         values    = static_cast<const T *>(d.values);
@@ -308,9 +312,14 @@ int decode_row(const ec_csr_view & view, int64_t row, T exponent, T * dense, int
                                      a.deltas + (s.col + ptr[0]) * BITS / 8,
                                      a.desc.nnz == 0 };
         int64_t              at  = 0;
-        const fault          f   = s.granularity > 1 ? decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz)
-                                   : s.vector_size > 1 ? decode_single<T, BITS, B, EC_VECTOR>(d, exponent, dense, &at, nnz)
-                                                       : decode_single<T, BITS, B, 1>(d, exponent, dense, &at, nnz);
+        fault                f   = fault::none;
+        if (s.granularity > 1) {
+            f = decode_shared<T, BITS, B>(d, exponent, dense, &at, nnz);
+        } else if (s.vector_size > 1) {
+            f = decode_single<T, BITS, B, EC_VECTOR>(d, exponent, dense, &at, nnz);
+        } else {
+            f = decode_single<T, BITS, B, 1>(d, exponent, dense, &at, nnz);
+        }
         if (f == fault::none) {
             continue;
         }
@@ -384,7 +393,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
 #pragma omp parallel num_threads(n_threads) reduction(+ : nnz)
     {
         std::vector<uint8_t> row;
-        const int            ready = at_c_edge([&] {
+        const int            ready = c_boundary([&] {
             row.resize(static_cast<size_t>(desc.cols * value_nbytes(desc.type)));
             return 0;
         });
@@ -393,7 +402,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
             int64_t n      = 0;
             int     result = ready ? ready : decode_rows(view, r, r + 1, row.data(), &n);
             if (!result) {
-                result = at_c_edge([&] {
+                result = c_boundary([&] {
                     f(r, row.data());
                     return 0;
                 });
@@ -404,7 +413,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
                 if (r < bad_row) {
                     bad_row = r;
                     status  = result;
-                    (void)at_c_edge([&] {
+                    (void)c_boundary([&] {
                         text = ggml_macko_last_error();
                         return 0;
                     });
@@ -422,11 +431,19 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
     return GGML_MACKO_STATUS_OK;
 }
 
+int ec_csr_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
+    return each_row(*this, n_threads, f);
+}
+
+int ec_csr_view::check_rows(int n_threads) const {
+    return each_row(*this, n_threads, [](int64_t, const void *) {});
+}
+
 // ---- parts ----
 
 ec_csr_arrays rows_of_one(const ec_csr_view & view) {
     ec_csr_arrays a = view.arrays();
-    for (const ec_csr_range & s : view.sets()) { // those with several rows stand first
+    for (const ec_csr_range & s : view.sets()) { // sets of blocks with several rows stand first
         if (s.granularity > 1) {
             const int64_t n_values = static_cast<int64_t>(s.n_cols) * s.granularity,
                           n_rows   = static_cast<int64_t>(s.n_blocks) * s.granularity;
@@ -476,8 +493,8 @@ int64_t ec_csr_matrix::nbytes() const {
 
 namespace {
 
-// columns of a block as they are stored: fillers and padding are marked by -1 in `source`, else it says which of the
-// block's columns this is
+// The columns of a block as they are stored. `source` says which of the block's columns an entry is, -1 for fillers and
+// padding.
 struct stored_columns {
     std::vector<int32_t> col;
     std::vector<int32_t> source;
@@ -588,7 +605,7 @@ int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks
         for (int64_t i = 0; i < n_blocks; i++) {
             const size_t         k = static_cast<size_t>(i);
             const ec_csr_block & b = blocks.blocks[k];
-            failed                 = failed || at_c_edge([&] {
+            failed                 = failed || c_boundary([&] {
                          columns.fill(blocks, b, (1 << desc.delta_bits) - 1);
                          return 0;
                      });

@@ -1,21 +1,23 @@
-// The EC-CSR codec: blocks to arrays, check, arrays to rows (FORMAT.md section 6; EC-SpMV paper, section 6). Plain
-// C++17: no ggml, no CUDA.
-// Which blocks a matrix has is decided in extract.h; this file only knows how they stand in the arrays.
+// The EC-CSR codec: blocks to arrays, check, arrays to rows (FORMAT.md section 6; EC-SpMV paper, section 6). Which
+// blocks a matrix has is decided in extract.h; this file only knows how they stand in the arrays. Plain C++17: no ggml,
+// no CUDA.
 #pragma once
 
-#include "codec/macko/macko.h"
-
-#include <functional>
-#include <vector>
+#include "codec/codec.h"
 
 namespace macko {
 
+// the components, in the order of the tensor table
+enum ec_csr_component : size_t { EC_VALUES, EC_DELTAS, EC_BASES, EC_BLK_PTR, EC_ROWS, EC_SETS };
+
+const codec & ec_csr_codec();
+
 constexpr int64_t EC_LANES  = 32; // threads that share a block
 constexpr int64_t EC_VECTOR = 4;  // consecutive columns of a lane in the arrays
-// columns of a block with g > 1, and of a long one, are a multiple
+// the columns of a block with several rows, and of a long one, are a multiple of this
 constexpr int64_t EC_UNIT            = EC_LANES * EC_VECTOR;
 constexpr int32_t EC_MAX_GRANULARITY = 64;
-constexpr int64_t EC_MAX_SETS        = 8; // 64, 32 ... 1 long, 1 short
+constexpr int64_t EC_MAX_SETS        = 8; // granularities 64, 32 ... 2, 1 with long blocks, 1 with short ones
 
 struct ec_csr_set { // four elements of X.sets
     int32_t granularity;
@@ -30,7 +32,7 @@ constexpr int64_t ec_base_nbytes(int64_t cols) { return cols <= 65536 ? 2 : 4; }
 // check_desc, and delta_bits 4 or 8
 [[nodiscard]] int check_ec_csr_desc(const macko_desc & desc);
 
-// a matrix as it stands in a file, checked by nobody. Lengths are in elements (deltas: bytes).
+// an unchecked matrix as it stands in a file; lengths are in elements, of deltas in bytes
 struct ec_csr_arrays {
     macko_desc         desc;
     const ec_csr_set * sets;
@@ -56,11 +58,16 @@ struct ec_csr_range : ec_csr_set {
     int64_t value;   // in values
 };
 
-// Arrays whose sets, lengths, row indices, block pointers and order of blocks are right; row by row they can be taken
-// apart. Columns and
-// values are checked by decode_rows: until it has seen all rows, nothing else may use them.
-class ec_csr_view {
+// Arrays whose sets, lengths, row indices, block pointers and order of blocks are right, so that rows can be decoded.
+// Columns and values are checked by decoding: before all rows were decoded once (check_rows), nothing else may use
+// them.
+class ec_csr_view : public codec_view {
 public:
+    ec_csr_view() : codec_view(ec_csr_codec()) {}
+    const macko_desc & desc() const override { return arrays_.desc; }
+    int                check_rows(int n_threads) const override;
+    int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
+
     const ec_csr_arrays &             arrays() const { return arrays_; }
     const std::vector<ec_csr_range> & sets() const { return sets_; }
 
@@ -69,7 +76,7 @@ public:
         uint16_t set;
         uint16_t index; // among the block's rows
     };
-    // the blocks that a row is in
+    // the blocks that hold elements of a row
     const block_row * row_begin(int64_t row) const { return block_rows_.data() + row_off_[static_cast<size_t>(row)]; }
     const block_row * row_end(int64_t row) const { return block_rows_.data() + row_off_[static_cast<size_t>(row) + 1]; }
 
@@ -83,24 +90,22 @@ private:
 
 // everything but columns and values; the arrays must outlive *view
 [[nodiscard]] int check_ec_csr(const ec_csr_arrays & arrays, ec_csr_view * view);
-// rows row_begin ... row_end-1 as dense elements of desc.type: checks columns, deltas, fillers, padding, that values
-// are finite, and that no
-// two blocks hold one element. *nnz = non-zeros of these rows; the caller compares the sum over all rows with desc.nnz.
+// Decodes rows row_begin ... row_end-1 to dense elements of desc.type. Checks columns, deltas, fillers and padding,
+// that values are finite, and that no two blocks hold the same element. *nnz = non-zeros of these rows; the caller
+// compares the sum over all rows with desc.nnz.
 [[nodiscard]] int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, void * dense,
                               int64_t * nnz);
-// decode_rows for all rows, one at a time: f(row, its cols elements) is called from several threads, rows in any order.
-// Checks nnz too.
-// On an error f has seen some of the rows.
+// view.for_each_row(): decodes all rows, one at a time, and checks nnz as well
 [[nodiscard]] int each_row(const ec_csr_view & view, int n_threads,
                            const std::function<void(int64_t, const void *)> & f);
 
-// the blocks of one row alone, as a matrix of its own (no sets: none; then it passes no check)
+// The blocks of granularity 1 as a matrix of their own. Without such blocks it has no sets, and passes no check.
 ec_csr_arrays rows_of_one(const ec_csr_view & view);
 
-// ---- making ----
+// ---- encoding ----
 
-// a block by what it holds: rows ascending; columns of non-zeros, strictly ascending, whose distances within lanes fit
-// if there are several rows
+// What a block holds: rows in ascending order, and the columns of its non-zeros in strictly ascending order. With
+// several rows, the distances of columns within a lane fit into a delta.
 struct ec_csr_block {
     int32_t granularity;
     int32_t vector_size;
@@ -129,7 +134,7 @@ struct ec_csr_matrix {
     int64_t       nbytes() const;
 };
 
-// the canonical arrays of blocks (whose order this changes); dense: the matrix that they came from. LIMIT if there are
+// Writes the canonical arrays of blocks, which this sorts; dense is the matrix that they came from. LIMIT if there are
 // too many entries.
 [[nodiscard]] int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks, int n_threads,
                            ec_csr_matrix * out);

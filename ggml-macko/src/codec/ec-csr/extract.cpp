@@ -1,9 +1,7 @@
 // Rows are bitsets of their non-zero columns; similarity is the popcount of an intersection. A level pairs rows of
-// blocks and cuts out the
-// columns that both have, round after round; what was cut out are the rows of the next level, with twice the
-// granularity (paper, algorithms
-// 1 and 2). One difference to the paper: distances of columns are limited within a lane only, because each lane has a
-// base of its own.
+// blocks and cuts out the columns that both have, round after round; what was cut out are the rows of the next level,
+// with twice the granularity (paper, algorithms 1 and 2). One difference to the paper: distances of columns are limited
+// within a lane only, because each lane has a base of its own.
 #include "codec/ec-csr/extract.h"
 #include "codec/nonzero.h"
 
@@ -103,9 +101,8 @@ struct level {
 using pairs = std::vector<std::pair<int32_t, int32_t>>;
 
 // Paper, algorithm 2: each row, in the order given, takes the free row with which it shares most columns (the first of
-// equals), if these are
-// min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows; that changes nothing
-// but the speed.
+// equals), if these are min_shared at least. Counts are made for a batch of rows at a time, and not for two idle rows;
+// that changes nothing but the speed.
 pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int n_threads) {
     constexpr int64_t           batch        = 32;
     static const count_function count_shared = best_count();
@@ -196,8 +193,7 @@ void mask_columns(const uint64_t * mask, int64_t words, std::vector<int32_t> * o
 }
 
 // Columns that blocks with several rows can hold: lanes of equally many columns, a multiple of EC_VECTOR, with no
-// distance in a lane over
-// max_delta, and 32 lanes to a block.
+// distance in a lane over max_delta, and 32 lanes to a block.
 struct column_picker {
     int64_t              max_delta, min_per_lane, max_per_lane;
     std::vector<int32_t> columns; // in: those that are shared
@@ -272,7 +268,7 @@ struct extractor {
             column_picker picker(desc.delta_bits, options.min_columns, max_columns(granularity));
 #pragma omp for schedule(dynamic, 16)
             for (int64_t i = 0; i < n; i++) {
-                if (ok && at_c_edge([&] {
+                if (ok && c_boundary([&] {
                         f(i, picker);
                         return 0;
                     })) {

@@ -1,5 +1,4 @@
-// To MACKO (FORMAT.md section 3). Two passes: count (sizes follow), then write; rows of a dense matrix are dealt to
-// threads in contiguous ranges.
+// To MACKO (FORMAT.md section 3), in two passes: count the entries, from which the sizes follow, then write them.
 #include "codec/macko/encode.h"
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
@@ -83,18 +82,36 @@ template <typename T> T * write_entries(const T * row, int64_t cols, int bits, c
     return v;
 }
 
-template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix & m, int n_threads) {
-    auto *    values  = static_cast<T *>(const_cast<void *>(m.values));
-    auto *    deltas  = const_cast<uint8_t *>(m.deltas);
-    auto *    row_ptr = const_cast<int32_t *>(m.row_ptr);
-    const int bits    = m.delta_bits;
+// values and deltas of a matrix with a known row_ptr. Threads take contiguous ranges of rows, whose first and last byte
+// of deltas they may share.
+template <typename T>
+void write_rows(const T * dense, const macko_desc & desc, const int32_t * row_ptr, int n_threads, T * values,
+                uint8_t * deltas) {
+    const int     bits     = desc.delta_bits;
+    const int64_t n_stored = row_ptr[desc.rows], padded = n_padded(n_stored);
+    memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
+    memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
+#pragma omp parallel num_threads(n_threads)
+    {
+        const int64_t begin = desc.rows * omp_get_thread_num() / omp_get_num_threads();
+        const int64_t end   = desc.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
+        code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
+        T *           v = values + row_ptr[begin];
+        for (int64_t r = begin; r < end; r++) {
+            v = write_entries(dense + r * desc.cols, desc.cols, bits, codes, v);
+        }
+        codes.finish();
+    }
+}
 
+template <typename T> int encode_arrays(const T * dense, const macko_arrays & m, int n_threads) {
+    auto *               row_ptr = const_cast<int32_t *>(m.row_ptr);
     std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
     int64_t              nnz_total = 0;
-#pragma omp          parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
+#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
     for (int64_t r = 0; r < m.rows; r++) {
         int64_t nnz                   = 0;
-        n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, bits, &nnz);
+        n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, m.delta_bits, &nnz);
         nnz_total += nnz;
     }
     int64_t n_stored = 0;
@@ -107,55 +124,50 @@ template <typename T> int encode_rows(const T * dense, const ggml_macko_matrix &
     }
     if (n_stored != m.n_stored || nnz_total != m.nnz) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "counts do not belong to this matrix (nnz %lld vs %lld)",
-                             static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
+                    static_cast<long long>(m.nnz), static_cast<long long>(nnz_total));
     }
     row_ptr[m.rows] = static_cast<int32_t>(n_stored);
-
-    const int64_t padded = n_padded(n_stored);
-    memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
-    memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
-         #pragma omp parallel num_threads(n_threads)
-    {
-        const int64_t begin = m.rows * omp_get_thread_num() / omp_get_num_threads();
-        const int64_t end   = m.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
-        code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
-        T *           v = values + row_ptr[begin];
-        for (int64_t r = begin; r < end; r++) {
-            v = write_entries(dense + r * m.cols, m.cols, bits, codes, v);
-        }
-        codes.finish();
-    }
+    write_rows(dense, { m.rows, m.cols, m.type, m.delta_bits, m.nnz }, row_ptr, n_threads,
+               static_cast<T *>(const_cast<void *>(m.values)), const_cast<uint8_t *>(m.deltas));
     return GGML_MACKO_STATUS_OK;
-         }
+}
 
-// Two passes over the rows: count, then write. each(f) calls f(row, its elements) for all rows, from several threads,
-// and may fail.
-template <typename T, typename EACH> int recode_rows(const macko_desc & desc, EACH && each, macko_matrix * m) {
-    const int bits = desc.delta_bits;
-    m->desc        = desc;
+constexpr size_t SLACK = 64; // bytes behind values and deltas: validate and consumers may load whole vectors
+
+// row_ptr from the entries of each row, and memory for them
+template <typename N> int allocate(const macko_desc & desc, N && entries_of_row, macko_matrix * m) {
+    m->desc = desc;
     m->row_ptr.assign(static_cast<size_t>(desc.rows) + 1, 0);
+    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
+    for (size_t r = 0; r < static_cast<size_t>(desc.rows); r++) {
+        n_stored += entries_of_row(r);
+        if (n_stored > MAX_STORED) {
+            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
+        }
+        m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
+    }
+    m->values.assign(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)) + SLACK, 0);
+    m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), desc.delta_bits)) + SLACK, 0);
+    return GGML_MACKO_STATUS_OK;
+}
+
+// Two passes over the rows: count, then write.
+template <typename T> int recode_rows(const codec_view & view, macko_desc desc, int n_threads, macko_matrix * m) {
+    const int            bits = desc.delta_bits;
     std::vector<int64_t> n_row(static_cast<size_t>(desc.rows));
     std::atomic<int64_t> nnz_total{ 0 };
-    if (const int status = each([&](int64_t r, const void * row) {
+    if (const int status = view.for_each_row(n_threads, [&](int64_t r, const void * row) {
             int64_t nnz                   = 0;
             n_row[static_cast<size_t>(r)] = count_entries(static_cast<const T *>(row), desc.cols, bits, &nnz);
             nnz_total += nnz;
         })) {
         return status;
     }
-    m->desc.nnz      = nnz_total;
-    int64_t n_stored = 0; // at most 2^24 rows of 2^24 entries: no overflow
-    for (size_t r = 0; r < n_row.size(); r++) {
-        n_stored += n_row[r];
-        if (n_stored > MAX_STORED) {
-            return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld entries (limit)", static_cast<long long>(MAX_STORED));
-        }
-        m->row_ptr[r + 1] = static_cast<int32_t>(n_stored);
+    desc.nnz = nnz_total;
+    if (const int status = allocate(desc, [&](size_t r) { return n_row[r]; }, m)) {
+        return status;
     }
-    constexpr size_t slack = 64; // validate and consumers may load whole vectors
-    m->values.assign(static_cast<size_t>(n_padded(n_stored)) * sizeof(T) + slack, 0);
-    m->deltas.assign(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), bits)) + slack, 0);
-    return each([&](int64_t r, const void * row) {
+    return view.for_each_row(n_threads, [&](int64_t r, const void * row) {
         const int64_t first = m->row_ptr[static_cast<size_t>(r)];
         code_writer   codes(m->deltas.data(), first * bits);
         write_entries(static_cast<const T *>(row), desc.cols, bits, codes,
@@ -178,9 +190,35 @@ int count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, in
     return GGML_MACKO_STATUS_OK;
 }
 
-int encode(const void * dense, const ggml_macko_matrix & m, int n_threads) {
-    return m.type == GGML_MACKO_TYPE_F32 ? encode_rows(static_cast<const uint32_t *>(dense), m, n_threads)
-                                         : encode_rows(static_cast<const uint16_t *>(dense), m, n_threads);
+int count_finite(const void * dense, const macko_desc & shape, int n_threads, ggml_macko_count * count,
+                 row_count * each_row) {
+    if (const int status = count_dense(dense, shape.type, shape.rows, shape.cols, n_threads, count, each_row)) {
+        return status;
+    }
+    return count->n_nonfinite == 0 ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                                   : fail(GGML_MACKO_STATUS_NOT_FINITE, "%lld values are Inf or NaN",
+                                          static_cast<long long>(count->n_nonfinite));
+}
+
+int encode(const void * dense, const macko_arrays & m, int n_threads) {
+    return m.type == GGML_MACKO_TYPE_F32 ? encode_arrays(static_cast<const uint32_t *>(dense), m, n_threads)
+                                         : encode_arrays(static_cast<const uint16_t *>(dense), m, n_threads);
+}
+
+int encode(const void * dense, const macko_desc & desc, const std::vector<row_count> & rows, int n_threads,
+           macko_matrix * m) {
+    const int width = __builtin_ctz(static_cast<unsigned>(desc.delta_bits));
+    if (const int status = allocate(desc, [&](size_t r) { return rows[r].n_stored[width]; }, m)) {
+        return status;
+    }
+    if (desc.type == GGML_MACKO_TYPE_F32) {
+        write_rows(static_cast<const uint32_t *>(dense), desc, m->row_ptr.data(), n_threads,
+                   reinterpret_cast<uint32_t *>(m->values.data()), m->deltas.data());
+    } else {
+        write_rows(static_cast<const uint16_t *>(dense), desc, m->row_ptr.data(), n_threads,
+                   reinterpret_cast<uint16_t *>(m->values.data()), m->deltas.data());
+    }
+    return GGML_MACKO_STATUS_OK;
 }
 
 template <typename T> static int encode_range(const T * dense, const macko_rows & rows, T * values, uint8_t * deltas) {
@@ -190,7 +228,7 @@ template <typename T> static int encode_range(const T * dense, const macko_rows 
     for (int64_t r = rows.row_begin; r < rows.row_end; r++, dense += desc.cols) {
         int64_t nnz = 0;
         if (count_entries(dense, desc.cols, desc.delta_bits, &nnz) != rows.row_ptr[r + 1] - rows.row_ptr[r]) {
-            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld is not what it was when it was counted",
+            return fail(GGML_MACKO_STATUS_FILE_CHANGED, "row %lld has changed since it was counted",
                         static_cast<long long>(r));
         }
         v = write_entries(dense, desc.cols, desc.delta_bits, codes, v);
@@ -205,25 +243,21 @@ int encode(const void * dense, const macko_rows & rows, void * values, uint8_t *
                : encode_range(static_cast<const uint16_t *>(dense), rows, static_cast<uint16_t *>(values), deltas);
 }
 
-template <typename EACH> static int recode_type(const macko_desc & desc, EACH && each, macko_matrix * m) {
-    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(desc, each, m)
-                                            : recode_rows<uint16_t>(desc, each, m);
+int recode(const codec_view & view, int n_threads, macko_matrix * m) {
+    return recode(view, view.desc().delta_bits, n_threads, m);
 }
 
-int recode(const ec_csr_view & view, int n_threads, macko_matrix * m) {
-    return recode(view, view.arrays().desc.delta_bits, n_threads, m);
-}
-
-int recode(const ec_csr_view & view, int32_t delta_bits, int n_threads, macko_matrix * m) {
-    macko_desc desc = view.arrays().desc;
+int recode(const codec_view & view, int32_t delta_bits, int n_threads, macko_matrix * m) {
+    macko_desc desc = view.desc();
     desc.delta_bits = delta_bits;
-    return recode_type(desc, [&](auto && f) { return each_row(view, n_threads, f); }, m);
+    return desc.type == GGML_MACKO_TYPE_F32 ? recode_rows<uint32_t>(view, desc, n_threads, m)
+                                            : recode_rows<uint16_t>(view, desc, n_threads, m);
 }
 
-int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count) {
-    const macko_desc &            desc = view.arrays().desc;
+int count_rows(const codec_view & view, int n_threads, ggml_macko_count * count) {
+    const macko_desc &            desc = view.desc();
     std::vector<ggml_macko_count> rows(static_cast<size_t>(desc.rows));
-    const int                     status = each_row(view, n_threads, [&](int64_t r, const void * row) {
+    const int                     status = view.for_each_row(n_threads, [&](int64_t r, const void * row) {
         ggml_macko_count & c = rows[static_cast<size_t>(r)];
         if (desc.type == GGML_MACKO_TYPE_F32) {
             count_row(static_cast<const uint32_t *>(row), desc.cols, exponent_mask<uint32_t>(desc.type), &c);
@@ -236,25 +270,6 @@ int count_rows(const ec_csr_view & view, int n_threads, ggml_macko_count * count
         add(*count, c);
     }
     return status;
-}
-
-int recode(const packed_view & view, int n_threads, macko_matrix * m) {
-    const macko_desc & desc = view.arrays().desc.dense;
-    return recode_type(
-        desc,
-        [&](auto && f) {
-            const size_t nbytes = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
-            // not inside: bad_alloc must not leave a thread
-            std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
-#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
-            for (int64_t r = 0; r < desc.rows; r++) {
-                uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
-                view.decode_row(r, row);
-                f(r, static_cast<const void *>(row));
-            }
-            return static_cast<int>(GGML_MACKO_STATUS_OK);
-        },
-        m);
 }
 
 } // namespace macko

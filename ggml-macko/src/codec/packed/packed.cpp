@@ -1,4 +1,4 @@
-// Packed arrays: check, decode, make (FORMAT.md section 7).
+// Packed arrays: check, decode, pack (FORMAT.md section 7).
 #include "codec/packed/packed.h"
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
@@ -77,7 +77,7 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
                 : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
-// the first of n things (rows, values) for which bad(i) holds, or n; whatever the number of threads
+// the first of n items (rows, values) for which bad(i) holds, or n; the same for any number of threads
 template <typename F> static int64_t first_bad(int64_t n, int n_threads, F && bad) {
     int64_t first = n;
 #pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : first)
@@ -121,9 +121,9 @@ static int check_bitmap(const packed_arrays & a, int n_threads) {
     return check_rest_of_index(a, desc.rows * nbytes * 8);
 }
 
-// Where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
-// counted first, then each
-// knows which rows begin in it. Rows whose beginning the index does not reach begin at its end.
+// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
+// counted first; then each knows which rows begin in it. Rows whose beginning the index does not reach begin at its
+// end.
 static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
     constexpr int64_t PIECE  = 1 << 14; // bytes
     const int32_t     b      = a.desc.index_bits;
@@ -247,9 +247,9 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
 static int check_quant_values(const packed_arrays & a, int n_threads) {
     const int32_t   type   = a.desc.value_type;
     const int64_t   nbytes = quant_block_nbytes(type), nnz = a.desc.dense.nnz;
-    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-    const auto      block  = first_bad(a.n_values / QUANT_BLOCK, n_threads,
-                                       [&](int64_t i) { return (quant_scale_bits(blocks + i * nbytes) & 0x7c00) == 0x7c00; });
+    const uint8_t * blocks     = static_cast<const uint8_t *>(a.values);
+    const auto      is_special = [&](int64_t i) { return (quant_scale_bits(blocks + i * nbytes) & 0x7c00) == 0x7c00; };
+    const int64_t   block      = first_bad(a.n_values / QUANT_BLOCK, n_threads, is_special);
     if (block < a.n_values / QUANT_BLOCK) {
         return fail(GGML_MACKO_STATUS_NOT_FINITE, "the scale of block %lld is Inf or NaN",
                     static_cast<long long>(block));
@@ -312,7 +312,29 @@ void packed_view::decode_row(int64_t row, void * dense) const {
     }
 }
 
-// ---- make ----
+int packed_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
+    const size_t nbytes = static_cast<size_t>(desc().cols * value_nbytes(desc().type));
+    // allocated here, because bad_alloc must not leave a thread
+    std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
+#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
+    for (int64_t r = 0; r < desc().rows; r++) {
+        uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
+        decode_row(r, row);
+        f(r, row);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int packed_view::decode(void * dense, int n_threads) const {
+    const int64_t nbytes = desc().cols * value_nbytes(desc().type);
+#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
+    for (int64_t r = 0; r < desc().rows; r++) {
+        decode_row(r, static_cast<uint8_t *>(dense) + r * nbytes);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- pack ----
 
 packed_arrays packed_matrix::arrays() const {
     return { desc,
@@ -324,20 +346,29 @@ packed_arrays packed_matrix::arrays() const {
              static_cast<int64_t>(row_ptr.size()) };
 }
 
-static int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // the non-zero behind it counted
+namespace {
 
-// non-zeros and gap codes of each row, for all widths
-struct row_count {
+constexpr int32_t GAP_BITS[3] = { 2, 4, 8 };
+
+int64_t gap_codes(int64_t gap, int32_t b) { return gap / ((1 << b) - 1) + 1; } // with that of the non-zero behind it
+
+// non-zeros and gap codes of a row, for all widths
+struct gap_count {
     int64_t nnz, codes[3];
 };
-static constexpr int32_t GAP_BITS[3] = { 2, 4, 8 };
 
-template <typename T> static int pack_type(const T * dense, packed_desc desc, int n_threads, packed_matrix * out) {
-    const int64_t          rows = desc.dense.rows, cols = desc.dense.cols;
-    std::vector<row_count> counts(static_cast<size_t>(rows));
+// what stands where in the index
+struct index_plan {
+    int                  width;     // index into GAP_BITS, or -1: a bitmap
+    int64_t              n_bits;    // of the whole index
+    std::vector<int64_t> first_bit; // of each row
+};
+
+template <typename T> std::vector<gap_count> count_gaps(const T * dense, int64_t rows, int64_t cols, int n_threads) {
+    std::vector<gap_count> counts(static_cast<size_t>(rows));
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
-        row_count n    = {};
+        gap_count n    = {};
         int64_t   next = 0;
         for_each_column(dense + r * cols, cols, [&](int64_t col) {
             n.nnz++;
@@ -348,74 +379,109 @@ template <typename T> static int pack_type(const T * dense, packed_desc desc, in
         });
         counts[static_cast<size_t>(r)] = n;
     }
-    row_count total = {};
-    out->row_ptr.assign(1, 0);
-    out->row_ptr.reserve(counts.size() + 1);
-    for (const row_count & n : counts) {
-        total.nnz += n.nnz;
-        for (int i = 0; i < 3; i++) {
-            total.codes[i] += n.codes[i];
-        }
-        if (total.nnz > MAX_STORED) {
+    return counts;
+}
+
+int make_row_ptr(const std::vector<gap_count> & counts, std::vector<int32_t> * row_ptr) {
+    int64_t nnz = 0;
+    row_ptr->assign(1, 0);
+    row_ptr->reserve(counts.size() + 1);
+    for (const gap_count & n : counts) {
+        nnz += n.nnz;
+        if (nnz > MAX_STORED) {
             return fail(GGML_MACKO_STATUS_LIMIT, "more than %lld non-zeros (limit)",
                         static_cast<long long>(MAX_STORED));
         }
-        out->row_ptr.push_back(static_cast<int32_t>(total.nnz));
+        row_ptr->push_back(static_cast<int32_t>(nnz));
     }
-    int64_t n_bits = rows * bitmap_row_nbytes(cols) * 8;
-    int     width  = -1; // index into GAP_BITS; -1: bitmap
-    for (int i = 0; i < 3; i++) {
-        const int64_t bits = total.codes[i] * GAP_BITS[i];
-        if (desc.index_bits < 0 ? index_nbytes_of_bits(bits) < index_nbytes_of_bits(n_bits)
-                                : desc.index_bits == GAP_BITS[i]) {
-            n_bits = bits;
-            width  = i;
+    return GGML_MACKO_STATUS_OK;
+}
+
+// index_bits as given, or the narrowest index; a bitmap wins a tie
+index_plan plan_index(const std::vector<gap_count> & counts, int64_t cols, int32_t index_bits) {
+    const int64_t bitmap_bits = bitmap_row_nbytes(cols) * 8;
+    int64_t       codes[3]    = {};
+    for (const gap_count & n : counts) {
+        for (int i = 0; i < 3; i++) {
+            codes[i] += n.codes[i];
         }
     }
-    desc.index_bits = width < 0 ? INDEX_BITMAP : GAP_BITS[width];
-    desc.dense.nnz  = total.nnz;
-    out->desc       = desc;
-    out->index.assign(static_cast<size_t>(index_nbytes_of_bits(n_bits)), 0);
-    const bool         quantized = is_quant_type(desc.value_type);
-    std::vector<float> floats(quantized ? static_cast<size_t>(total.nnz) : 0);
-    out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(total.nnz))), 0);
-    std::vector<int64_t> first_bit(static_cast<size_t>(rows) + 1, 0);
-    for (size_t r = 0; r < counts.size(); r++) {
-        first_bit[r + 1] =
-            first_bit[r] + (width < 0 ? bitmap_row_nbytes(cols) * 8 : counts[r].codes[width] * desc.index_bits);
+    index_plan plan = { -1, static_cast<int64_t>(counts.size()) * bitmap_bits, {} };
+    for (int i = 0; i < 3; i++) {
+        const int64_t bits = codes[i] * GAP_BITS[i];
+        if (index_bits < 0 ? index_nbytes_of_bits(bits) < index_nbytes_of_bits(plan.n_bits)
+                           : index_bits == GAP_BITS[i]) {
+            plan.n_bits = bits;
+            plan.width  = i;
+        }
     }
+    plan.first_bit.assign(counts.size() + 1, 0);
+    for (size_t r = 0; r < counts.size(); r++) {
+        plan.first_bit[r + 1] =
+            plan.first_bit[r] + (plan.width < 0 ? bitmap_bits : counts[r].codes[plan.width] * GAP_BITS[plan.width]);
+    }
+    return plan;
+}
+
+// the index of one row; store(col) takes its non-zeros in order
+template <typename T, typename F>
+void write_index(const T * row, int64_t cols, const index_plan & plan, int64_t first_bit, uint8_t * index, F && store) {
+    if (plan.width < 0) {
+        for_each_column(row, cols, [&](int64_t col) {
+            index[first_bit / 8 + col / 8] =
+                static_cast<uint8_t>(index[first_bit / 8 + col / 8] | 1 << (col & 7)); // a row has bytes of its own
+            store(col);
+        });
+        return;
+    }
+    const int32_t bits   = GAP_BITS[plan.width];
+    const int64_t escape = (1 << bits) - 1;
+    code_writer   codes(index, first_bit);
+    int64_t       next = 0;
+    for_each_column(row, cols, [&](int64_t col) {
+        int64_t gap = col - next;
+        for (; gap >= escape; gap -= escape) {
+            codes.put(static_cast<uint32_t>(escape), bits);
+        }
+        codes.put(static_cast<uint32_t>(gap), bits);
+        store(col);
+        next = col + 1;
+    });
+    codes.finish();
+}
+
+template <typename T> int pack_type(const T * dense, packed_desc desc, int n_threads, packed_matrix * out) {
+    const int64_t                rows = desc.dense.rows, cols = desc.dense.cols;
+    const std::vector<gap_count> counts = count_gaps(dense, rows, cols, n_threads);
+    if (const int status = make_row_ptr(counts, &out->row_ptr)) {
+        return status;
+    }
+    const int64_t    nnz  = out->row_ptr.back();
+    const index_plan plan = plan_index(counts, cols, desc.index_bits);
+    desc.index_bits       = plan.width < 0 ? INDEX_BITMAP : GAP_BITS[plan.width];
+    desc.dense.nnz        = nnz;
+    out->desc             = desc;
+    out->index.assign(static_cast<size_t>(index_nbytes_of_bits(plan.n_bits)), 0);
+    out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
+    const bool         quantized = is_quant_type(desc.value_type);
+    std::vector<float> floats(quantized ? static_cast<size_t>(nnz) : 0);
 #pragma omp parallel for schedule(static) num_threads(n_threads)
     for (int64_t r = 0; r < rows; r++) {
-        const T *     row = dense + r * cols;
-        const int64_t bit = first_bit[static_cast<size_t>(r)];
-        int64_t       k = out->row_ptr[static_cast<size_t>(r)], next = 0;
-        code_writer   codes(out->index.data(), bit);
-        for_each_column(row, cols, [&](int64_t col) {
-            if (width < 0) {
-                out->index[static_cast<size_t>(bit / 8 + col / 8)] |= static_cast<uint8_t>(1 << (col & 7));
-            } else {
-                const int64_t escape = (1 << desc.index_bits) - 1;
-                int64_t       gap    = col - next;
-                for (; gap >= escape; gap -= escape) {
-                    codes.put(static_cast<uint32_t>(escape), desc.index_bits);
-                }
-                codes.put(static_cast<uint32_t>(gap), desc.index_bits);
-            }
+        const T * row = dense + r * cols;
+        int64_t   k   = out->row_ptr[static_cast<size_t>(r)];
+        write_index(row, cols, plan, plan.first_bit[static_cast<size_t>(r)], out->index.data(), [&](int64_t col) {
             if (quantized) {
-                floats[static_cast<size_t>(k)] = float_of_value(row[col], desc.dense.type);
+                floats[static_cast<size_t>(k++)] = float_of_value(row[col], desc.dense.type);
             } else {
-                reinterpret_cast<T *>(out->values.data())[k] = row[col];
+                reinterpret_cast<T *>(out->values.data())[k++] = row[col];
             }
-            k++;
-            next = col + 1;
         });
-        if (width >= 0) {
-            codes.finish();
-        }
     }
-    return quantized ? quantize(floats.data(), nullptr, total.nnz, desc.value_type, n_threads, out->values.data())
+    return quantized ? quantize(floats.data(), nullptr, nnz, desc.value_type, n_threads, out->values.data())
                      : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
+
+} // namespace
 
 int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out) {
     return desc.dense.type == GGML_MACKO_TYPE_F32

@@ -1,17 +1,19 @@
 // The packed codec: non-zeros without fillers, plain or quantized, and a bitmap or gap codes that place them (FORMAT.md
-// section 7).
-// Plain C++17: no ggml, no CUDA.
+// section 7). Plain C++17: no ggml, no CUDA.
 #pragma once
 
+#include "codec/codec.h"
 #include "codec/quants.h"
-
-#include <functional>
-#include <vector>
 
 namespace macko {
 
-constexpr int32_t INDEX_BITMAP = 0; // index_bits; else the bits of a gap code
-// 1 bit: a bitmap again
+// the components, in the order of the tensor table
+enum packed_component : size_t { PACKED_VALUES, PACKED_INDEX, PACKED_ROW_PTR };
+
+const codec & packed_codec();
+
+constexpr int32_t INDEX_BITMAP = 0; // index_bits of a bitmap; other values are the bits of a gap code
+// no gap codes of 1 bit: they would be a bitmap again
 constexpr bool    is_index_bits(int32_t bits) { return bits == INDEX_BITMAP || (bits > 1 && is_delta_bits(bits)); }
 constexpr int64_t packed_n_values(int64_t nnz) {
     return nnz <= QUANT_BLOCK ? QUANT_BLOCK : (nnz + QUANT_BLOCK - 1) / QUANT_BLOCK * QUANT_BLOCK;
@@ -20,13 +22,13 @@ constexpr int64_t bitmap_row_nbytes(int64_t cols) { return (cols + 7) / 8; }
 constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : ((bits + 7) / 8 + 3) & ~int64_t(3); }
 
 struct packed_desc {
-    macko_desc dense;      // rows, cols, type, nnz; delta_bits: what recode() makes
+    macko_desc dense;      // delta_bits: of the MACKO rows that recode() makes
     int32_t    value_type; // dense.type, or a quantized type
     int32_t    index_bits;
 };
 // limits of section 4, value_type and index_bits
 [[nodiscard]] int check_packed_desc(const packed_desc & desc);
-// bytes of a bitmap; of gap codes an upper bound
+// bytes of the index: exactly, if it is a bitmap; an upper bound, if it is gap codes
 int64_t max_index_nbytes(const packed_desc & desc);
 
 // a matrix as it stands in a file, checked by nobody
@@ -41,22 +43,27 @@ struct packed_arrays {
 };
 
 // arrays that passed all checks; they must outlive it
-class packed_view {
+class packed_view : public codec_view {
 public:
+    packed_view() : codec_view(packed_codec()) {}
+    const macko_desc & desc() const override { return arrays_.desc.dense; }
+    int                for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const override;
+    int                decode(void * dense, int n_threads) const override;
+
     const packed_arrays & arrays() const { return arrays_; }
     int64_t               row_bit(int64_t row) const {
         return arrays_.desc.index_bits == INDEX_BITMAP ? row * bitmap_row_nbytes(arrays_.desc.dense.cols) * 8
                                                                      : row_bits_[static_cast<size_t>(row)];
     }
-    // f(column) for the non-zeros of a row, columns ascending
+    // calls f(column) for the non-zeros of a row, columns ascending
     template <typename F> void for_each_column(int64_t row, F && f) const;
-    // one row as cols dense elements
+    // writes one row as cols dense elements
     void decode_row(int64_t row, void * dense) const;
 
 private:
     friend int           check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
     packed_arrays        arrays_ = {};
-    std::vector<int64_t> row_bits_; // gap codes: where a row's begin
+    std::vector<int64_t> row_bits_; // of gap codes: where those of a row begin
 };
 [[nodiscard]] int check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
 
@@ -69,7 +76,8 @@ struct packed_matrix {
 
     packed_arrays arrays() const;
 };
-// dense values are finite, nnz is counted (desc.dense.nnz is written); index_bits -1: what makes the index smallest
+// Packs a dense matrix of finite values, whose non-zeros are counted here (desc.dense.nnz is ignored). index_bits -1:
+// what makes the index smallest. LIMIT if there are too many non-zeros.
 [[nodiscard]] int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out);
 
 template <typename F> void packed_view::for_each_column(int64_t row, F && f) const {

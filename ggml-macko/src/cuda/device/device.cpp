@@ -203,8 +203,8 @@ struct gpu {
 gpu & gpu_of(ggml_backend_buffer_type_t buft) { return *static_cast<gpu *>(buft->context); }
 gpu & gpu_of(ggml_backend_dev_t dev) { return *static_cast<gpu *>(dev->context); }
 
-const sparse_matrix * sparse_of_load(const ggml_tensor * tensor) {
-    const load * current = load::current();
+const sparse_tensor_info * sparse_of_load(const ggml_tensor * tensor) {
+    const load_session * current = load_session::current();
     return current ? current->find(tensor) : nullptr;
 }
 
@@ -245,7 +245,7 @@ void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 }
 
 // the staging memory of a load, shared by the buffers of a device, gone with the load
-cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
+cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     std::shared_ptr<void> & slot = current.staging[&device];
     if (!slot) {
         std::unique_ptr<cuda_sparse_uploader> made;
@@ -258,38 +258,44 @@ cuda_sparse_uploader * uploader_of(load & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
+packed_desc packed_of(const sparse_tensor_info & matrix) { return { matrix.desc, matrix.value_type, matrix.bits }; }
+
 // how this GPU keeps a packed matrix with quantized values; lanes 0: it does not, and takes it recoded to MACKO like
 // all others
-blocks_shape blocks_shape_of(const gpu & device, const sparse_matrix & matrix) {
-    return matrix.format == &FORMAT_PACKED ? cuda_blocks_shape(matrix.packed(), device.shared_nbytes)
-                                           : blocks_shape{ 0, 0 };
+blocks_shape blocks_shape_of(const gpu & device, const sparse_tensor_info & matrix) {
+    return matrix.format == &packed_codec() ? cuda_blocks_shape(packed_of(matrix), device.shared_nbytes)
+                                            : blocks_shape{ 0, 0 };
 }
 
-void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matrix & matrix, ggml_tensor * tensor,
-                const void * data, size_t size) {
+void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix,
+                ggml_tensor * tensor, const void * data, size_t size) {
     struct upload : payload_consumer {
-        cuda_sparse_uploader & uploader;
-        const sparse_matrix &  matrix;
-        ggml_tensor *          tensor;
-        stored_matrix &        stored;
-        const blocks_shape     shape;
-        bool                   finished = false;
-        upload(cuda_sparse_uploader & u, const sparse_matrix & s, ggml_tensor * t, stored_matrix & out,
+        cuda_sparse_uploader &     uploader;
+        const sparse_tensor_info & matrix;
+        ggml_tensor *              tensor;
+        stored_matrix &            stored;
+        const blocks_shape         shape;
+        bool                       finished = false;
+        upload(cuda_sparse_uploader & u, const sparse_tensor_info & s, ggml_tensor * t, stored_matrix & out,
                const blocks_shape & b)
             : uploader(u), matrix(s), tensor(t), stored(out), shape(b) {}
         int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-        bool takes_blocks() const override { return true; }
-        int  consume_blocks(const ec_csr_view & view) override {
+        bool takes(const codec & format) const override {
+            return &format == &ec_csr_codec() || (&format == &packed_codec() && shape.lanes != 0);
+        }
+        int consume_matrix(const codec_view & view) override {
             finished = true;
+            return &view.format() == &packed_codec() ? upload_packed(static_cast<const packed_view &>(view))
+                                                     : upload_blocks(static_cast<const ec_csr_view &>(view));
+        }
+        int upload_blocks(const ec_csr_view & view) {
             // blocks lie across the experts' rows
             const ec_csr_choice choice =
                 tensor->ne[1] == matrix.desc.rows ? ec_csr_choice_of_environment() : ec_csr_choice::ROWS;
             return cuda_ec_csr_upload(uploader, view, choice, omp_get_max_threads(), tensor->data,
-                                       cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
+                                      cuda_sparse_nbytes(matrix.desc, matrix.n_padded), &stored.matrix, &stored.blocks);
         }
-        bool takes_packed() const override { return shape.lanes != 0; }
-        int  consume_packed(const packed_view & view) override {
-            finished = true;
+        int upload_packed(const packed_view & view) {
             return uploader.packed(view, shape, tensor->data, omp_get_max_threads(), &stored.matrix, &stored.outgrown);
         }
     };
@@ -310,7 +316,7 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
         }
         return status != GGML_MACKO_STATUS_OK;
     };
-    if (!consumer.takes_packed() && failed(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
+    if (consumer.shape.lanes == 0 && failed(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
         return;
     }
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) {
@@ -328,9 +334,9 @@ void set_sparse(ggml_backend_buffer_t buffer, load & current, const sparse_matri
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size) {
-    if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
-        if (offset == 0) { // the first piece has the handle; the stream has nothing more of a sparse tensor
-            set_sparse(buffer, *load::current(), *matrix, tensor, data, size);
+    if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
+        if (offset == 0) { // the first piece has the placeholder; the stream has nothing more of a sparse tensor
+            set_sparse(buffer, *load_session::current(), *matrix, tensor, data, size);
         }
     } else if (stored(tensor)) {
         refuse_write(tensor);
@@ -436,10 +442,11 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
         size_t free = 0, total = 0;
         cudaGetLastError(); // not sticky
         cudaMemGetInfo(&free, &total);
-        load::keep_out_of_memory("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
-                                 "n_gpu_layers or the context size",
-                                 device.name.c_str(), static_cast<double>(size) / 1048576,
-                                 static_cast<double>(free) / 1048576, static_cast<double>(total) / 1048576);
+        load_session::keep_out_of_memory(
+            "%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
+            "n_gpu_layers or the context size",
+            device.name.c_str(), static_cast<double>(size) / 1048576, static_cast<double>(free) / 1048576,
+            static_cast<double>(total) / 1048576);
         return nullptr;
     }
     if (!device.check(error, "cudaMalloc")) {
@@ -457,17 +464,17 @@ bool is_sparse_weight(ggml_backend_buffer_type_t buft, const ggml_tensor * w) {
     return stored(root) || sparse_of_load(root) || is_planned_matrix(w->buffer->buft, root);
 }
 
-size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_matrix & matrix) {
+size_t matrix_nbytes(ggml_backend_buffer_type_t buft, const sparse_tensor_info & matrix) {
     const blocks_shape shape = blocks_shape_of(gpu_of(buft), matrix);
-    return static_cast<size_t>(
-        shape.lanes
-            ? cuda_blocks_bind(matrix.packed(), shape, cuda_blocks_max_spill(matrix.packed(), shape), nullptr).nbytes
-            : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
+    return static_cast<size_t>(shape.lanes ? cuda_blocks_bind(packed_of(matrix), shape,
+                                                              cuda_blocks_max_spill(packed_of(matrix), shape), nullptr)
+                                                 .nbytes
+                                           : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
 }
 
 // sparse weights: known from the file's header, so that llama.cpp's memory figures are the true ones
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
-    if (const sparse_matrix * matrix = sparse_of_load(tensor)) {
+    if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
         return matrix_nbytes(buft, *matrix);
     }
     const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
@@ -817,7 +824,7 @@ void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     // the file: it is a stream.
     // At other times these stay off: events would allow pipelines over several contexts' copies, which one blocking
     // stream does not need.
-    const bool loading       = load::current() != nullptr;
+    const bool loading       = load_session::current() != nullptr;
     props->caps.async        = loading;
     props->caps.host_buffer  = loading;
     props->caps.events       = loading;
@@ -845,7 +852,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     }
     context->ops.overlap  = context->ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     context->ops.counters = context->counters;
-    if (!load::current()) { // one that only uploads weights needs none
+    if (!load_session::current()) { // one that only uploads weights needs none
         context->attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
     }
     return new ggml_backend{ backend_guid(), backend_iface, dev, context.release() };
@@ -853,7 +860,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     ggml_backend_buffer_type_t buft    = &gpu_of(dev).buft;
-    const load *               current = load::current();
+    const load_session *       current = load_session::current();
     return current && current->no_alloc() ? planned_buffer_type(buft, *current, matrix_nbytes, false) : buft;
 }
 

@@ -1,0 +1,155 @@
+// The C API over the codecs, and the version of the library. Checks arguments, calls one function of a codec, and keeps
+// exceptions inside.
+#include "capi/threads.h"
+#include "codec/macko/encode.h"
+#include "codec/quantize.h"
+#include "codec/registry.h"
+
+using namespace macko;
+
+struct ggml_macko_encoded {
+    const codec *                   format;
+    std::unique_ptr<encoded_matrix> arrays;
+};
+
+static int null_pointer() { return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer"); }
+
+static int find_format(const char * name, const codec ** format) {
+    *format = name ? find_codec(name) : nullptr;
+    return *format ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                   : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
+                          name ? printable(name).text : "(null)");
+}
+
+// the format of m, and its view, which points into m's arrays
+static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_ptr<codec_view> * view) {
+    const codec * format = nullptr;
+    if (!m) {
+        return null_pointer();
+    }
+    if (const int status = find_format(m->format, &format)) {
+        return status;
+    }
+    return open_matrix(*format, *m, threads_for(n_threads, m->rows * m->cols), view);
+}
+
+const char * ggml_macko_version(void) { return GGML_MACKO_VERSION; }
+
+int32_t ggml_macko_codec_count(void) { return static_cast<int32_t>(all_codecs().size()); }
+
+int ggml_macko_codec_at(int32_t i, ggml_macko_codec_info * info) {
+    if (!info || i < 0 || i >= ggml_macko_codec_count()) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no codec %d", i);
+    }
+    const codec & c    = *all_codecs()[static_cast<size_t>(i)];
+    *info              = {};
+    info->name         = c.name();
+    info->version      = c.version();
+    info->n_arrays     = static_cast<int32_t>(c.components().size());
+    info->n_options    = static_cast<int32_t>(c.options().size());
+    info->has_gpu_cost = c.has_gpu_cost();
+    std::copy(c.components().begin(), c.components().end(), info->suffixes);
+    std::copy(c.options().begin(), c.options().end(), info->options);
+    return GGML_MACKO_STATUS_OK;
+}
+
+int ggml_macko_encode(const char * format, const void * dense, int32_t type, int64_t rows, int64_t cols,
+                      const ggml_macko_option * options, int32_t n_options, int n_threads, ggml_macko_encoded ** out) {
+    return c_boundary([&]() -> int {
+        const codec * c = nullptr;
+        if (!dense || !out || (n_options > 0 && !options)) {
+            return null_pointer();
+        }
+        if (const int status = find_format(format, &c)) {
+            return status;
+        }
+        if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
+            return status;
+        }
+        auto e = std::make_unique<ggml_macko_encoded>(ggml_macko_encoded{ c, nullptr });
+        if (const int status = encode_matrix(*c, dense, { rows, cols, type, 4, 0 }, options, n_options,
+                                             threads_for(n_threads, rows * cols), &e->arrays)) {
+            return status;
+        }
+        *out = e.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int ggml_macko_encoded_matrix(const ggml_macko_encoded * e, ggml_macko_matrix * m) {
+    if (!e || !m) {
+        return null_pointer();
+    }
+    *m        = e->arrays->matrix();
+    m->format = e->format->name();
+    return GGML_MACKO_STATUS_OK;
+}
+
+void ggml_macko_encoded_free(ggml_macko_encoded * e) { delete e; }
+
+int ggml_macko_validate(const ggml_macko_matrix * m, int n_threads) {
+    return c_boundary([&]() -> int {
+        std::unique_ptr<codec_view> view;
+        const int                   status = open_checked(m, n_threads, &view);
+        return status ? status : view->check_rows(threads_for(n_threads, m->rows * m->cols));
+    });
+}
+
+int ggml_macko_decode(const ggml_macko_matrix * m, void * dense, int n_threads) {
+    return c_boundary([&]() -> int {
+        std::unique_ptr<codec_view> view;
+        if (!dense) {
+            return null_pointer();
+        }
+        const int status = open_checked(m, n_threads, &view);
+        return status ? status : view->decode(dense, threads_for(n_threads, m->rows * m->cols));
+    });
+}
+
+int ggml_macko_gpu_cost(const ggml_macko_matrix * m, int n_threads, double * own_us, double * rows_us) {
+    return c_boundary([&]() -> int {
+        std::unique_ptr<codec_view> view;
+        gpu_cost                    cost = {};
+        if (!own_us || !rows_us) {
+            return null_pointer();
+        }
+        if (const int status = open_checked(m, n_threads, &view)) {
+            return status;
+        }
+        if (const int status = view->format().cost_on_gpu(*view, threads_for(n_threads, m->rows * m->cols), &cost)) {
+            return status;
+        }
+        *own_us  = cost.own_us;
+        *rows_us = cost.rows_us;
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+int64_t ggml_macko_n_padded(int64_t n_stored) { return n_padded(n_stored); }
+
+int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits) {
+    return deltas_nbytes(n_padded(n_stored), delta_bits);
+}
+
+int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
+                           ggml_macko_count * count) {
+    return c_boundary([&]() -> int {
+        if (!dense || !count) {
+            return null_pointer();
+        }
+        if (const int status = check_desc({ rows, cols, type, 4, 0 })) {
+            return status;
+        }
+        return count_dense(dense, type, rows, cols, threads_for(n_threads, rows * cols), count);
+    });
+}
+
+int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks) {
+    return c_boundary([&]() -> int {
+        if (!values || !blocks || n < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values", static_cast<long long>(n));
+        }
+        return quantize(values, weights, n, GGML_MACKO_TYPE_Q4_NL, threads_for(n_threads, n),
+                        static_cast<uint8_t *>(blocks));
+    });
+}

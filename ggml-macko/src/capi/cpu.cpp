@@ -1,0 +1,149 @@
+// The C API over the CPU kernels: products of plain arrays, without ggml.
+#include "capi/threads.h"
+#include "codec/macko/encode.h"
+#include "codec/macko/matrix-view.h"
+#include "codec/registry.h"
+#include "cpu/codecs.h"
+#include "cpu/kernels.h"
+
+#include <cstdlib>
+
+using namespace macko;
+using namespace macko::cpu;
+
+struct ggml_macko_cpu_matrix {
+    std::unique_ptr<void, void (*)(void *)> memory = { nullptr, free };
+    int64_t                                 nbytes = 0;
+    bitmap_matrix                           bitmap = {};
+};
+
+static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
+    void * memory = nullptr;
+    if (posix_memalign(&memory, 64, static_cast<size_t>(nbytes))) {
+        throw std::bad_alloc();
+    }
+    return { memory, free };
+}
+
+static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type) {
+    ggml_macko_cpu_matrix m;
+    m.nbytes = bitmap_nbytes(desc, value_type);
+    m.memory = aligned_memory(m.nbytes);
+    m.bitmap = bitmap_bind(desc, value_type, m.memory.get());
+    return m;
+}
+
+// Rows of a MACKO matrix. Where a range of rows starts among the values is known only when the ranges before it are
+// counted: the first pass counts, the second packs.
+static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_cpu_matrix * out) {
+    // at the first row of a range: the non-zeros of the range, later of the ranges before it
+    std::vector<int64_t> first(static_cast<size_t>(view.desc().rows) + 1, 0);
+    if (const int status = view.for_each_range(n_threads, [&](const macko_view & rows) {
+            if (rows.rows().row_begin < rows.rows().row_end) {
+                first[static_cast<size_t>(rows.rows().row_begin)] = rows.nnz();
+            }
+            return 0;
+        })) {
+        return status;
+    }
+    int64_t sum = 0;
+    for (int64_t & n : first) {
+        const int64_t here = n;
+        n                  = sum;
+        sum += here;
+    }
+    *out = empty_matrix(view.desc(), view.desc().type);
+    return view.for_each_range(n_threads, [&](const macko_view & rows) { // fails if the caller changed the arrays
+        bitmap_pack(rows, first[static_cast<size_t>(rows.rows().row_begin)], out->bitmap);
+        return 0;
+    });
+}
+
+static int pack_matrix(const codec_view & view, int32_t value_type, int n_threads, ggml_macko_cpu_matrix * out) {
+    if (cpu_takes(view.format())) {
+        if (const int status = view.check_rows(n_threads)) {
+            return status;
+        }
+        *out = empty_matrix(view.desc(), value_type);
+        cpu_pack(view, n_threads, out->bitmap);
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (view.format().streams_rows()) {
+        return pack_rows(static_cast<const macko_matrix_view &>(view), n_threads, out);
+    }
+    macko_matrix      recoded;
+    macko_matrix_view rows;
+    if (const int status = recode(view, n_threads, &recoded)) {
+        return status;
+    }
+    const int64_t      n_values = n_padded(recoded.row_ptr.back());
+    const macko_desc & d        = recoded.desc;
+    ggml_macko_matrix  m        = { nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
+    m.arrays[MACKO_VALUES]      = { recoded.values.data(), n_values * value_nbytes(d.type), d.type };
+    m.arrays[MACKO_DELTAS]      = { recoded.deltas.data(), deltas_nbytes(n_values, d.delta_bits), GGML_MACKO_TYPE_I8 };
+    m.arrays[MACKO_ROW_PTR]     = { recoded.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
+    if (const int status = open_macko(m, &rows)) {
+        return status;
+    }
+    return pack_rows(rows, n_threads, out);
+}
+
+int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_macko_cpu_matrix ** out) {
+    return c_boundary([&]() -> int {
+        if (!m || !out || !m->format) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        const codec * format = find_codec(m->format);
+        if (!format) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' is not known to this build",
+                        printable(m->format).text);
+        }
+        const char * kernels = nullptr;
+        if (const int status = cpu_kernels_select(&kernels)) {
+            return status;
+        }
+        const int                   n_team = threads_for(n_threads, m->rows * m->cols);
+        std::unique_ptr<codec_view> view;
+        if (const int status = open_matrix(*format, *m, n_team, &view)) {
+            return status;
+        }
+        auto matrix = std::make_unique<ggml_macko_cpu_matrix>();
+        if (const int status = pack_matrix(*view, m->value_type, n_team, matrix.get())) {
+            return status;
+        }
+        *out = matrix.release();
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+void ggml_macko_cpu_matrix_free(ggml_macko_cpu_matrix * m) { delete m; }
+
+int64_t ggml_macko_cpu_matrix_nbytes(const ggml_macko_cpu_matrix * m) { return m ? m->nbytes : 0; }
+
+int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, float * y, int64_t n, int n_threads) {
+    return c_boundary([&]() -> int {
+        if (!m || !x || !y || n < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer or negative count");
+        }
+        if (n == 0) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        const bitmap_matrix &      w = m->bitmap;
+        std::vector<const float *> xs(static_cast<size_t>(n));
+        std::vector<float *>       ys(static_cast<size_t>(n));
+        for (int64_t j = 0; j < n; j++) {
+            xs[static_cast<size_t>(j)] = x + j * w.cols;
+            ys[static_cast<size_t>(j)] = y + j * w.rows;
+        }
+        const auto           scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
+        const mul_mat_params p       = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get() };
+#pragma omp parallel num_threads(threads_for(n_threads, w.rows * w.cols))
+        mul_mat_thread(p, omp_get_thread_num(), omp_get_num_threads());
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+const char * ggml_macko_cpu_kernels(void) {
+    const char * name = "";
+    return cpu_kernels_select(&name) ? "" : name;
+}

@@ -1,0 +1,85 @@
+#include "codec/codec.h"
+#include "codec/quants.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace macko {
+
+// bytes of an element, or of a block of QUANT_BLOCK elements; 0 if no component has the type
+static int64_t unit_nbytes(int32_t type) {
+    switch (type) {
+        case GGML_MACKO_TYPE_I8:  return 1;
+        case GGML_MACKO_TYPE_I16: return 2;
+        case GGML_MACKO_TYPE_I32: return 4;
+        default:                  return is_value_type(type) ? value_nbytes(type) : quant_block_nbytes(type);
+    }
+}
+
+int64_t array_length(const ggml_macko_array & array) {
+    const int64_t unit = unit_nbytes(array.type);
+    return unit == 0 ? 0 : array.nbytes / unit * (is_quant_type(array.type) ? QUANT_BLOCK : 1);
+}
+
+int codec_view::decode(void * dense, int n_threads) const {
+    const int64_t nbytes = desc().cols * value_nbytes(desc().type);
+    return for_each_row(n_threads, [&](int64_t row, const void * elements) {
+        memcpy(static_cast<uint8_t *>(dense) + row * nbytes, elements, static_cast<size_t>(nbytes));
+    });
+}
+
+int64_t codec::max_entries(const ggml_macko_matrix & m) const { return n_padded(max_recoded(rows_desc(*this, m))); }
+
+int codec::cost_on_gpu(const codec_view &, int, gpu_cost *) const {
+    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' has no model of GPU times", name());
+}
+
+int encode_matrix(const codec & format, const void * dense, const macko_desc & desc, const ggml_macko_option * options,
+                  int n_options, int n_threads, std::unique_ptr<encoded_matrix> * out) {
+    const std::vector<ggml_macko_option> & known = format.options();
+    std::vector<int64_t>                   values;
+    for (const ggml_macko_option & o : known) {
+        values.push_back(o.value);
+    }
+    for (int i = 0; i < n_options; i++) {
+        const auto it = std::find_if(known.begin(), known.end(), [&](const ggml_macko_option & o) {
+            return options[i].name && !strcmp(o.name, options[i].name);
+        });
+        if (it == known.end()) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "format '%s' has no option '%s'", format.name(),
+                        options[i].name ? printable(options[i].name).text : "(null)");
+        }
+        values[static_cast<size_t>(it - known.begin())] = options[i].value;
+    }
+    return format.encode(dense, desc, values.data(), n_threads, out);
+}
+
+int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) {
+    const size_t n = format.components().size();
+    if (m.n_arrays != static_cast<int32_t>(n)) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%d arrays, but format '%s' has %zu", m.n_arrays, format.name(), n);
+    }
+    if (const int status = format.check_desc(m)) {
+        return status;
+    }
+    component_rule rules[GGML_MACKO_MAX_ARRAYS] = {};
+    format.component_rules(m, rules);
+    for (size_t i = 0; i < n; i++) {
+        const ggml_macko_array & a    = m.arrays[i];
+        const char *             name = format.components()[i] + 1; // without its dot
+        if (!a.data || a.nbytes < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: null pointer or negative size", name);
+        }
+        if (a.type != rules[i].type) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong type (%d vs %d)", name, a.type,
+                        rules[i].type);
+        }
+        if (a.nbytes % unit_nbytes(a.type) != 0) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s: %lld bytes are not whole elements of type %d", name,
+                        static_cast<long long>(a.nbytes), a.type);
+        }
+    }
+    return format.open(m, n_threads, view);
+}
+
+} // namespace macko

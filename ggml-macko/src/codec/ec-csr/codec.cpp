@@ -1,0 +1,171 @@
+// EC-CSR as a row of the registry (FORMAT.md section 6).
+#include "codec/ec-csr/cost.h"
+#include "codec/ec-csr/extract.h"
+#include "codec/macko/encode.h"
+
+namespace macko {
+
+namespace {
+
+// order of the encoder's options
+enum option : size_t { DELTA_BITS, MAX_GRANULARITY, MIN_COLUMNS, CLIP, SEED };
+
+constexpr int64_t NUMBERS_PER_SET = 4; // of X.sets
+
+class encoded_ec_csr : public encoded_matrix {
+public:
+    ec_csr_matrix blocks;
+
+    ggml_macko_matrix matrix() const override {
+        const macko_desc & d = blocks.desc;
+        ggml_macko_matrix  m = {};
+        m.rows               = d.rows;
+        m.cols               = d.cols;
+        m.type               = d.type;
+        m.value_type         = d.type;
+        m.bits               = d.delta_bits;
+        m.nnz                = d.nnz;
+        m.n_arrays           = 6;
+        component_rule rules[6];
+        ec_csr_codec().component_rules(m, rules);
+        const auto set = [&](ec_csr_component c, const auto & v) {
+            m.arrays[c] = { v.data(), static_cast<int64_t>(v.size() * sizeof(v[0])), rules[c].type };
+        };
+        set(EC_VALUES, blocks.values);
+        set(EC_DELTAS, blocks.deltas);
+        set(EC_BASES, blocks.bases);
+        set(EC_BLK_PTR, blocks.blk_ptr);
+        set(EC_ROWS, blocks.rows);
+        set(EC_SETS, blocks.sets);
+        return m;
+    }
+};
+
+class ec_csr_format final : public codec {
+public:
+    ec_csr_format()
+        : codec(
+              { "ec-csr",
+                2,
+                { ".values", ".deltas", ".bases", ".blk_ptr", ".rows", ".sets" },
+                { { "delta_bits", 8 }, { "max_granularity", 16 }, { "min_columns", 0 }, { "clip", 1 }, { "seed", 0 } },
+                false,
+                true }) {}
+
+    int check_desc(const ggml_macko_matrix & m) const override { return check_ec_csr_desc(rows_desc(*this, m)); }
+
+    // lengths as far as they do not depend on the sets, which are payload
+    void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
+        const int32_t base_type = ec_base_nbytes(m.cols) == 2 ? GGML_MACKO_TYPE_I16 : GGML_MACKO_TYPE_I32;
+        rules[EC_VALUES]        = { m.type, MAX_STORED, 1 };
+        rules[EC_DELTAS]        = { GGML_MACKO_TYPE_I8, MAX_STORED, 1 };
+        rules[EC_BASES]         = { base_type, MAX_STORED, 1 };
+        rules[EC_BLK_PTR]       = { GGML_MACKO_TYPE_I32, MAX_STORED, 1 };
+        rules[EC_ROWS]          = { GGML_MACKO_TYPE_I32, MAX_STORED, 1 };
+        rules[EC_SETS]          = { GGML_MACKO_TYPE_I32, NUMBERS_PER_SET * EC_MAX_SETS, NUMBERS_PER_SET };
+    }
+
+    int check_nnz(const ggml_macko_matrix & m) const override {
+        const int64_t n = array_length(m.arrays[EC_VALUES]);
+        return m.nnz <= n ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                          : fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz (%lld vs %lld values)", static_cast<long long>(m.nnz),
+                                 static_cast<long long>(n));
+    }
+
+    int open(const ggml_macko_matrix & m, int, std::unique_ptr<codec_view> * view) const override {
+        const auto n   = [&](ec_csr_component c) { return array_length(m.arrays[c]); };
+        const auto i32 = [&](ec_csr_component c) { return static_cast<const int32_t *>(m.arrays[c].data); };
+        if (n(EC_SETS) % NUMBERS_PER_SET) {
+            return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "sets has %lld elements, not a multiple of %lld",
+                        static_cast<long long>(n(EC_SETS)), static_cast<long long>(NUMBERS_PER_SET));
+        }
+        const ec_csr_arrays arrays = { rows_desc(*this, m),
+                                       static_cast<const ec_csr_set *>(m.arrays[EC_SETS].data),
+                                       n(EC_SETS) / NUMBERS_PER_SET,
+                                       i32(EC_ROWS),
+                                       n(EC_ROWS),
+                                       i32(EC_BLK_PTR),
+                                       n(EC_BLK_PTR),
+                                       m.arrays[EC_BASES].data,
+                                       n(EC_BASES),
+                                       static_cast<const uint8_t *>(m.arrays[EC_DELTAS].data),
+                                       n(EC_DELTAS),
+                                       m.arrays[EC_VALUES].data,
+                                       n(EC_VALUES) };
+        auto                v      = std::make_unique<ec_csr_view>();
+        if (const int status = check_ec_csr(arrays, v.get())) {
+            return status;
+        }
+        *view = std::move(v);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
+               std::unique_ptr<encoded_matrix> * out) const override {
+        const auto as_int = [](int64_t v) { return v < 0 || v > INT32_MAX ? -1 : static_cast<int32_t>(v); };
+        macko_desc desc   = { shape.rows, shape.cols, shape.type, as_int(options[DELTA_BITS]), 0 };
+        if (const int status = check_ec_csr_desc(desc)) {
+            return status;
+        }
+        const bool            pays    = options[MIN_COLUMNS] == 0;
+        const extract_options extract = { as_int(options[MAX_GRANULARITY]),
+                                          pays ? paying_columns(desc.delta_bits) : as_int(options[MIN_COLUMNS]),
+                                          options[CLIP] != 0, static_cast<uint64_t>(options[SEED]) };
+        ggml_macko_count      count   = {};
+        if (const int status = count_finite(dense, desc, n_threads, &count)) {
+            return status;
+        }
+        desc.nnz = count.nnz;
+        if (const int status = check_ec_csr_desc(desc)) { // now with nnz
+            return status;
+        }
+        auto result = std::make_unique<encoded_ec_csr>();
+        if (const int status = encode_blocks(desc, dense, extract, n_threads, &result->blocks)) {
+            return status;
+        }
+        // The fillers that blocks leave behind in their rows may cost more than the blocks save: compare the whole
+        // matrix with and without extraction.
+        if (pays && result->blocks.sets[0].granularity > 1) {
+            ec_csr_matrix plain;
+            if (const int status =
+                    encode_blocks(desc, dense, { 1, extract.min_columns, extract.clip, 0 }, n_threads, &plain)) {
+                return status;
+            }
+            if (plain.nbytes() < result->blocks.nbytes()) {
+                result->blocks = std::move(plain);
+            }
+        }
+        *out = std::move(result);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    int cost_on_gpu(const codec_view & view, int n_threads, gpu_cost * out) const override {
+        gpu_times times;
+        if (const int status = gpu_times_of(static_cast<const ec_csr_view &>(view), n_threads, &times)) {
+            return status;
+        }
+        *out = { times.blocks_us, times.rows_us };
+        return GGML_MACKO_STATUS_OK;
+    }
+
+private:
+    // The smallest extracted block that takes fewer bytes than its elements in blocks of one row: half of its deltas
+    // against its bases.
+    static int32_t paying_columns(int32_t delta_bits) { return delta_bits == 8 ? 128 : 256; }
+
+    static int encode_blocks(const macko_desc & desc, const void * dense, const extract_options & options,
+                             int n_threads, ec_csr_matrix * out) {
+        ec_csr_blocks blocks;
+        const int     status = extract_blocks(desc, dense, options, n_threads, &blocks);
+        return status ? status : assemble(desc, dense, blocks, n_threads, out);
+    }
+};
+
+} // namespace
+
+const codec & ec_csr_codec() {
+    static const ec_csr_format format;
+    return format;
+}
+
+} // namespace macko

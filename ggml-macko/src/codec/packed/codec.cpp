@@ -1,0 +1,129 @@
+// The packed format as a row of the registry (FORMAT.md section 7).
+#include "codec/macko/encode.h"
+#include "codec/packed/packed.h"
+
+namespace macko {
+
+namespace {
+
+constexpr int32_t RECODED_BITS = 4; // delta_bits for consumers that take MACKO rows
+
+packed_desc desc_of(const ggml_macko_matrix & m) {
+    return { { m.rows, m.cols, m.type, RECODED_BITS, m.nnz }, m.value_type, m.bits };
+}
+
+class encoded_packed : public encoded_matrix {
+public:
+    packed_matrix packed;
+
+    ggml_macko_matrix matrix() const override {
+        const packed_desc & d   = packed.desc;
+        ggml_macko_matrix   m   = {};
+        m.rows                  = d.dense.rows;
+        m.cols                  = d.dense.cols;
+        m.type                  = d.dense.type;
+        m.value_type            = d.value_type;
+        m.bits                  = d.index_bits;
+        m.nnz                   = d.dense.nnz;
+        m.n_arrays              = 3;
+        component_rule rules[3] = {};
+        packed_codec().component_rules(m, rules);
+        m.arrays[PACKED_VALUES]  = { packed.values.data(), static_cast<int64_t>(packed.values.size()),
+                                     rules[PACKED_VALUES].type };
+        m.arrays[PACKED_INDEX]   = { packed.index.data(), static_cast<int64_t>(packed.index.size()),
+                                     rules[PACKED_INDEX].type };
+        m.arrays[PACKED_ROW_PTR] = { packed.row_ptr.data(), 4 * (d.dense.rows + 1), rules[PACKED_ROW_PTR].type };
+        return m;
+    }
+};
+
+class packed_format final : public codec {
+public:
+    packed_format()
+        : codec({ "packed",
+                  3,
+                  { ".values", ".index", ".row_ptr" },
+                  { { "value_type", DENSE_TYPE }, { "index_bits", SMALLEST } },
+                  false,
+                  false }) {}
+
+    int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }
+
+    // Q4_NL is no type of ggml's: its blocks are bytes on file
+    int32_t value_type_of(int32_t dense_type, int32_t component_type) const override {
+        return component_type == GGML_MACKO_TYPE_I8 ? GGML_MACKO_TYPE_Q4_NL
+               : is_quant_type(component_type)      ? component_type
+                                                    : dense_type;
+    }
+
+    // the exact length of gap codes follows from the codes themselves
+    void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
+        const bool    bytes    = m.value_type == GGML_MACKO_TYPE_Q4_NL;
+        const int64_t n_values = packed_n_values(m.nnz);
+        rules[PACKED_VALUES]   = { bytes ? static_cast<int32_t>(GGML_MACKO_TYPE_I8) : m.value_type,
+                                 bytes ? values_nbytes(m.value_type, n_values) : n_values, 0 };
+        rules[PACKED_INDEX]   = { GGML_MACKO_TYPE_I8, max_index_nbytes(desc_of(m)), m.bits == INDEX_BITMAP ? 0 : 4 };
+        rules[PACKED_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
+    }
+
+    int32_t recoded_bits(int32_t) const override { return RECODED_BITS; }
+
+    int open(const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) const override {
+        const packed_arrays arrays = { desc_of(m),
+                                       m.arrays[PACKED_VALUES].data,
+                                       n_values(m),
+                                       static_cast<const uint8_t *>(m.arrays[PACKED_INDEX].data),
+                                       m.arrays[PACKED_INDEX].nbytes,
+                                       static_cast<const int32_t *>(m.arrays[PACKED_ROW_PTR].data),
+                                       array_length(m.arrays[PACKED_ROW_PTR]) };
+        auto                v      = std::make_unique<packed_view>();
+        if (const int status = check_packed(arrays, n_threads, v.get())) {
+            return status;
+        }
+        *view = std::move(v);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+    int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
+               std::unique_ptr<encoded_matrix> * out) const override {
+        const auto        as_int     = [](int64_t v) { return v < -1 || v > INT32_MAX ? -2 : static_cast<int32_t>(v); };
+        const int32_t     value_type = options[0] == DENSE_TYPE ? shape.type : as_int(options[0]);
+        const packed_desc desc       = { { shape.rows, shape.cols, shape.type, RECODED_BITS, 0 },
+                                         value_type,
+                                         as_int(options[1]) };
+        if (const int status = check_packed_desc(
+                { desc.dense, value_type, options[1] == SMALLEST ? INDEX_BITMAP : desc.index_bits })) {
+            return status;
+        }
+        ggml_macko_count count = {};
+        if (const int status = count_finite(dense, shape, n_threads, &count)) {
+            return status;
+        }
+        auto result = std::make_unique<encoded_packed>();
+        if (const int status = pack(dense, desc, n_threads, &result->packed)) {
+            return status;
+        }
+        *out = std::move(result);
+        return GGML_MACKO_STATUS_OK;
+    }
+
+private:
+    static constexpr int64_t DENSE_TYPE = -1; // option value_type
+    static constexpr int64_t SMALLEST   = -1; // option index_bits: what takes the fewest bytes
+
+    // values; blocks of Q4_NL are counted as such, not as bytes
+    static int64_t n_values(const ggml_macko_matrix & m) {
+        const ggml_macko_array & a     = m.arrays[PACKED_VALUES];
+        const int64_t            block = quant_block_nbytes(m.value_type);
+        return block == 0 ? array_length(a) : a.nbytes % block ? -1 : a.nbytes / block * QUANT_BLOCK;
+    }
+};
+
+} // namespace
+
+const codec & packed_codec() {
+    static const packed_format format;
+    return format;
+}
+
+} // namespace macko

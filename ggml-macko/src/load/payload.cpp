@@ -1,0 +1,318 @@
+// Reads the payload of one matrix, checks it, and hands it to a consumer.
+#include "load/payload.h"
+#include "codec/macko/encode.h"
+#include "codec/macko/matrix-view.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cinttypes>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <omp.h>
+
+namespace macko {
+
+// of payload: half of an L2 cache, and a few hundred microseconds of work
+constexpr int64_t BLOCK_NBYTES = 512 << 10;
+
+namespace {
+
+// the error of the earliest block, whichever thread met it; blocks behind it are skipped
+struct first_error {
+    std::atomic<int64_t> block{ INT64_MAX };
+    std::mutex           mutex;
+    int                  status = GGML_MACKO_STATUS_OK;
+    std::string          text;
+
+    bool any() const { return status != GGML_MACKO_STATUS_OK; } // to be asked after all threads are done
+
+    void set(int64_t b, int s) noexcept {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (b < block) {
+            block  = b;
+            status = s;
+            try {
+                text = ggml_macko_last_error();
+            } catch (const std::bad_alloc &) {
+                text.clear();
+            }
+        }
+    }
+};
+
+// A sum over blocks. Not an OpenMP ordered region: libgomp ends one only where its thread takes the next iteration, so
+// that the rest of the loop body would wait for other threads, too.
+class running_sum {
+public:
+    void add(int64_t n) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        sum_ += n;
+    }
+    // Adds n of block b and returns the sum of the blocks before it; waits until those were added. Waking up from that
+    // wait takes long.
+    int64_t add_in_order(int64_t b, int64_t n) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        turn_.wait(lock, [&] { return next_ == b; });
+        const int64_t before = sum_;
+        sum_ += n;
+        next_++;
+        turn_.notify_all();
+        return before;
+    }
+    int64_t sum() const { return sum_; } // after the last block
+
+private:
+    std::mutex              mutex_;
+    std::condition_variable turn_;
+    int64_t                 next_ = 0, sum_ = 0;
+};
+
+struct payload_reader {
+    const byte_source &        source;
+    const gguf_header &        header;
+    const sparse_tensor_info & m;
+    std::vector<int32_t>       row_ptr;
+    std::vector<int64_t>       blocks;  // first row of each block, then rows
+    macko_matrix               recoded; // of another format: blocks of rows are taken from here, not from the file
+
+    const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
+    int64_t             values_offset(int64_t entry) const {
+        return component(MACKO_VALUES).offset + entry * value_nbytes(m.desc.type);
+    }
+    // entry % 8 == 0
+    int64_t deltas_offset(int64_t entry) const {
+        return component(MACKO_DELTAS).offset + entry * m.desc.delta_bits / 8;
+    }
+
+    int read_row_ptr() {
+        row_ptr.resize(static_cast<size_t>(m.desc.rows) + 1);
+        if (const int status =
+                source.read(component(MACKO_ROW_PTR).offset, row_ptr.data(), component(MACKO_ROW_PTR).nbytes)) {
+            return status;
+        }
+        return check_row_ptr(m.desc, row_ptr.data(), m.n_padded);
+    }
+
+    int read_padding() const {
+        const int64_t n_stored = row_ptr.back();
+        const int64_t base     = n_stored & ~int64_t(7);
+        const int64_t n_deltas = component(MACKO_DELTAS).nbytes;
+        // n_padded is 8 at least: <= 64 bytes
+        const int64_t      n_values_bytes = (m.n_padded - base) * value_nbytes(m.desc.type);
+        const int64_t      n_deltas_bytes = n_deltas - base * m.desc.delta_bits / 8;
+        alignas(8) uint8_t values[64];
+        uint8_t            deltas[16];
+        if (const int status = source.read(values_offset(base), values, n_values_bytes)) {
+            return status;
+        }
+        if (const int status = source.read(deltas_offset(base), deltas, n_deltas_bytes)) {
+            return status;
+        }
+        return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
+    }
+
+    // cuts the matrix into whole rows of about BLOCK_NBYTES; an empty row counts too, because a consumer works on it
+    void make_blocks() {
+        const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
+        const int64_t row_nbytes     = m.is_encoded_on_load() ? m.desc.cols * value_nbytes(m.desc.type) : 16;
+        int64_t       nbytes         = 0;
+        blocks.push_back(0);
+        for (int64_t r = 0; r < m.desc.rows; r++) {
+            const int64_t n =
+                (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 +
+                row_nbytes;
+            // A block that is encoded here lacks the deltas of its neighbours. Consumers copy whole bytes, so it must
+            // not share a byte with them.
+            const bool may_begin =
+                !m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0;
+            if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
+                blocks.push_back(r);
+                nbytes = 0;
+            }
+            nbytes += n;
+        }
+        blocks.push_back(m.desc.rows);
+    }
+
+    int read_block(size_t b, std::vector<uint8_t> & buffer, macko_view * view) const {
+        const int64_t row_begin = blocks[b];
+        const int64_t row_end   = blocks[b + 1];
+        if (!recoded.values.empty()) {
+            return validate(
+                { m.desc, row_begin, row_end, row_ptr.data(), 0, recoded.values.data(), recoded.deltas.data() }, view);
+        }
+        const int64_t base = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
+        const int64_t end  = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // <= n_padded
+        // multiples of 8 entries:
+        const int64_t n_values = (end - base) * value_nbytes(m.desc.type);
+        const int64_t n_deltas = (end - base) * m.desc.delta_bits / 8; // whole bytes
+        const size_t  slack    = 64;                                   // validate and consumers may load whole vectors
+        if (buffer.size() < static_cast<size_t>(n_values + n_deltas) + 2 * slack) {
+            buffer.resize(static_cast<size_t>(n_values + n_deltas) + 2 * slack);
+        }
+        uint8_t *        values = buffer.data();
+        uint8_t *        deltas = values + n_values + slack;
+        const macko_rows rows   = { m.desc, row_begin, row_end, row_ptr.data(), base, values, deltas };
+        if (m.is_encoded_on_load()) {
+            if (const int status = encode_block(rows, values, n_values, deltas, n_deltas)) {
+                return status;
+            }
+            return validate(rows, view);
+        }
+        if (const int status = source.read(values_offset(base), values, n_values)) {
+            return status;
+        }
+        if (const int status = source.read(deltas_offset(base), deltas, n_deltas)) {
+            return status;
+        }
+        return validate(rows, view);
+    }
+
+    // reads dense rows and encodes them
+    int encode_block(const macko_rows & rows, uint8_t * values, int64_t n_values, uint8_t * deltas,
+                     int64_t n_deltas) const {
+        const int64_t        row_nbytes = m.desc.cols * value_nbytes(m.desc.type);
+        std::vector<uint8_t> dense(static_cast<size_t>((rows.row_end - rows.row_begin) * row_nbytes));
+        if (const int status = source.read(component(0).offset + rows.row_begin * row_nbytes, dense.data(),
+                                           static_cast<int64_t>(dense.size()))) {
+            return status;
+        }
+        memset(values, 0, static_cast<size_t>(n_values));
+        memset(deltas, 0, static_cast<size_t>(n_deltas));
+        return encode(dense.data(), rows, values, deltas);
+    }
+
+    // hands out the matrix in `recoded`
+    int read_recoded(int n_team, payload_consumer & consumer) {
+        row_ptr = std::move(recoded.row_ptr);
+        make_blocks();
+        return read_blocks(n_team, consumer);
+    }
+
+    int read_blocks(int n_max_team, payload_consumer & consumer) {
+        const int64_t        n_blocks = static_cast<int64_t>(blocks.size()) - 1;
+        first_error          error;
+        running_sum          nnz;
+        std::atomic<int64_t> next{ 0 }; // blocks are taken in order, so that none waits for one that no thread has
+        const int            n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
+
+#pragma omp parallel num_threads(n_team)
+        {
+            std::vector<uint8_t> buffer;
+            for (int64_t b; (b = next++) < n_blocks;) {
+                macko_view view;
+                int        status = GGML_MACKO_STATUS_OK;
+                const bool run    = b < error.block;
+                if (run) {
+                    status = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
+                }
+                int64_t first_value = 0;
+                if (consumer.wants_first_value()) {
+                    first_value = nnz.add_in_order(b, view.nnz());
+                } else {
+                    nnz.add(view.nnz());
+                }
+                if (run && status == GGML_MACKO_STATUS_OK) {
+                    status = c_boundary([&] { return consumer.consume(view, first_value); });
+                }
+                if (status != GGML_MACKO_STATUS_OK) {
+                    error.set(b, status);
+                }
+            }
+        }
+        if (error.any()) {
+            return fail(error.status, "%s", error.text.c_str());
+        }
+        const int64_t expected = recoded.values.empty() ? m.desc.nnz : recoded.desc.nnz;
+        if (nnz.sum() != expected) {
+            return fail(GGML_MACKO_STATUS_BAD_NNZ, "nnz does not match its payload (%" PRId64 " vs %" PRId64 ")",
+                        expected, nnz.sum());
+        }
+        return GGML_MACKO_STATUS_OK;
+    }
+};
+
+int team_of(int n_threads) { return n_threads > 0 ? n_threads : omp_get_max_threads(); }
+
+// Reads the whole matrix into private memory and checks it; a consumer that does not take its format gets MACKO rows.
+int read_whole(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
+               payload_consumer & consumer) {
+    payload_reader reader = { source, header, m, {}, {}, {} };
+    {
+        ggml_macko_matrix          matrix = m.matrix(&header.tensors[m.first]);
+        std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
+        for (size_t c = 0; c < m.n_tensors; c++) {
+            const gguf_tensor & t = reader.component(c);
+            memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]); // not touched before it is read into
+            if (const int status = read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team)) {
+                return status;
+            }
+            matrix.arrays[c].data = memory[c].get();
+        }
+        std::unique_ptr<codec_view> view;
+        if (const int status = open_matrix(*m.format, matrix, n_team, &view)) {
+            return status;
+        }
+        if (consumer.takes(*m.format)) {
+            const int status = view->check_rows(n_team);
+            return status ? status : consumer.consume_matrix(*view);
+        }
+        if (const int status = recode(*view, n_team, &reader.recoded)) {
+            return status;
+        }
+    } // the format's own arrays are freed before the rows are consumed
+    return reader.read_recoded(n_team, consumer);
+}
+
+} // namespace
+
+int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
+    constexpr int64_t PIECE = 256 << 10;
+    first_error       error;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(n_team) if (n > PIECE)
+    for (int64_t at = 0; at < n; at += PIECE) {
+        if (at < error.block) {
+            if (const int status =
+                    c_boundary([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
+                error.set(at, status);
+            }
+        }
+    }
+    return error.any() ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
+int read_payload(const byte_source & source, const gguf_header & header, const sparse_tensor_info & matrix,
+                 int n_threads, payload_consumer & consumer) {
+    const int status = c_boundary([&]() -> int {
+        const int n_team = team_of(n_threads);
+        if (!matrix.format->streams_rows()) {
+            return read_whole(source, header, matrix, n_team, consumer);
+        }
+        payload_reader reader = { source, header, matrix, {}, {}, {} };
+        if (matrix.is_encoded_on_load()) {
+            reader.row_ptr = *matrix.row_ptr;
+        } else if (const int s = reader.read_row_ptr()) {
+            return s;
+        } else if (const int t = reader.read_padding()) {
+            return t;
+        }
+        reader.make_blocks();
+        return reader.read_blocks(n_team, consumer);
+    });
+    if (status != GGML_MACKO_STATUS_OK) {
+        prefix_error(matrix.name.c_str());
+    }
+    return status;
+}
+
+int read_payload(const model_file & file, const sparse_tensor_info & matrix, int n_threads,
+                 payload_consumer & consumer) {
+    const int status = read_payload(file, file.header, matrix, n_threads, consumer);
+    if (status != GGML_MACKO_STATUS_OK) {
+        prefix_error(file.path.c_str());
+    }
+    return status;
+}
+
+} // namespace macko

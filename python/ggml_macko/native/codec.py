@@ -1,0 +1,193 @@
+"""The codecs: dense matrices to the arrays of any format and back. Nothing here names a format: codecs() asks the
+library which there are, and what each takes.
+
+Dense matrices are 2-D arrays of bit patterns: uint16 for F16 and BF16, uint32 for F32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import errors
+from .library import check, ffi, lib, text
+
+Array = npt.NDArray[Any]
+
+TYPE_F32, TYPE_F16, TYPE_BF16 = 0, 1, 30  # ggml type ids of dense matrices
+_TYPE_I16, _TYPE_I32 = 25, 26
+_BITS_DTYPES = {TYPE_F32: np.uint32, TYPE_F16: np.uint16, TYPE_BF16: np.uint16}
+_DTYPES = {**_BITS_DTYPES, _TYPE_I16: np.uint16, _TYPE_I32: np.int32}  # of components; of all other types uint8
+_DELTA_BITS = (1, 2, 4, 8)  # of Count.n_stored
+_Q4_NL_BLOCK, _Q4_NL_NBYTES = 32, 18  # values and bytes of a block
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A format that the library knows."""
+
+    name: str  # in macko.tensor.format
+    version: int  # macko.min_reader_version of a file that has it
+    suffixes: tuple[str, ...]  # of its component tensors, with the dot, in the order of the tensor table
+    options: dict[str, int]  # of its encoder, with their defaults; ggml-macko.h says what they mean
+    has_gpu_cost: bool  # whether gpu_cost() knows it
+
+
+def codecs() -> tuple[Codec, ...]:
+    """All formats of the library."""
+    info = ffi().new("struct ggml_macko_codec_info *")
+    found = []
+    for i in range(lib().ggml_macko_codec_count()):
+        check(lib().ggml_macko_codec_at(i, info))
+        suffixes = tuple(text(info.suffixes[k]) for k in range(info.n_arrays))
+        options = {text(info.options[k].name): int(info.options[k].value) for k in range(info.n_options)}
+        found.append(Codec(text(info.name), int(info.version), suffixes, options, bool(info.has_gpu_cost)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class EncodedMatrix:
+    """A matrix in any format: what a file's header says of it, and its components."""
+
+    format: str
+    rows: int
+    cols: int
+    type: int  # ggml type of the dense matrix
+    value_type: int  # of the stored values: the same, or in some formats a quantized type
+    bits: int  # macko.tensor.delta_bits
+    nnz: int
+    arrays: tuple[Array, ...]  # contiguous and 1-D, in component order
+    types: tuple[int, ...]  # ggml type of each component on file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays)
+
+
+def dense_bits(dense: Array, type_id: int) -> Array:
+    """dense, contiguous, if it is a 2-D array of the bit patterns of a type; MackoError if not."""
+    if type_id not in _BITS_DTYPES:
+        raise errors.error(errors.BAD_ARGUMENT, f"value type {type_id} is not F16, BF16 or F32")
+    dtype = np.dtype(_BITS_DTYPES[type_id])
+    if dense.ndim != 2 or dense.dtype != dtype:
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"expected a 2-D array of {dtype} bit patterns, got {dense.dtype} {dense.shape}"
+        )
+    return np.ascontiguousarray(dense)
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a dense matrix needs as MACKO."""
+
+    nnz: int
+    n_stored: dict[int, int]  # delta_bits -> entries
+    n_nonfinite: int  # Inf and NaN
+
+
+def count_dense(dense: Array, type_id: int, n_threads: int = 0) -> Count:
+    """Counts the non-zeros of a dense matrix (rows, cols), and the entries for each width, in one pass."""
+    dense = dense_bits(dense, type_id)
+    out = ffi().new("struct ggml_macko_count *")
+    pointer = ffi().from_buffer("const void *", dense)
+    check(lib().ggml_macko_count_dense(pointer, type_id, *dense.shape, n_threads, out))
+    return Count(int(out.nnz), dict(zip(_DELTA_BITS, (int(n) for n in out.n_stored))), int(out.n_nonfinite))
+
+
+def encode(
+    format: str, dense: Array, type_id: int, options: Mapping[str, int] | None = None, n_threads: int = 0
+) -> EncodedMatrix:
+    """Encodes a dense matrix (rows, cols) of finite values.
+
+    options: by name, those of codecs(); the others have their defaults. Raises PayloadError (NOT_FINITE) for Inf and
+    NaN, and MackoError for an unknown format or option. ec-csr takes seconds for large matrices: it compares all rows.
+    """
+    dense = dense_bits(dense, type_id)
+    names = [ffi().new("char[]", name.encode()) for name in options or {}]  # alive until the call returns
+    c_options = ffi().new("struct ggml_macko_option[]", list(zip(names, (options or {}).values())))
+    out = ffi().new("struct ggml_macko_encoded **")
+    pointer = ffi().from_buffer("const void *", dense)
+    check(
+        lib().ggml_macko_encode(format.encode(), pointer, type_id, *dense.shape, c_options, len(names), n_threads, out)
+    )
+    owner = ffi().gc(out[0], lib().ggml_macko_encoded_free)
+    m = ffi().new("struct ggml_macko_matrix *")
+    check(lib().ggml_macko_encoded_matrix(owner, m))
+    components = [m.arrays[i] for i in range(m.n_arrays)]
+    return EncodedMatrix(
+        format,
+        dense.shape[0],
+        dense.shape[1],
+        type_id,
+        int(m.value_type),
+        int(m.bits),
+        int(m.nnz),
+        tuple(_copied(c.data, c.nbytes, np.dtype(_DTYPES.get(c.type, np.uint8))) for c in components),
+        tuple(int(c.type) for c in components),
+    )
+
+
+def _copied(pointer: Any, nbytes: int, dtype: np.dtype[Any]) -> Array:
+    return np.frombuffer(ffi().buffer(pointer, nbytes), dtype).copy()
+
+
+def c_matrix(m: EncodedMatrix) -> Any:
+    """The C struct of a matrix; it points into m's arrays, so m must live as long."""
+    if m.type not in _BITS_DTYPES:
+        raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
+    c = ffi().new("struct ggml_macko_matrix *")
+    if len(m.arrays) != len(m.types) or len(m.arrays) > len(c.arrays):
+        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.arrays)} arrays with {len(m.types)} types")
+    name = ffi().new("char[]", m.format.encode())
+    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
+    c.format, c.n_arrays = name, len(m.arrays)
+    for i, (array, type_id) in enumerate(zip(m.arrays, m.types)):
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            raise errors.error(errors.BAD_ARGUMENT, f"array {i} of {m.format}: expected a contiguous 1-D array")
+        c.arrays[i].data = ffi().from_buffer("const void *", array)
+        c.arrays[i].nbytes, c.arrays[i].type = array.nbytes, type_id
+    return ffi().gc(c, lambda _: name)  # keeps the name alive as long as the struct
+
+
+def validate(m: EncodedMatrix, n_threads: int = 0) -> None:
+    """Checks an untrusted matrix in full; raises PayloadError or FileFormatError."""
+    check(lib().ggml_macko_validate(c_matrix(m), n_threads))
+
+
+def decode(m: EncodedMatrix, n_threads: int = 0) -> Array:
+    """Dense bit patterns (rows, cols). m is checked in full first."""
+    validate(m, n_threads)  # before memory is allocated for a shape that nothing has checked
+    dense = np.empty((m.rows, m.cols), dtype=_BITS_DTYPES[m.type])
+    check(lib().ggml_macko_decode(c_matrix(m), ffi().from_buffer("void *", dense, require_writable=True), n_threads))
+    return dense
+
+
+def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
+    """Microseconds that a product of one column is expected to take on a GPU (a model, fitted on an H200): with the
+    matrix in the layout of its format (inf if it would not be kept so), and as MACKO rows. MackoError for a codec
+    without has_gpu_cost.
+    """
+    own, rows = ffi().new("double *"), ffi().new("double *")
+    check(lib().ggml_macko_gpu_cost(c_matrix(m), n_threads, own, rows))
+    return float(own[0]), float(rows[0])
+
+
+def quantize_q4_nl(values: Array, weights: Array | None = None, n_threads: int = 0) -> npt.NDArray[np.uint8]:
+    """The Q4_NL blocks of n float32 values, as bytes. weights: float32 (n,), how much the square of an error counts.
+
+    Raises MackoError if a value is too large for a scale in F16.
+    """
+    arrays = [None if a is None else np.ascontiguousarray(a, dtype=np.float32) for a in (values, weights)]
+    n = len(values)
+    if weights is not None and weights.shape != values.shape:
+        raise errors.error(errors.BAD_ARGUMENT, f"{len(weights)} weights of {n} values")
+    pointers = [ffi().NULL if a is None else ffi().from_buffer("const float *", a) for a in arrays]
+    n_blocks = max(1, -(-n // _Q4_NL_BLOCK))
+    out = np.empty(n_blocks * _Q4_NL_NBYTES, dtype=np.uint8)
+    c_out = ffi().from_buffer("void *", out, require_writable=True)
+    check(lib().ggml_macko_quantize_q4_nl(*pointers, n, n_threads, c_out))
+    return out

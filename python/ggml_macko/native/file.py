@@ -1,0 +1,103 @@
+"""GGUF files, dense or sparse, whose header passed all checks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from .library import check, ffi, lib, text
+
+WEIGHT_OTHER, WEIGHT_BLOCK, WEIGHT_HEAD = range(3)  # enum ggml_macko_weight_use
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """An entry of the file's own tensor table."""
+
+    name: str
+    type: int  # ggml type id
+    ne: tuple[int, ...]  # ggml order, n_dims numbers
+    offset: int  # of the data, from the start of the file
+    nbytes: int
+    sparse_index: int  # of the sparse matrix that it is a component of, or -1
+
+
+@dataclass(frozen=True)
+class FileSparse:
+    """A sparse matrix of the file."""
+
+    name: str
+    format: str
+    type: int
+    value_type: int  # of the stored values: type, or in some formats a quantized type
+    bits: int  # macko.tensor.delta_bits
+    ne: tuple[int, ...]  # dense shape, ggml order
+    nnz: int
+    nbytes: int
+    nbytes_dense: int
+    tensor_index: tuple[int, ...]  # of its components in the tensor table, in the order of Codec.suffixes
+
+
+class File:
+    """A GGUF file, dense or sparse, whose header passed all checks."""
+
+    def __init__(self, path: str | os.PathLike[str], require_model: bool = False):
+        out = ffi().new("struct ggml_macko_file **")
+        check(lib().ggml_macko_file_open(os.fsencode(path), require_model, out))
+        self._c: Any = ffi().gc(out[0], lib().ggml_macko_file_close)
+        self.is_sparse = bool(lib().ggml_macko_file_is_sparse(self._c))
+        self.size = int(lib().ggml_macko_file_size(self._c))
+        self.alignment = int(lib().ggml_macko_file_alignment(self._c))
+
+    def close(self) -> None:
+        if self._c is not None:
+            ffi().release(self._c)
+            self._c = None
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def tensors(self) -> list[FileTensor]:
+        """FileTensor of each entry, in table order."""
+        info = ffi().new("struct ggml_macko_tensor_info *")
+        out = []
+        for i in range(lib().ggml_macko_file_n_tensors(self._c)):
+            check(lib().ggml_macko_file_tensor(self._c, i, info))
+            ne = tuple(info.ne[0 : info.n_dims])
+            out.append(FileTensor(text(info.name), info.type, ne, info.offset, info.nbytes, info.sparse_index))
+        return out
+
+    def sparse(self) -> list[FileSparse]:
+        """FileSparse of each sparse matrix."""
+        info = ffi().new("struct ggml_macko_sparse_info *")
+        out = []
+        for i in range(lib().ggml_macko_file_n_sparse(self._c)):
+            check(lib().ggml_macko_file_sparse(self._c, i, info))
+            out.append(
+                FileSparse(
+                    text(info.name),
+                    text(info.format),
+                    info.type,
+                    info.value_type,
+                    info.bits,
+                    tuple(info.ne[0 : info.n_dims]),
+                    info.nnz,
+                    info.nbytes,
+                    info.nbytes_dense,
+                    tuple(range(info.first_tensor, info.first_tensor + info.n_components)),
+                )
+            )
+        return out
+
+    def check_payload(self, i: int, n_threads: int = 0) -> None:
+        """Full validation of sparse matrix i."""
+        check(lib().ggml_macko_file_check_payload(self._c, i, n_threads))
+
+
+def weight_use(name: str, n_dims: int) -> int:
+    """WEIGHT_OTHER, WEIGHT_BLOCK or WEIGHT_HEAD: what llama.cpp does with a weight of this name."""
+    return int(lib().ggml_macko_weight_use_of(name.encode(), n_dims))

@@ -1,0 +1,99 @@
+"""The C library: opened once, its errors as exceptions, its versions.
+
+The modules of this package are thin functions over ggml-macko.h, one module per area of it, and the only ones that
+touch cffi. They check what C cannot check (dtype, contiguity, array lengths), allocate results, and turn status codes
+into exceptions. They take and return NumPy arrays and dataclasses; no cdata leaves the package but `Load.stream`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from pathlib import Path
+from typing import Any
+
+from .. import errors
+
+PACKAGE = Path(__file__).parent.parent
+LIBRARY_PATH = PACKAGE / "libggml-macko.so"
+PRELOAD_PATH = PACKAGE / "libggml-macko-preload.so"
+
+_load_lock = threading.Lock()
+
+
+def ffi() -> Any:
+    """The declarations that pybind/build_ffi.py generated. cffi has no types of its own: Any, here and in lib()."""
+    try:
+        generated: Any = importlib.import_module("ggml_macko._ffi")
+    except ImportError as e:
+        raise _not_built("_ffi.py") from e
+    return generated.ffi
+
+
+def _not_built(name: str) -> errors.MackoError:
+    """The error of a package that has only its Python files, as a clone of the repository."""
+    folder = LIBRARY_PATH.parent
+    return errors.error(errors.IO, f"{folder} has no {name}: it was not built; pip install ggml-macko from its sources")
+
+
+@functools.cache
+def _open_library() -> Any:
+    # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp
+    # loads it
+    import llama_cpp  # noqa: F401
+
+    return ffi().dlopen(str(LIBRARY_PATH))
+
+
+def lib() -> Any:
+    """The functions of the library."""
+    with _load_lock:
+        if not LIBRARY_PATH.exists():
+            raise _not_built(LIBRARY_PATH.name)
+        try:
+            return _open_library()
+        except OSError as e:
+            raise errors.error(errors.VERSION_MISMATCH, f"cannot load {LIBRARY_PATH}: {e}") from e
+
+
+def text(c_string: Any) -> str:
+    """A C string, which C owns."""
+    raw: bytes = ffi().string(c_string)
+    return raw.decode("utf-8", errors="replace")
+
+
+def check(status: int) -> None:
+    """Raises the exception of a status other than OK, with the library's message."""
+    if status != 0:
+        raise errors.error(status, text(lib().ggml_macko_last_error()))
+
+
+def version() -> str:
+    """Of this package."""
+    return text(lib().ggml_macko_version())
+
+
+def built_for_llama_cpp_python() -> str:
+    """The llama-cpp-python version whose headers the plugin was built with."""
+    return text(lib().ggml_macko_built_for_llama_cpp_python())
+
+
+def built_for_ggml() -> str:
+    """The ggml version whose headers the plugin was built with."""
+    return text(lib().ggml_macko_built_for_ggml())
+
+
+def gpus() -> str:
+    """The GPUs in use, or why there are none, and what this build has kernels for."""
+    return text(lib().ggml_macko_gpus())
+
+
+def status_name(code: int) -> str:
+    """GGML_MACKO_STATUS_... of a code, or "unknown"."""
+    return text(lib().ggml_macko_status_name(code))
+
+
+def check_ggml(ggml_version: str) -> None:
+    """VersionMismatchError unless the plugin was built for this ggml."""
+    check(lib().ggml_macko_check_ggml(ggml_version.encode()))

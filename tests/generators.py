@@ -9,8 +9,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import values
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "models" / "docs-4m-s70-f16.gguf"
@@ -139,7 +139,7 @@ def matrix_cases() -> list:
     cases = []
     rng = np.random.default_rng(7)
     for type_id in TYPES:
-        dtype = formats.bits_dtype(type_id)
+        dtype = values.bits_dtype(type_id)
         one = SPECIAL[type_id][5]
         zero = np.zeros((5, 300), dtype=dtype)
         cases.append((f"all zero {type_id}", zero, type_id))

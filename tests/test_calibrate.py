@@ -1,4 +1,4 @@
-"""macko calibrate: sums against float64 arithmetic and llama-imatrix, experts, resuming, files that lie, bad input."""
+"""macko calibrate: sums compared with float64 and with llama-imatrix, experts, resuming, damaged files, bad input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEMO = generators.DEMO
 
 
 def tensors(path):
-    """name -> float64 array, by gguf-py"""
+    """Tensor name -> float64 array, read by gguf-py."""
     return {t.name: t.data.astype(np.float64) for t in gguf.GGUFReader(path).tensors}
 
 
@@ -41,7 +41,7 @@ def tiny_model(tmp_path, name, change=lambda f: None):
 
 @pytest.fixture
 def letters(tmp_path):
-    """A text for tiny vocabularies: 1280 tokens or so."""
+    """A text of about 1280 tokens for tiny vocabularies."""
     path = tmp_path / "letters.txt"
     path.write_text("".join(np.random.default_rng(3).choice(list("abab cdefgh"), 1500)))
     return path
@@ -59,8 +59,8 @@ def demo_imatrix(tmp_path_factory):
 # ---- sums ----
 
 
-def test_sums_off_the_activations(demo_imatrix):
-    """The first block's input is known without running the model: normalized embeddings of the tokens, BOS first."""
+def test_sums_are_those_of_the_activations(demo_imatrix):
+    """The inputs of the first block are known without running the model: normalized embeddings, BOS first."""
     with TextModel(DEMO) as model:
         tokens = model.read_chunks(SAMPLE, 4).copy()
     reader = gguf.GGUFReader(DEMO)
@@ -88,7 +88,7 @@ def test_sums_off_the_activations(demo_imatrix):
 
 
 @pytest.mark.parametrize("name", ["llama-moe", "qwen3moe", "gpt-oss"])
-def test_experts_share_their_sums(tmp_path, macko, letters, name):
+def test_experts_have_sums_of_their_own(tmp_path, macko, letters, name):
     """What the router sees goes to two experts: over the experts, sums and counts are twice the router's."""
     out = tmp_path / "i.gguf"
     done = macko("calibrate", "-m", tiny_model(tmp_path, name), "-f", letters, "-c", 64, "-o", out)
@@ -108,8 +108,8 @@ def test_experts_share_their_sums(tmp_path, macko, letters, name):
         assert found[down + ".in_sum2"].shape == (tiny_models.N_EXPERT, tiny_models.N_FF)
 
 
-def test_unused_expert_has_statistics(tmp_path, macko, letters):
-    """An expert that the router never chooses: count 0, reported, and no error for the others."""
+def test_unused_expert_has_count_zero(tmp_path, macko, letters):
+    """An expert that the router never chooses has count 0 and is reported; the others are measured."""
 
     def change(f):
         for i in range(tiny_models.N_LAYER):
@@ -129,7 +129,7 @@ def test_unused_expert_has_statistics(tmp_path, macko, letters):
     assert s.counts[3] == 0 and not s.sums[3].any() and (s.counts[:3] > 0).all() and s.n_unused == 1
 
 
-def test_sparse_model_has_other_statistics(tmp_path, macko, demo_imatrix):
+def test_sparse_model_has_the_statistics_of_its_dense_twin(tmp_path, macko, demo_imatrix):
     assert macko("convert", DEMO, tmp_path / "s.gguf").code == 0
     out = tmp_path / "i.gguf"
     assert macko("calibrate", "-m", tmp_path / "s.gguf", "-f", SAMPLE, "-o", out, "--chunks", 4).code == 0
@@ -140,8 +140,8 @@ def test_sparse_model_has_other_statistics(tmp_path, macko, demo_imatrix):
         assert abs(got[name].sum() / want[name].sum() - 1) < 1e-4
 
 
-def test_cutting_the_text_changes_the_sums(tmp_path, macko, demo_imatrix):
-    """Batches of several chunks, and micro-batches: nothing is lost or counted twice."""
+def test_sums_do_not_depend_on_batches(tmp_path, macko, demo_imatrix):
+    """Batches of several chunks or parts of one, and micro-batches: no token is lost or counted twice."""
     for i, args in enumerate((["-b", 2048], ["-ub", 96], ["-b", 200])):
         out = tmp_path / f"{i}.gguf"
         assert macko("calibrate", "-m", DEMO, "-f", SAMPLE, "-o", out, "--chunks", 4, *args).code == 0
@@ -151,7 +151,7 @@ def test_cutting_the_text_changes_the_sums(tmp_path, macko, demo_imatrix):
             assert abs(got[name].sum() / want[name].sum() - 1) < 1e-4
 
 
-def test_output_head_is_measured_unasked(tmp_path, macko, letters):
+def test_output_head_is_measured_on_request_only(tmp_path, macko, letters):
     model = tiny_model(tmp_path, "llama")
     out = tmp_path / "i.gguf"
     assert macko("calibrate", "-m", model, "-f", letters, "-c", 64, "-o", out).code == 0
@@ -161,8 +161,8 @@ def test_output_head_is_measured_unasked(tmp_path, macko, letters):
     assert found["output.weight.counts"].item() == found["blk.0.attn_q.weight.counts"].item()
 
 
-def test_consumer_sees_other_rows_than_the_products(tmp_path, letters):
-    """Hessians need the rows themselves: those handed out give the products that llama.cpp computes next."""
+def test_consumer_sees_the_rows_of_the_products(tmp_path, letters):
+    """The rows that a consumer gets lead to the products that llama.cpp computes next."""
 
     class Rows:
         def __init__(self):
@@ -176,7 +176,7 @@ def test_consumer_sees_other_rows_than_the_products(tmp_path, letters):
             self.rows.setdefault((weight, index), []).append(x.copy())
 
     rows = Rows()
-    with TextModel(tiny_model(tmp_path, "llama-moe"), 64, 64, consumer=rows) as model:
+    with TextModel(tiny_model(tmp_path, "llama-moe"), 64, n_batch=64, consumer=rows) as model:
         model.evaluate(model.read_chunks(letters, 1))
     shape = {w.name: (w.cols, w.n_mat, w.routed) for w, _ in rows.rows}
     assert shape["blk.0.attn_q.weight"] == (tiny_models.N_EMBD, 1, False)
@@ -195,8 +195,8 @@ def test_consumer_sees_other_rows_than_the_products(tmp_path, letters):
             np.testing.assert_allclose(np.concatenate(parts), want, atol=1e-2 * np.abs(want).max())
 
 
-def test_rows_in_device_memory_are_others(tmp_path, macko, letters, monkeypatch):
-    """Activations that the host cannot see are copied: made to happen by denying that host memory is the host's."""
+def test_rows_in_device_memory_are_copied(tmp_path, macko, letters, monkeypatch):
+    """Activations outside host memory are copied; here ggml is made to say that of host memory."""
     model = tiny_model(tmp_path, "qwen3moe")
     args = ["-m", model, "-f", letters, "-c", 64, "-o"]
     assert macko("calibrate", *args, tmp_path / "a.gguf").code == 0
@@ -205,7 +205,7 @@ def test_rows_in_device_memory_are_others(tmp_path, macko, letters, monkeypatch)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
-def test_error_in_a_consumer_is_swallowed():
+def test_error_in_a_consumer_is_raised():
     class Broken:
         def wants(self, name):
             return True
@@ -217,7 +217,7 @@ def test_error_in_a_consumer_is_swallowed():
         model.evaluate(model.read_chunks(SAMPLE, 1))
 
 
-def test_signal_is_lost_while_llama_cpp_runs():
+def test_signal_takes_effect_after_the_evaluation():
     class Interrupts:
         calls = 0
 
@@ -240,7 +240,7 @@ def test_signal_is_lost_while_llama_cpp_runs():
 
 
 def assert_equal_statistics(ours, theirs):
-    """llama-imatrix adds up in float32: n terms are off by n * 2^-24 at most."""
+    """llama-imatrix sums in float32: the error of n terms is at most n * 2^-24."""
     a, b = gguf.GGUFReader(ours), gguf.GGUFReader(theirs)
     fields = [{f.name: f.contents() for f in r.fields.values() if not f.name.startswith("GGUF.")} for r in (a, b)]
     assert fields[0] == fields[1]
@@ -257,7 +257,7 @@ def assert_equal_statistics(ours, theirs):
 
 
 @pytest.mark.parametrize("name", ["demo", "docs-23m-f16", *tiny_models.ARCHITECTURES])
-def test_imatrix_differs_from_llama_imatrix(tmp_path, macko, letters, name):
+def test_imatrix_is_that_of_llama_imatrix(tmp_path, macko, letters, name):
     if name == "demo":
         args = ["-m", DEMO, "-f", SAMPLE]
     elif name == "docs-23m-f16":
@@ -273,7 +273,7 @@ def test_imatrix_differs_from_llama_imatrix(tmp_path, macko, letters, name):
     assert_equal_statistics(ours, theirs)
 
 
-def test_neither_tool_reads_the_others_file(tmp_path, macko, demo_imatrix):
+def test_each_tool_reads_the_others_file(tmp_path, macko, demo_imatrix):
     theirs = tmp_path / "theirs.gguf"
     upstream.run("llama-imatrix", "-m", DEMO, "--in-file", demo_imatrix, "-o", theirs)  # reads and writes: an identity
     want, got = tensors(demo_imatrix), tensors(theirs)
@@ -297,7 +297,7 @@ def start(args):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_ends_in_other_bytes(tmp_path, macko, number):
+def test_interrupted_run_continues_to_the_same_bytes(tmp_path, macko, number):
     text = tmp_path / "text.txt"
     text.write_bytes(SAMPLE.read_bytes() * 8)
     args = ["-m", DEMO, "-f", text, "-ofreq", 1]
@@ -320,8 +320,8 @@ def test_interrupted_run_ends_in_other_bytes(tmp_path, macko, number):
     assert not checkpoint.exists() and not (tmp_path / ".out.gguf.partial").exists()
 
 
-def test_checkpoint_of_another_run_is_continued(tmp_path, macko, monkeypatch):
-    """Another model, text, or way of cutting it: an error that names what differs."""
+def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
+    """Of another model, text or batch size: the error names what differs."""
     from ggml_macko.evaluation import calibrate
 
     def stop(self, sums, chunks, save=calibrate.Checkpoint.save):
@@ -353,11 +353,11 @@ def test_checkpoint_of_another_run_is_continued(tmp_path, macko, monkeypatch):
     assert not out.exists()
 
 
-# ---- files that lie ----
+# ---- damaged and inconsistent files ----
 
 
 def small_imatrix() -> gguf_bytes.GGUF:
-    """Of generators.tiny_tensors()."""
+    """An imatrix of the model generators.tiny_tensors()."""
     f = gguf_bytes.GGUF()
     f.set("general.type", gguf_bytes.STRING, b"imatrix")
     f.set("imatrix.datasets", gguf_bytes.ARRAY, [b"text"], gguf_bytes.STRING)
@@ -419,7 +419,7 @@ Q, E = "blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"
         (lambda f: f.tensors.clear(), ["holds no statistics"]),
         (lambda f: f.set("general.type", gguf_bytes.STRING, b"model"), ["general.type is 'model'"]),
         (lambda f: f.set("imatrix.chunk_count", gguf_bytes.STRING, b"2"), ["imatrix.chunk_count has another type"]),
-        # right by itself, but not of this model
+        # valid files of another model
         (change_tensor(Q + ".in_sum2", [32], np.ones(32)), [Q, "1 x 32 sums and 1 counts", "has 1 x 64 columns"]),
         (
             lambda f: (
@@ -437,12 +437,12 @@ Q, E = "blk.0.attn_q.weight", "blk.0.ffn_up_exps.weight"
         ),
     ],
 )
-def test_bad_imatrix_is_not_one_line(tmp_path, tiny, change, parts):
+def test_bad_imatrix_is_refused_in_one_line(tmp_path, tiny, change, parts):
     f = small_imatrix()
     path = tmp_path / "i.gguf"
     path.write_bytes(gguf_bytes.write(f))
     with Model(tiny) as model:
-        imatrix.read(path).check_model(model)  # what is changed was right
+        imatrix.read(path).check_model(model)  # the file was right before the change
         change(f)
         path.write_bytes(gguf_bytes.write(f))
         with pytest.raises(errors.MackoError) as caught:
@@ -452,7 +452,7 @@ def test_bad_imatrix_is_not_one_line(tmp_path, tiny, change, parts):
     assert "\n" not in str(caught.value)
 
 
-def test_imatrix_cut_anywhere_is_read(tmp_path):
+def test_imatrix_cut_anywhere_is_refused(tmp_path):
     whole = gguf_bytes.write(small_imatrix())
     path = tmp_path / "i.gguf"
     for n in [*range(0, 400, 7), *range(400, len(whole), 97), len(whole) - 1]:
@@ -466,7 +466,7 @@ def test_imatrix_cut_anywhere_is_read(tmp_path):
         imatrix.read(tmp_path / "missing")
 
 
-def test_missing_statistics_are_not_named(tmp_path, tiny):
+def test_missing_statistics_are_named(tmp_path, tiny):
     path = tmp_path / "i.gguf"
     path.write_bytes(gguf_bytes.write(small_imatrix()))
     found = imatrix.read(path)
@@ -478,7 +478,7 @@ def test_missing_statistics_are_not_named(tmp_path, tiny):
         assert s.sums.shape == (4, 64) and s.counts.tolist() == [128] * 4
 
 
-def test_imatrix_written_is_not_what_was_read(tmp_path, demo_imatrix):
+def test_imatrix_is_written_as_it_was_read(tmp_path, demo_imatrix):
     copy = tmp_path / "copy.gguf"
     with AtomicOutput(copy, []) as output:
         imatrix.write(imatrix.read(demo_imatrix), output)
@@ -490,7 +490,7 @@ def test_imatrix_written_is_not_what_was_read(tmp_path, demo_imatrix):
 # ---- bad input ----
 
 
-def test_bad_input_is_not_one_line(tmp_path, macko):
+def test_bad_input_is_refused_in_one_line(tmp_path, macko):
     out = tmp_path / "out.gguf"
     for args, parts in (
         *texts_and_models(tmp_path),
@@ -508,7 +508,7 @@ def test_bad_input_is_not_one_line(tmp_path, macko):
     assert out.read_text() == "mine" and copy.read_bytes() == DEMO.read_bytes()
 
 
-def test_model_that_computes_nan_gives_a_file(tmp_path, macko, letters):
+def test_model_that_computes_nan_gives_no_file(tmp_path, macko, letters):
     def change(f):
         norm = f.tensor("blk.1.ffn_norm.weight")
         values = np.frombuffer(norm.data, np.float32).copy()
@@ -521,6 +521,6 @@ def test_model_that_computes_nan_gives_a_file(tmp_path, macko, letters):
     assert not out.exists() and not list(tmp_path.glob(".i.gguf*")) and not list(tmp_path.glob("*.checkpoint"))
 
 
-def test_name_of_a_copy_on_another_device():
+def test_name_of_a_copy_on_a_device_is_that_of_the_weight():
     assert activations.weight_name(b"CUDA0#blk.0.attn_k.weight#0") == "blk.0.attn_k.weight"
     assert activations.weight_name(b"blk.0.attn_k.weight") == "blk.0.attn_k.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ TOOLS = generators.ROOT / "tools"
 
 
 @pytest.mark.parametrize("command", [[], *([c] for c in cli.COMMANDS)])
-def test_help_is_missing_something(macko, command):
+def test_help_names_every_subcommand_and_option(macko, command):
     done = macko(*command, "--help")
     assert done.code == 0 and done.err == ""
     if command:
@@ -30,7 +31,7 @@ def test_help_is_missing_something(macko, command):
         assert all(c in done.out for c in cli.COMMANDS)
 
 
-def test_version_is_not_the_one_that_is_installed(macko):
+def test_version_names_what_is_installed(macko):
     import llama_cpp
 
     done = macko("--version")
@@ -43,7 +44,7 @@ def test_version_is_not_the_one_that_is_installed(macko):
 @pytest.mark.parametrize(
     "args, message",
     [
-        ([], "SUBCOMMAND"),
+        (["--no-such-option"], "--no-such-option"),
         (["compress"], "invalid choice: 'compress'"),
         (["convert"], "IN"),
         (["verify", "a", "b", "--metadata"], "--metadata"),
@@ -56,20 +57,20 @@ def test_version_is_not_the_one_that_is_installed(macko):
         (["bench", "-r", "0"], "-r must be at least 1"),
     ],
 )
-def test_usage_error_is_not_one_line_and_exit_1(macko, args, message):
+def test_usage_error_is_one_line_and_exit_1(macko, args, message):
     done = macko(*args)
     assert done.code == 1 and message in done.err and "Traceback" not in done.err and done.out == ""
     assert done.err.startswith("error: ")
 
 
-def test_debug_shows_where(macko, macko_process, tmp_path):
+def test_traceback_is_shown_with_debug_only(macko, macko_process, tmp_path):
     plain = macko_process("inspect", tmp_path / "missing.gguf")
     assert plain.code == 1 and plain.out == "" and plain.err.startswith("error: ") and len(plain.err.splitlines()) == 1
     debug = macko_process("inspect", tmp_path / "missing.gguf", "--debug")
     assert debug.code == 1 and "Traceback" in debug.err
 
 
-def test_results_and_progress_share_a_stream(tmp_path, tiny, macko):
+def test_results_go_to_stdout_and_progress_to_stderr(tmp_path, tiny, macko):
     done = macko("convert", tiny, tmp_path / "s.gguf")
     assert re.match(
         r"\[   1/  10\] token_embd\.weight +- \[   64,    50,     1,     1\], type =    f16, size =", done.err
@@ -77,7 +78,7 @@ def test_results_and_progress_share_a_stream(tmp_path, tiny, macko):
     assert "[" not in done.out and done.out.startswith("model size  = ")
 
 
-def test_reader_that_goes_away_gives_a_traceback(tmp_path):
+def test_reader_that_goes_away_ends_the_command_silently(tmp_path):
     big = {f"blk.{i}.attn_q.weight": generators.tiny_tensors()["blk.0.attn_q.weight"] for i in range(900)}
     path = generators.write_gguf(tmp_path / "big.gguf", big)
     command = f"'{sys.executable}' -m ggml_macko.commands.cli inspect '{path}' | head -1"
@@ -88,12 +89,12 @@ def test_reader_that_goes_away_gives_a_traceback(tmp_path):
 @pytest.mark.parametrize(
     "name", ["convert_gguf_to_sparse", "prune_gguf", "restore_gguf", "verify_gguf", "inspect_gguf", "make_random_llama"]
 )
-def test_script_does_not_start(name):
+def test_script_shows_its_help(name):
     done = subprocess.run([sys.executable, str(TOOLS / f"{name}.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "usage:" in done.stdout and done.stderr == ""
 
 
-def test_script_works_on_a_model(tmp_path, tiny):
+def test_scripts_prune_convert_and_verify_a_model(tmp_path, tiny):
     def run(name, *args):
         return subprocess.run(
             [sys.executable, str(TOOLS / f"{name}.py"), *map(str, args)], capture_output=True, text=True
@@ -105,7 +106,7 @@ def test_script_works_on_a_model(tmp_path, tiny):
     assert run("verify_gguf", tiny, tmp_path / "s.gguf").returncode == 1
 
 
-def test_import_is_not_cheap():
+def test_import_loads_nothing_heavy():
     """`import ggml_macko` must not load llama_cpp, NumPy or the C library; names come when asked for."""
     code = (
         "import sys, ggml_macko; heavy = {'numpy', 'llama_cpp', 'cffi', '_cffi_backend', 'gguf'} & set(sys.modules); "
@@ -120,16 +121,71 @@ def test_import_is_not_cheap():
         __import__("ggml_macko").NoSuchName  # noqa: B018
 
 
-def test_code_needs_a_newer_python():
-    """What Python 3.9 cannot parse."""
-    for path in [
-        *(generators.ROOT / "python").rglob("*.py"),
-        *TOOLS.glob("*.py"),
-        *(generators.ROOT / "pybind").glob("*.py"),
-    ]:
-        ast.parse(path.read_text(), str(path), feature_version=(3, 9))
-        assert (
-            "from __future__ import annotations" in path.read_text()
-            or path.name in ("_ffi.py",)
-            or path.parent == TOOLS
-        )
+def test_code_parses_as_python_3_9():
+    """No newer syntax; annotations are never evaluated, so that they may be of a newer kind."""
+    own = sorted((generators.ROOT / "python").rglob("*.py"))
+    assert len(own) > 50
+    for path in [*own, *TOOLS.glob("*.py"), *(generators.ROOT / "pybind").glob("*.py")]:
+        text = path.read_text()
+        tree = ast.parse(text, str(path), feature_version=(3, 9))
+        only_docstring = len(tree.body) == 1 and ast.get_docstring(tree) is not None
+        generated = path.name == "_ffi.py"
+        if path.parent != TOOLS and not only_docstring and not generated:
+            assert "from __future__ import annotations" in text, path
+
+
+def test_every_package_says_what_it_is_for():
+    for path in (generators.ROOT / "python" / "ggml_macko").rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_macko_alone_prints_its_help(macko):
+    done = macko()
+    assert done.code == 0 and done.out == macko("--help").out and done.err == ""
+
+
+def test_package_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "ggml_macko", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(f"macko {bindings.version()}")
+
+
+TYPED = """
+import llama_cpp
+import ggml_macko
+from ggml_macko import Llama, SparseMatrix
+
+llama = Llama("sparse.gguf", n_ctx=512, compress=True, verbose=False)
+base: llama_cpp.Llama = llama
+reveal_type(llama.n_ctx())
+reveal_type(ggml_macko.convert("dense.gguf", "sparse.gguf", "auto", n_threads=2))
+reveal_type(ggml_macko.verify("dense.gguf", "sparse.gguf").difference)
+reveal_type(SparseMatrix.from_dense)
+Llama()
+Llama("sparse.gguf", compress="yes")
+ggml_macko.inspect("sparse.gguf", threads=2)
+"""
+
+
+def test_users_get_types(tmp_path):
+    """mypy --strict on a program of a user: names resolve to their types, and wrong arguments are found."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    program = tmp_path / "program.py"
+    program.write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(program)]
+    environment = {**os.environ, "MYPYPATH": str(generators.ROOT / "python")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    revealed = re.findall(r'program\.py:(\d+): note: Revealed type is "(.+)"', done.stdout)
+    shown = [re.sub(r"Union\[(.+), None\]", r"\1 | None", name) for _, name in revealed[:3]]
+    assert shown == [
+        "builtins.int",
+        "ggml_macko.conversion.convert.ConversionReport",
+        "builtins.str | None",
+    ], done.stdout
+    assert "-> ggml_macko.sparse_matrix.SparseMatrix" in revealed[3][1]
+    wrong = re.findall(r"program\.py:(\d+): error: .*\[(.+)\]", done.stdout)
+    lines = TYPED.splitlines()
+    assert [(lines[int(n) - 1], code) for n, code in wrong] == [
+        ("Llama()", "call-arg"),
+        ('Llama("sparse.gguf", compress="yes")', "arg-type"),
+        ('ggml_macko.inspect("sparse.gguf", threads=2)', "call-arg"),
+    ], done.stdout

@@ -9,17 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import c_codecs
 import generators
 from ggml_macko import errors
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import DELTA_BITS, TYPE_F16
+from ggml_macko.codecs import macko as macko_codec
+from ggml_macko.codecs.macko import DELTA_BITS
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_F16
 
 
 def test_example_of_the_specification():
     dense = np.zeros((1, 16), dtype=np.uint16)
     dense[0, [1, 4, 11, 12]] = np.array([1, 2, 3, 4], dtype=np.float16).view(np.uint16)
-    for m in (formats.encode(dense, TYPE_F16, 2), bindings.encode(dense, TYPE_F16, 2)):
+    for m in (macko_codec.encode(dense, TYPE_F16, 2), c_codecs.macko(dense, TYPE_F16, 2)):
         assert m.values.view(np.float16).tolist() == [1, 2, 0, 3, 4, 0, 0, 0]
         assert m.deltas.tolist() == [1 | 2 << 2 | 3 << 4 | 2 << 6, 0, 0, 0]
         assert m.row_ptr.tolist() == [0, 5]
@@ -27,13 +29,13 @@ def test_example_of_the_specification():
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_c_and_numpy_disagree(delta_bits):
+def test_c_and_numpy_give_the_same_bytes(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
-        twin = formats.encode(bits, type_id, delta_bits)
-        m = bindings.encode(bits, type_id, delta_bits, n_threads=1)
+        twin = macko_codec.encode(bits, type_id, delta_bits)
+        m = c_codecs.macko(bits, type_id, delta_bits, n_threads=1)
         generators.assert_same(twin, m, label)
-        assert bindings.decode(twin, 1).tobytes() == bits.tobytes(), label
-        assert formats.decode(m).tobytes() == bits.tobytes(), label
+        assert c_codecs.decode(twin, 1).tobytes() == bits.tobytes(), label
+        assert macko_codec.decode(m).tobytes() == bits.tobytes(), label
 
 
 @settings(max_examples=300, deadline=None)
@@ -46,9 +48,9 @@ def test_random_matrices_round_trip(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = generators.random_bits(rng, rows, cols, density, type_id)
     n_threads = data.draw(st.sampled_from([1] * 9 + [2, 3]))
-    m = bindings.encode(bits, type_id, delta_bits, n_threads=n_threads)
-    generators.assert_same(formats.encode(bits, type_id, delta_bits), m)
-    assert bindings.decode(m, n_threads).tobytes() == bits.tobytes()
+    m = c_codecs.macko(bits, type_id, delta_bits, n_threads=n_threads)
+    generators.assert_same(macko_codec.encode(bits, type_id, delta_bits), m)
+    assert c_codecs.decode(m, n_threads).tobytes() == bits.tobytes()
     count = bindings.count_dense(bits, type_id, n_threads)
     assert count.nnz == np.count_nonzero(bits) and count.n_stored[delta_bits] == m.n_stored
 
@@ -61,7 +63,7 @@ def test_one_changed_byte_is_judged_alike(data):
     delta_bits = data.draw(st.sampled_from(DELTA_BITS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = generators.random_bits(rng, data.draw(st.integers(1, 6)), data.draw(st.integers(1, 80)), 0.4, type_id)
-    m = formats.encode(bits, type_id, delta_bits)
+    m = macko_codec.encode(bits, type_id, delta_bits)
     name = data.draw(st.sampled_from(["values", "deltas", "row_ptr"]))
     array = getattr(m, name).copy()
     raw = array.view(np.uint8)
@@ -77,9 +79,9 @@ def test_one_changed_byte_is_judged_alike(data):
             return type(e)
         return None
 
-    assert verdict(bindings.validate, 1) == verdict(formats.validate)
-    if verdict(formats.validate) is None:
-        generators.assert_same(formats.encode(bindings.decode(changed, 1), type_id, delta_bits), changed)
+    assert verdict(c_codecs.validate, 1) == verdict(macko_codec.validate)
+    if verdict(macko_codec.validate) is None:
+        generators.assert_same(macko_codec.encode(c_codecs.decode(changed, 1), type_id, delta_bits), changed)
 
 
 def broken_matrices() -> list:
@@ -87,9 +89,9 @@ def broken_matrices() -> list:
     dense = np.zeros((3, 40), dtype=np.uint16)
     dense[0, [0, 5, 39]] = 0x3C00
     dense[2, [1, 30, 31]] = 0xBC00
-    m = formats.encode(dense, TYPE_F16, 4)
+    m = macko_codec.encode(dense, TYPE_F16, 4)
 
-    def change(name: str, at: int, value: int) -> formats.MackoMatrix:
+    def change(name: str, at: int, value: int) -> macko_codec.MackoMatrix:
         array = getattr(m, name).copy()
         array[at] = value
         return dataclasses.replace(m, **{name: array})
@@ -110,35 +112,35 @@ def broken_matrices() -> list:
 
 
 @pytest.mark.parametrize("code, matrix", broken_matrices())
-def test_broken_matrix_accepted_or_misnamed(code, matrix):
-    for validate in (bindings.validate, formats.validate):
+def test_broken_matrix_is_refused_with_its_code(code, matrix):
+    for validate in (c_codecs.validate, macko_codec.validate):
         with pytest.raises(errors.PayloadError) as e:
             validate(matrix)
         assert e.value.code == code, str(e.value)
     with pytest.raises(errors.PayloadError):
-        bindings.decode(matrix)
+        c_codecs.decode(matrix)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: bindings.encode(np.zeros((2, 2), np.float16), TYPE_F16, 4),
-        lambda: bindings.encode(np.zeros(4, np.uint16), TYPE_F16, 4),
-        lambda: bindings.encode(np.zeros((2, 2), np.uint16), 2, 4),
-        lambda: bindings.encode(np.zeros((2, 2), np.uint16), TYPE_F16, 3),
-        lambda: bindings.encode(np.full((2, 2), 0x7C00, np.uint16), TYPE_F16, 4),
-        lambda: bindings.decode(formats.encode(np.ones((2, 9), np.uint16), TYPE_F16, 4).__class__(
+        lambda: c_codecs.macko(np.zeros((2, 2), np.float16), TYPE_F16, 4),
+        lambda: c_codecs.macko(np.zeros(4, np.uint16), TYPE_F16, 4),
+        lambda: c_codecs.macko(np.zeros((2, 2), np.uint16), 2, 4),
+        lambda: c_codecs.macko(np.zeros((2, 2), np.uint16), TYPE_F16, 3),
+        lambda: c_codecs.macko(np.full((2, 2), 0x7C00, np.uint16), TYPE_F16, 4),
+        lambda: c_codecs.decode(macko_codec.encode(np.ones((2, 9), np.uint16), TYPE_F16, 4).__class__(
             2, 9, TYPE_F16, 4, 18, 18, np.ones(24, np.int16), np.zeros(12, np.uint8), np.zeros(3, np.int32))),
     ],
 )  # fmt: skip
-def test_wrong_argument_reaches_c(call):
+def test_wrong_argument_is_refused_before_c_sees_it(call):
     with pytest.raises(errors.MackoError):
         call()
 
 
-def test_non_contiguous_input_is_misread():
+def test_non_contiguous_input_is_read_by_its_strides():
     rng = np.random.default_rng(3)
     bits = generators.random_bits(rng, 40, 60, 0.5)
     for view in (bits[:, ::2], bits.T, bits[::-1]):
-        m = bindings.encode(view, TYPE_F16, 4)
-        assert bindings.decode(m).tobytes() == np.ascontiguousarray(view).tobytes()
+        m = c_codecs.macko(view, TYPE_F16, 4)
+        assert c_codecs.decode(m).tobytes() == np.ascontiguousarray(view).tobytes()

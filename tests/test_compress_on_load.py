@@ -1,4 +1,6 @@
-"""Compress on load: a dense model that is full of zeros runs as its converted file would, bit for bit, and nothing else changes."""
+"""Compress on load: a dense model that is full of zeros runs as its converted file would, bit for bit, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def compressed_names(path):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "gemma3", "phi3", "gpt-oss"])
-def test_logits_are_not_those_of_the_converted_file(name, macko, tmp_path):
+def test_logits_are_those_of_the_converted_file(name, macko, tmp_path):
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     dense.write_bytes(gb.write(tiny_models.make(name)))
     assert macko("convert", dense, sparse).code == 0
@@ -72,7 +74,7 @@ def test_logits_are_not_those_of_the_converted_file(name, macko, tmp_path):
 
 
 @pytest.mark.parametrize("type_name", ["f16", "bf16", "f32"])
-def test_weights_in_memory_are_other_bits_than_on_file(type_name, macko, tmp_path):
+def test_weights_in_memory_are_the_bits_on_file(type_name, macko, tmp_path):
     """and the same tensors are sparse as in the converted file"""
     dense, sparse = make(tmp_path / "dense.gguf", "--density", "0.4", "--type", type_name), tmp_path / "sparse.gguf"
     assert macko("convert", dense, sparse).code == 0
@@ -84,7 +86,7 @@ def test_weights_in_memory_are_other_bits_than_on_file(type_name, macko, tmp_pat
         assert held[t.name] == t.data.tobytes(), t.name
 
 
-def test_model_of_many_blocks_is_put_together_wrongly(macko, tmp_path):
+def test_model_of_many_blocks_is_put_together_in_order(macko, tmp_path):
     """rows that are longer than a block of the reader, empty rows, one value in a row of zeros"""
     rng = np.random.default_rng(5)
     f = tiny_models.make("llama")
@@ -103,7 +105,7 @@ def test_model_of_many_blocks_is_put_together_wrongly(macko, tmp_path):
     assert all(held[t.name.decode()] == t.data for t in f.tensors)
 
 
-def test_memory_is_not_bounded_by_the_compressed_size(tmp_path):
+def test_memory_is_bounded_by_the_compressed_size(tmp_path):
     """124 MiB of weights with 95 % zeros: neither all of it at once, nor a second copy"""
     dense = make(
         tmp_path / "dense.gguf",
@@ -123,7 +125,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
     assert dense.stat().st_size > 240 << 20 and grown < 110 << 20, (dense.stat().st_size >> 20, grown >> 20)
 
 
-def test_dense_model_without_zeros_does_not_load(tmp_path):
+def test_dense_model_without_zeros_loads(tmp_path):
     path = make(tmp_path / "full.gguf", "--density", "1")
     assert "no weight would shrink" in compressed_names(path)[1]
     a, b = open_model(path, compress=True), open_model(path)
@@ -131,7 +133,7 @@ def test_dense_model_without_zeros_does_not_load(tmp_path):
     np.testing.assert_array_equal(logits(a, tokens), logits(b, tokens))
 
 
-def test_sparse_file_is_harmed_by_compress(macko, tmp_path):
+def test_sparse_file_ignores_compress(macko, tmp_path):
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     a, b = open_model(sparse, compress=True), open_model(generators.DEMO, compress=True)
@@ -139,7 +141,7 @@ def test_sparse_file_is_harmed_by_compress(macko, tmp_path):
     np.testing.assert_array_equal(logits(a, tokens), logits(b, tokens))
 
 
-def test_weight_with_nan_is_stored_sparse(tmp_path):
+def test_weight_with_nan_stays_dense(tmp_path):
     f = tiny_models.make("llama")
     bad = f.tensor("blk.1.ffn_up.weight")
     bad.data = b"\x00\x7e" + bad.data[2:]
@@ -151,7 +153,7 @@ def test_weight_with_nan_is_stored_sparse(tmp_path):
     assert counts[0] == counts[1] - 1
 
 
-def test_other_architecture_or_broken_file_is_an_unclear_error(tmp_path):
+def test_other_architecture_or_broken_file_is_a_clear_error(tmp_path):
     f = tiny_models.make("llama")
     f.set("general.architecture", gb.STRING, b"mamba")
     (tmp_path / "mamba.gguf").write_bytes(gb.write(f))
@@ -164,7 +166,7 @@ def test_other_architecture_or_broken_file_is_an_unclear_error(tmp_path):
             open_model(tmp_path / name, compress=True)
 
 
-def test_file_that_changes_after_it_was_counted_is_loaded(tmp_path, monkeypatch):
+def test_file_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch):
     import llama_cpp.llama_cpp as api
 
     path = tmp_path / "dense.gguf"
@@ -183,9 +185,10 @@ def test_file_that_changes_after_it_was_counted_is_loaded(tmp_path, monkeypatch)
     assert e.value.code == errors.FILE_CHANGED
 
 
-def test_environment_variable_or_argument_alone_does_not_compress(tmp_path):
+def test_environment_variable_or_argument_alone_compresses(tmp_path):
     for argument, variable in ((True, "0"), (False, "1"), (False, "0")):
-        code = f"from ggml_macko import Llama; Llama({str(generators.DEMO)!r}, n_ctx=64, verbose=True, compress={argument})"
+        arguments = f"{str(generators.DEMO)!r}, n_ctx=64, verbose=True, compress={argument}"
+        code = f"from ggml_macko import Llama; Llama({arguments})"
         env = {**os.environ, "GGML_MACKO_COMPRESS": variable}
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=env)
         assert ("compressing 28 of 38 tensors while loading: 6.0 MiB -> 4.5 MiB" in done.stderr) == (
@@ -193,7 +196,7 @@ def test_environment_variable_or_argument_alone_does_not_compress(tmp_path):
         )
 
 
-def test_loading_sizes_only_needs_the_weights(macko, tmp_path):
+def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import generators
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
-from ggml_macko.conversion import convert
+from ggml_macko.codecs import macko as macko_codec
+from ggml_macko.conversion import plan
 from ggml_macko.gguf.files import Model
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32, bits_dtype
 
 SPARSE = {  # of tiny; attn_output is too dense
     "blk.0.attn_q.weight",
@@ -34,7 +34,7 @@ def sparse_names(path):
 
 
 @pytest.mark.parametrize("kind", ["macko", "macko-d1", "macko-d2", "macko-d4", "macko-d8", "MACKO-D4"])
-def test_round_trip_loses_a_bit(tmp_path, tiny, macko, kind):
+def test_round_trip_keeps_every_bit(tmp_path, tiny, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     done = macko("convert", tiny, sparse, kind)
     assert done.code == 0, done.err
@@ -45,7 +45,7 @@ def test_round_trip_loses_a_bit(tmp_path, tiny, macko, kind):
     assert macko("verify", sparse, dense).code == 0
 
 
-def test_file_is_not_what_the_specification_says(tmp_path, tiny, macko):
+def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
     """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", tiny, sparse).code == 0
@@ -67,15 +67,15 @@ def test_file_is_not_what_the_specification_says(tmp_path, tiny, macko):
         assert ne == (dense[name][1] + [1, 1, 1])[:4]
         values, deltas, row_ptr = (parts[f"{name}.{c}"].data for c in ("values", "deltas", "row_ptr"))
         rows = int(np.prod(ne[1:]))
-        m = formats.MackoMatrix(
+        m = macko_codec.MackoMatrix(
             rows, ne[0], type_id, keys["macko.tensor.delta_bits"][i], keys["macko.tensor.nnz"][i], int(row_ptr[-1]),
-            np.ascontiguousarray(values).reshape(-1).view(formats.bits_dtype(type_id)),
+            np.ascontiguousarray(values).reshape(-1).view(bits_dtype(type_id)),
             np.ascontiguousarray(deltas).view(np.uint8), np.ascontiguousarray(row_ptr),
         )  # fmt: skip
-        assert formats.decode(m).tobytes() == dense[name][2], name
+        assert macko_codec.decode(m).tobytes() == dense[name][2], name
 
 
-def test_converting_a_sparse_file_again_changes_it(tmp_path, tiny, macko):
+def test_converting_a_sparse_file_again_gives_the_same_file(tmp_path, tiny, macko):
     first, second, other, back = (tmp_path / f"{i}.gguf" for i in range(4))
     assert macko("convert", tiny, first).code == 0
     assert macko("convert", first, second).code == 0
@@ -85,7 +85,7 @@ def test_converting_a_sparse_file_again_changes_it(tmp_path, tiny, macko):
     assert back.read_bytes() == first.read_bytes()
 
 
-def test_odd_metadata_is_changed(tmp_path, macko):
+def test_odd_metadata_is_kept(tmp_path, macko):
     """Empty arrays, NaN, and strings that are not UTF-8 pass through as bytes."""
     path = generators.write_gguf(tmp_path / "t.gguf", generators.tiny_tensors())
 
@@ -110,7 +110,7 @@ def test_odd_metadata_is_changed(tmp_path, macko):
     assert macko("restore", sparse, dense).code == 0 and dense.read_bytes() == path.read_bytes()
 
 
-def test_alignment_is_lost(tmp_path, macko):
+def test_alignment_is_kept(tmp_path, macko):
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_custom_alignment(256)
     for name, (bits, type_id) in generators.tiny_tensors().items():
@@ -126,7 +126,7 @@ def test_alignment_is_lost(tmp_path, macko):
     assert (tmp_path / "d.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
 
 
-def test_what_stays_dense_is_not_told(tmp_path, macko):
+def test_what_stays_dense_is_named_with_its_reason(tmp_path, macko):
     rng = np.random.default_rng(0)
     nan = generators.random_bits(rng, 8, 64, 0.3)
     nan[1, 2] = 0x7C00
@@ -159,7 +159,7 @@ def test_what_stays_dense_is_not_told(tmp_path, macko):
     assert "warning: 5 of 6 tensor(s) stay dense" in done.err
 
 
-def test_nothing_shrinks(tmp_path, macko):
+def test_model_that_does_not_shrink_stays_dense(tmp_path, macko):
     path = generators.write_gguf(tmp_path / "t.gguf", generators.tiny_tensors(density=1.0))
     done = macko("convert", path, tmp_path / "out.gguf")
     assert done.code == 0 and "no tensor would shrink" in done.err
@@ -195,13 +195,13 @@ def test_first_matching_override_wins(tmp_path, tiny, macko):
         (["macko", "--dry"], "--dry"),  # no abbreviations
     ],
 )
-def test_bad_argument(tmp_path, tiny, macko, args, message):
+def test_bad_argument_is_one_line_and_no_file(tmp_path, tiny, macko, args, message):
     done = macko("convert", tiny, tmp_path / "s.gguf", *args)
     assert done.code == 1 and message in done.err and "Traceback" not in done.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
-def test_negative_zeros_are_dropped_unasked(tmp_path, macko):
+def test_negative_zeros_are_dropped_only_when_asked(tmp_path, macko):
     bits = np.where(np.random.default_rng(0).random((64, 128)) < 0.3, np.uint16(0x3C00), np.uint16(0x8000))
     path = generators.write_gguf(
         tmp_path / "t.gguf", {"blk.0.attn_q.weight": (bits, TYPE_F16), "blk.0.attn_k.weight": (bits & 0x7FFF, TYPE_F16)}
@@ -218,7 +218,7 @@ def test_negative_zeros_are_dropped_unasked(tmp_path, macko):
     assert macko("verify", path, dropped, "--equal-zeros").code == 0
 
 
-def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
+def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko):
     real = macko("convert", tiny, tmp_path / "s.gguf")
     files = sorted(tmp_path.iterdir())
     for args in (["--dry-run"], [tmp_path / "x.gguf", "--dry-run"], ["macko", "--dry-run"]):
@@ -229,9 +229,8 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
     size = (tmp_path / "s.gguf").stat().st_size
     assert f"macko size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
     with Model(tiny) as model:
-        plans = convert.plan_model(model, convert.Options(), convert.Spool(None))
-        tensors = [new for p in plans for new in p.new_tensors()]
-        assert convert.file_nbytes(model.keys + convert.sparse_keys(plans), tensors, model.alignment) == size
+        plans = plan.plan_model(model, plan.Options(), plan.Spool(None))
+        assert plan.output_nbytes(model, plans) == size
     real_types = dict(re.findall(r"(\S+) +- \[.*converting to (\S+) ", real.err))
     header, *rows = (re.split(r" *\| *", line)[1:-1] for line in dry.out.splitlines() if line.startswith("|"))
     planned = {row[0]: dict(zip(header, row)) for row in rows}
@@ -241,7 +240,7 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
         assert row["new type"] == kind
         cols, bits = int(row["shape"].split("x")[0]), 32 if row["type"] == "f32" else 16
         assert float(row["break-even density"]) == pytest.approx(
-            formats.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
+            macko_codec.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
         )
 
 
@@ -249,7 +248,7 @@ def test_dry_run_differs_from_the_real_run(tmp_path, tiny, macko):
 
 
 @pytest.mark.parametrize("command", [["convert"], ["restore"], ["prune", "--sparsity", "0.5"]])
-def test_output_that_exists_or_is_the_input(tmp_path, tiny, macko, command):
+def test_output_that_exists_or_is_the_input_is_refused(tmp_path, tiny, macko, command):
     before = tiny.read_bytes()
     same, link, hard, other = (
         tmp_path / "tiny.gguf",
@@ -275,7 +274,7 @@ def test_output_that_exists_or_is_the_input(tmp_path, tiny, macko, command):
 
 
 @pytest.mark.parametrize("command", ["convert", "restore", "prune", "verify", "inspect"])
-def test_bad_input_gives_a_traceback(tmp_path, tiny, macko, command):
+def test_bad_input_is_one_line(tmp_path, tiny, macko, command):
     def run(path):
         more = {
             "convert": ["o.gguf"],
@@ -305,7 +304,7 @@ def halves() -> list:
     return [dict(tensors[:4]), dict(tensors[4:6]), dict(tensors[6:])]
 
 
-def test_split_model_is_read_in_part(tmp_path, macko):
+def test_split_model_is_read_whole(tmp_path, macko):
     paths = generators.write_split(tmp_path, halves())
     whole = generators.write_gguf(tmp_path / "whole.gguf", generators.tiny_tensors())
     assert macko("convert", paths[0], tmp_path / "s.gguf").code == 0
@@ -319,7 +318,7 @@ def test_split_model_is_read_in_part(tmp_path, macko):
     assert report["n_tensors"] == 10 and report["nbytes"] == sum(p.stat().st_size for p in paths)
 
 
-def test_split_model_with_wrong_parts(tmp_path, macko):
+def test_split_model_with_wrong_parts_is_refused(tmp_path, macko):
     def refused(path, message):
         done = macko("convert", path, tmp_path / "s.gguf")
         assert done.code == 1 and message in done.err, done.err
@@ -352,7 +351,7 @@ def test_split_model_with_wrong_parts(tmp_path, macko):
 # ---- verify ----
 
 
-def test_first_difference_is_not_named(tmp_path, macko):
+def test_first_difference_is_named(tmp_path, macko):
     def write(name, tensors, keys=None):
         return generators.write_gguf(tmp_path / name, tensors, keys)
 
@@ -400,7 +399,7 @@ def test_first_difference_is_not_named(tmp_path, macko):
 # ---- inspect ----
 
 
-def test_inspect_prints_numbers_that_are_not_true(tmp_path, tiny, macko):
+def test_inspect_prints_true_numbers(tmp_path, tiny, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", tiny, sparse).code == 0
     done = macko("inspect", sparse, "--json")
@@ -415,7 +414,7 @@ def test_inspect_prints_numbers_that_are_not_true(tmp_path, tiny, macko):
     parts = {t.name: t for t in gguf.GGUFReader(sparse).tensors}
     for t in report["tensors"]:
         type_id, shape, data = dense[t["name"]]
-        bits = np.frombuffer(data, formats.bits_dtype(type_id))
+        bits = np.frombuffer(data, bits_dtype(type_id))
         assert (
             t["shape"] == shape
             and t["density"] == np.count_nonzero(bits) / bits.size
@@ -438,7 +437,7 @@ def test_inspect_prints_numbers_that_are_not_true(tmp_path, tiny, macko):
     assert json.loads(macko("inspect", tiny, "--json").out)["sparse"] is False
 
 
-def test_quantized_tensor_breaks_inspect(tmp_path, macko):
+def test_inspect_takes_a_quantized_tensor(tmp_path, macko):
     q8 = gguf.quants.quantize(np.ones((8, 64), np.float32), gguf.GGMLQuantizationType.Q8_0)
     path = generators.write_gguf(tmp_path / "q.gguf", {"blk.0.attn_q.weight": (q8, 8)})
     (t,) = json.loads(macko("inspect", path, "--json").out)["tensors"]
@@ -446,7 +445,7 @@ def test_quantized_tensor_breaks_inspect(tmp_path, macko):
     assert macko("inspect", path, "--plot", tmp_path / "p.png").code == 1
 
 
-def test_plot_is_not_a_picture(tmp_path, macko):
+def test_plot_is_a_picture(tmp_path, macko):
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
     picture = tmp_path / "density.png"
     done = macko("inspect", generators.DEMO, "--plot", picture)
@@ -454,7 +453,7 @@ def test_plot_is_not_a_picture(tmp_path, macko):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 5000
 
 
-def test_plot_without_matplotlib(tmp_path, macko, monkeypatch):
+def test_plot_without_matplotlib_is_one_line(tmp_path, macko, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     done = macko("inspect", generators.DEMO, "--plot", tmp_path / "p.png")
     assert done.code == 1 and "pip install ggml-macko[plot]" in done.err
@@ -463,7 +462,7 @@ def test_plot_without_matplotlib(tmp_path, macko, monkeypatch):
 # ---- real models ----
 
 
-def test_real_model_is_changed(tmp_path, macko):
+def test_real_model_survives_the_round_trip(tmp_path, macko):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     assert macko("restore", sparse, dense).code == 0

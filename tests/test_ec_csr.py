@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import c_codecs
 import generators
 import gguf_bytes as gb
-from ggml_macko import SparseMatrix, errors
+from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import ec_csr
-from ggml_macko.codecs import macko as formats
 from ggml_macko.codecs.ec_csr import DELTA_BITS
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.native import bindings
-from ggml_macko.native.bindings import EcCsrOptions
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, SHARED_MODELS, greedy, open_model
 from test_sparse_matrix import assert_close_to_float64, safe_bits
 
@@ -41,10 +40,10 @@ def patterned(
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_c_and_numpy_disagree(delta_bits):
+def test_c_and_numpy_give_the_same_bytes(delta_bits):
     for label, bits, type_id in generators.matrix_cases():
-        m = bindings.ec_csr_encode(bits, type_id, delta_bits, n_threads=1)
-        assert bindings.decode(m, 1).tobytes() == bits.tobytes(), label
+        m = c_codecs.ec_csr(bits, type_id, delta_bits, n_threads=1)
+        assert c_codecs.decode(m, 1).tobytes() == bits.tobytes(), label
         assert ec_csr.decode(m).tobytes() == bits.tobytes(), label
         generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
 
@@ -59,15 +58,17 @@ def test_random_matrices_round_trip(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     make = data.draw(st.sampled_from([generators.random_bits, patterned]))
     bits = make(rng, rows, cols, density, type_id)
-    options = EcCsrOptions(
-        data.draw(st.sampled_from([1, 2, 8, 64])), data.draw(st.sampled_from([0, 128, 384])), data.draw(st.booleans()),
-        data.draw(st.integers(0, 2**64 - 1)),
-    )  # fmt: skip
-    m = bindings.ec_csr_encode(bits, type_id, delta_bits, options, 1)
-    generators.assert_same(m, bindings.ec_csr_encode(bits, type_id, delta_bits, options, 3))
-    assert bindings.decode(m, 2).tobytes() == bits.tobytes() == ec_csr.decode(m).tobytes()
+    options = {
+        "max_granularity": data.draw(st.sampled_from([1, 2, 8, 64])),
+        "min_columns": data.draw(st.sampled_from([0, 128, 384])),
+        "clip": data.draw(st.booleans()),
+        "seed": data.draw(st.integers(0, 2**63 - 1)),
+    }
+    m = c_codecs.ec_csr(bits, type_id, delta_bits, options, 1)
+    generators.assert_same(m, c_codecs.ec_csr(bits, type_id, delta_bits, options, 3))
+    assert c_codecs.decode(m, 2).tobytes() == bits.tobytes() == ec_csr.decode(m).tobytes()
     generators.assert_same(ec_csr.assemble(bits, type_id, delta_bits, ec_csr.take_apart(m)), m)
-    assert max(ec_csr.sets(m)[:, 0]) <= options.max_granularity
+    assert max(ec_csr.sets(m)[:, 0]) <= options["max_granularity"]
     assert m.nnz == np.count_nonzero(bits)
 
 
@@ -79,7 +80,7 @@ def test_one_changed_byte_is_judged_alike(data):
     delta_bits = data.draw(st.sampled_from(DELTA_BITS))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     bits = patterned(rng, data.draw(st.integers(1, 6)), data.draw(st.integers(1, 400)), 0.5, type_id)
-    m = bindings.ec_csr_encode(bits, type_id, delta_bits, n_threads=1)
+    m = c_codecs.ec_csr(bits, type_id, delta_bits, n_threads=1)
     name = data.draw(st.sampled_from(ec_csr.ARRAYS))
     array = getattr(m, name).copy()
     raw = array.view(np.uint8)
@@ -93,9 +94,9 @@ def test_one_changed_byte_is_judged_alike(data):
             return False
         return True
 
-    assert verdict(bindings.validate, 1) == verdict(ec_csr.validate)
+    assert verdict(c_codecs.validate, 1) == verdict(ec_csr.validate)
     if verdict(ec_csr.validate):
-        dense = bindings.decode(changed, 1)
+        dense = c_codecs.decode(changed, 1)
         assert dense.tobytes() == ec_csr.decode(changed).tobytes()
         generators.assert_same(ec_csr.assemble(dense, type_id, delta_bits, ec_csr.take_apart(changed)), changed)
 
@@ -106,7 +107,7 @@ def broken_matrices() -> list:
     bits[:2, :256] = 0x3C00
     bits[2, [0, 5, 200]] = 0xBC00
     bits[3, 10:30] = 0x4000
-    m = bindings.ec_csr_encode(bits, TYPE_F16, 8)
+    m = c_codecs.ec_csr(bits, TYPE_F16, 8)
     assert ec_csr.sets(m)[:, :2].tolist() == [[2, 4], [1, 1]]
 
     def change(name: str, at: int, value: int) -> ec_csr.EcCsrMatrix:
@@ -147,49 +148,49 @@ def broken_matrices() -> list:
 
 
 @pytest.mark.parametrize("code, matrix", broken_matrices())
-def test_broken_matrix_accepted_or_misnamed(code, matrix):
-    for validate in (bindings.validate, ec_csr.validate):
+def test_broken_matrix_is_refused_with_its_code(code, matrix):
+    for validate in (c_codecs.validate, ec_csr.validate):
         with pytest.raises(errors.FileFormatError) as e:
             validate(matrix)
         assert e.value.code == code, str(e.value)
     with pytest.raises(errors.FileFormatError):
-        bindings.decode(matrix)
+        c_codecs.decode(matrix)
     with pytest.raises(errors.FileFormatError):
-        bindings.CpuMatrix(matrix)
+        c_codecs.cpu_matrix(matrix)
     with pytest.raises(errors.FileFormatError):
-        SparseMatrix(matrix)
+        SparseMatrix(matrix.encoded())
 
 
 @pytest.mark.parametrize(
     "code, call",
     [
-        (errors.BAD_FORMAT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 2)),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F32, 4)),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 4, EcCsrOptions(max_granularity=3))),
-        (errors.BAD_ARGUMENT, lambda bits: bindings.ec_csr_encode(bits, TYPE_F16, 4, EcCsrOptions(min_columns=100))),
-        (errors.NOT_FINITE, lambda bits: bindings.ec_csr_encode(bits | 0x7C00, TYPE_F16, 4)),
+        (errors.BAD_FORMAT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 2)),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F32, 4)),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 4, {"max_granularity": 3})),
+        (errors.BAD_ARGUMENT, lambda bits: c_codecs.ec_csr(bits, TYPE_F16, 4, {"min_columns": 100})),
+        (errors.NOT_FINITE, lambda bits: c_codecs.ec_csr(bits | 0x7C00, TYPE_F16, 4)),
         (errors.BAD_ARGUMENT, lambda bits: SparseMatrix.from_dense(bits.view(np.float16), format="csr")),
     ],
 )
-def test_wrong_argument_is_taken(code, call):
+def test_wrong_argument_is_refused(code, call):
     with pytest.raises(errors.MackoError) as e:
         call(np.ones((3, 200), np.uint16))
     assert e.value.code == code
 
 
 @pytest.mark.parametrize("delta_bits", DELTA_BITS)
-def test_default_is_larger_than_without_extraction(delta_bits):
+def test_extraction_never_makes_a_matrix_larger(delta_bits):
     """Rows that are alike pay with 8 bits; with 4 bits the columns that fill no block cost more in fillers."""
     rng = np.random.default_rng(4)
     alike = generators.random_bits(rng, 200, 2048, 1.0)
     alike[np.repeat(rng.random((50, 2048)) >= 0.3, 4, axis=0)] = 0
     for bits in (alike, generators.random_bits(rng, 100, 2048, 0.3)):
-        plain = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(max_granularity=1))
-        m = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits)
+        plain = c_codecs.ec_csr(bits, TYPE_F16, delta_bits, {"max_granularity": 1})
+        m = c_codecs.ec_csr(bits, TYPE_F16, delta_bits)
         assert m.nbytes <= plain.nbytes
-        asked = bindings.ec_csr_encode(bits, TYPE_F16, delta_bits, EcCsrOptions(min_columns=128))
+        asked = c_codecs.ec_csr(bits, TYPE_F16, delta_bits, {"min_columns": 128})
         assert ec_csr.sets(asked)[0, 0] > 1  # who asks for blocks gets them
-    assert ec_csr.sets(bindings.ec_csr_encode(alike, TYPE_F16, 8))[0, 0] >= 4
+    assert ec_csr.sets(c_codecs.ec_csr(alike, TYPE_F16, 8))[0, 0] >= 4
 
 
 # ---- SparseMatrix ----
@@ -197,7 +198,7 @@ def test_default_is_larger_than_without_extraction(delta_bits):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_product_off_float64(data):
+def test_product_is_within_rounding_of_float64(data):
     type_id = data.draw(st.sampled_from(generators.TYPES))
     rows, cols, n = (
         data.draw(st.integers(1, 70)),
@@ -213,7 +214,7 @@ def test_product_off_float64(data):
     assert_close_to_float64(s @ x, generators.to_float64(bits, type_id), x)
 
 
-def test_automatic_format_is_not_the_smallest():
+def test_auto_takes_the_smallest_format():
     """40 shapes and densities, with and without structure: never larger than the best of the three."""
     rng = np.random.default_rng(3)
     chosen = set()
@@ -260,7 +261,7 @@ def sparse_formats(path):
 
 
 @pytest.mark.parametrize("kind", ["ec-csr", "ec-csr-4", "ec-csr-8", "auto", "EC-CSR-8"])
-def test_round_trip_loses_a_bit(tmp_path, wide, macko, kind):
+def test_round_trip_keeps_every_bit(tmp_path, wide, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     done = macko("convert", wide, sparse, kind)
     assert done.code == 0, done.err
@@ -275,7 +276,7 @@ def test_round_trip_loses_a_bit(tmp_path, wide, macko, kind):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
+def test_file_is_what_the_specification_says(tmp_path, wide, macko):
     """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", wide, sparse, "ec-csr-8").code == 0
@@ -290,7 +291,7 @@ def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
         at = order.index(name + ".values")
         assert order[at : at + 6] == [f"{name}.{c}" for c in ("values", "deltas", "bases", "blk_ptr", "rows", "sets")]
         type_id, ne = keys["macko.tensor.type"][i], keys["macko.tensor.ne"][4 * i : 4 * i + 4]
-        dtypes = (formats.bits_dtype(type_id), np.uint8, np.uint16, np.int32, np.int32, np.int32)
+        dtypes = (values.bits_dtype(type_id), np.uint8, np.uint16, np.int32, np.int32, np.int32)
         arrays = [np.ascontiguousarray(parts[n].data).reshape(-1).view(d) for n, d in zip(order[at : at + 6], dtypes)]
         rows = int(np.prod(ne[1:]))
         m = ec_csr.EcCsrMatrix(
@@ -301,7 +302,7 @@ def test_file_is_not_what_the_specification_says(tmp_path, wide, macko):
     assert {1, 2} < granularities and max(granularities) >= 8
 
 
-def test_file_with_both_types(tmp_path, wide, macko):
+def test_one_file_may_hold_both_formats(tmp_path, wide, macko):
     sparse = tmp_path / "s.gguf"
     done = macko(
         "convert", wide, sparse, "ec-csr-8", "--tensor-type", "attn_q=macko-d4", "--tensor-type", "attn_v=dense"
@@ -313,7 +314,7 @@ def test_file_with_both_types(tmp_path, wide, macko):
     assert macko("verify", wide, sparse).code == 0
 
 
-def test_options_are_not_used(tmp_path, wide, macko):
+def test_block_options_reach_the_encoder(tmp_path, wide, macko):
     files = {}
     for label, args in {
         "": [],
@@ -338,7 +339,7 @@ def test_options_are_not_used(tmp_path, wide, macko):
         assert done.code == 1 and not (tmp_path / "x.gguf").exists(), bad
 
 
-def test_inspect_does_not_show_the_sets(tmp_path, wide, macko):
+def test_inspect_shows_the_block_sets(tmp_path, wide, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", wide, sparse, "ec-csr-4").code == 0
     report = json.loads(macko("inspect", sparse, "--json").out)
@@ -351,7 +352,7 @@ def test_inspect_does_not_show_the_sets(tmp_path, wide, macko):
     assert "coverage" in text and "ec-csr-4" in text and "rows of a block" in text
 
 
-def test_auto_does_not_say_why(tmp_path, wide, macko):
+def test_auto_says_what_it_chose_from(tmp_path, wide, macko):
     done = macko("convert", wide, tmp_path / "s.gguf", "auto", "--optimize", "size")
     lines = [line for line in done.err.splitlines() if "converting to" in line]
     assert len(lines) >= 4
@@ -371,7 +372,7 @@ def test_auto_does_not_say_why(tmp_path, wide, macko):
             assert auto <= sum(s.nbytes for s in f.sparse())
 
 
-def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
+def test_optimize_speed_takes_the_faster_format(tmp_path, wide, macko):
     """The reason names both times, and what was taken is the faster of them."""
     sparse = tmp_path / "s.gguf"
     done = macko("convert", wide, sparse, "auto", "--optimize", "speed")
@@ -392,18 +393,18 @@ def test_auto_takes_the_slower_format_for_speed(tmp_path, wide, macko):
     assert macko("verify", wide, sparse).code == 0
 
 
-def test_gpu_model_prefers_the_slower_layout():
+def test_gpu_cost_model_prefers_the_faster_layout():
     """As measured: large F32 matrices are faster in blocks, random F16 rows are not."""
     rng = np.random.default_rng(5)
-    delta_alone = bindings.EcCsrOptions(max_granularity=1)
+    delta_alone = {"max_granularity": 1}
     large = generators.random_bits(rng, 2000, 6000, 0.3, TYPE_F32)
-    blocks, rows = bindings.ec_csr_gpu_us(bindings.ec_csr_encode(large, TYPE_F32, 4, delta_alone))
+    blocks, rows = c_codecs.gpu_cost(c_codecs.ec_csr(large, TYPE_F32, 4, delta_alone))
     assert 0 < blocks < rows < float("inf")
     random = generators.random_bits(rng, 64, 4096, 0.3, TYPE_F16)
-    m = bindings.ec_csr_encode(random, TYPE_F16, 8, bindings.EcCsrOptions(min_columns=128))
-    blocks, rows = bindings.ec_csr_gpu_us(m)
+    m = c_codecs.ec_csr(random, TYPE_F16, 8, {"min_columns": 128})
+    blocks, rows = c_codecs.gpu_cost(m)
     assert 0 < rows < blocks < float("inf")
-    assert bindings.ec_csr_gpu_us(bindings.ec_csr_encode(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
+    assert c_codecs.gpu_cost(c_codecs.ec_csr(random, TYPE_F16, 8, delta_alone))[0] == float("inf")
 
 
 BLOCK_LIES = {
@@ -429,7 +430,7 @@ def patch(f: gb.GGUF, name: str, dtype: type, at: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_LIES)
-def test_broken_file_gets_another_code(name, wide, macko, tmp_path):
+def test_broken_file_is_refused_with_its_code(name, wide, macko, tmp_path):
     expected, change = BLOCK_LIES[name]
     assert macko("convert", wide, tmp_path / "s.gguf", "ec-csr-8").code == 0
     f = gb.read((tmp_path / "s.gguf").read_bytes())
@@ -454,7 +455,7 @@ def test_broken_file_gets_another_code(name, wide, macko, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ec-csr-4", "ec-csr-8", "auto"])
-def test_sparse_model_writes_other_text_than_dense(tmp_path, macko, kind):
+def test_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     # without the masks' -0.0: with them a matrix as narrow as these would stay dense
     assert macko("convert", DEMO, sparse, kind, "--drop-negative-zeros").code == 0
@@ -468,7 +469,7 @@ def test_sparse_model_writes_other_text_than_dense(tmp_path, macko, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["docs-4m-f16", "docs-23m-f16", "docs-23m-s70-f16"])
 @pytest.mark.parametrize("kind", ["ec-csr-4", "ec-csr-8"])
-def test_real_model_writes_other_text_than_dense(tmp_path, macko, name, kind):
+def test_real_sparse_model_writes_the_text_of_the_dense_one(tmp_path, macko, name, kind):
     source = SHARED_MODELS / f"{name}.gguf"
     if not source.exists():
         pytest.skip(f"no {source.name} beside the repository")

@@ -1,6 +1,8 @@
-"""Broken files through the Python package: the code is the one that the C++ tests demand, and the same from File and from Llama.
+"""Broken files through the Python package: the code is the one that the C++ tests demand, and the same from File and
+from Llama.
 
-tests/test-gguf-header.cpp has the full table of cases; here stands one of each family, and what only a file system can do.
+tests/test-gguf-header.cpp has the full table of cases; here stands one of each family, and what only a file system can
+do.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_broken_file_gets_another_code(name, base, tmp_path):
+def test_broken_file_is_refused_with_its_code(name, base, tmp_path):
     expected, change = CASES[name]
     change(base)
     path = tmp_path / "broken.gguf"
@@ -178,19 +180,19 @@ def test_broken_file_gets_another_code(name, base, tmp_path):
 
 
 @pytest.mark.parametrize("n", [0, 3, 4, 20, 100, 4000, -33])
-def test_truncated_file_is_accepted(n, sparse_path, tmp_path):
+def test_truncated_file_is_refused(n, sparse_path, tmp_path):
     path = tmp_path / "cut.gguf"
     path.write_bytes(sparse_path.read_bytes()[:n])
     assert check(path) == 12
 
 
-def test_trailing_data_is_accepted(sparse_path, tmp_path):
+def test_trailing_data_is_refused(sparse_path, tmp_path):
     path = tmp_path / "long.gguf"
     path.write_bytes(sparse_path.read_bytes() + b"PK\5\6")
     assert check(path) == 34
 
 
-def test_names_reach_the_terminal_unescaped(base, tmp_path):
+def test_names_are_escaped_in_messages(base, tmp_path):
     base.set("general.architecture", gb.STRING, b"\x1b[2J\nERROR: all good")
     path = tmp_path / "escape.gguf"
     path.write_bytes(gb.write(base))
@@ -199,7 +201,7 @@ def test_names_reach_the_terminal_unescaped(base, tmp_path):
     assert "\x1b" not in str(e.value) and "\n" not in str(e.value) and "\\x1b[2J\\x0aERROR" in str(e.value)
 
 
-def test_type_table_differs_from_ggml(tmp_path):
+def test_type_table_is_that_of_ggml(tmp_path):
     """Block sizes of all types of the installed ggml, and that we know no more and no fewer."""
     import llama_cpp  # noqa: F401  loads libggml-base
 
@@ -231,7 +233,7 @@ def test_type_table_differs_from_ggml(tmp_path):
 # ---- the file system ----
 
 
-def test_what_is_no_file_hangs(tmp_path):
+def test_what_is_no_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path, code in ((tmp_path, 11), (tmp_path / "fifo", 11), ("/dev/zero", 11), (tmp_path / "nonesuch", 10)):
         signal.alarm(30)
@@ -241,7 +243,7 @@ def test_what_is_no_file_hangs(tmp_path):
         assert e.value.code == code
 
 
-def test_unreadable_file(sparse_path, tmp_path):
+def test_unreadable_file_is_refused(sparse_path, tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root can read everything")
     path = tmp_path / "secret.gguf"
@@ -252,7 +254,7 @@ def test_unreadable_file(sparse_path, tmp_path):
     assert e.value.code == 10
 
 
-def test_symlink_to_a_file_is_refused(sparse_path, tmp_path):
+def test_symlink_to_a_file_is_read(sparse_path, tmp_path):
     (tmp_path / "link.gguf").symlink_to(sparse_path)
     assert check(tmp_path / "link.gguf") == 0
     (tmp_path / "loop.gguf").symlink_to(tmp_path / "loop.gguf")
@@ -299,7 +301,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("action, answers", ENDS)
-def test_file_changes_while_it_loads(action, answers, sparse_path, tmp_path):
+def test_file_that_changes_while_it_loads_is_refused(action, answers, sparse_path, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(sparse_path.read_bytes())
     (tmp_path / "model.gguf.other").write_bytes(struct.pack("<I", 0) * 1000)

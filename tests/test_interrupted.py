@@ -21,7 +21,7 @@ import pytest
 import fork_server as fork_server_module
 import generators
 from ggml_macko import errors
-from ggml_macko.gguf import files as gguf_files
+from ggml_macko.gguf import files
 from ggml_macko.gguf.files import AtomicOutput
 from ggml_macko.native import bindings
 
@@ -59,7 +59,7 @@ def wanted(tmp_path_factory, macko):
 
 
 @pytest.mark.parametrize("old", [None, b"the old file"])
-def test_killed_at_each_operation(tmp_path, tiny, wanted, fork_server, old):
+def test_kill_at_any_operation_leaves_old_or_new_file(tmp_path, tiny, wanted, fork_server, old):
     out, partial = tmp_path / "out.gguf", tmp_path / ".out.gguf.partial"
     complete = []
     for operation in range(1, 400):
@@ -80,7 +80,7 @@ def test_killed_at_each_operation(tmp_path, tiny, wanted, fork_server, old):
     assert not partial.exists()  # the run that survived took over what the others left
 
 
-def test_killed_at_random_instants(tmp_path, tiny, wanted, fork_server):
+def test_kill_at_any_instant_leaves_old_or_new_file(tmp_path, tiny, wanted, fork_server):
     out = tmp_path / "out.gguf"
     args = ["convert", tiny, out, "--force"]
     start = time.monotonic()
@@ -94,7 +94,7 @@ def test_killed_at_random_instants(tmp_path, tiny, wanted, fork_server):
     assert killed > 20
 
 
-def test_failed_at_each_operation(tmp_path, tiny, wanted, macko, monkeypatch):
+def test_failure_of_any_operation_leaves_the_old_file(tmp_path, tiny, wanted, macko, monkeypatch):
     """A full disk, a quota or a broken disk, at every call: one line, no partial file, final name untouched."""
     out = tmp_path / "out.gguf"
     for operation in range(1, 400):
@@ -127,7 +127,7 @@ def test_failed_at_each_operation(tmp_path, tiny, wanted, macko, monkeypatch):
     assert done.code == 0 and operation > 20 and out.read_bytes() == wanted
 
 
-def test_file_size_limit(tmp_path, tiny, wanted, macko_process):
+def test_file_size_limit_is_one_line(tmp_path, tiny, wanted, macko_process):
     out = tmp_path / "out.gguf"
     for part in (0, 1, 2, 3):  # of the file
         size = len(wanted) * part // 4 + 3
@@ -140,7 +140,7 @@ def test_file_size_limit(tmp_path, tiny, wanted, macko_process):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("command", [["convert"], ["restore"], ["prune", "--sparsity", "0.5"]])
-def test_ctrl_c_leaves_something(tmp_path, command, number, code):
+def test_ctrl_c_leaves_nothing(tmp_path, command, number, code):
     """Stopped while it writes: it reports the first tensor on stderr, and then waits for us to read."""
     big = {f"blk.{i}.attn_q.weight": v for i, v in enumerate([generators.tiny_tensors()["blk.0.attn_q.weight"]] * 1000)}
     source = generators.write_gguf(tmp_path / "tiny.gguf", big)
@@ -148,7 +148,8 @@ def test_ctrl_c_leaves_something(tmp_path, command, number, code):
     process = subprocess.Popen(
         [sys.executable, "-m", "ggml_macko.commands.cli", *command[:1], str(source), str(out), *command[1:]],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that ran us in the background left it ignored
+        # a shell that runs the tests in the background leaves the signal ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     for line in process.stderr:
         if line.startswith("["):
@@ -161,7 +162,7 @@ def test_ctrl_c_leaves_something(tmp_path, command, number, code):
     assert "Traceback" not in err and sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
-def test_two_converters_one_output(tmp_path, tiny, macko):
+def test_second_converter_of_one_output_is_refused(tmp_path, tiny, macko):
     out = tmp_path / "out.gguf"
     with AtomicOutput(out, [], True) as first:
         first.write(first.magic)
@@ -171,7 +172,7 @@ def test_two_converters_one_output(tmp_path, tiny, macko):
     assert macko("convert", tiny, out).code == 0
 
 
-def test_lock_on_a_file_that_was_renamed_meanwhile(tmp_path, monkeypatch):
+def test_lock_on_a_file_that_was_renamed_is_not_used(tmp_path, monkeypatch):
     """We open the partial, its owner finishes and renames it: we must not truncate what is now the final file."""
     out = tmp_path / "out.gguf"
     owner = AtomicOutput(out, [], True).__enter__()
@@ -186,13 +187,13 @@ def test_lock_on_a_file_that_was_renamed_meanwhile(tmp_path, monkeypatch):
         calls.append(fd)
         return lock(fd, how)
 
-    monkeypatch.setattr(gguf_files.fcntl, "flock", flock_after_the_owner_finished)
+    monkeypatch.setattr(files.fcntl, "flock", flock_after_the_owner_finished)
     with AtomicOutput(out, [], True) as second:
         second.write(b"other")
     assert len(calls) == 2 and out.read_bytes() == b"GGUFcomplete" and not second.partial.exists()
 
 
-def test_stale_partial_is_a_trap(tmp_path, tiny, wanted, macko):
+def test_stale_partial_file_is_taken_over(tmp_path, tiny, wanted, macko):
     partial = tmp_path / ".out.gguf.partial"
     partial.write_bytes(b"GGUF" + bytes(1_000_000))  # longer than what we shall write
     assert macko("convert", tiny, tmp_path / "out.gguf").code == 0
@@ -204,7 +205,7 @@ def test_stale_partial_is_a_trap(tmp_path, tiny, wanted, macko):
     assert tiny.read_bytes() == before
 
 
-def test_output_appears_while_we_write(tmp_path):
+def test_output_that_appears_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "out.gguf"
     with pytest.raises(errors.MackoError, match="--force"), AtomicOutput(out, []) as output:
         output.write(output.magic)
@@ -214,7 +215,7 @@ def test_output_appears_while_we_write(tmp_path):
     assert out.read_bytes() == b"precious" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_input_that_changes_is_converted(tmp_path, tiny, macko, monkeypatch):
+def test_input_that_changes_is_refused(tmp_path, tiny, macko, monkeypatch):
     """Appended to, shortened or replaced between the first read and the last: an error, and no output."""
     data = tiny.read_bytes()
 
@@ -227,7 +228,7 @@ def test_input_that_changes_is_converted(tmp_path, tiny, macko, monkeypatch):
     def rewrite(*unused):
         tiny.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    plan = gguf_files.Writer.__init__
+    plan = files.Writer.__init__
     for change in (append, shorten, rewrite):
         tiny.write_bytes(data)
 
@@ -235,13 +236,13 @@ def test_input_that_changes_is_converted(tmp_path, tiny, macko, monkeypatch):
             change()
             plan(self, *args)
 
-        monkeypatch.setattr(gguf_files.Writer, "__init__", change_then_write)
+        monkeypatch.setattr(files.Writer, "__init__", change_then_write)
         done = macko("convert", tiny, tmp_path / "out.gguf")
         assert done.code == 1 and "while it was read" in done.err, (change, done.err)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
-def test_written_file_that_reads_back_wrong_gets_its_name(tmp_path, tiny, macko, monkeypatch):
+def test_written_file_that_reads_back_wrong_gets_no_name(tmp_path, tiny, macko, monkeypatch):
     """A disk that lies: one bit of what was written flips before it is verified."""
     seal = AtomicOutput.seal
 

@@ -1,4 +1,4 @@
-"""What llama.cpp offers beside plain generation works on a sparse base as on a dense one: LoRA adapters, session state, draft models, grammars."""
+"""LoRA adapters, session state, draft models and grammars work on a sparse model as on a dense one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ open_model = functools.partial(llama_logits.open_model, n_ctx=256, seed=1)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """(dense, sparse)"""
+    """The paths of the demo model, dense and sparse."""
     path = tmp_path_factory.mktemp("demo") / "sparse.gguf"
     subprocess.run(
         [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(generators.DEMO), str(path)],
@@ -35,7 +35,7 @@ def greedy(llama, n=40, prompt=PROMPT, **kwargs):
     return llama(prompt, max_tokens=n, temperature=0, **kwargs)["choices"][0]["text"]
 
 
-def test_lora_adapter_does_not_adapt_a_sparse_base(pair, tmp_path):
+def test_lora_adapter_adapts_a_sparse_base(pair, tmp_path):
     adapter = str(lora_files.write(tmp_path / "lora.gguf", generators.DEMO))
     dense, sparse = (greedy(open_model(p, lora_path=adapter)) for p in pair)
     assert sparse == dense
@@ -46,7 +46,7 @@ def test_lora_adapter_does_not_adapt_a_sparse_base(pair, tmp_path):
     assert weak[0] == weak[1]
 
 
-def test_base_without_adapter_is_changed_by_one_that_came_and_went(pair, tmp_path):
+def test_closed_adapter_leaves_the_base_unchanged(pair, tmp_path):
     before = greedy(open_model(pair[1]))
     adapted = open_model(pair[1], lora_path=str(lora_files.write(tmp_path / "lora.gguf", generators.DEMO)))
     assert greedy(adapted) != before
@@ -54,7 +54,7 @@ def test_base_without_adapter_is_changed_by_one_that_came_and_went(pair, tmp_pat
     assert greedy(open_model(pair[1])) == before
 
 
-def test_saved_state_continues_otherwise(pair):
+def test_saved_state_continues_the_same_text(pair):
     llama = open_model(pair[1])
     want = greedy(llama, 30)
     llama.reset()
@@ -70,8 +70,8 @@ def test_saved_state_continues_otherwise(pair):
     assert llama.detokenize(tokens).decode() == want
 
 
-def test_session_file_continues_otherwise_in_a_fresh_model(pair, tmp_path):
-    """llama_state_save_file, then a fresh model and context"""
+def test_session_file_continues_in_a_fresh_model(pair, tmp_path):
+    """With llama_state_save_file, and llama_state_load_file into a new model and context."""
     import llama_cpp
 
     path = str(tmp_path / "session.bin").encode()
@@ -95,7 +95,7 @@ def test_session_file_continues_otherwise_in_a_fresh_model(pair, tmp_path):
 
 
 class Draft:
-    """A model as draft model of another: its own greedy continuation."""
+    """Makes a model the draft model of another: it proposes its own greedy continuation."""
 
     def __init__(self, llama, n=4):
         self.llama, self.n, self.calls = llama, n, 0
@@ -110,15 +110,15 @@ class Draft:
         return np.array(out, dtype=np.intc)
 
 
-def test_sparse_draft_model_changes_the_text(pair):
+def test_sparse_draft_model_keeps_the_text(pair):
     want = greedy(open_model(pair[0]))
     for target, draft in ((pair[0], pair[1]), (pair[1], pair[1])):
         drafter = Draft(open_model(draft))
         assert greedy(open_model(target, draft_model=drafter)) == want
-        assert 0 < drafter.calls < 20  # of 40 tokens, most came from the draft
+        assert 0 < drafter.calls < 20  # most of the 40 tokens came from the draft
 
 
-def test_grammar_and_json_schema_are_not_kept(pair):
+def test_grammar_and_json_schema_are_followed(pair):
     import llama_cpp
 
     schema = {

@@ -1,6 +1,7 @@
-"""Whole real models, at every density: restored byte for byte, the same greedy text, float64-bounded logits, the same perplexity.
+"""Whole models at every density: restored byte for byte, the same greedy text, bounded logits, the same perplexity.
 
-The small models are found beside the repository when they are there; the bundled one is always tested."""
+The bundled model is always tested; the other models are not part of the repository, and are skipped where missing.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import gguf
 import numpy as np
 import pytest
 
+from ggml_macko.evaluation.perplexity import perplexity
 from llama_float64 import Float64Llama
 from test_model_runs import DEMO, SHARED_MODELS, greedy, macko, open_model, prompt_logits
 
-# llama.cpp rounds activations and the KV cache to F16, through 4 and 6 layers: how far that takes a logit from float64 depends on the model (0.015 to 0.030 for
-# these), so the bound is what dense llama.cpp is off on the same model: the largest error of a logit, and the root of the mean square
+# llama.cpp rounds activations and the KV cache to F16. How far a logit is from float64 then depends on the model (0.015
+# to 0.030 for these), so the bounds are multiples of the errors of dense llama.cpp on the same model.
 LARGEST_RATIO, RMS_RATIO = 1.5, 1.1
 PERPLEXITY_CHUNKS = 24
 
@@ -26,16 +28,15 @@ def tensors(path):
     return {t.name: (t.tensor_type, tuple(t.shape), t.data.tobytes()) for t in gguf.GGUFReader(str(path)).tensors}
 
 
-def perplexity(path):
-    from ggml_macko.evaluation.perplexity import of_file
-
-    held_out = SHARED_MODELS / "held-out.txt"
-    return of_file(path, held_out if held_out.exists() else DEMO.parent / "sample.txt", PERPLEXITY_CHUNKS).ppl
+def perplexity_of(path):
+    text = SHARED_MODELS / "held-out.txt"
+    text = text if text.exists() else DEMO.parent / "sample.txt"
+    return perplexity(path, text, n_chunks=PERPLEXITY_CHUNKS, n_gpu_layers=0).ppl
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name,density", CASES, ids=[f"{n}-{d or 'as-is'}" for n, d in CASES])
-def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, record_property):
+def test_sparse_model_is_equal_to_its_dense_twin(name, density, tmp_path, record_property):
     source = DEMO if name == DEMO.stem else SHARED_MODELS / f"{name}.gguf"
     if not source.exists():
         pytest.skip(f"no {source.name} beside the repository")
@@ -57,8 +58,7 @@ def test_sparse_model_differs_from_its_dense_twin(name, density, tmp_path, recor
     assert error <= LARGEST_RATIO * dense_error
     assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 
-    found = [perplexity(p) for p in (dense, sparse)]
-    print(
-        f"{name} {density}: {dense.stat().st_size} -> {sparse.stat().st_size} bytes, max logit error {error:.4f}, perplexity {found}"
-    )
-    assert abs(found[1] / found[0] - 1) < 1e-4  # four digits, wherever the rounding of the fifth falls
+    found = [perplexity_of(p) for p in (dense, sparse)]
+    sizes = f"{dense.stat().st_size} -> {sparse.stat().st_size} bytes"
+    print(f"{name} {density}: {sizes}, max logit error {error:.4f}, perplexity {found}")
+    assert abs(found[1] / found[0] - 1) < 1e-4  # equal to four digits

@@ -1,4 +1,4 @@
-"""Sparse models in stock llama.cpp: the same text as dense, float64-bounded logits, no mixing of models, no leaks, no harm to dense models."""
+"""Sparse models in stock llama.cpp: the text of the dense model, bounded logits, several models at once, no leaks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompt_logits(llama, n=256):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """(dense, sparse): the demo model, and its sparse file"""
+    """The paths of the demo model, dense and sparse."""
     sparse = tmp_path_factory.mktemp("demo") / "sparse.gguf"
     macko("convert", DEMO, sparse)
     return DEMO, sparse
@@ -54,19 +54,22 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pruned_pair(tmp_path_factory):
-    """the demo model with fewer non-zeros: equal tensor names, other weights"""
+    """The same with fewer non-zeros: equal tensor names, other weights."""
     folder = tmp_path_factory.mktemp("pruned")
     macko("prune", DEMO, folder / "dense.gguf", "--sparsity", "0.8")
     macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
     return folder / "dense.gguf", folder / "sparse.gguf"
 
 
-def test_sparse_model_writes_other_text_than_dense(pair):
+def test_sparse_model_writes_the_text_of_dense(pair):
     assert greedy(open_model(pair[1])) == greedy(open_model(pair[0]))
 
 
-def test_logit_off_the_float64_reference(pair):
-    """|logit - float64| <= 2^-10 * 24: llama.cpp rounds activations and the KV cache to F16 (2^-11 each); dense is as far off."""
+def test_logits_are_within_the_float64_bound(pair):
+    """|logit - float64| <= 24 * 2^-10: llama.cpp rounds activations and the KV cache to F16, each by up to 2^-11.
+
+    The error of the dense model is as large.
+    """
     from llama_float64 import Float64Llama
 
     tokens, got = prompt_logits(open_model(pair[1], logits_all=True))
@@ -74,19 +77,19 @@ def test_logit_off_the_float64_reference(pair):
     want = Float64Llama(str(pair[0])).logits(tokens)
     assert np.abs(got - want).max() <= 24 * 2.0**-10
     rms = [float(np.sqrt(np.mean((x - want) ** 2))) for x in (got, dense)]
-    assert rms[0] <= 1.1 * rms[1]  # no less accurate than llama.cpp's own kernels
+    assert rms[0] <= 1.1 * rms[1]  # as accurate as llama.cpp's own kernels
 
 
-def test_two_models_with_equal_tensor_names_mix(pair, pruned_pair):
+def test_two_models_with_equal_tensor_names_stay_apart(pair, pruned_pair):
     want = [greedy(open_model(p), 32) for p in (pair[0], pruned_pair[0])]
     assert want[0] != want[1]
     first, second = open_model(pair[1]), open_model(pruned_pair[1])
     assert [greedy(first, 32), greedy(second, 32)] == want
     first.close()
-    assert greedy(second, 32) == want[1]  # freeing one leaves the other right
+    assert greedy(second, 32) == want[1]  # closing one does not change the other
 
 
-def test_dense_model_changes_beside_a_sparse_one(pair):
+def test_dense_model_is_unchanged_beside_a_sparse_one(pair):
     import llama_cpp
 
     before = subprocess.run(
@@ -102,8 +105,8 @@ print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")
     assert greedy(sparse, 32) == before
 
 
-def test_prefill_batch_sizes_disagree(pair):
-    """the same prompt in ubatches of 1, 7, 64 and 512: other kernels, the same text"""
+def test_prefill_batch_sizes_give_the_same_text(pair):
+    """Micro-batches of 1, 7, 64 and 512 tokens use different kernels."""
     texts = {
         n: greedy(open_model(pair[1], n_batch=n, n_ubatch=n), 24, SAMPLE.read_text()[:700]) for n in (1, 7, 64, 512)
     }
@@ -111,7 +114,7 @@ def test_prefill_batch_sizes_disagree(pair):
 
 
 @pytest.mark.parametrize("name", ["portable", "avx2"])
-def test_forced_kernels_did_not_run(pair, name):
+def test_forced_kernels_run(pair, name):
     code = f"""
 from ggml_macko import Llama
 from ggml_macko.native import bindings
@@ -127,7 +130,7 @@ print(m({PROMPT!r}, max_tokens=32, temperature=0)["choices"][0]["text"], end="")
     assert done.stdout == greedy(open_model(pair[1]), 32)
 
 
-def test_chat_stream_grammar_embedding_break(pair):
+def test_chat_stream_grammar_and_embedding_work(pair):
     import llama_cpp
 
     llama = open_model(pair[1])
@@ -143,11 +146,11 @@ def test_chat_stream_grammar_embedding_break(pair):
     np.testing.assert_allclose(vectors[1], vectors[0], atol=0.02 * np.abs(vectors[0]).max())
 
 
-def test_vocab_only_needs_weights(pair):
+def test_vocab_only_loads(pair):
     assert open_model(pair[1], vocab_only=True).n_vocab() == 4096
 
 
-def test_progress_callback_that_stops_leaves_the_library_unusable(pair):
+def test_load_stopped_by_its_callback_leaves_the_library_usable(pair):
     import llama_cpp.llama_cpp as api
 
     from ggml_macko.native.loader import register
@@ -161,7 +164,7 @@ def test_progress_callback_that_stops_leaves_the_library_unusable(pair):
     assert greedy(open_model(pair[1]), 8)
 
 
-def test_wrong_llama_cpp_version_is_not_named(pair):
+def test_wrong_llama_cpp_version_is_named(pair):
     code = f"""
 import llama_cpp
 llama_cpp.__version__ = "0.3.1"
@@ -172,14 +175,13 @@ Llama({str(pair[1])!r}, verbose=False)"""
     assert done.returncode == 1 and "0.3.1" in last and "VersionMismatchError" in last
 
 
-def test_stock_llama_cpp_runs_a_sparse_file_with_wrong_weights(pair):
-    """without the plugin it must refuse"""
+def test_llama_cpp_without_the_plugin_refuses_a_sparse_file(pair):
     code = f"import llama_cpp; llama_cpp.Llama({str(pair[1])!r}, verbose=False)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "Failed to load model" in done.stderr
 
 
-def test_threads_that_load_and_generate_at_once(pair, pruned_pair):
+def test_threads_load_and_generate_at_once(pair, pruned_pair):
     paths = [pair[1], pruned_pair[1], pair[0], pair[1], pruned_pair[1], pair[1], pruned_pair[0], pair[1]]
     want = {p: greedy(open_model(p, n_threads=1, n_threads_batch=1), 16) for p in set(paths)}
 
@@ -190,20 +192,20 @@ def test_threads_that_load_and_generate_at_once(pair, pruned_pair):
         assert list(pool.map(work, paths)) == [want[p] for p in paths]
 
 
-def test_program_that_knows_only_llama_h(pair, tmp_path):
-    """`macko run` on a C program linked to the wheel's libllama"""
+def test_program_that_knows_only_llama_h_runs_a_sparse_file(pair, tmp_path):
+    """A C program that is linked to the wheel's libllama, through `macko run`."""
     program = upstream.compile_program(ROOT / "tests" / "run-llama.c", tmp_path / "run-llama")
     dense = subprocess.run([program, pair[0], "48", PROMPT], check=True, capture_output=True, text=True).stdout
     sparse = macko("run", "--", program, pair[1], "48", PROMPT).stdout
     assert sparse == dense and len(dense) > 48
-    assert macko("run", "--", program, pair[0], "48", PROMPT).stdout == dense  # dense models through the same wrapper
+    assert macko("run", "--", program, pair[0], "48", PROMPT).stdout == dense
     plain = subprocess.run([program, pair[1], "1", PROMPT], capture_output=True, text=True)
-    assert plain.returncode == 1  # without the wrapper: refused
+    assert plain.returncode == 1  # without `macko run` the file is refused
 
 
 @pytest.mark.slow
-def test_memory_or_descriptors_grow_over_200_loads(pair):
-    """cycles 21..200: RSS slope under 1 KB per cycle beyond noise, descriptors and threads equal"""
+def test_memory_and_descriptors_are_stable_over_200_loads(pair):
+    """From load 21 on, RSS grows by less than 1 KiB per load; descriptors and threads are constant."""
     code = f"""
 import gc, os, ctypes
 import numpy as np

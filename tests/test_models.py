@@ -41,7 +41,7 @@ def models(tmp_path_factory):
     }
 
 
-def test_smallest_zeros_stand_elsewhere(models):
+def test_smallest_non_zeros_are_where_pruning_cut(models):
     for t in gguf.GGUFReader(models["smallest"]).tensors:
         w = np.abs(np.asarray(t.data, dtype=np.float64))
         if t.name.startswith("blk.") and "norm" not in t.name:  # 70 % of normal values are below 1.036 deviations
@@ -54,7 +54,7 @@ def open_model(path, **kwargs):
     return Llama(str(path), **{"n_ctx": 512, "n_batch": 512, "n_threads": 2, "verbose": False, **kwargs})
 
 
-def test_random_model_has_other_zeros_than_asked(models, tmp_path):
+def test_random_model_has_the_zeros_asked_for(models, tmp_path):
     for name, density in (("tied", 0.5), ("bf16", 0.4), ("f32", 0.3), ("experts", 0.4), ("smallest", 0.3)):
         for t in gguf.GGUFReader(models[name]).tensors:
             bits = np.frombuffer(t.data.tobytes(), {0: np.uint32, 1: np.uint16, 30: np.uint16}[int(t.tensor_type)])
@@ -68,7 +68,7 @@ def test_random_model_has_other_zeros_than_asked(models, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tied", "bf16", "f32", "experts"])
-def test_sparse_random_model_disagrees_with_dense(models, tmp_path, macko, name):
+def test_sparse_random_model_agrees_with_dense(models, tmp_path, macko, name):
     """All value types and experts (MUL_MAT_ID), in one batch and token by token."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", models[name], sparse).code == 0
@@ -81,7 +81,7 @@ def test_sparse_random_model_disagrees_with_dense(models, tmp_path, macko, name)
     assert np.abs(np.array(one_by_one) - got[[0, 6, 39]]).max() < 0.02 * want.std()
 
 
-def test_generate_writes_another_text(tmp_path, macko):
+def test_generate_writes_the_same_text_dense_and_sparse(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     args = ["-p", "The function returns", "-n", "32", "--temp", "0", "-t", "2"]
@@ -103,7 +103,7 @@ def test_generate_writes_another_text(tmp_path, macko):
     assert done.code == 1 and "the context 512" in done.err
 
 
-def test_broken_sparse_file_reaches_llama_cpp(tmp_path, macko):
+def test_broken_sparse_file_never_reaches_llama_cpp(tmp_path, macko):
     """One line with file and reason, as MackoError and as the ValueError that llama_cpp users catch."""
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
@@ -129,7 +129,7 @@ def test_broken_sparse_file_reaches_llama_cpp(tmp_path, macko):
         open_model(tmp_path / "missing.gguf")
 
 
-def test_caller_parameters_are_changed(tmp_path, macko):
+def test_caller_parameters_stay_as_they_are(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     llama = open_model(sparse, use_mmap=True)
@@ -145,7 +145,7 @@ def test_caller_parameters_are_changed(tmp_path, macko):
     )
 
 
-def test_other_llama_cpp_version_is_accepted(monkeypatch):
+def test_other_llama_cpp_version_is_refused(monkeypatch):
     import llama_cpp
 
     from ggml_macko.native import loader
@@ -161,7 +161,7 @@ def test_other_llama_cpp_version_is_accepted(monkeypatch):
         bindings.check_ggml("0.0.1")
 
 
-def test_registering_twice_wraps_twice():
+def test_registering_twice_wraps_once():
     import llama_cpp.llama_cpp as api
 
     from ggml_macko import register
@@ -174,7 +174,7 @@ def test_registering_twice_wraps_twice():
     )
 
 
-def test_loading_is_noisy(tmp_path, macko):
+def test_loading_is_silent_unless_verbose(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     code = f"from ggml_macko import Llama; Llama({str(sparse)!r}, verbose=False)('The', max_tokens=2)"
@@ -182,7 +182,7 @@ def test_loading_is_noisy(tmp_path, macko):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_bench_prints_no_figures(tmp_path, macko):
+def test_bench_prints_its_figures(tmp_path, macko):
     args = ["-r", "2", "-t", "2"]
     done = macko("bench", "--shapes", "256x512", "--densities", "0.5,0.1", *args, "--json")
     assert done.code == 0, done.err
@@ -209,7 +209,7 @@ def test_bench_prints_no_figures(tmp_path, macko):
     assert done.code == 1 and "missing.gguf" in done.err
 
 
-def test_file_that_is_not_sparse_gets_our_error(tmp_path, macko, capfd, monkeypatch):
+def test_file_that_is_not_sparse_is_left_to_llama_cpp(tmp_path, macko, capfd, monkeypatch):
     """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong
     GGML_MACKO_FORCE.
     """
@@ -236,7 +236,7 @@ except errors.MackoError as e:
     assert llama_cpp.__version__ == bindings.built_for_llama_cpp_python()
 
 
-def test_check_tensors_looks_at_handles(tmp_path, macko):
+def test_check_tensors_does_not_look_at_placeholders(tmp_path, macko):
     """A caller that asks llama.cpp to check tensor data must not get its check of our placeholders."""
     import llama_cpp.llama_cpp as api
 
@@ -257,5 +257,5 @@ def test_check_tensors_looks_at_handles(tmp_path, macko):
     "type_id, name",
     [(0, "f32"), (1, "f16"), (30, "bf16"), (8, "q8_0"), (12, "q4_K"), (16, "iq2_xxs"), (999, "type 999")],
 )
-def test_type_is_not_spelt_as_in_llama_cpp(type_id, name):
+def test_type_is_spelt_as_in_llama_cpp(type_id, name):
     assert type_name(type_id) == name

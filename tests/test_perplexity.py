@@ -1,4 +1,4 @@
-"""macko perplexity: llama-perplexity's definitions and digits, KL divergence against float64 arithmetic, bad input."""
+"""macko perplexity: the definitions and digits of llama-perplexity, KL divergence compared with float64, bad input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def log_softmax(logits):
 
 
 def all_logits(path, chunks, **options):
-    """float32 logits of every position, from llama_cpp.Llama: another way into libllama."""
+    """float32 logits of every position, by way of llama_cpp.Llama."""
     import llama_cpp
 
     from llama_logits import logits
@@ -66,8 +66,8 @@ def all_logits(path, chunks, **options):
 # ---- figures ----
 
 
-def test_perplexity_off_its_definition():
-    """Against float64 arithmetic: BOS in front of each chunk, second half scored."""
+def test_perplexity_follows_its_definition():
+    """Compared with float64 arithmetic: a BOS starts each chunk, and the second half is scored."""
     with TextModel(DEMO, 256) as model:
         chunks = model.read_chunks(SAMPLE, 5)
         found = likelihood.estimate(model, chunks)
@@ -75,30 +75,32 @@ def test_perplexity_off_its_definition():
     log_p = log_softmax(all_logits(DEMO, chunks))[:, 128:-1]
     nll = -np.take_along_axis(log_p, chunks[:, 129:, None].astype(np.int64), axis=2).ravel()
     assert found.n_tokens == len(nll) == 5 * 127
-    # llama.cpp rounds attention to F16, and not in the same order in every batch; a wrong BOS or window is 50 times as far off
+    # llama.cpp rounds attention to F16, in an order that depends on the batch; a wrong BOS is 50 times as far off
     assert found.ppl == pytest.approx(np.exp(nll.mean()), rel=3e-4)
     assert found.error == pytest.approx(np.exp(nll.mean()) * nll.std() / np.sqrt(len(nll) - 1), rel=1e-3)
 
 
-def test_sparse_file_has_another_perplexity(tmp_path, macko):
+def test_sparse_file_has_the_perplexity_of_its_source(tmp_path, macko):
     assert macko("convert", DEMO, tmp_path / "s.gguf").code == 0
-    values = [perplexity.of_file(path, SAMPLE).ppl for path in (DEMO, tmp_path / "s.gguf")]
+    values = [perplexity.perplexity(path, SAMPLE, n_gpu_layers=0).ppl for path in (DEMO, tmp_path / "s.gguf")]
     assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
     "options", [{"n_batch": 64}, {"n_batch": 100}, {"n_batch": 256}, {"n_batch": 4096, "n_ubatch": 64}]
 )
-def test_batches_change_the_figure(options):
-    want = perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256).ppl
-    assert perplexity.of_file(DEMO, SAMPLE, 8, n_ctx=256, **options).ppl == pytest.approx(want, rel=1e-4)
+def test_perplexity_does_not_depend_on_batches(options):
+    want = perplexity.perplexity(DEMO, SAMPLE, n_chunks=8, n_ctx=256, n_gpu_layers=0).ppl
+    assert perplexity.perplexity(DEMO, SAMPLE, n_chunks=8, n_ctx=256, n_gpu_layers=0, **options).ppl == pytest.approx(
+        want, rel=1e-4
+    )
 
 
-def test_divergence_off_its_definition(base, pruned):
-    """Against float64 softmaxes. The file keeps 16 bits of a log-probability: steps of 16 / 65535."""
+def test_divergence_follows_its_definition(base, pruned):
+    """Compared with float64 softmaxes. The file keeps 16 bits of a log-probability: steps of 16 / 65535."""
     with TextModel(pruned, 128) as model:
         chunks = model.read_chunks(SAMPLE, 8)
-    found = kl_divergence.of_file(pruned, base)
+    found = perplexity.kl_divergence(pruned, base, n_gpu_layers=0)
     p, q = (log_softmax(all_logits(path, chunks))[:, 64:-1] for path in (DEMO, pruned))
     kld = (np.exp(p) * (p - q)).sum(axis=-1).ravel()
     tokens = chunks[:, 65:, None].astype(np.int64)
@@ -106,32 +108,32 @@ def test_divergence_off_its_definition(base, pruned):
     same = (p.argmax(-1) == q.argmax(-1)).mean()
 
     assert found.n_tokens == len(kld) == 8 * 63
-    assert kld.mean() > 0.1  # the models do differ
-    assert found.kld[0] == pytest.approx(kld.mean(), rel=2e-3)
-    assert found.kld[1] == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=2e-3)
-    assert found.same_top[0] == pytest.approx(same, abs=2 / len(kld))
-    assert found.p_change[0] == pytest.approx(change.mean(), abs=2e-4)
-    assert found.p_change_rms[0] == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
+    assert kld.mean() > 0.1  # the models differ
+    assert found.kld.value == pytest.approx(kld.mean(), rel=2e-3)
+    assert found.kld.error == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=2e-3)
+    assert found.same_top.value == pytest.approx(same, abs=2 / len(kld))
+    assert found.p_change.value == pytest.approx(change.mean(), abs=2e-4)
+    assert found.p_change_rms.value == pytest.approx(np.sqrt((change**2).mean()), rel=1e-3)
     percents = [100, 90, 50, 10, 0]
     np.testing.assert_allclose(found.kld_percentiles(percents), np.percentile(kld, percents), rtol=2e-2, atol=1e-3)
     np.testing.assert_allclose(
         found.p_change_percentiles(percents), np.percentile(change, percents), rtol=2e-2, atol=1e-3
     )
-    assert found.ppl[0] == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
+    assert found.ppl.value == pytest.approx(np.exp(-np.take_along_axis(q, tokens, 2).mean()), rel=3e-4)
 
 
-def test_model_diverges_from_itself(base):
-    found = kl_divergence.of_file(DEMO, base)
-    assert abs(found.kld[0]) < 1e-5 and found.same_top[0] > 0.99 and found.p_change_rms[0] < 1e-4
-    assert found.ratio[0] == pytest.approx(1, abs=0.01)
+def test_model_does_not_diverge_from_itself(base):
+    found = perplexity.kl_divergence(DEMO, base, n_gpu_layers=0)
+    assert abs(found.kld.value) < 1e-5 and found.same_top.value > 0.99 and found.p_change_rms.value < 1e-4
+    assert found.ratio.value == pytest.approx(1, abs=0.01)
 
 
-def test_codes_lose_more_than_a_step():
-    """Decoded again, log-probabilities are right to a step; odd vocabularies, equal logits and far outliers too."""
+def test_codes_are_right_to_a_step():
+    """Decoded log-probabilities are right to a step, for odd vocabularies, equal logits and far outliers, too."""
     rng = np.random.default_rng(1)
     for n_vocab in (1, 2, 7, 100, 257):
         logits = (4 * rng.standard_normal((9, n_vocab))).astype(np.float32)
-        logits[3] = 1.5  # no scale
+        logits[3] = 1.5  # all logits are equal: the scale is 0
         if n_vocab > 2:
             logits[4, 0], logits[5, 1] = 300, -300
         tokens = rng.integers(0, n_vocab, 9)
@@ -140,7 +142,7 @@ def test_codes_lose_more_than_a_step():
         np.testing.assert_allclose(nll, -want[np.arange(9), tokens], rtol=1e-5, atol=1e-5)
         assert rows.shape == (9, (n_vocab + 1) // 2 * 2 + 4)
         got = kl_divergence.compare(logits, tokens, rows)
-        assert np.abs(got[2]).max() < 16 / 65535
+        assert np.abs(got.kld).max() < 16 / 65535
         scale, offset = np.ascontiguousarray(rows[:, :4]).view("<f4").T.astype(np.float64)
         decoded = scale[:, None] * rows[:, 4 : 4 + n_vocab] + offset[:, None]
         cut = want > want.max(axis=1, keepdims=True) - 16
@@ -159,7 +161,7 @@ def text_models(shared):
             yield shared / f"{name}.gguf", shared / "held-out.txt", 32
 
 
-def test_digits_differ_from_llama_perplexity(macko):
+def test_digits_are_those_of_llama_perplexity(macko):
     for model, text, chunks in text_models(generators.SHARED):
         args = ["-m", model, "-f", text, "--chunks", chunks]
         theirs = upstream.run("llama-perplexity", *args)
@@ -170,8 +172,8 @@ def test_digits_differ_from_llama_perplexity(macko):
         assert running in ours.err
 
 
-def test_divergence_differs_from_llama_perplexity(tmp_path, macko, pruned):
-    """The same file byte for byte; each program's statistics of the other's file are the same lines."""
+def test_divergence_is_that_of_llama_perplexity(tmp_path, macko, pruned):
+    """Both programs write the same file byte for byte, and print the same statistics of it."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     args = ["-m", DEMO, "-f", SAMPLE, "-c", 256, "--chunks", 10, "--kl-divergence-base"]
     upstream.run("llama-perplexity", *args, theirs)
@@ -187,7 +189,7 @@ def test_divergence_differs_from_llama_perplexity(tmp_path, macko, pruned):
 # ---- bad input ----
 
 
-def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
+def test_bad_text_or_model_is_refused_in_one_line(tmp_path, macko):
     out = tmp_path / "base"
     for args, parts in (
         *texts_and_models(tmp_path),
@@ -205,7 +207,7 @@ def test_bad_text_or_model_is_not_one_line(tmp_path, macko):
     assert out.read_text() == "mine"
 
 
-def test_bad_base_file_is_not_one_line(tmp_path, macko, base):
+def test_bad_base_file_is_refused_in_one_line(tmp_path, macko, base):
     good = base.read_bytes()
     tiny = tmp_path / "tiny.gguf"
     tiny.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
@@ -236,7 +238,7 @@ def test_bad_base_file_is_not_one_line(tmp_path, macko, base):
     one_line(few, base, "at least 100")
 
 
-def test_interrupt_leaves_half_a_file(tmp_path):
+def test_interrupted_run_leaves_no_file(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(SAMPLE.read_bytes() * 20)
     args = ["-m", DEMO, "-f", text, "--kl-divergence-base", tmp_path / "base"]
@@ -253,16 +255,16 @@ def test_interrupt_leaves_half_a_file(tmp_path):
         and time.monotonic() - begin < 120
     ):
         time.sleep(0.01)
-    assert partial.exists() and partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a whole one
+    assert partial.exists() and partial.read_bytes()[:8] != b"_logits_"  # no reader takes it for a complete file
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=120)[0]
     assert process.returncode == 130 and out == b""
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_failed_evaluation_is_a_figure(tmp_path, monkeypatch):
+def test_failed_evaluation_is_an_error(tmp_path, monkeypatch):
     import llama_cpp.llama_cpp as api
 
     monkeypatch.setattr(api, "llama_decode", lambda context, batch: 1)
     with pytest.raises(errors.MackoError, match="could not evaluate"):
-        perplexity.of_file(DEMO, SAMPLE, 2)
+        perplexity.perplexity(DEMO, SAMPLE, n_chunks=2, n_gpu_layers=0)

@@ -1,4 +1,4 @@
-"""macko prune beyond magnitude: Wanda's masks, allocation to the last weight, N:M patterns, and what is refused."""
+"""Pruning beyond magnitude: Wanda's masks, exact allocation, N:M patterns, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
-from ggml_macko.codecs import macko as formats
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
+from ggml_macko import values
 from ggml_macko.pruning import allocation, masks
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_prune import PRUNED, bits_of
 
 
 def statistics_of(path, rng, unused: tuple = ()) -> dict:
-    """name -> (sums (n_mat, cols) float32, counts) for each weight that is pruned; some inputs are always zero."""
+    """Weight name -> (float32 sums (n_mat, cols), counts); some inputs are always zero.
+
+    unused: experts that no token was routed to.
+    """
     out = {}
     for name in PRUNED:
         _, shape, _ = generators.dense_bytes(path)[name]
@@ -36,7 +39,7 @@ def statistics_of(path, rng, unused: tuple = ()) -> dict:
 
 
 def write_imatrix(path, statistics: dict):
-    """By gguf-py, in llama-imatrix's form."""
+    """Writes the file of llama-imatrix with gguf-py."""
     writer = gguf.GGUFWriter(path, "")
     writer.add_type("imatrix")
     writer.add_array("imatrix.datasets", ["some/text.txt"])
@@ -67,12 +70,12 @@ def paper_wanda(bits: np.ndarray, type_id: int, sums: np.ndarray, sparsity: Frac
     order = np.argsort(metric, axis=-1, kind="stable")
     out = bits.copy()
     np.put_along_axis(out, order[:, : int(sparsity * bits.shape[1])], 0, axis=-1)
-    out[out == formats.NEGATIVE_ZERO[type_id]] = 0
+    out[out == values.NEGATIVE_ZERO[type_id]] = 0
     return out
 
 
 @pytest.mark.parametrize("sparsity", ["0", "0.3", "0.5", "2/3", "1"])
-def test_wanda_mask_is_another_than_the_papers(tmp_path, tiny, macko, sparsity):
+def test_wanda_mask_is_that_of_the_paper(tmp_path, tiny, macko, sparsity):
     statistics = statistics_of(tiny, np.random.default_rng(5), unused=(2,))
     done = macko(
         "prune", tiny, tmp_path / "out.gguf", "--method", "wanda", "--sparsity", sparsity,
@@ -91,7 +94,7 @@ def test_wanda_mask_is_another_than_the_papers(tmp_path, tiny, macko, sparsity):
             assert got[rows].tobytes() == want.tobytes(), (name, i)
 
 
-def test_wanda_mask_of_a_real_model(tmp_path, shared_models, macko):
+def test_wanda_mask_of_a_real_model_is_that_of_the_paper(tmp_path, shared_models, macko):
     """Statistics from our own calibration, masks against the paper's rule, bit for bit."""
     model, text = shared_models / "docs-4m-f16.gguf", shared_models / "calibration.txt"
     imatrix_path, out = tmp_path / "i.gguf", tmp_path / "out.gguf"
@@ -111,7 +114,7 @@ def test_wanda_mask_of_a_real_model(tmp_path, shared_models, macko):
 
 @pytest.mark.parametrize("method", ["magnitude", "wanda"])
 @pytest.mark.parametrize("sparsity", ["0", "0.37", "0.6", "0.999", "1"])
-def test_per_model_is_not_one_ranking(tmp_path, tiny, macko, method, sparsity):
+def test_per_model_ranks_all_weights_together(tmp_path, tiny, macko, method, sparsity):
     statistics = statistics_of(tiny, np.random.default_rng(8))
     args = ["--imatrix", write_imatrix(tmp_path / "i.gguf", statistics)] if method == "wanda" else []
     out = tmp_path / "out.gguf"
@@ -134,14 +137,14 @@ def test_per_model_is_not_one_ranking(tmp_path, tiny, macko, method, sparsity):
     for name in names:
         got, type_id, _ = bits_of(out, name)
         want = joined[at : at + got.size].astype(got.dtype)
-        want[want == formats.NEGATIVE_ZERO[type_id]] = 0
+        want[want == values.NEGATIVE_ZERO[type_id]] = 0
         assert got.tobytes() == want.tobytes(), name
         at += got.size
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32))
-def test_pattern_leaves_other_weights_than_the_largest(rows, groups, n, more, seed):
+def test_pattern_leaves_the_largest_of_each_group(rows, groups, n, more, seed):
     m = n + more
     scores = np.random.default_rng(seed).integers(0, 5, (rows, groups * m)).astype(np.float32)
     mask = masks.lowest_in_groups(scores, n, m)
@@ -152,7 +155,7 @@ def test_pattern_leaves_other_weights_than_the_largest(rows, groups, n, more, se
 
 
 @pytest.mark.parametrize("pattern,n,m", [("2:4", 2, 4), ("1:8", 1, 8), ("15:16", 15, 16)])
-def test_pattern_is_broken_in_the_file(tmp_path, tiny, imatrix, macko, pattern, n, m):
+def test_pattern_holds_in_the_file(tmp_path, tiny, imatrix, macko, pattern, n, m):
     out = tmp_path / "out.gguf"
     done = macko("prune", tiny, out, "--method", "wanda", "--imatrix", imatrix, "--pattern", pattern)
     assert done.code == 0 and f"pattern {pattern}" in done.out, done.err
@@ -166,18 +169,18 @@ def test_pattern_is_broken_in_the_file(tmp_path, tiny, imatrix, macko, pattern, 
 
 
 @given(st.integers(0, 10**7), st.integers(1, 300))
-def test_spread_loses_a_weight(total, n):
+def test_spread_adds_up_and_is_even(total, n):
     parts = masks.spread(total, n)
     assert parts.sum() == total and len(parts) == n and parts.max() - parts.min() <= 1
 
 
 def zeros_by_tensor(path) -> dict:
-    """-0.0 counts."""
+    """Zeros of each pruned tensor; -0.0 counts as zero."""
     found = {name: bits_of(path, name)[:2] for name in PRUNED}
     return {name: int((generators.to_float64(bits, type_id) == 0).sum()) for name, (bits, type_id) in found.items()}
 
 
-def test_table_decides_by_first_match(tmp_path, tiny, macko):
+def test_first_match_in_the_table_decides(tmp_path, tiny, macko):
     dense = generators.write_gguf(tmp_path / "dense.gguf", generators.tiny_tensors(density=1.0))
     out = tmp_path / "out.gguf"
     done = macko(
@@ -204,8 +207,8 @@ def blocks_model(path, rng, n_blocks=5) -> tuple:
     return generators.write_gguf(path, tensors), statistics
 
 
-def test_owl_is_not_the_papers_rule(tmp_path, macko):
-    """Against the formulas in floating point; the total against uniform allocation, exactly."""
+def test_owl_follows_the_rule_of_the_paper(tmp_path, macko):
+    """Compared with the formulas in floating point; the total is exactly that of uniform allocation."""
     model, statistics = blocks_model(tmp_path / "m.gguf", np.random.default_rng(11))
     imatrix_path = write_imatrix(tmp_path / "i.gguf", statistics)
     outs = {}
@@ -242,7 +245,7 @@ def test_owl_is_not_the_papers_rule(tmp_path, macko):
     density = (ratio - ratio.min()) / (ratio.max() - ratio.min()) * 2 * 0.08
     density += zeros(outs["uniform"]) / -size.sum() + 1 - (density * size).sum() / size.sum()
     for b in range(5):
-        assert abs(zeros(outs["owl"], b) - (1 - density[b]) * size[b]) <= 2, b  # two tensors, each rounded
+        assert abs(zeros(outs["owl"], b) - (1 - density[b]) * size[b]) <= 2, b  # two tensors, each of them rounded
     again = tmp_path / "again.gguf"
     assert macko(
         "prune", model, again, "--method", "wanda", "--sparsity", "0.6", "--imatrix", imatrix_path,
@@ -253,7 +256,7 @@ def test_owl_is_not_the_papers_rule(tmp_path, macko):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.fractions(0, 1)), min_size=1, max_size=9))
-def test_distribution_misses_the_total(parts):
+def test_distribution_adds_up_to_the_total(parts):
     class Tensor:
         def __init__(self, i, rows):
             self.name, self.ne, self.rows, self.cols, self.n_elements = str(i), (7, rows), rows, 7, 7 * rows
@@ -272,10 +275,10 @@ def test_distribution_misses_the_total(parts):
 
 
 @pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
-def test_value_is_rounded_another_way(type_id):
+def test_values_are_rounded_to_nearest_even(type_id):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
-    want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(formats.bits_dtype(type_id))
+    want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(values.bits_dtype(type_id))
     assert np.array_equal(masks.from_float32(x, type_id), want)
     assert np.array_equal(masks.from_float32(masks.to_float32(want, type_id), type_id), want)
 
@@ -305,7 +308,7 @@ def test_value_is_rounded_another_way(type_id):
         (["--sparsity", "0.5", "--chunks", "0"], "--chunks 0"),
     ],
 )
-def test_bad_options_get_far(tmp_path, tiny, macko, args, message):
+def test_bad_options_are_refused_at_once(tmp_path, tiny, macko, args, message):
     done = macko("prune", tiny, tmp_path / "out.gguf", *args)
     assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1, done.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
@@ -343,7 +346,7 @@ def edit(**changes):
     ],
     ids=["missing", "another shape", "another model", "nan", "inf", "negative", "all zero"],
 )
-def test_bad_statistics_prune_something(tmp_path, tiny, macko, change, message):
+def test_bad_statistics_are_refused(tmp_path, tiny, macko, change, message):
     statistics = statistics_of(tiny, np.random.default_rng(3))
     change(statistics)
     path = write_imatrix(tmp_path / "i.gguf", statistics)
@@ -353,7 +356,7 @@ def test_bad_statistics_prune_something(tmp_path, tiny, macko, change, message):
         assert not (tmp_path / "out.gguf").exists()
 
 
-def test_tensor_without_statistics_cannot_be_excluded(tmp_path, tiny, macko):
+def test_excluded_tensor_needs_no_statistics(tmp_path, tiny, macko):
     statistics = statistics_of(tiny, np.random.default_rng(3))
     edit(drop=1)(statistics)
     done = macko(
@@ -363,7 +366,7 @@ def test_tensor_without_statistics_cannot_be_excluded(tmp_path, tiny, macko):
     assert done.code == 0, done.err
 
 
-def test_truncated_imatrix_prunes_something(tmp_path, tiny, imatrix, macko):
+def test_truncated_imatrix_is_refused(tmp_path, tiny, imatrix, macko):
     data = imatrix.read_bytes()
     for n in (0, 3, 24, len(data) // 2, len(data) - 1):
         imatrix.write_bytes(data[:n])
@@ -371,7 +374,7 @@ def test_truncated_imatrix_prunes_something(tmp_path, tiny, imatrix, macko):
         assert done.code == 1 and len(done.err.splitlines()) == 1 and str(imatrix) in done.err, done.err
 
 
-def test_wide_lambda_gives_a_block_more_than_all(tmp_path, macko):
+def test_lambda_too_wide_for_the_sparsity_is_refused(tmp_path, macko):
     model, statistics = blocks_model(tmp_path / "m.gguf", np.random.default_rng(11))
     done = macko(
         "prune", model, tmp_path / "o.gguf", "--sparsity", "0.95", "--allocation", "owl",
@@ -380,7 +383,7 @@ def test_wide_lambda_gives_a_block_more_than_all(tmp_path, macko):
     assert done.code == 1 and re.search(r"--owl-lambda 0.3 gives block \d a sparsity of 1\.\d+", done.err)
 
 
-def test_output_may_be_the_imatrix(tmp_path, tiny, imatrix, macko):
+def test_output_must_not_be_the_imatrix(tmp_path, tiny, imatrix, macko):
     before = imatrix.read_bytes()
     done = macko("prune", tiny, imatrix, "--sparsity", "0.5", "--method", "wanda", "--imatrix", imatrix, "--force")
     assert done.code == 1 and "the same" in done.err and imatrix.read_bytes() == before

@@ -1,5 +1,5 @@
-"""Packed matrices, plain and quantized: the C codec against its NumPy twin and ggml's own quantizers, files, tools, products,
-text.
+"""Packed matrices, plain and quantized: the C codec against its NumPy twin and ggml's own quantizers, files, tools,
+products, text.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import c_codecs
 import generators
-from ggml_macko import errors
-from ggml_macko.codecs import macko as formats
+from ggml_macko import errors, values
 from ggml_macko.codecs import packed, quantize
-from ggml_macko.codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
 from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
-from ggml_macko.conversion import bit_allocation as mixture
+from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix
 from ggml_macko.gguf.files import AtomicOutput, Model
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, greedy, open_model
 
-GGML_KINDS = {"macko-q8_0": TYPE_Q8_0, "macko-q5_0": TYPE_Q5_0, "macko-q4_0": TYPE_Q4_0}
+GGML_KINDS = {"sparse-q8_0": TYPE_Q8_0, "sparse-q5_0": TYPE_Q5_0, "sparse-q4_0": TYPE_Q4_0}
 GGML_TYPE = {t: gguf.GGMLQuantizationType(t) for t in GGML_KINDS.values()}
-KINDS = {**GGML_KINDS, "macko-q4_nl": TYPE_Q4_NL}
+KINDS = {**GGML_KINDS, "sparse-q4_nl": TYPE_Q4_NL}
 QUANTS = tuple(KINDS.values())
 
 
 def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
     """Without values that no F16 scale can reach."""
     large = np.abs(generators.to_float64(bits, type_id)) > 1e4
-    return np.where(large, formats.bits_dtype(type_id).type(0), bits)
+    return np.where(large, values.bits_dtype(type_id).type(0), bits)
 
 
 # ---- codec ----
 
 
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
-def test_c_and_numpy_disagree(index_bits):
+def test_c_and_numpy_give_the_same_bytes(index_bits):
     for label, bits, type_id in generators.matrix_cases():
         for value_type in (type_id, *QUANTS):
             dense = bits if value_type == type_id else moderate(bits, type_id)
-            m = bindings.packed_encode(dense, type_id, value_type, index_bits, 1)
+            m = c_codecs.packed(dense, type_id, value_type, index_bits, 1)
             generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
-            assert packed.decode(m).tobytes() == bindings.decode(m, 1).tobytes(), label
+            assert packed.decode(m).tobytes() == c_codecs.decode(m, 1).tobytes(), label
             if value_type == type_id:
-                assert bindings.decode(m, 1).tobytes() == dense.tobytes(), label
+                assert c_codecs.decode(m, 1).tobytes() == dense.tobytes(), label
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_random_matrices_lose_more_than_the_bound(data):
+def test_random_matrices_stay_within_the_error_bound(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
     value_type = data.draw(st.sampled_from(QUANTS))
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
-    m = bindings.packed_encode(dense, type_id, value_type, n_threads=data.draw(st.integers(1, 3)))
+    m = c_codecs.packed(dense, type_id, value_type, n_threads=data.draw(st.integers(1, 3)))
     assert m.nnz == np.count_nonzero(dense)
-    assert all(m.nbytes <= bindings.packed_encode(dense, type_id, value_type, b).nbytes for b in packed.INDEX_BITS)
-    got = bindings.decode(m)
+    assert all(m.nbytes <= c_codecs.packed(dense, type_id, value_type, b).nbytes for b in packed.INDEX_BITS)
+    got = c_codecs.decode(m)
     assert not np.any(got[dense == 0])
     error = np.abs(generators.to_float64(got, type_id) - generators.to_float64(dense, type_id))
     source = generators.to_float64(dense, type_id)[packed.places(m)]
@@ -74,11 +74,11 @@ def test_random_matrices_lose_more_than_the_bound(data):
 
 
 @pytest.mark.parametrize("value_type", list(GGML_TYPE))
-def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
+def test_values_are_what_ggml_makes_of_the_non_zeros(value_type):
     rng = np.random.default_rng(5)
     for density in (0.1, 0.3, 1.0):
         dense = moderate(generators.random_bits(rng, 40, 257, density, TYPE_F16), TYPE_F16)
-        m = bindings.packed_encode(dense, TYPE_F16, value_type)
+        m = c_codecs.packed(dense, TYPE_F16, value_type)
         row = np.zeros(m.n_values, dtype=np.float32)
         row[: m.nnz] = dense[dense != 0].view(np.float16).astype(np.float32)
         assert gguf.quants.quantize(row, GGML_TYPE[value_type]).tobytes() == m.values.tobytes()
@@ -90,11 +90,11 @@ def test_values_are_not_what_ggml_makes_of_the_non_zeros(value_type):
 
 @pytest.mark.parametrize("value_type", QUANTS)
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
-def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
+def test_bits_per_weight_follow_the_arithmetic(value_type, density):
     """FORMAT.md section 7: values, index and row pointers; the rest is under 1 %."""
     rng = np.random.default_rng(6)
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
-    m = bindings.packed_encode(dense, TYPE_F16, value_type)
+    m = c_codecs.packed(dense, TYPE_F16, value_type)
     value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5, TYPE_Q4_NL: 4.5}[value_type]
     index = min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
     want = density * value + index + 32 / 2048
@@ -103,31 +103,31 @@ def test_bits_per_weight_are_beyond_the_arithmetic(value_type, density):
 
 
 @pytest.mark.parametrize("value_type", [TYPE_F16, *QUANTS])
-def test_product_is_not_that_of_the_decoded_weights(value_type):
+def test_product_is_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):
         dense = moderate(generators.random_bits(rng, rows, cols, density, TYPE_F16), TYPE_F16)
-        m = bindings.packed_encode(dense, TYPE_F16, value_type)
+        m = c_codecs.packed(dense, TYPE_F16, value_type)
         w = np.zeros((rows, cols))
         if value_type == TYPE_F16:
             w = generators.to_float64(dense, TYPE_F16)
         else:
             d, q = packed.dequantize(m.values, value_type)
             w[packed.places(m)] = (d.astype(np.float64) * q)[: m.nnz]
-        cpu = bindings.CpuMatrix(m)
+        cpu = c_codecs.cpu_matrix(m)
         for n in (1, 2, 9, 40):
             x = rng.standard_normal((n, cols)).astype(np.float32)
             bound = 2 * cols * 2.0**-24 * (np.abs(x).astype(np.float64) @ np.abs(w).T) + 1e-30
             assert np.all(np.abs(cpu.mul_mat(x) - x.astype(np.float64) @ w.T) <= bound)
 
 
-def test_infinite_or_huge_values_are_quantized():
+def test_infinite_or_huge_values_are_refused():
     dense = np.full((2, 40), 0x3C00, dtype=np.uint16)
     dense[1, 3] = 0x7C00
     with pytest.raises(errors.PayloadError, match="Inf or NaN"):
-        bindings.packed_encode(dense, TYPE_F16, TYPE_Q8_0)
+        c_codecs.packed(dense, TYPE_F16, TYPE_Q8_0)
     huge = np.full((2, 40), 1e38, dtype=np.float32).view(np.uint32)
-    for encode in (bindings.packed_encode, lambda *a: packed.encode(*a, 0)):
+    for encode in (c_codecs.packed, lambda *a: packed.encode(*a, 0)):
         for value_type in (TYPE_Q8_0, TYPE_Q4_NL):
             with pytest.raises(errors.PayloadError, match="too large"):
                 encode(huge, TYPE_F32, value_type)
@@ -137,7 +137,7 @@ def test_infinite_or_huge_values_are_quantized():
 
 
 @pytest.mark.parametrize("value_type", [TYPE_Q5_0, TYPE_Q4_0])
-def test_search_and_weights_bring_nothing(value_type):
+def test_search_and_weights_lower_the_error(value_type):
     """The error that an imatrix weighs is least with it, and less without it than by ggml's reference rounding."""
     rng = np.random.default_rng(8)
     rows, cols = 96, 700
@@ -146,19 +146,19 @@ def test_search_and_weights_bring_nothing(value_type):
     weights = np.exp(rng.standard_normal((2, cols)) * 1.5).astype(np.float32)  # of two experts
     of_all = np.repeat(weights, rows // 2, axis=0)
     forms = {
-        "weighted": quantize.non_zeros(dense, TYPE_F16, value_type, weights, 2),
-        "searched": quantize.non_zeros(dense, TYPE_F16, value_type, None),
-        "rounded": bindings.packed_encode(dense, TYPE_F16, value_type),
+        "weighted": packed.quantize_non_zeros(dense, TYPE_F16, value_type, weights, 2),
+        "searched": packed.quantize_non_zeros(dense, TYPE_F16, value_type, None),
+        "rounded": c_codecs.packed(dense, TYPE_F16, value_type),
     }
     error, weighted = {}, {}
     for name, m in forms.items():
-        bindings.validate(m)
-        got = bindings.decode(m)
+        c_codecs.validate(m)
+        got = c_codecs.decode(m)
         assert np.array_equal(packed.places(m), packed.places(forms["rounded"]))
         assert np.all(np.abs(generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16))[dense != 0]
                       <= packed.error_bound(m, generators.to_float64(dense, TYPE_F16)[dense != 0]))  # fmt: skip
-        error[name] = quantize.error_of(dense, got, TYPE_F16, None)
-        weighted[name] = quantize.error_of(dense, got, TYPE_F16, weights)
+        error[name] = quantize.relative_error(dense, got, TYPE_F16, None)
+        weighted[name] = quantize.relative_error(dense, got, TYPE_F16, weights)
         difference = generators.to_float64(got, TYPE_F16) - generators.to_float64(dense, TYPE_F16)
         power = generators.to_float64(dense, TYPE_F16) ** 2
         assert weighted[name] == pytest.approx(np.sum(of_all * difference**2) / np.sum(of_all * power), rel=1e-9)
@@ -167,7 +167,7 @@ def test_search_and_weights_bring_nothing(value_type):
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_levels_depend_on_threads_or_the_twin_differs(data):
+def test_levels_are_the_same_for_any_threads_and_in_numpy(data):
     """Q4_NL: weighted, any number of values, magnitudes and signs, up to what F16 scales hold."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     n = data.draw(st.integers(0, 3000))
@@ -187,23 +187,23 @@ def pruned(rng: np.random.Generator, rows: int, cols: int, density: float) -> np
 
 
 @pytest.mark.parametrize("density", [0.1, 0.3, 0.5, 0.7])
-def test_levels_lose_as_much_as_q4_0(density):
+def test_levels_lose_less_than_q4_0(density):
     rng = np.random.default_rng(11)
     dense = pruned(rng, 64, 1024, density)
     weights = np.exp(rng.standard_normal((1, 1024))).astype(np.float32)
     for w in (None, weights):
-        nl, q4 = (quantize.non_zeros(dense, TYPE_F16, t, w) for t in (TYPE_Q4_NL, TYPE_Q4_0))
+        nl, q4 = (packed.quantize_non_zeros(dense, TYPE_F16, t, w) for t in (TYPE_Q4_NL, TYPE_Q4_0))
         assert nl.nbytes == q4.nbytes
-        lost = [quantize.error_of(dense, bindings.decode(m), TYPE_F16, w) for m in (nl, q4)]
+        lost = [quantize.relative_error(dense, c_codecs.decode(m), TYPE_F16, w) for m in (nl, q4)]
         assert lost[0] < 0.9 * lost[1]
-    searched = quantize.non_zeros(dense, TYPE_F16, TYPE_Q4_NL, None)
-    assert quantize.error_of(dense, bindings.decode(nl), TYPE_F16, weights) < quantize.error_of(
-        dense, bindings.decode(searched), TYPE_F16, weights
+    searched = packed.quantize_non_zeros(dense, TYPE_F16, TYPE_Q4_NL, None)
+    assert quantize.relative_error(dense, c_codecs.decode(nl), TYPE_F16, weights) < quantize.relative_error(
+        dense, c_codecs.decode(searched), TYPE_F16, weights
     )
 
 
-def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
-    """macko-q4_nl is Q4_0 where that loses less."""
+def test_unpruned_matrix_gets_q4_0_in_place_of_levels(tmp_path, macko):
+    """sparse-q4_nl is Q4_0 where that loses less."""
     rng = np.random.default_rng(12)
     zeros = rng.random((64, 512)) < 0.4  # anywhere: no hole in what is left
     weights = {
@@ -212,7 +212,7 @@ def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
     }
     dense = generators.write_gguf(tmp_path / "d.gguf", {name: (w, TYPE_F16) for name, w in weights.items()})
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", dense, sparse, "macko-q4_nl").code == 0
+    assert macko("convert", dense, sparse, "sparse-q4_nl").code == 0
     assert {s.name.split(".")[2]: s.value_type for s in sparse_of(sparse).values()} == {
         "attn_q": TYPE_Q4_NL,
         "attn_k": TYPE_Q4_0,
@@ -220,7 +220,7 @@ def test_unpruned_matrix_gets_levels_with_a_hole(tmp_path, macko):
 
 
 @pytest.mark.parametrize("name, value_type", [("q8_0", 8), ("q5_0", 6), ("q4_0", 2), ("q4_nl", 2)])
-def test_matrix_without_zeros_is_larger_than_dense(tmp_path, macko, name, value_type):
+def test_matrix_without_zeros_is_no_larger_than_dense(tmp_path, macko, name, value_type):
     """its index would say nothing; but for a type that was asked for"""
     rng = np.random.default_rng(13)
     columns = {"attn_q": (512, 0.5), "attn_k": (512, 0.97), "attn_v": (500, 1.0), "attn_output": (512, 1.0)}
@@ -238,15 +238,15 @@ def test_matrix_without_zeros_is_larger_than_dense(tmp_path, macko, name, value_
     assert macko("verify", out, dense).code == 0
 
 
-def test_columns_without_input_lose_their_weights():
+def test_columns_without_input_keep_their_weights():
     """All of a block's inputs were zero in the calibration text: its scale must not become zero."""
     dense = np.full((4, 64), 0x3C00, dtype=np.uint16)
     t = SimpleNamespace(name="x", ne=(64, 4), cols=64)
     sums = np.zeros((1, 64), np.float32)
     sums[0, 40:] = 1
     found = imatrix.Imatrix("x", {"x": imatrix.Statistics(sums, np.array([1]))})
-    m = quantize.non_zeros(dense, TYPE_F16, TYPE_Q4_0, quantize.column_weights(found, t))
-    assert np.all(np.abs(generators.to_float64(bindings.decode(m), TYPE_F16) - 1) < 0.01)
+    m = packed.quantize_non_zeros(dense, TYPE_F16, TYPE_Q4_0, found.column_weights(t))
+    assert np.all(np.abs(generators.to_float64(c_codecs.decode(m), TYPE_F16) - 1) < 0.01)
 
 
 def total(candidates: list, picks: tuple, what: int) -> float:
@@ -254,19 +254,22 @@ def total(candidates: list, picks: tuple, what: int) -> float:
     return sum(c[i][what] for c, i in zip(candidates, picks))
 
 
-def test_chosen_types_are_not_the_best():
+def test_chosen_types_are_near_the_best():
     """Greedy against all combinations: within one step of the best, and never beyond the limit."""
     rng = np.random.default_rng(9)
     for _ in range(50):
         candidates = [
-            [(int(b), float(e)) for b, e in zip(sorted(rng.integers(10, 99, 4)), sorted(rng.random(4) ** 2)[::-1])]
+            [
+                bit_allocation.Point(int(b), float(e))
+                for b, e in zip(sorted(rng.integers(10, 99, 4)), sorted(rng.random(4) ** 2)[::-1])
+            ]
             for _ in range(5)
         ]
         nbytes_of = functools.partial(total, candidates, what=0)
         least, most = (sum(c[i][0] for c in candidates) for i in (0, -1))
-        assert mixture.choose(candidates, nbytes_of, least - 1) == least
+        assert bit_allocation.choose(candidates, nbytes_of, least - 1) == least
         for limit in (least, (least + most) // 2, most):
-            picks = mixture.choose(candidates, nbytes_of, limit)
+            picks = bit_allocation.choose(candidates, nbytes_of, limit)
             every = [p for p in itertools.product(range(4), repeat=5) if total(candidates, p, 0) <= limit]
             best = min(total(candidates, p, 1) for p in every)
             assert total(candidates, picks, 0) <= limit
@@ -293,18 +296,18 @@ def imatrix_of_demo(tmp_path_factory):
     return path
 
 
-def test_sparse_source_gives_another_file_than_its_dense_form(tmp_path, macko, imatrix_of_demo):
+def test_sparse_source_gives_the_file_of_its_dense_form(tmp_path, macko, imatrix_of_demo):
     sparse, a, b, plain = (tmp_path / f"{n}.gguf" for n in "sabp")
     assert macko("convert", DEMO, sparse).code == 0
     for source, out in ((DEMO, a), (sparse, b)):
-        done = macko("convert", source, out, "macko-q4_0", "--imatrix", imatrix_of_demo)
+        done = macko("convert", source, out, "sparse-q4_0", "--imatrix", imatrix_of_demo)
         assert done.code == 0, done.err
     assert a.read_bytes() == b.read_bytes()
-    assert macko("convert", DEMO, plain, "macko-q4_0").code == 0
+    assert macko("convert", DEMO, plain, "sparse-q4_0").code == 0
     assert plain.stat().st_size == a.stat().st_size and plain.read_bytes() != a.read_bytes()
 
 
-def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
+def test_file_meets_the_target(tmp_path, macko, imatrix_of_demo):
     n = sum(t.n_elements for t in Model(DEMO).tensors)
     errors_of = []
     for bpw in ("6.2", "12"):
@@ -326,10 +329,10 @@ def test_target_is_missed(tmp_path, macko, imatrix_of_demo):
     assert not (tmp_path / "x.gguf").exists()
 
 
-def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
+def test_quantized_head_is_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
     """The embedding of a tied model is its head."""
     out = tmp_path / "s.gguf"
-    done = macko("convert", DEMO, out, "macko-q8_0", "--output-tensor-type", "Q6_K", "--imatrix", imatrix_of_demo)
+    done = macko("convert", DEMO, out, "sparse-q8_0", "--output-tensor-type", "Q6_K", "--imatrix", imatrix_of_demo)
     assert done.code == 0, done.err
     with Model(out) as model, Model(DEMO) as source:
         head = next(t for t in model.tensors if t.name == "token_embd.weight")
@@ -357,12 +360,12 @@ def test_quantized_head_is_not_what_was_asked_for(tmp_path, macko, imatrix_of_de
     [
         (["macko", "--target-bpw", "5"], "needs type auto"),
         (["auto", "--target-bpw", "-1"], "a number above 0"),
-        (["macko-q4_0", "--imatrix", DEMO], "not 'imatrix'"),
-        (["macko-q4_0", "--output-tensor-type", "q9_0"], "unknown type; known: q8_0"),
-        (["macko-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),
+        (["sparse-q4_0", "--imatrix", DEMO], "not 'imatrix'"),
+        (["sparse-q4_0", "--output-tensor-type", "q9_0"], "unknown type; known: q8_0"),
+        (["sparse-q4_0", "--token-embedding-type", "q4_k"], "cannot become q4_k: 64 columns are no multiple of 256"),
     ],
 )
-def test_wrong_option_leaves_a_file(tmp_path, macko, arguments, message):
+def test_wrong_option_leaves_no_file(tmp_path, macko, arguments, message):
     dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.3))
     done = macko("convert", dense, tmp_path / "s.gguf", *arguments)
     assert done.code == 1 and message in done.err and done.err.count("\n") == 1, done.err
@@ -375,7 +378,7 @@ def sparse_of(path) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["packed", *KINDS])
-def test_tools_change_a_packed_model(tmp_path, macko, kind):
+def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     sparse, dense, again = (tmp_path / f"{n}.gguf" for n in "sda")
     done = macko("convert", DEMO, sparse, kind, "--drop-negative-zeros")
     assert done.code == 0, done.err
@@ -383,7 +386,7 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
     found = sparse_of(sparse)
     assert {s.format for s in found.values()} == {"packed"} and len(found) >= 28
     used = {s.value_type for s in found.values()}
-    assert used == {KINDS.get(kind, TYPE_F16)} or (kind == "macko-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0})
+    assert used == {KINDS.get(kind, TYPE_F16)} or (kind == "sparse-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0})
     for i in range(len(found)):
         with bindings.File(sparse) as f:
             f.check_payload(i)
@@ -398,12 +401,12 @@ def test_tools_change_a_packed_model(tmp_path, macko, kind):
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
     assert {"dense", kind} <= {name.rsplit("-", 1)[0] for name in storage}
-    assert shown["format_version"] == {"macko-q5_0": 4, "macko-q4_nl": 5}.get(kind, 3)
+    assert shown["format_version"] == {"sparse-q5_0": 4, "sparse-q4_nl": 5}.get(kind, 3)
     assert macko("convert", sparse, again, "macko").code == 0  # a source like any other
     assert macko("verify", again, dense).code == 0
 
 
-def test_file_is_not_what_the_specification_says(tmp_path, macko):
+def test_file_is_what_the_specification_says(tmp_path, macko):
     """Read with gguf-py and decoded with the NumPy twin and gguf-py's dequantizers: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
     assert (
@@ -411,13 +414,13 @@ def test_file_is_not_what_the_specification_says(tmp_path, macko):
             "convert",
             DEMO,
             sparse,
-            "macko-q8_0",
+            "sparse-q8_0",
             "--tensor-type",
-            "ffn_up=macko-q4_0",
+            "ffn_up=sparse-q4_0",
             "--tensor-type",
             "ffn_down=packed",
             "--tensor-type",
-            "ffn_gate=macko-q4_nl",
+            "ffn_gate=sparse-q4_nl",
         ).code
         == 0
     )
@@ -458,10 +461,10 @@ def test_file_is_not_what_the_specification_says(tmp_path, macko):
         assert not np.any(got[want == 0])
 
 
-def test_verify_accepts_a_damaged_quantized_model(tmp_path, macko):
+def test_verify_names_damage_of_a_quantized_model(tmp_path, macko):
     sparse = tmp_path / "s.gguf"
     dense = generators.write_gguf(tmp_path / "d.gguf", generators.tiny_tensors(density=0.6))  # a bitmap
-    assert macko("convert", dense, sparse, "macko-q8_0").code == 0
+    assert macko("convert", dense, sparse, "sparse-q8_0").code == 0
     with bindings.File(sparse) as f:
         tensors = {t.name: t for t in f.tensors()}
     for component, at, what in (("values", 1, "too large"), ("index", 0, "zero")):
@@ -481,7 +484,7 @@ def test_verify_accepts_a_damaged_quantized_model(tmp_path, macko):
         assert done.code == 1 and "blk.0.attn_q.weight" in done.out and what in done.out, done.out
 
 
-def test_older_reader_version_is_accepted(tmp_path, macko):
+def test_packed_format_needs_reader_version_3(tmp_path, macko):
     sparse, old = tmp_path / "s.gguf", tmp_path / "old.gguf"
     assert macko("convert", DEMO, sparse, "packed").code == 0
     data = bytearray(sparse.read_bytes())
@@ -496,7 +499,7 @@ def test_older_reader_version_is_accepted(tmp_path, macko):
 
 
 @pytest.mark.parametrize("kind", ["packed", *KINDS])
-def test_model_writes_other_text_than_its_dense_form(tmp_path, macko, kind):
+def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", DEMO, sparse, kind).code == 0
     assert macko("restore", sparse, dense).code == 0

@@ -1,4 +1,4 @@
-"""macko report: it makes the right forms of a model, its figures are the other tools', and nothing is left over."""
+"""macko report: it makes the forms asked for, its figures are those of the other tools, and no file is left over."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def run(macko, made, *args):
     return macko("report", model, *args, *common)
 
 
-def test_conversions_are_not_those_asked_for(made, macko, tmp_path):
-    """Types at the end of `--convert`, each for the given file; quantized ones are told apart."""
+def test_each_conversion_gives_a_row(made, macko, tmp_path):
+    """Each --convert is applied to the given file; kinds tell which results are quantized."""
     _, model, _ = made
     pruned = tmp_path / "pruned.gguf"
     assert macko("prune", model, pruned, "--sparsity", "0.6").code == 0
@@ -44,7 +44,7 @@ def test_conversions_are_not_those_asked_for(made, macko, tmp_path):
     done = run(macko, made, pruned, "--types", "", "--json", *(x for c in conversions for x in ("--convert", c)))
     assert done.code == 0, done.err
     results = json.loads(done.out)["models"]
-    names = ["model", "pruned macko", "pruned macko-q8_0", "pruned macko-q4_0", "pruned auto 8 bpw"]
+    names = ["model", "pruned macko", "pruned sparse-q8_0", "pruned sparse-q4_0", "pruned auto 8 bpw"]
     assert [r["model"] for r in results] == names
     kinds = ["dense", "sparse", "sparse quantized", "sparse quantized", "sparse quantized"]
     assert [r["kind"] for r in results] == kinds
@@ -54,7 +54,7 @@ def test_conversions_are_not_those_asked_for(made, macko, tmp_path):
         assert done.code == 1 and done.err.strip().count("\n") == 0, done.err
 
 
-def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
+def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
     pytest.importorskip("matplotlib")
     folder, model, text = made
     pruned = tmp_path / "pruned.gguf"
@@ -69,7 +69,7 @@ def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
     assert [r["kind"] for r in results.values()] == ["dense", "quantized", "quantized", "sparse", "sparse"]
     assert list(results) == ["model", "Q8_0", "Q4_0", "magnitude 80% per tensor", "pruned"]
     for name, path in (("model", model), ("pruned", pruned)):
-        want = perplexity.of_file(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
+        want = perplexity.perplexity(path, text, n_ctx=32, n_threads=2, n_gpu_layers=0)
         assert results[name]["ppl"] == pytest.approx(want.ppl, rel=1e-4), name
         assert results[name]["tokens"] == want.n_tokens
     assert results["model"]["nbytes"] == model.stat().st_size
@@ -87,7 +87,7 @@ def test_figures_are_not_those_of_the_other_tools(made, macko, tmp_path):
     assert svg.startswith("<?xml") and all(f">{name}<" in svg for name in results)
 
 
-def test_table_has_no_base(made, macko):
+def test_dense_model_is_the_base_of_the_table(made, macko):
     done = run(macko, made, "--types", "Q8_0")
     assert done.code == 0, done.err
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in done.out.splitlines() if line.startswith("|")]
@@ -110,27 +110,27 @@ def test_table_has_no_base(made, macko):
         (["--types", "", "-r", "0"], "-r must be"),
     ],
 )
-def test_bad_options(made, macko, args, message):
+def test_bad_options_are_refused_in_one_line(made, macko, args, message):
     _, model, text = made
     done = macko("report", model, "-f", text, *args)
     assert done.code == 1 and message in done.err and "Traceback" not in done.err
     assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
 
 
-def test_another_model_is_a_variant(made, macko, tmp_path):
+def test_file_of_another_model_is_refused(made, macko, tmp_path):
     other = tmp_path / "other.gguf"
     other.write_bytes(gguf_bytes.write(tiny_models.make("qwen3")))
     done = run(macko, made, other, "--types", "")
     assert done.code == 1 and "other.gguf: has other tensors than" in done.err
 
 
-def test_two_rows_have_the_same_name(made, macko):
+def test_two_rows_of_one_name_are_refused(made, macko):
     _, model, _ = made
     done = run(macko, made, model, "--types", "")
     assert done.code == 1 and "two models would be called 'model'" in done.err
 
 
-def test_without_matplotlib_all_is_measured_first(made, macko, tmp_path, monkeypatch):
+def test_missing_matplotlib_is_refused_before_measuring(made, macko, tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -139,7 +139,7 @@ def test_without_matplotlib_all_is_measured_first(made, macko, tmp_path, monkeyp
     assert done.code == 1 and "pip install 'ggml-macko[plot]'" in done.err and not list(tmp_path.iterdir())
 
 
-def test_existing_plot_is_replaced_without_force(made, macko, tmp_path):
+def test_existing_plot_is_kept_without_force(made, macko, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "plot.svg").write_text("mine")
     done = run(macko, made, "-o", tmp_path / "plot", "--types", "")
@@ -147,7 +147,7 @@ def test_existing_plot_is_replaced_without_force(made, macko, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["plot.svg"] and (tmp_path / "plot.svg").read_text() == "mine"
 
 
-def test_chunks_are_the_first_ones(made):
+def test_chunks_are_spread_over_the_text(made):
     _, model, text = made
     with TextModel(model, n_ctx=32, n_threads=2) as llama:
         chunks = llama.read_chunks(text)
@@ -159,8 +159,8 @@ def test_chunks_are_the_first_ones(made):
     assert report.perplexity_of(model, text, 10**6, n_ctx=32, n_threads=2).n_tokens == len(chunks) * 15
 
 
-def test_table_of_methods_misses_one(made, tmp_path):
-    """tools/prune_quality.py: every method and allocation; a second run takes what it finds."""
+def test_table_of_methods_is_complete_and_resumes(made, tmp_path):
+    """tools/prune_quality.py measures every method and allocation; a second run takes the results it finds."""
     _, model, text = made
     out = tmp_path / "table.md"
     command = [sys.executable, generators.ROOT / "tools" / "prune_quality.py", model, "-f", text, "--held-out", text]

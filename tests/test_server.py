@@ -1,5 +1,5 @@
-"""`python -m ggml_macko.server` as programs meet it: the openai package as the client, sparse and dense models in one
-server, errors at start, the end.
+"""`python -m ggml_macko.server` with the openai package as the client: sparse and dense models in one server, errors at
+the start, and the end by a signal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_open(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """alias -> path"""
+    """Model alias -> path."""
     from ggml_macko.commands import cli
 
     sparse = tmp_path_factory.mktemp("server") / "sparse.gguf"
@@ -53,7 +53,7 @@ def models(tmp_path_factory):
 
 @contextlib.contextmanager
 def running(make_arguments):
-    """A server on a free port: process, port, client. make_arguments(port) -> its command line"""
+    """Starts a server on a free port; has its process, port and client. make_arguments(port): its command line."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -76,7 +76,7 @@ def running(make_arguments):
 
 @pytest.fixture(scope="module")
 def server(models, tmp_path_factory):
-    """With all models, from a configuration file"""
+    """A server of all models, started from a configuration file."""
     entries = [{"model": str(path), "model_alias": alias, **SETTINGS} for alias, path in models.items()]
     entries.append({"model": str(models["sparse"]), "model_alias": "embedder", "embedding": True, **SETTINGS})
     config = tmp_path_factory.mktemp("config") / "config.json"
@@ -91,7 +91,7 @@ def server(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def want(models):
-    """What the models answer in this process: (completion, chat)"""
+    """Model alias -> (completion, chat), as the model answers in this process."""
     from ggml_macko import Llama
 
     answers = {}
@@ -108,13 +108,13 @@ def complete(client, alias: str) -> str:
     return client.completions.create(model=alias, prompt=PROMPT, **REQUEST).choices[0].text
 
 
-def test_models_are_not_listed(server):
+def test_models_are_listed_by_alias(server):
     assert [m.id for m in server.client.models.list()] == ["sparse", "dense", "embedder"]
 
 
 @pytest.mark.parametrize("alias", ["sparse", "dense", "sparse"])
-def test_answers_differ_from_the_same_model_in_process(server, want, alias):
-    """with models changing from one request to the next"""
+def test_answers_are_those_of_the_model_in_process(server, want, alias):
+    """The server changes models from one request to the next."""
     client = server.client
     completion, chat = want[alias]
     assert complete(client, alias) == completion and len(completion) > 24
@@ -125,7 +125,7 @@ def test_answers_differ_from_the_same_model_in_process(server, want, alias):
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == chat
 
 
-def test_embeddings_differ_from_the_same_model_in_process(server, models):
+def test_embeddings_are_those_of_the_model_in_process(server, models):
     from ggml_macko import Llama
 
     llama = Llama(str(models["sparse"]), embedding=True, **SETTINGS)
@@ -133,23 +133,23 @@ def test_embeddings_differ_from_the_same_model_in_process(server, models):
     want = [np.array(entry["embedding"]) for entry in llama.create_embedding(texts)["data"]]
     got = server.client.embeddings.create(model="embedder", input=texts, encoding_format="float").data
     assert [entry.index for entry in got] == [0, 1]
-    for entry, vectors in zip(got, want):  # the model has no pooling: a vector for each token
+    for entry, vectors in zip(got, want):  # without pooling there is a vector for each token
         np.testing.assert_allclose(np.array(entry.embedding), vectors, rtol=1e-4, atol=1e-4)
 
 
-def test_clients_at_once_mix(server, want):
+def test_concurrent_clients_get_the_same_answer(server, want):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert set(pool.map(lambda _: complete(server.client, "sparse"), range(8))) == {want["sparse"][0]}
 
 
-def test_request_that_fails_ends_the_server(server, want):
+def test_server_survives_a_request_that_fails(server, want):
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         server.client.completions.create(model="sparse", prompt="word " * 2000, max_tokens=4)
     assert complete(server.client, "sparse") == want["sparse"][0]
 
 
-def test_sigterm_leaves_the_port_or_takes_long(models, want):
-    """of a server with the model on the command line, while it answers: streams are cut off"""
+def test_sigterm_ends_the_server_and_frees_the_port(models, want):
+    """The server ends while it answers; streams are cut off."""
     options = ["--n_ctx", 512, "--n_threads", 2, "--n_threads_batch", 2]
     with running(lambda port: ["--model", models["sparse"], "--port", port, *options]) as server:
         assert complete(server.client, "any") == want["sparse"][0]
@@ -172,7 +172,7 @@ def refusal(*args: object) -> str:
     return err.strip().splitlines()[-1]
 
 
-def test_model_that_cannot_be_loaded_gives_a_traceback(models, tmp_path):
+def test_model_that_cannot_be_loaded_gives_one_line(models, tmp_path):
     torn = tmp_path / "torn.gguf"
     torn.write_bytes(models["sparse"].read_bytes()[:-1000])
     assert refusal("--model", torn).startswith(f"error: {torn}: the file ends at ")
@@ -180,7 +180,7 @@ def test_model_that_cannot_be_loaded_gives_a_traceback(models, tmp_path):
     assert refusal("--model", missing) == f"error: Model path does not exist: {missing}"
 
 
-def test_missing_package_is_not_named(models):
+def test_missing_package_is_named(models):
     code = (
         "import sys; sys.modules['uvicorn'] = None; from ggml_macko import server; "
         "sys.argv = ['server']; sys.exit(server.main())"

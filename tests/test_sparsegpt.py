@@ -1,4 +1,4 @@
-"""SparseGPT: outputs as close as an independent dense implementation keeps them, exact zeros, passes that add up."""
+"""SparseGPT: outputs as close as those of an independent dense implementation, exact numbers of zeros, passes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
-from ggml_macko.pruning import array_backend as arrays
-from ggml_macko.pruning import hessians, layerwise, prune, sparsegpt
+from ggml_macko.pruning import array_backend, hessians, layerwise, sparsegpt
+from ggml_macko.pruning.options import METHODS
+from ggml_macko.pruning.prune import tensors_to_prune
 
 
 def inputs(rng, n, cols):
-    """Correlated, with outlier columns and one that is always zero."""
+    """Inputs (n, cols): correlated, with outlier columns and one column that is always zero."""
     mix = rng.standard_normal((cols, cols)) * 0.2 + np.eye(cols)
     x = rng.standard_normal((n, cols)) @ mix * np.where(rng.random(cols) < 0.03, 20, 1)
     x[:, cols // 2] = 0
@@ -33,9 +34,9 @@ def inputs(rng, n, cols):
 
 
 def dense_sparsegpt(w, h, sparsity_of_block, block=128, damping=0.01):
-    """The paper's algorithm 1 in float64, written from its equations with the inverse of each remaining block in full.
+    """The paper's algorithm 1 in float64, without its Cholesky factor.
 
-    No Cholesky factor: after column j is done, (H_FF)^-1 of the columns right of it is a fresh inverse (equation 3).
+    After column j is done, the inverse Hessian of the columns right of it is computed anew.
     """
     w, h = w.astype(np.float64).copy(), h.astype(np.float64).copy()
     d = np.einsum("ii->i", h)
@@ -66,14 +67,14 @@ def relative_error(before, after, h):
 def xp(request):
     if request.param == "cpu":
         return np
-    if arrays.gpu() is None:
+    if array_backend.gpu() is None:
         pytest.skip("no CuPy, or no GPU for it")
-    return arrays.gpu()
+    return array_backend.gpu()
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("rows,cols", [(40, 96), (33, 200), (7, 260)])
-def test_outputs_are_further_off_than_those_of_a_dense_implementation(xp, rows, cols, sparsity):
+def test_outputs_are_as_close_as_those_of_a_dense_implementation(xp, rows, cols, sparsity):
     rng = np.random.default_rng(rows * cols)
     w = rng.standard_normal((rows, cols)).astype(np.float32)
     x = inputs(rng, 4 * cols, cols)
@@ -83,22 +84,21 @@ def test_outputs_are_further_off_than_those_of_a_dense_implementation(xp, rows, 
     got = xp.array(w)
     sparsegpt.prune_matrix(got, sparsegpt.inverse_factor(xp.asarray(h)), n)
     energy = sparsegpt.energy(xp.asarray(w) - got, xp.asarray(h)) / sparsegpt.energy(xp.asarray(w), xp.asarray(h))
-    got = arrays.to_host(got)
+    got = array_backend.to_host(got)
     assert (got == 0).sum() == n
     ours, theirs = relative_error(w, got, h), relative_error(w, want, h)
     assert abs(ours / theirs - 1) < 0.01, (ours, theirs)
     assert energy == pytest.approx(ours, rel=1e-3)
     magnitude = np.where(np.abs(w) >= np.sort(np.abs(w), axis=None)[n], w, 0)
-    assert ours < 0.9 * relative_error(w, magnitude, h)  # a wrong update would not even reach this
+    assert ours < 0.9 * relative_error(w, magnitude, h)  # an update with a wrong sign or factor fails this
 
 
-def test_real_layer_is_further_off(shared_models):
-    """A layer of a real model on a real text, through llama.cpp."""
+def test_outputs_of_a_real_layer_are_as_close(shared_models):
+    """A layer of a real model, with inputs that llama.cpp computed from a real text."""
     name = "blk.1.attn_output.weight"
     path = shared_models / "docs-4m-f16.gguf"
-    options = prune.Options(prune.Fraction(0), text=str(shared_models / "calibration.txt"), n_chunks=4)
     moments = hessians.Hessians({name})
-    layerwise.gather(path, options, moments)
+    layerwise.gather(path, shared_models / "calibration.txt", moments, n_chunks=4, n_ctx=512)
     w = next(t.data for t in gguf.GGUFReader(path).tensors if t.name == name).astype(np.float32)
     h = moments.get(name, 0, w.shape[1])
     for sparsity in (0.5, 0.7):
@@ -111,7 +111,7 @@ def test_real_layer_is_further_off(shared_models):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 150), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**32))
-def test_zeros_are_lost_or_too_many(rows, cols, sparsity, zeros, seed):
+def test_number_of_zeros_is_exact_and_zeros_stay(rows, cols, sparsity, zeros, seed):
     rng = np.random.default_rng(seed)
     w = rng.standard_normal((rows, cols)).astype(np.float32)
     zero = rng.random(w.shape) < zeros
@@ -128,13 +128,13 @@ def test_zeros_are_lost_or_too_many(rows, cols, sparsity, zeros, seed):
 
 
 @pytest.mark.parametrize("pattern,cols", [((2, 4), 64), ((1, 4), 260), ((4, 8), 264), ((3, 200), 400)])
-def test_pattern_is_broken(xp, pattern, cols):
+def test_pattern_holds_and_beats_magnitude(xp, pattern, cols):
     rng = np.random.default_rng(cols)
     before = rng.standard_normal((9, cols)).astype(np.float32)
     x = inputs(rng, 3 * cols, cols)
     w = xp.array(before)
     sparsegpt.prune_matrix(w, sparsegpt.inverse_factor(xp.asarray(x.T @ x)), 0, pattern)
-    w = arrays.to_host(w)
+    w = array_backend.to_host(w)
     n, m = pattern
     assert ((w.reshape(-1, m) != 0).sum(axis=1) == n).all()
     groups = np.abs(before).reshape(-1, m)
@@ -142,17 +142,17 @@ def test_pattern_is_broken(xp, pattern, cols):
     assert relative_error(before, w, x.T @ x) < relative_error(before, magnitude.reshape(w.shape), x.T @ x)
 
 
-def test_second_moments_that_have_no_inverse(xp):
+def test_hessian_without_inverse_is_refused(xp):
     with pytest.raises(np.linalg.LinAlgError):
         sparsegpt.inverse_factor(xp.array([[1, 5], [5, 1]], dtype=np.float32))
 
 
 @pytest.mark.slow
-def test_sparsegpt_is_worse_than_wanda_or_wanda_than_magnitude(tmp_path, shared_models, macko):
-    """Perplexity of a real model on text that it has not seen."""
+def test_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
+    """By perplexity of a real model on text that was not used for calibration."""
     found = {}
     for sparsity in ("0.5", "0.7"):
-        for method in prune.METHODS:
+        for method in METHODS:
             text = [] if method == "magnitude" else ["-f", shared_models / "calibration.txt", "--chunks", 32]
             out = tmp_path / "out.gguf"
             done = macko(
@@ -167,7 +167,7 @@ def test_sparsegpt_is_worse_than_wanda_or_wanda_than_magnitude(tmp_path, shared_
 # ---- second moments ----
 
 
-def test_shared_inputs_are_counted_twice_or_forgotten():
+def test_shared_inputs_are_counted_once():
     rng = np.random.default_rng(0)
     h = hessians.Hessians({"q", "k", "o"})
     batches = [
@@ -177,7 +177,7 @@ def test_shared_inputs_are_counted_twice_or_forgotten():
         memory = a.copy()
         for name in ("q", "k"):
             h.take(Weight(name, 6, 1, False), 0, memory)
-        memory[:] = np.nan  # as a graph reuses its memory
+        memory[:] = np.nan  # llama.cpp reuses the memory of its graph
         h.take(Weight("o", 6, 1, False), 0, o)
     assert not h.wants("v")
     for name, i in (("q", 0), ("k", 0), ("o", 1)):
@@ -190,7 +190,7 @@ def test_shared_inputs_are_counted_twice_or_forgotten():
         h.get("v", 0, 6)
 
 
-def test_experts_are_mixed_up():
+def test_experts_have_hessians_of_their_own():
     rng = np.random.default_rng(1)
     h = hessians.Hessians({"gate", "up"})
     xs = {i: rng.standard_normal((8, 4), dtype=np.float32) for i in (0, 2)}
@@ -222,11 +222,11 @@ def model(request, tmp_path):
 
 def pruned_tensors(path) -> dict:
     with Model(path) as m:
-        return {t.name: t.read_bits() for t in prune.tensors_to_prune(m, [], [])}
+        return {t.name: t.read_bits() for t in tensors_to_prune(m)}
 
 
 @pytest.mark.parametrize("more", [[], ["--sequential"], ["--hessian-memory", 1], ["--allocation", "owl"]])
-def test_command_zeroes_another_number(tmp_path, model, text, macko, more):
+def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more):
     out = tmp_path / "out.gguf"
     args = ["--method", "sparsegpt", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]
     done = macko("prune", model, out, *args)
@@ -252,7 +252,7 @@ def test_command_zeroes_another_number(tmp_path, model, text, macko, more):
     assert abs(int(total_line[5]) - int(dry_line[5])) <= 0.01 * total
 
 
-def test_memory_limit_changes_the_result(tmp_path, model, text, macko):
+def test_result_does_not_depend_on_the_memory_limit(tmp_path, model, text, macko):
     outs = []
     for memory in (2048, 1):
         outs.append(tmp_path / f"{memory}.gguf")
@@ -265,8 +265,8 @@ def test_memory_limit_changes_the_result(tmp_path, model, text, macko):
         np.testing.assert_array_equal(a[name], b[name])
 
 
-def test_sequential_statistics_are_those_of_the_dense_model(tmp_path, model, text, macko):
-    """Block 0 must agree with the run of one pass, block 1 must not: its inputs come from a pruned block 0."""
+def test_sequential_statistics_come_from_the_pruned_blocks(tmp_path, model, text, macko):
+    """Block 0 agrees with a run of one pass; block 1 does not, because its inputs come from a pruned block 0."""
     out = {}
     for more in ([], ["--sequential"]):
         path = tmp_path / f"{len(more)}.gguf"
@@ -279,7 +279,7 @@ def test_sequential_statistics_are_those_of_the_dense_model(tmp_path, model, tex
     assert same == {0: True, 1: False}
 
 
-def test_text_is_too_short(tmp_path, model, macko):
+def test_text_that_is_too_short_is_refused(tmp_path, model, macko):
     short = tmp_path / "short.txt"
     short.write_text("ab")
     done = macko("prune", model, tmp_path / "o.gguf", "--method", "sparsegpt", "--sparsity", "0.5", "-f", short)
@@ -287,7 +287,7 @@ def test_text_is_too_short(tmp_path, model, macko):
     assert {p.name for p in tmp_path.iterdir()} == {"model.gguf", "short.txt"}
 
 
-def test_weight_that_is_never_multiplied(tmp_path, model, text, macko):
+def test_weight_that_is_never_multiplied_is_refused(tmp_path, model, text, macko):
     done = macko(
         "prune", model, tmp_path / "o.gguf", "--method", "sparsegpt", "--sparsity", "0.5", "-f", text, "-c", 64,
         "--include-weights", "token_embd",
@@ -298,8 +298,8 @@ def test_weight_that_is_never_multiplied(tmp_path, model, text, macko):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("more", [[], ["--sequential"]])
-def test_ctrl_c_leaves_the_working_copy(tmp_path, text, number, code, more):
-    """Stopped while the text runs through the model: the first pass is announced, and takes minutes."""
+def test_interrupted_run_removes_the_working_copy(tmp_path, text, number, code, more):
+    """The run is stopped in its first pass over the text, which takes minutes."""
     model = tmp_path / "model.gguf"
     model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
     text.write_text(text.read_text() * 2000)

@@ -1,5 +1,6 @@
-"""llama.cpp's own programs through `macko run`, with LLAMA_CPP_BIN = the folder of tools/build_llama_cpp.py (either of its builds).
-tools/check_llama_cpp.py compares more, for longer.
+"""llama.cpp's own programs through `macko run`. LLAMA_CPP_BIN names the folder that tools/build_llama_cpp.py made.
+
+tools/check_llama_cpp.py compares more, and takes longer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SAMPLE = generators.ROOT / "models" / "sample.txt"
 
 @pytest.fixture(scope="module")
 def folder():
-    """Of the programs."""
+    """The folder of the programs."""
     path = pathlib.Path(os.environ.get("LLAMA_CPP_BIN", "/nonesuch"))
     if not (path / "llama-server").exists():
         pytest.skip("LLAMA_CPP_BIN names no folder with llama-server")
@@ -42,7 +43,7 @@ def sparse(tmp_path_factory):
     return path
 
 
-def test_program_writes_another_text(folder, sparse):
+def test_program_writes_the_same_text(folder, sparse):
     want = programs.simple(folder, generators.DEMO)
     assert programs.simple(folder, sparse) == want
     want = programs.completion(folder, generators.DEMO)
@@ -50,23 +51,23 @@ def test_program_writes_another_text(folder, sparse):
     assert programs.completion(folder, generators.DEMO, compress=True) == want
 
 
-def test_perplexity_is_another(folder, sparse):
+def test_perplexity_of_the_program_is_the_same(folder, sparse):
     dense, got = (programs.perplexity(folder, m, SAMPLE, "--chunks", 4, "-t", 1) for m in (generators.DEMO, sparse))
     assert got == pytest.approx(dense, rel=2e-4)
 
 
-def test_bench_names_no_figures(folder, sparse):
+def test_bench_program_reports_its_figures(folder, sparse):
     assert set(programs.bench(folder, sparse, "-t", 1, "-p", 16, "-n", 8, "-r", 1)) == {"pp16", "tg8"}
 
 
-def test_memory_fit_sees_dense_sizes(folder, sparse):
-    """8.01 MiB dense, 6.34 MiB sparse: token embeddings stay dense"""
+def test_memory_fit_sees_sparse_sizes(folder, sparse):
+    """8.01 MiB dense and 6.34 MiB sparse: token embeddings stay dense."""
     assert programs.host_memory(folder, generators.DEMO) == 8
     assert programs.host_memory(folder, sparse) == 6
     assert programs.host_memory(folder, generators.DEMO, compress=True) == 6
 
 
-def test_split_parts_do_not_run(folder, sparse, tmp_path):
+def test_split_parts_run_and_merge(folder, sparse, tmp_path):
     programs.run(folder / "llama-gguf-split", "--split", "--split-max-tensors", 31, sparse, tmp_path / "part")
     (first,) = tmp_path.glob("part-00001-of-*.gguf")
     assert programs.simple(folder, first, 16) == programs.simple(folder, generators.DEMO, 16)
@@ -86,14 +87,14 @@ def test_split_parts_do_not_run(folder, sparse, tmp_path):
     assert done.returncode == 0 and "identical" in done.stdout, done.stderr
 
 
-def test_quantized_sparse_file_runs_with_wrong_weights(folder, sparse, tmp_path):
-    """llama-quantize takes components for weights; what it writes is refused"""
+def test_sparse_file_that_llama_quantize_wrote_is_refused(folder, sparse, tmp_path):
+    """llama-quantize quantizes the components as if they were weights."""
     programs.run(folder / "llama-quantize", sparse, tmp_path / "q8.gguf", "Q8_0")
     with pytest.raises(RuntimeError, match="is no component, or out of place"):
         programs.simple(folder, tmp_path / "q8.gguf", 4)
 
 
-def test_lora_and_draft_model_change_the_text(folder, sparse, tmp_path):
+def test_lora_and_draft_model_give_the_text_of_dense(folder, sparse, tmp_path):
     adapter = lora_files.write(tmp_path / "lora.gguf", generators.DEMO)
     texts = [programs.completion(folder, m, "--lora", adapter) for m in (generators.DEMO, sparse)]
     assert texts[0] == texts[1] != programs.completion(folder, sparse)
@@ -122,25 +123,25 @@ def test_lora_and_draft_model_change_the_text(folder, sparse, tmp_path):
     assert drafted[0] == drafted[1]
 
 
-def test_prompt_cache_file_is_not_restored(folder, sparse, tmp_path):
+def test_prompt_cache_file_is_restored(folder, sparse, tmp_path):
     cache = tmp_path / "session.bin"
     texts = [programs.completion(folder, sparse, "--prompt-cache", cache) for _ in range(2)]
     assert texts[0] == texts[1] and cache.stat().st_size > 1000
 
 
-def test_server_breaks_under_several_clients(folder, sparse):
-    """and its other endpoints; the answers of one slot are those of a single client, those of four differ at a tie at most"""
+def test_server_answers_several_clients(folder, sparse):
+    """One slot gives the answers of a single client; with four slots, only ties may fall otherwise."""
     prompts = [SAMPLE.read_text()[i * 400 : i * 400 + 60 + 30 * i] for i in range(6)]
     with programs.Server(folder, sparse, "-np", 1, "-t", 1, "-c", 512) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
-        assert found["answers"] > 4 and not found["different"] and not found["errors"]
+        assert found.answers > 4 and not found.ties and not found.errors
     assert server.process.returncode == 0  # after SIGTERM
     with programs.Server(
         folder, sparse, "-np", 4, "-t", 1, "-c", 2048, "--metrics", "--embeddings", "--pooling", "mean"
     ) as server:
         found = programs.soak(server, prompts, clients=4, seconds=2, n=8)
-        assert found["answers"] > 4 and not found["errors"] and all(tie < 0.05 for *_, tie in found["different"])
-        assert max(found["rss"]) < 2**28
+        assert found.answers > 4 and not found.errors and all(tie < 0.05 for tie in found.ties)
+        assert max(found.rss) < 2**28
         assert "llamacpp:tokens_predicted_total" in server.get("/metrics")
         assert len(server.post("/v1/embeddings", input=["hello world", "a pointer"])["data"]) == 2
         chat = server.post(
@@ -155,7 +156,7 @@ def test_server_breaks_under_several_clients(folder, sparse):
     assert server.process.returncode == 0
 
 
-def test_server_with_draft_model_writes_another_text(folder, sparse):
+def test_server_with_draft_model_writes_the_same_text(folder, sparse):
     with programs.Server(folder, generators.DEMO, "-np", 1, "-t", 1, "-c", 512) as server:
         want = server.complete(programs.PROMPT, 32)
     with programs.Server(
@@ -164,11 +165,12 @@ def test_server_with_draft_model_writes_another_text(folder, sparse):
         assert server.complete(programs.PROMPT, 32) == want
 
 
-def test_environment_lines_do_not_do_what_run_does(folder, sparse):
+def test_environment_lines_do_what_run_does(folder, sparse):
     lines = subprocess.run(
         [sys.executable, "-m", "ggml_macko.commands.cli", "env"], check=True, capture_output=True, text=True
     ).stdout
-    script = f"{lines}\n{shlex.quote(str(folder / 'llama-simple'))} -m {shlex.quote(str(sparse))} -n 8 {shlex.quote(programs.PROMPT)}"
+    command = [folder / "llama-simple", "-m", sparse, "-n", 8, programs.PROMPT]
+    script = f"{lines}\n{shlex.join(map(str, command))}"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == programs.simple(folder, generators.DEMO, 8)
 
@@ -176,13 +178,13 @@ def test_environment_lines_do_not_do_what_run_does(folder, sparse):
 # ---- without the programs ----
 
 
-def env_lines(*args: object) -> list:
+def env_lines(*args: object) -> list[str]:
     return subprocess.run(
         [sys.executable, "-m", "ggml_macko.commands.cli", "env", *args], check=True, capture_output=True, text=True
     ).stdout.splitlines()
 
 
-def test_env_prints_what_no_service_file_reads():
+def test_env_prints_lines_that_each_format_reads():
     from ggml_macko.commands import env as env_command
     from ggml_macko.native import bindings
 
@@ -201,8 +203,8 @@ def test_env_prints_what_no_service_file_reads():
     assert shown == f"{preload}|{plugin}"
 
 
-def test_preload_path_that_the_linker_would_cut(tmp_path):
-    """a space or a colon ends a path in LD_PRELOAD: a clear line instead of a program that cannot read the model"""
+def test_preload_path_that_the_linker_would_cut_is_refused(tmp_path):
+    """A space or a colon ends a path in LD_PRELOAD."""
     import shutil
 
     import ggml_macko
@@ -218,13 +220,13 @@ def test_preload_path_that_the_linker_would_cut(tmp_path):
     assert done.returncode == 1 and "LD_PRELOAD cannot name a path with a space or a colon" in done.stderr
 
 
-def test_builder_does_not_know_the_pin():
+def test_builder_knows_the_pin():
     assert build_llama_cpp.pinned_version() in (generators.ROOT / "pyproject.toml").read_text()
 
 
-def test_weight_names_are_judged_otherwise():
-    """the rule of which weights may be sparse: one in the library, for the converter and for compressing on load"""
-    from ggml_macko.gguf import tensor_rules as weights
+def test_weights_are_judged_by_name_and_dimensions():
+    """The rule of which weights may be sparse is in the C library, for the converter and for compressing on load."""
+    from ggml_macko.gguf import tensor_rules
 
     in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv"]
     multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]
@@ -251,12 +253,12 @@ def test_weight_names_are_judged_otherwise():
         "",
     ]
     other += ["blk.0.attn_q.weight.values"]
-    assert [n for n in multiplied + other if weights.is_multiplied(n, 2)] == multiplied
-    assert weights.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not weights.is_block_weight(
+    assert [n for n in multiplied + other if tensor_rules.is_multiplied(n, 2)] == multiplied
+    assert tensor_rules.is_block_weight("blk.0.ffn_up_exps.weight", 3) and not tensor_rules.is_block_weight(
         "blk.0.ffn_up.weight", 3
     )
     assert (
-        not weights.is_block_weight("output.weight", 2)
-        and not weights.is_multiplied("output.weight", 3)
-        and not weights.is_multiplied("blk.0.attn_q.weight", 1)
+        not tensor_rules.is_block_weight("output.weight", 2)
+        and not tensor_rules.is_multiplied("output.weight", 3)
+        and not tensor_rules.is_multiplied("blk.0.attn_q.weight", 1)
     )

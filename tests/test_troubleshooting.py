@@ -23,9 +23,9 @@ import gguf_bytes
 import test_gpu
 import test_split_and_edited_files
 import upstream
-from ggml_macko.codecs.macko import TYPE_F16
 from ggml_macko.gguf.files import AtomicOutput
 from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_F16
 
 PAGE = generators.ROOT / "docs" / "guide" / "troubleshooting.md"
 PACKAGE = bindings.LIBRARY_PATH.parent

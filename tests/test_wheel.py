@@ -1,5 +1,5 @@
-"""The wheel that tools/dev.py builds: what is inside, what it needs of others, and the demo with it in an environment of
-its own, far from the repository.
+"""The wheel that tools/dev.py builds: what is inside, what it needs of others, and the demo with it in an environment
+of its own, far from the repository.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def wheel() -> pathlib.Path:
     return found[0]
 
 
-def test_wheel_brings_or_needs_what_it_should_not(wheel, tmp_path):
+def test_wheel_brings_and_needs_only_what_it_should(wheel, tmp_path):
     assert re.fullmatch(r"ggml_macko-[\d.]+-py3-none-(many)?linux\w+\.whl", wheel.name)
     assert wheel.stat().st_size < MAX_NBYTES
     with zipfile.ZipFile(wheel) as z:
@@ -55,7 +55,7 @@ def test_wheel_brings_or_needs_what_it_should_not(wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_wheel_in_a_fresh_environment_fails_the_demo(wheel, tmp_path):
+def test_wheel_in_a_fresh_environment_runs_the_demo(wheel, tmp_path):
     """The dependencies are this environment's (llama-cpp-python takes minutes to build); ggml-macko is the wheel's."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"

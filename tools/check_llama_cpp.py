@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Runs llama.cpp's own programs with a dense model and with its sparse file, through `macko run`, and compares.
+"""Runs llama.cpp's own programs with a dense model and its sparse file, through `macko run`, and compares the results.
 
   python3 tools/build_llama_cpp.py
   python3 tools/check_llama_cpp.py build/llama.cpp/bin [--dense MODEL.gguf] [--seconds 300]
 
-Greedy texts, tokens, and the model after splitting and merging must be equal, perplexities to four digits. A server
-has eight clients at once: with one slot, every answer must be the one that a single client gets; with eight slots, an
-answer may differ where two tokens are nearly as probable. llama-bench and memory are shown side by side. Prints a
-table, and exits with 1 if anything differs that must not.
+The greedy text and the tokens must be the same, perplexity to four digits, and the model identical after splitting and
+merging. llama-bench runs side by side. A server gets eight clients at once: with one slot, all answers must be those of
+a single client; with eight slots, answers may differ only where two tokens are nearly tied.
+Prints a table; exits with 1 if anything differs that should not.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from typing import Callable
 
 import llama_programs as programs
 from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE = ROOT / "models" / "sample.txt"
-# Logits of F16 models differ by about 0.02 between orders of rounding (tests/test_model_runs.py), and two are compared.
+
 MAX_TIE = 0.05
+"""Largest difference of two log-probabilities that counts as a tie. Each logit of an F16 model differs by up to about
+0.02 between orders of rounding (tests/test_model_runs.py), and two of them decide."""
 
 
 def macko(*args: object) -> str:
@@ -35,12 +37,14 @@ def macko(*args: object) -> str:
 
 
 class Report:
+    """The rows of the table."""
+
     def __init__(self) -> None:
-        self.rows: list[tuple[str, object, object, str]] = []
+        self.rows: list[tuple[object, ...]] = []
         self.failed = False
 
     def add(self, what: str, dense: object, sparse: object, same: bool | None) -> None:
-        """Adds a row to the table. same: None for figures that may differ."""
+        """Adds a row. same: None for figures that may differ."""
         self.rows.append((what, dense, sparse, {True: "same", False: "DIFFERENT", None: ""}[same]))
         self.failed |= same is False
         print(f"{what}: {dense} | {sparse}", file=sys.stderr, flush=True)
@@ -82,9 +86,24 @@ def check_texts(report: Report, folder: pathlib.Path, dense: pathlib.Path, spars
 
 def chat(folder: pathlib.Path, model: pathlib.Path) -> str:
     """The answer of llama-cli, without the banner before it and the speeds after it."""
-    options = ("-m", model, "-p", "What is a pointer?", "-n", 32, "--temp", 0, "-t", 1, "-c", 512)
-    flags = ("--single-turn", "--simple-io", "--no-display-prompt")
-    output = programs.run(folder / "llama-cli", *options, *flags).stdout
+    args = (
+        "-m",
+        model,
+        "-p",
+        "What is a pointer?",
+        "-n",
+        32,
+        "--temp",
+        0,
+        "-t",
+        1,
+        "-c",
+        512,
+        "--single-turn",
+        "--simple-io",
+        "--no-display-prompt",
+    )
+    output = programs.run(folder / "llama-cli", *args).stdout
     return output[output.find("What is a pointer?") :].split("[ Prompt:")[0]
 
 
@@ -145,13 +164,13 @@ def check_server(
         ) as server:
             found = programs.soak(server, prompts, args.clients, seconds)
             metrics = server.get("/metrics")
-        rss = [r / 2**20 for r in found["rss"]]
+        rss = [r / 2**20 for r in found.rss]
         third = max(1, len(rss) // 3)
         growth = max(rss[-third:]) - max(rss[third : 2 * third], default=rss[0])
         what = f"llama-server {name}, -np {slots}, {args.clients} clients, {seconds:.0f} s"
-        ties = [tie for *_, tie in found["different"]]
-        same = not found["errors"] and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
-        report.add(f"{what}: answers, failed", "", f"{found['answers']}, {len(found['errors'])}", not found["errors"])
+        ties = found.ties
+        same = not found.errors and max(ties, default=0) < (MAX_TIE if slots > 1 else 0)
+        report.add(f"{what}: answers, failed", "", f"{found.answers}, {len(found.errors)}", not found.errors)
         report.add(
             f"{what}: different from one client's; log-probability at the tie",
             "",

@@ -18,19 +18,17 @@ import time
 
 import numpy as np
 
-from ggml_macko import SparseMatrix, console
+from ggml_macko import SparseMatrix, console, values
 from ggml_macko.codecs import ec_csr
-from ggml_macko.codecs import macko as formats
-from ggml_macko.gguf import tensor_rules as weights
+from ggml_macko.gguf import tensor_rules
 from ggml_macko.gguf.files import Model
-from ggml_macko.native import bindings
-from ggml_macko.native.bindings import EcCsrOptions
+from ggml_macko.native import codec as native_codec
 
 SHAPES = "1024x8192,4096x4096,4096x11008,11008x4096,5120x5120,5120x13824,13824x5120,8192x8192"
 VARIANTS = {  # label -> options. 128 is the smallest block that the paper extracts
-    "no extraction": EcCsrOptions(max_granularity=1),
-    "every block of 128": EcCsrOptions(min_columns=128),
-    "default": EcCsrOptions(),
+    "no extraction": {"max_granularity": 1},
+    "every block of 128": {"min_columns": 128},
+    "default": {},
 }
 
 
@@ -42,9 +40,15 @@ def random_mask(rows: int, cols: int, sparsity: float, seed: int) -> np.ndarray:
     return out
 
 
-def measure(bits: np.ndarray, delta_bits: int, options: EcCsrOptions) -> dict:
+def encode(bits: np.ndarray, delta_bits: int, options: dict) -> ec_csr.EcCsrMatrix:
+    """bits: F16 bit patterns (rows, cols)."""
+    found = native_codec.encode("ec-csr", bits, values.TYPE_F16, {"delta_bits": delta_bits, **options})
+    return ec_csr.EcCsrMatrix.from_encoded(found)
+
+
+def measure(bits: np.ndarray, delta_bits: int, options: dict) -> dict:
     start = time.monotonic()
-    m = bindings.ec_csr_encode(bits, formats.TYPE_F16, delta_bits, options)
+    m = encode(bits, delta_bits, options)
     seconds = time.monotonic() - start
     csr = m.nnz * 4 + (m.rows + 1) * 4  # columns and row pointers
     sizes = {16: (m.nbytes, csr + 2 * m.nnz), 32: (m.nbytes + 2 * m.n_stored, csr + 4 * m.nnz)}
@@ -109,10 +113,10 @@ def run_model(path: str) -> None:
     found: dict = {}
     with Model(path) as model:
         for t in model.tensors:
-            if not weights.is_multiplied(t.name, len(t.ne)) or t.type != formats.TYPE_F16:
+            if not tensor_rules.is_multiplied(t.name, len(t.ne)) or t.type != values.TYPE_F16:
                 continue
             bits = t.read_bits()
-            bits[bits == formats.NEGATIVE_ZERO[t.type]] = 0
+            bits[bits == values.NEGATIVE_ZERO[t.type]] = 0
             if np.count_nonzero(bits) > bits.size * 0.9:
                 continue
             kind = re.sub(r"blk\.\d+\.|\.weight", "", t.name) + f" {t.rows}x{t.cols}"
@@ -126,7 +130,7 @@ def run_model(path: str) -> None:
 
 def rest_packed_nbytes(w: np.ndarray) -> int:
     """Bytes if what extraction leaves of the rows had the packed types' index: gaps without fillers, or a bitmap."""
-    m = bindings.ec_csr_encode(w.view(np.uint16), formats.TYPE_F16, 8, VARIANTS["every block of 128"])
+    m = encode(w.view(np.uint16), 8, VARIANTS["every block of 128"])
     rest, nbytes = w.copy(), m.sets.nbytes
     for block in ec_csr.blocks(m):
         if len(block.rows) > 1:

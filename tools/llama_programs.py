@@ -11,13 +11,15 @@ import sys
 import threading
 import time
 import urllib.request
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 PROMPT = "The function returns"
 
 
 def command(program: pathlib.Path, *args: object, compress: bool = False) -> list[str]:
-    """The command line that runs a program with the plugin."""
+    """The command line of a program under `macko run`."""
     macko = [sys.executable, "-m", "ggml_macko.commands.cli", "run", *(["--compress"] if compress else []), "--"]
     return [*macko, str(program), *map(str, args)]
 
@@ -25,7 +27,7 @@ def command(program: pathlib.Path, *args: object, compress: bool = False) -> lis
 def run(
     program: pathlib.Path, *args: object, compress: bool = False, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program; RuntimeError with the end of its log if it fails."""
+    """Runs a program under `macko run`. Raises RuntimeError unless it exits with 0."""
     done = subprocess.run(
         command(program, *args, compress=compress), capture_output=True, text=True, timeout=timeout, errors="replace"
     )
@@ -34,59 +36,81 @@ def run(
     return done
 
 
-def run_logged(
-    program: pathlib.Path, pattern: str, *args: object, **kwargs: Any
-) -> tuple[subprocess.CompletedProcess[str], re.Match[str]]:
-    """Runs a program; returns the finished process and the first match of the pattern in its log.
+class Logged(NamedTuple):
+    """A run, and the match of a pattern in what it logged."""
 
-    The logger of llama.cpp is a thread that some programs do not join when they exit, so that the end of the log may be
-    missing, with dense and with sparse models. The program runs again, up to 20 times, until the pattern is logged.
+    done: subprocess.CompletedProcess[str]
+    match: re.Match[str]
+
+
+def run_logged(program: pathlib.Path, pattern: str, *args: object, **kwargs: Any) -> Logged:
+    """Runs a program until it has logged a line with the pattern.
+
+    A program that prints through llama.cpp's logger may lose the end of its output when it exits, with a dense model,
+    too: the logger is a thread that nobody joins.
     """
     for _ in range(20):
         done = run(program, *args, **kwargs)
         match = re.search(pattern, done.stderr + done.stdout)
         if match:
-            return done, match
+            return Logged(done, match)
     raise RuntimeError(f"{program.name}: no '{pattern}' in its log in 20 runs")
 
 
 def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any) -> str:
-    """What a program prints in a run that logged `last`, which comes after the text; without newlines at the end."""
-    return run_logged(program, last, *args, **kwargs)[0].stdout.rstrip()
+    """What a program prints, without empty lines at the end. last: a pattern that it logs after the text."""
+    return run_logged(program, last, *args, **kwargs).done.stdout.rstrip()
 
 
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any) -> str:
-    """The greedy continuation of PROMPT by llama-completion: n tokens."""
-    options = ("-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1)
-    return whole_output(folder / "llama-completion", "graphs reused", *options, *args, **kwargs).strip()
+    """The greedy text of llama-completion."""
+    return whole_output(
+        folder / "llama-completion",
+        "graphs reused",
+        "-m",
+        model,
+        "-p",
+        PROMPT,
+        "-n",
+        n,
+        "--temp",
+        0,
+        "-no-cnv",
+        "-t",
+        1,
+        *args,
+        **kwargs,
+    ).strip()
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:
-    """The greedy continuation of PROMPT by llama-simple: n tokens."""
+    """The greedy text of llama-simple."""
     return run(folder / "llama-simple", "-m", model, "-n", n, PROMPT).stdout.strip()
 
 
 def perplexity(folder: pathlib.Path, model: pathlib.Path, text: pathlib.Path, *args: object) -> float:
-    """Of the text, in chunks of 256 tokens."""
-    options = ("-m", model, "-f", text, "-c", 256)
-    return float(run_logged(folder / "llama-perplexity", r"PPL = ([0-9.]+)", *options, *args)[1][1])
+    """The figure of llama-perplexity."""
+    pattern = r"PPL = ([0-9.]+)"
+    found = run_logged(folder / "llama-perplexity", pattern, "-m", model, "-f", text, "-c", 256, *args)
+    return float(found.match[1])
 
 
 def bench(folder: pathlib.Path, model: pathlib.Path, *args: object) -> dict[str, float]:
-    """Name of the test (pp128, tg64, ...) -> tok/s."""
+    """Test of llama-bench -> tokens per second."""
     done = run(folder / "llama-bench", "-m", model, "-o", "json", *args)
     return {f"pp{x['n_prompt']}" if x["n_prompt"] else f"tg{x['n_gen']}": x["avg_ts"] for x in json.loads(done.stdout)}
 
 
 def host_memory(folder: pathlib.Path, model: pathlib.Path, *args: object, **kwargs: Any) -> int:
-    """MiB of weights that llama-fit-params expects on the host."""
-    options = ("-m", model, "-c", 512, "--verbose")
+    """MiB of weights that llama-fit-params expects in host memory."""
     pattern = r"Host +\| +\d+ = +(\d+) \+"
-    return int(run_logged(folder / "llama-fit-params", pattern, *options, *args, **kwargs)[1][1])
+    program = folder / "llama-fit-params"
+    found = run_logged(program, pattern, "-m", model, "-c", 512, "--verbose", *args, **kwargs)
+    return int(found.match[1])
 
 
 class Server:
-    """llama-server with a model, on a free port. A context manager: waits until it answers; ends it with SIGTERM."""
+    """llama-server with a model, within a `with` block; at its end the server gets SIGTERM."""
 
     def __init__(self, folder: pathlib.Path, model: pathlib.Path, *args: object, compress: bool = False):
         with socket.socket() as s:
@@ -94,9 +118,9 @@ class Server:
             self.url = f"http://127.0.0.1:{s.getsockname()[1]}"
         port = self.url.rsplit(":", 1)[1]
         self.log: list[str] = []
-        options = ("-m", model, "--host", "127.0.0.1", "--port", port)
+        options = ("-m", model, "--host", "127.0.0.1", "--port", port, *args)
         self.process = subprocess.Popen(
-            command(folder / "llama-server", *options, *args, compress=compress),
+            command(folder / "llama-server", *options, compress=compress),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -149,9 +173,8 @@ class Server:
         ]
 
     def tie(self, prompt: str, got: str, n: int = 24) -> float:
-        """The difference between the log-probabilities of the best two tokens where `got` leaves the greedy text.
-
-        Small values are ties, which the order of rounding decides. 0 if `got` does not leave the text.
+        """How near to a tie the token was where `got` leaves the greedy text: the difference of the log-probabilities
+        of the best two tokens there, or 0 if `got` is the greedy text.
         """
         answer = self.post("/completion", prompt=prompt, n_predict=n, temperature=0, cache_prompt=False, n_probs=2)
         text = ""
@@ -163,22 +186,44 @@ class Server:
         return 0.0
 
     def rss(self) -> int:
-        """Bytes of memory of llama-server: `macko run` replaces its process with the program."""
+        """Resident memory in bytes. `macko run` becomes the program, so the process is llama-server's own."""
         status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
+        found = re.search(r"VmRSS:\s+(\d+)", status)
+        assert found is not None
+        return 1024 * int(found[1])
 
 
-def soak(server: Server, prompts: list[str], clients: int, seconds: float, n: int = 24) -> dict[str, Any]:
-    """Asks for each prompt alone; then `clients` threads ask for them again and again. Records the memory every second.
+class Difference(NamedTuple):
+    """An answer that differs from the one that a single client got."""
 
-    Returns the number of answers, the errors, the memory (rss), and the answers that differ from the one to a single
-    client: (prompt, answer to one client, answer, tie). With several slots, llama.cpp computes prompts and tokens of
-    several clients in one batch, where products are rounded in another order, dense or sparse; near a tie of two tokens
-    that may change the choice. With one slot (-np 1) clients wait for each other, and no answer may differ.
+    prompt: str
+    alone: str
+    got: str
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What `soak` found."""
+
+    answers: int
+    ties: list[float]  # how near to a tie each answer was that differs (Server.tie)
+    errors: list[str]
+    rss: list[int]  # of the server, in bytes, about once per second
+
+
+def soak(server: Server, prompts: Sequence[str], clients: int, seconds: float, n: int = 24) -> Soaked:
+    """Asks for each prompt once; then `clients` at once ask for them again and again.
+
+    With several slots, llama.cpp computes prompts and tokens of several clients in one batch. Products then round in
+    another order, with dense and sparse models, and that may decide between two tokens that are nearly tied. With one
+    slot (-np 1) the clients wait for each other, and all answers must be those of a single client.
     """
     alone = {p: server.complete(p, n) for p in prompts}
     deadline = time.monotonic() + seconds
-    answers, different, errors, rss = [0] * clients, [], [], []
+    answers = [0] * clients
+    different: list[Difference] = []
+    errors: list[str] = []
+    rss: list[int] = []
 
     def client(i: int) -> None:
         k = i
@@ -192,7 +237,7 @@ def soak(server: Server, prompts: list[str], clients: int, seconds: float, n: in
                 return
             answers[i] += 1
             if got != alone[prompt]:
-                different.append((prompt, alone[prompt], got))
+                different.append(Difference(prompt, alone[prompt], got))
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for t in threads:
@@ -202,5 +247,5 @@ def soak(server: Server, prompts: list[str], clients: int, seconds: float, n: in
         time.sleep(min(1, seconds / 10))
     for t in threads:
         t.join()
-    different = [(*d, server.tie(d[0], d[2], n)) for d in different]
-    return {"answers": sum(answers), "different": different, "errors": errors, "rss": rss}
+    ties = [server.tie(d.prompt, d.got, n) for d in different]
+    return Soaked(answers=sum(answers), ties=ties, errors=errors, rss=rss)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes a Llama-architecture GGUF with random weights, of any size, to measure speed and memory with.
+"""Writes a GGUF of the Llama architecture with random weights, of any size, to measure speed and memory with.
 
-Weights are normal with deviation 1/sqrt(fan-in), so that logits stay sane; zeros stand at independent random places of
-the block matrices, or where the smallest magnitudes were. One block of rows is in memory at a time. The vocabulary is a
-valid SentencePiece one with byte fallback.
+Weights are normally distributed with standard deviation 1/sqrt(fan-in), so that logits stay in range. Zeros are at
+independent random places of the block matrices, or at the smallest magnitudes. Memory holds 4 M weights at a time. The
+vocabulary is a valid SentencePiece vocabulary with byte fallback.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
     Llama 2 7B:  --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT
@@ -15,12 +15,17 @@ import argparse
 import itertools
 import string
 import sys
+from collections.abc import Iterator
 from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
-BLOCK = 1 << 22  # weights made at a time
+BLOCK = 1 << 22
+"""Weights that are made at a time."""
+
 TYPES = {
     "f16": gguf.GGMLQuantizationType.F16,
     "bf16": gguf.GGMLQuantizationType.BF16,
@@ -28,8 +33,14 @@ TYPES = {
 }
 
 
-def vocabulary(n: int) -> tuple:
-    """(tokens, scores, types): control tokens, 256 bytes, then distinct words."""
+class Vocabulary(NamedTuple):
+    tokens: list[str]
+    scores: list[float]
+    types: list[int]
+
+
+def vocabulary(n: int) -> Vocabulary:
+    """n tokens: control tokens, 256 bytes, then distinct words."""
     kinds = gguf.TokenType
     tokens = [("<unk>", kinds.UNKNOWN), ("<s>", kinds.CONTROL), ("</s>", kinds.CONTROL)]
     tokens += [(f"<0x{byte:02X}>", kinds.BYTE) for byte in range(256)]
@@ -38,7 +49,7 @@ def vocabulary(n: int) -> tuple:
     )
     words = (prefix + word for word in letters for prefix in ("", "\u2581"))
     tokens += [(word, kinds.NORMAL) for word in itertools.islice(words, n - len(tokens))]
-    return [t for t, _ in tokens], [-float(i) for i in range(n)], [int(k) for _, k in tokens]
+    return Vocabulary([t for t, _ in tokens], [-float(i) for i in range(n)], [int(k) for _, k in tokens])
 
 
 def main() -> int:
@@ -75,6 +86,7 @@ def main() -> int:
 
 
 def write(args: argparse.Namespace) -> None:
+    """Writes the file that parsed arguments describe."""
     head_dim = args.embd // args.heads
     writer = gguf.GGUFWriter(args.output, "llama")
     writer.add_name(f"random llama {args.layers}x{args.embd}x{args.ff}, density {args.density:g}, seed {args.seed}")
@@ -91,11 +103,11 @@ def write(args: argparse.Namespace) -> None:
     if args.experts:
         writer.add_expert_count(args.experts)
         writer.add_expert_used_count(args.experts_used)
-    tokens, scores, types = vocabulary(args.vocab)
+    words = vocabulary(args.vocab)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(types)
+    writer.add_token_list(words.tokens)
+    writer.add_token_scores(words.scores)
+    writer.add_token_types(words.types)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -138,7 +150,7 @@ def write(args: argparse.Namespace) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    # GGUFWriter takes whole tensors; behind its header we write blocks
+    # GGUFWriter takes whole tensors only, so the data are written block by block after its header
     out = writer.fout[0]
     rng = np.random.default_rng(args.seed)
     for name, shape in shapes.items():
@@ -149,8 +161,10 @@ def write(args: argparse.Namespace) -> None:
     writer.close()
 
 
-def weights(rng: np.random.Generator, name: str, shape: tuple, args: argparse.Namespace):
-    """float32 blocks of a tensor."""
+def weights(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], args: argparse.Namespace
+) -> Iterator[npt.NDArray[np.float32]]:
+    """The weights of a tensor in row-major order, in blocks of up to BLOCK."""
     density, alike = args.density, args.alike
     if "norm" in name:
         yield np.ones(shape, dtype=np.float32)
@@ -174,7 +188,8 @@ def weights(rng: np.random.Generator, name: str, shape: tuple, args: argparse.Na
         yield block
 
 
-def encode(block: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+def encode(block: npt.NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> npt.NDArray[Any]:
+    """The block in the type of its tensor: F16, BF16 or F32."""
     if kind == TYPES["f16"]:
         return block.astype(np.float16)
     return gguf.quants.quantize(block, kind) if kind == TYPES["bf16"] else block

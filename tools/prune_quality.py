@@ -3,9 +3,9 @@
 
     tools/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
 
-Statistics of the dense model are taken once and serve all sparsities; --sequential adds Wanda and SparseGPT with
-statistics that are taken anew after each block: a pass over the text per block, sparsity and method. Results
-go to FILE.json as they come; a run that is interrupted goes on from there.
+Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda and SparseGPT with
+statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method.
+Results are written to FILE.json as they come; a run that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -17,22 +17,52 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from ggml_macko import console
 from ggml_macko.benchmark import report
-from ggml_macko.commands import cli
 from ggml_macko.gguf.files import AtomicOutput, Model
-from ggml_macko.pruning import hessians, layerwise, prune
+from ggml_macko.pruning import hessians, layerwise, methods
+from ggml_macko.pruning import prune as pruning
+from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, parse_pattern, parse_sparsity
 
-# label, method, --per
+
+class Method(NamedTuple):
+    """A row of the table."""
+
+    label: str
+    method: str
+    per: str  # within what weights are compared
+
+
+METHODS_WITH_STATISTICS = (Method("Wanda", "wanda", "row"), Method("SparseGPT", "sparsegpt", "tensor"))
 METHODS = (
-    ("magnitude, row", "magnitude", "row"),
-    ("magnitude, tensor", "magnitude", "tensor"),
-    ("Wanda", "wanda", "row"),
-    ("SparseGPT", "sparsegpt", "tensor"),
+    Method("magnitude, row", "magnitude", "row"),
+    Method("magnitude, tensor", "magnitude", "tensor"),
+    *METHODS_WITH_STATISTICS,
 )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pruned model to measure."""
+
+    label: str  # its key in the results
+    method: str
+    per: str
+    allocation: str
+    how_many: str  # a sparsity, or a pattern N:M
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is printed within the block."""
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        yield
 
 
 class Sweep:
@@ -42,14 +72,15 @@ class Sweep:
         self.args = args
         self.path = pathlib.Path(folder) / "pruned.gguf"
         self.results_path = pathlib.Path(args.output).with_suffix(".json")
-        self.results = json.loads(self.results_path.read_text()) if self.results_path.exists() else {}
+        self.results: dict[str, dict[str, Any]] = {}  # label -> figures
+        if self.results_path.exists():
+            self.results = json.loads(self.results_path.read_text())
 
-    def measure(self, label: str, path: pathlib.Path) -> dict:
+    def measure(self, label: str, path: pathlib.Path) -> None:
         found = report.perplexity_of(path, self.args.held_out, self.args.held_out_chunks)
         self.results[label] = {"ppl": found.ppl, "error": found.error, "tokens": found.n_tokens}
         self.results_path.write_text(json.dumps(self.results, indent=1) + "\n")
         console.log(f"{label:50s} {found.ppl:9.4f} +/- {found.error:.4f}")
-        return self.results[label]
 
     def run(self) -> None:
         args = self.args
@@ -57,81 +88,95 @@ class Sweep:
             if pathlib.Path(path).stem not in self.results:
                 self.measure(pathlib.Path(path).stem, pathlib.Path(path))
         todo = [
-            (f"{label}, {rule}, {s}", method, per, rule, s)
+            Job(label=f"{m.label}, {rule}, {s}", method=m.method, per=m.per, allocation=rule, how_many=s)
             for s in args.sparsities.split(",")
-            for label, method, per in METHODS
-            for rule in prune.ALLOCATIONS
+            for m in METHODS
+            for rule in ALLOCATIONS
         ]
         todo += [
-            (f"{label}, uniform, {pattern}", method, per, "uniform", pattern)
+            Job(
+                label=f"{m.label}, uniform, {pattern}",
+                method=m.method,
+                per=m.per,
+                allocation="uniform",
+                how_many=pattern,
+            )
             for pattern in filter(None, args.patterns.split(","))
-            for label, method, per in METHODS
-            if label != "magnitude, tensor"
+            for m in METHODS
+            if m.label != "magnitude, tensor"
         ]
-        todo = [job for job in todo if job[0] not in self.results]
+        todo = [job for job in todo if job.label not in self.results]
         if todo:
             self.run_one_pass(todo)
         if args.sequential:
             for s in args.sequential.split(","):
-                for label, method, _ in METHODS[2:]:
-                    self.run_sequential(f"{label}, sequential, {s}", method, s)
+                for m in METHODS_WITH_STATISTICS:
+                    self.run_sequential(f"{m.label}, sequential, {s}", m.method, s)
 
-    def run_one_pass(self, todo: list) -> None:
+    def run_one_pass(self, todo: list[Job]) -> None:
         args = self.args
         with Model(args.model) as model, ThreadPoolExecutor() as pool:
-            tensors = prune.tensors_to_prune(model, [], [])
+            tensors = pruning.tensors_to_prune(model)
             names = {t.name for t in tensors}
-            options = prune.Options(Fraction(0), text=args.file, n_chunks=args.chunks)
+            options = PruneOptions(sparsity=Fraction(0), text=args.file, n_chunks=args.chunks)
             console.log("statistics ...")
-            wanda = layerwise.Scorer(layerwise.statistics_of_text(model.path, tensors, options))
-            moments = hessians.Hessians(names)
-            layerwise.gather(model.path, options, moments)
-            for label, method, per, rule, how_many in todo:
-                pattern = prune.parse_pattern(how_many) if ":" in how_many else None
-                sparsity = 1 - Fraction(*pattern) if pattern else prune.parse_sparsity(how_many)
-                options = prune.Options(sparsity, method=method, per=per, allocation=rule, pattern=pattern)
-                scorer = wanda if method == "wanda" else layerwise.Scorer()
-                quotas = prune.plan(tensors, options, scorer, wanda)
-                with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
-                    if method == "sparsegpt":
-                        pruner = layerwise.by_second_moments(moments, options, quotas)
+            wanda = methods.Scorer(layerwise.statistics_of_text(model.path, tensors, options))
+            found = hessians.Hessians(names)
+            layerwise.gather_for(model.path, options, found)
+            for job in todo:
+                pattern = parse_pattern(job.how_many) if ":" in job.how_many else None
+                options = PruneOptions(
+                    sparsity=pattern.sparsity if pattern is not None else parse_sparsity(job.how_many),
+                    method=job.method,
+                    per=job.per,
+                    allocation=job.allocation,
+                    pattern=pattern,
+                )
+                scorer = wanda if job.method == "wanda" else methods.Scorer()
+                quotas = pruning.plan(tensors, options, scorer, wanda)
+                with silence():
+                    if job.method == "sparsegpt":
+                        pruner = methods.by_hessians(found, options, quotas)
                     else:
-                        pruner = layerwise.by_scores(scorer, options, quotas, pool)
+                        pruner = methods.by_scores(scorer, options, quotas, pool)
                     with AtomicOutput(self.path, [], force=True) as output:
-                        prune.write_model(model, names, pruner, [], output)
+                        pruning.write_model(model, names, pruner, [], output)
                         output.seal()
                         output.commit()
-                self.measure(label, self.path)
+                self.measure(job.label, self.path)
 
     def run_sequential(self, label: str, method: str, sparsity: str) -> None:
         args = self.args
         if label in self.results:
             return
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
-            code = cli.main(
-                [
-                    *("prune", args.model, str(self.path), "--force", "--method", method, "--sparsity", sparsity),
-                    *("-f", args.file, "--chunks", str(args.chunks), "--sequential"),
-                ]
+        with silence():
+            pruning.prune(
+                args.model,
+                self.path,
+                method=method,
+                sparsity=sparsity,
+                text=args.file,
+                n_chunks=args.chunks,
+                sequential=True,
+                force=True,
             )
-        if code:
-            sys.exit(f"error: pruning failed: {label}")
         self.measure(label, self.path)
 
     def table(self) -> str:
         args = self.args
         columns = [*args.sparsities.split(","), *filter(None, args.patterns.split(","))]
-        rows = []
+        rows: list[list[str]] = []
 
-        def cells(make: object) -> list:
-            return [f"{self.results[make(s)]['ppl']:.2f}" if make(s) in self.results else "" for s in columns]
+        def cells(prefix: str) -> list[str]:
+            found = (self.results.get(f"{prefix}, {column}") for column in columns)
+            return [f"{result['ppl']:.2f}" if result is not None else "" for result in found]
 
-        for label, _, _ in METHODS:
-            for rule in prune.ALLOCATIONS:
-                rows.append([label, rule, *cells(lambda s, a=label, b=rule: f"{a}, {b}, {s}")])
-        for label, _, _ in METHODS[2:]:
+        for m in METHODS:
+            for rule in ALLOCATIONS:
+                rows.append([m.label, rule, *cells(f"{m.label}, {rule}")])
+        for m in METHODS_WITH_STATISTICS:
             if args.sequential:
-                rows.append([f"{label}, sequential", "uniform", *cells(lambda s, a=label: f"{a}, sequential, {s}")])
+                rows.append([f"{m.label}, sequential", "uniform", *cells(f"{m.label}, sequential")])
         for path in [args.model, *args.other]:
             found = self.results[pathlib.Path(path).stem]
             name = f"**{pathlib.Path(path).stem}**"

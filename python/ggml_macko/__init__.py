@@ -1,6 +1,12 @@
-"""Sparse LLM weights for stock llama.cpp: MACKO codec, CPU kernels, GGUF tools and a drop-in `Llama`.
+"""Sparse LLM weights for stock llama.cpp: codecs, CPU and GPU kernels, GGUF tools and a drop-in `Llama`.
 
-    from ggml_macko import Llama, SparseMatrix
+    from ggml_macko import Llama, convert
+
+    convert("pruned.gguf", "sparse.gguf")
+    llama = Llama("sparse.gguf")
+
+`Llama` opens sparse models; `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
+`kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy arrays.
 
 Importing the package is cheap: the C library and llama_cpp are loaded with the first name that needs them.
 """
@@ -11,30 +17,81 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .conversion.convert import ConversionReport, convert
+    from .conversion.inspect import ModelReport, inspect
+    from .conversion.restore import RestorationReport, restore
+    from .conversion.verify import Verification, verify
     from .errors import FileFormatError, MackoError, VersionMismatchError
+    from .evaluation.calibrate import Calibration, calibrate
+    from .evaluation.kl_divergence import Divergence
+    from .evaluation.likelihood import Estimate
+    from .evaluation.perplexity import kl_divergence, perplexity
     from .llama import Llama
     from .native.loader import register
+    from .pruning.prune import PruneReport, prune
     from .sparse_matrix import SparseMatrix
 
 _HOME = {
     "Llama": "llama",
     "register": "native.loader",
     "SparseMatrix": "sparse_matrix",
+    "convert": "conversion.convert",
+    "ConversionReport": "conversion.convert",
+    "restore": "conversion.restore",
+    "RestorationReport": "conversion.restore",
+    "verify": "conversion.verify",
+    "Verification": "conversion.verify",
+    "inspect": "conversion.inspect",
+    "ModelReport": "conversion.inspect",
+    "prune": "pruning.prune",
+    "PruneReport": "pruning.prune",
+    "calibrate": "evaluation.calibrate",
+    "Calibration": "evaluation.calibrate",
+    "perplexity": "evaluation.perplexity",
+    "Estimate": "evaluation.likelihood",
+    "kl_divergence": "evaluation.perplexity",
+    "Divergence": "evaluation.kl_divergence",
     "MackoError": "errors",
     "FileFormatError": "errors",
     "VersionMismatchError": "errors",
 }
+"""The module of each public name."""
 
-__all__ = ["FileFormatError", "Llama", "MackoError", "SparseMatrix", "VersionMismatchError", "register"]
+__all__ = [
+    "Calibration",
+    "ConversionReport",
+    "Divergence",
+    "Estimate",
+    "FileFormatError",
+    "Llama",
+    "MackoError",
+    "ModelReport",
+    "PruneReport",
+    "RestorationReport",
+    "SparseMatrix",
+    "Verification",
+    "VersionMismatchError",
+    "calibrate",
+    "convert",
+    "inspect",
+    "kl_divergence",
+    "perplexity",
+    "prune",
+    "register",
+    "restore",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":  # one place for the number: the C library's
-        return importlib.import_module(".native.bindings", __name__).version()
+        from .native import bindings
+
+        return bindings.version()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 
-def __dir__() -> list:
+def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])

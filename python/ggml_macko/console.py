@@ -1,18 +1,38 @@
-"""How the tools talk: progress on stderr in the line style of llama-quantize, results on stdout."""
+"""How the tools talk: progress on stderr in the line style of llama-quantize, results on stdout.
+
+Library functions report progress through `log` and `progress` and print nothing else; `quiet()` silences them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import sys
+from collections.abc import Iterator, Sequence
 
 MIB = 1024 * 1024
 
-
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+_is_quiet = contextvars.ContextVar("is_quiet", default=False)
 
 
-def progress(i: int, n: int, name: str, ne: tuple, type_name: str, what: str) -> None:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Progress and warnings of library functions that are called inside are not shown."""
+    token = _is_quiet.set(True)
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
+def log(text: str, end: str = "\n") -> None:
+    if not _is_quiet.get():
+        print(text, end=end, file=sys.stderr, flush=True)
+
+
+def progress(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:
+    """Tensor i of n is done. ne: its shape, ggml order."""
     shape = ", ".join(f"{x:5d}" for x in (*ne, 1, 1, 1, 1)[:4])
     log(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
 
@@ -33,10 +53,11 @@ def model_line(what: str, nbytes: int, n_elements: int) -> str:
     return f"{what:11s} = {size(nbytes)} ({nbytes * 8 / n_elements:.2f} BPW)"
 
 
-def table(rows: list, headers: list, number_format: str = ".4f") -> str:
+def table(rows: Sequence[Sequence[object]], headers: Sequence[str], number_format: str = ".4f") -> str:
+    """A table in Markdown."""
     from tabulate import tabulate
 
-    return tabulate(rows, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False)
+    return str(tabulate(rows, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False))
 
 
 def print_json(value: object) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions. Each carries the status code of the C library and its one line of text.
+"""Every failure as an exception that carries the status code of the C library and its one line of text.
 
 Errors that llama_cpp.Llama would raise as ValueError are ValueErrors here too, so that callers of the drop-in class
 need no change.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class MackoError(Exception):
-    """Any failure of ggml-macko. `code` is an enum ggml_macko_status, `str(error)` one line."""
+    """Any failure of ggml-macko. `code` is a value of enum ggml_macko_status, `str(error)` is one line."""
 
     def __init__(self, code: int, text: str):
         super().__init__(text)
@@ -16,11 +16,11 @@ class MackoError(Exception):
 
 
 class ArgumentError(MackoError, ValueError):
-    """A shape, type or count that does not fit."""
+    """An argument of the wrong shape, type or size, or options that do not go together."""
 
 
 class OutOfMemoryError(MackoError, MemoryError):
-    """The host ran out of memory; nothing is left behind."""
+    """The host ran out of memory. The call had no effect."""
 
 
 class VersionMismatchError(MackoError, ImportError):
@@ -32,7 +32,7 @@ class LoadError(MackoError, ValueError):
 
 
 class FileAccessError(MackoError, ValueError):
-    """The file could not be read, is not a regular file, is too short, or changed meanwhile."""
+    """A file could not be read, is not a regular file, is too short, or changed while it was read."""
 
 
 class FileFormatError(MackoError, ValueError):
@@ -40,11 +40,12 @@ class FileFormatError(MackoError, ValueError):
 
 
 class PayloadError(FileFormatError):
-    """The header is right, but the arrays of a sparse matrix are not."""
+    """The file's header is valid, but the arrays of a sparse matrix are not."""
 
 
-# enum ggml_macko_status, as far as Python code raises them itself or asks for them; tests compare them with the header
+# Values of enum ggml_macko_status that Python code raises or compares with; a test checks them against the header.
 BAD_ARGUMENT = 1
+OUT_OF_MEMORY = 2
 VERSION_MISMATCH = 3
 LOAD_FAILED = 5
 IO = 10
@@ -55,6 +56,8 @@ DUPLICATE_TENSOR = 30
 SPLIT_FILE = 35
 UNSUPPORTED_ARCH = 36
 NOT_SPARSE = 40
+BAD_FORMAT = 42
+BAD_COMPONENT = 44
 BAD_ROW_PTR = 50
 BAD_COLUMN = 51
 NOT_CANONICAL = 52
@@ -62,15 +65,13 @@ NOT_FINITE = 53
 BAD_NNZ = 54
 BAD_BLOCK = 55
 OVERLAP = 56
-BAD_FORMAT = 42
-BAD_COMPONENT = 44
 
 
 def error_class(code: int) -> type[MackoError]:
     """The exception class of a status code."""
     if code == BAD_ARGUMENT:
         return ArgumentError
-    if code == 2:
+    if code == OUT_OF_MEMORY:
         return OutOfMemoryError
     if code == VERSION_MISMATCH:
         return VersionMismatchError
@@ -84,4 +85,18 @@ def error_class(code: int) -> type[MackoError]:
 
 
 def error(code: int, text: str) -> MackoError:
+    """The exception of a status code, to be raised by the caller."""
     return error_class(code)(code, text)
+
+
+def one_line(error: BaseException) -> str:
+    """What to tell the user of any exception."""
+    if isinstance(error, MackoError):
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
+        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    elif isinstance(error, MemoryError):
+        text = "out of memory"
+    else:
+        text = str(error) or type(error).__name__
+    return " ".join(text.split())

@@ -1,12 +1,12 @@
-"""llama_cpp.server with sparse models: `python -m ggml_macko.server --model sparse.gguf`. The options are
-llama_cpp.server's own.
+"""llama_cpp.server with sparse models: `python -m ggml_macko.server --model sparse.gguf`, with llama_cpp.server's
+options.
 """
 
 from __future__ import annotations
 
 import sys
 
-from .commands.cli import one_line
+from .errors import one_line
 from .native.loader import register
 
 
@@ -15,7 +15,7 @@ def main() -> int:
         register()
         from llama_cpp.server.__main__ import main as serve
 
-        serve()  # answers requests that fail itself: what it raises kept it from starting
+        serve()  # type: ignore[no-untyped-call]  # answers requests that fail itself: what it raises kept it from starting
         return 0
     except ModuleNotFoundError as e:
         text = f"the server needs the package {e.name}: pip install 'ggml-macko[server]'"

@@ -1,17 +1,20 @@
-"""SparseMatrix: MACKO, EC-CSR or packed on NumPy arrays, with the C codecs and the C CPU kernels."""
+"""SparseMatrix: a matrix of any codec on NumPy arrays, with the C codecs and the C CPU kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import errors
-from .codecs import ec_csr, packed
-from .codecs import macko as formats
-from .codecs.macko import TYPE_BF16, TYPE_F16, TYPE_F32
-from .native import bindings
-from .native.bindings import EcCsrOptions
+from .codecs import registry
+from .codecs.codec import Candidate, Settings, Source
+from .native import codec as native_codec
+from .native.codec import EncodedMatrix
+from .native.cpu import CpuMatrix
+from .values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
 
 
 class SparseMatrix:
@@ -22,53 +25,62 @@ class SparseMatrix:
     >>> s @ np.ones(64, dtype=np.float32)
     array([0., 2., 0., 0.], dtype=float32)
 
-    The C library keeps a repacked copy for `@`, made with the first product.
+    The C library makes a copy in the layout of its CPU kernels with the first product, and keeps it.
     """
 
-    def __init__(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix):
-        """arrays: from a file or from anywhere; they are checked in full here."""
-        bindings.validate(arrays)
+    def __init__(self, arrays: EncodedMatrix):
+        """arrays: from a file or from anywhere. Raises MackoError unless they keep every rule of FORMAT.md."""
+        registry.codec_of(arrays).validate(arrays)
         self._init(arrays)
 
-    def _init(self, arrays: formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix) -> None:
+    def _init(self, arrays: EncodedMatrix) -> None:
         self.arrays = arrays
-        self._cpu: bindings.CpuMatrix | None = None
+        self._cpu: Any = None
 
     # ---- making ----
 
     @classmethod
     def from_dense(
         cls,
-        dense: np.ndarray,
+        dense: Array,
         delta_bits: int | None = None,
         bf16: bool = False,
         n_threads: int = 0,
-        format: str = "macko",
-        extraction: EcCsrOptions | None = None,
+        format: str = registry.default_type(),
+        options: Mapping[str, int] | None = None,
     ) -> SparseMatrix:
-        """dense: 2-D float16 or float32, or uint16 bits with bf16=True. delta_bits None: what makes it smallest.
-        format: a type of `macko convert`: "macko", "ec-csr", "packed", "auto" for the smallest of these, or with quantized
-        values "macko-q8_0" and its like (each block's scale by its largest value, of "macko-q4_nl" searched). extraction: options of EC-CSR.
+        """Encodes a dense matrix.
+
+        dense: 2-D, float16 or float32, or the uint16 bit patterns of BF16 with bf16=True; all values finite.
+        delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
+        format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
+        "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",
+        "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl" is
+        searched). options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
+
+        Raises ArgumentError for another shape, dtype or format, and PayloadError for values that are not finite.
         """
         bits, type_id = _to_bits(dense, bf16)
-        quants = {f"macko-{name}": value_type for value_type, name in packed.QUANT_NAMES.items()}
-        if format not in ("macko", "ec-csr", "packed", "auto", *quants):
-            names = ", ".join(("macko", "ec-csr", "packed", *quants))
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {names}, auto")
-        if delta_bits is not None and (format == "packed" or format in quants):
-            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no delta_bits")
-        found = []
-        if format in ("macko", "auto"):
-            count = bindings.count_dense(bits, type_id, n_threads)
-            width = smallest_delta_bits(type_id, len(bits), count.n_stored) if delta_bits is None else delta_bits
-            found.append(bindings.encode(bits, type_id, width, count, n_threads))
-        if format == "ec-csr" or (format == "auto" and delta_bits in (None, *ec_csr.DELTA_BITS)):
-            widths = ec_csr.DELTA_BITS if delta_bits is None else (delta_bits,)
-            found += [bindings.ec_csr_encode(bits, type_id, b, extraction, n_threads) for b in widths]
-        if format == "packed" or format in quants or (format == "auto" and delta_bits is None):
-            found.append(bindings.packed_encode(bits, type_id, quants.get(format, type_id), n_threads=n_threads))
+        name = registry.type_named(format)
+        if name is None:
+            known = ", ".join(registry.types())
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {known}")
+        count = native_codec.count_dense(bits, type_id, n_threads)
+        if count.n_nonfinite:
+            raise errors.error(errors.NOT_FINITE, f"{count.n_nonfinite} values are not finite")
+        settings = Settings(n_threads, options or {}, search=False)
+        source = Source(bits, type_id, count)
+        found: list[tuple[int, Candidate]] = []
+        for choice in registry.types()[name]:
+            if delta_bits is not None and choice.bits != delta_bits:
+                continue
+            candidate = choice.codec.plan(source, choice, settings)
+            found.append((sum(part.nbytes for part in candidate.components), candidate))
+        if not found:
+            raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} has no delta_bits {delta_bits}")
+        best = min(found, key=lambda x: x[0])[1]  # the first of equals
         self = cls.__new__(cls)
-        self._init(min(found, key=lambda m: m.nbytes))
+        self._init(best.matrix or best.codec.encode(source, best.bits, best.value_type, settings))
         return self
 
     @classmethod
@@ -80,18 +92,15 @@ class SparseMatrix:
 
     @property
     def format(self) -> str:
-        """As from_dense has it."""
-        m = self.arrays
-        if isinstance(m, packed.PackedMatrix):
-            return "packed" if m.value_type == m.type else f"macko-{packed.QUANT_NAMES[m.value_type]}"
-        return "ec-csr" if isinstance(m, ec_csr.EcCsrMatrix) else "macko"
+        """The TYPE, as from_dense takes it."""
+        return registry.codec_of(self.arrays).type_name(self.arrays.value_type)
 
     @property
-    def shape(self) -> tuple:
+    def shape(self) -> tuple[int, int]:
         return (self.arrays.rows, self.arrays.cols)
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self) -> np.dtype[Any]:
         """Of the dense matrix; uint16 stands for BF16 bit patterns."""
         return np.dtype({TYPE_F16: np.float16, TYPE_F32: np.float32, TYPE_BF16: np.uint16}[self.arrays.type])
 
@@ -101,26 +110,29 @@ class SparseMatrix:
 
     @property
     def density(self) -> float:
+        """Non-zeros over elements."""
         return self.nnz / (self.arrays.rows * self.arrays.cols)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the canonical arrays, padding and pointers included."""
-        return self.arrays.nbytes
+        return sum(a.nbytes for a in self.arrays.arrays)
 
     @property
     def effective_density(self) -> float:
         """nbytes over the bytes of the dense matrix."""
-        return self.nbytes * 8 / (self.arrays.rows * self.arrays.cols * formats.value_bits(self.arrays.type))
+        return self.nbytes * 8 / (self.arrays.rows * self.arrays.cols * value_bits(self.arrays.type))
 
     # ---- using ----
 
-    def to_dense(self, n_threads: int = 0) -> np.ndarray:
-        """Bit for bit what from_dense got; of quantized values what they stand for, rounded to the dense type."""
-        return bindings.decode(self.arrays, n_threads).view(self.dtype)
+    def to_dense(self, n_threads: int = 0) -> Array:
+        """(rows, cols) of self.dtype: bit for bit what from_dense got; of quantized values what they stand for, rounded
+        to the dense type.
+        """
+        return registry.codec_of(self.arrays).decode(self.arrays, n_threads).view(self.dtype)
 
-    def __matmul__(self, x: np.ndarray) -> np.ndarray:
-        """x: (cols,) or (cols, n) float32; float32 result of shape (rows,) or (rows, n)."""
+    def __matmul__(self, x: Array) -> npt.NDArray[np.float32]:
+        """The product with x, float32 of shape (cols,) or (cols, n): float32 of shape (rows,) or (rows, n)."""
         x = np.asarray(x)
         if x.dtype != np.float32 or x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
             raise errors.error(
@@ -128,24 +140,21 @@ class SparseMatrix:
                 f"expected float32 of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.dtype} {x.shape}",
             )
         if self._cpu is None:
-            self._cpu = bindings.CpuMatrix(self.arrays)
+            self._cpu = CpuMatrix(self.arrays)
         if x.ndim == 1:
-            return self._cpu.mul_mat(x[None, :])[0]
+            product: npt.NDArray[np.float32] = self._cpu.mul_mat(x[None, :])[0]
+            return product
         return np.ascontiguousarray(self._cpu.mul_mat(np.ascontiguousarray(x.T)).T)
 
     def __repr__(self) -> str:
         return (
-            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {formats.TYPE_NAMES[self.arrays.type]} {self.format}, "
+            f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {TYPE_NAMES[self.arrays.type]} {self.format}, "
             f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
         )
 
 
-def smallest_delta_bits(type_id: int, rows: int, n_stored: dict) -> int:
-    """The width whose arrays are smallest; the narrower one if two are equal."""
-    return min(formats.DELTA_BITS, key=lambda b: (formats.matrix_nbytes(type_id, b, rows, n_stored[b]), b))
-
-
-def _to_bits(dense: np.ndarray, bf16: bool) -> tuple:
+def _to_bits(dense: Array, bf16: bool) -> tuple[Array, int]:
+    """(bit patterns, ggml type) of what from_dense takes."""
     dense = np.asarray(dense)
     types = {"float16": TYPE_F16, "float32": TYPE_F32}
     type_id = TYPE_BF16 if bf16 and dense.dtype == np.uint16 else types.get(dense.dtype.name, -1)
@@ -155,4 +164,4 @@ def _to_bits(dense: np.ndarray, bf16: bool) -> tuple:
             "expected a 2-D array of float16 or float32, or of uint16 with bf16=True; "
             f"got {dense.dtype} {dense.shape}, bf16={bf16}",
         )
-    return np.ascontiguousarray(dense).view(formats.bits_dtype(type_id)), type_id
+    return np.ascontiguousarray(dense).view(bits_dtype(type_id)), type_id

@@ -1,24 +1,41 @@
-"""One measurement of one model in a process of its own, started by bench.py: `python -m ggml_macko.benchmark.bench_worker
-REQUEST`.
+"""One measurement of one model, in a process of its own: `python -m ggml_macko.benchmark.bench_worker REQUEST`.
 
-REQUEST is JSON: model, n_prompt, n_gen, threads, gpu_layers. Prints JSON: load_s, prompt_tps, gen_tps, rss (peak
-bytes, mapped file pages included), gpu_memory (bytes that the run took on the GPUs; null without gpu_layers).
+models.py starts it. REQUEST is JSON with the arguments of `measure`; what is printed is JSON with the fields of Sample.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of one model."""
+
+    load_s: float  # seconds
+    prompt_tps: float | None  # tokens per second; None if no prompt was asked for
+    gen_tps: float | None
+    rss: int  # peak of resident memory in bytes, pages of mapped files included
+    gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there
 
 
 def peak_rss() -> int:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+    """Peak of this process's resident memory, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
 
 
-def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> dict:
+def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> Sample:
+    """Loads a model, then times n_prompt tokens in one batch and n_gen tokens one by one. gpu_layers: -1 is all."""
     from ..benchmark import bench_gpu
     from ..llama import Llama
 
@@ -27,7 +44,7 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
 
     free_before = gpu_free()
     begin = time.perf_counter()
-    llama = Llama(
+    llama: Any = Llama(  # parts of llama_cpp are untyped
         model,
         n_ctx=n_prompt + n_gen + 8,
         n_batch=max(n_prompt, 1),
@@ -38,28 +55,27 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     )
     load_s = time.perf_counter() - begin
     vocabulary = llama.n_vocab()
-    tokens = [
-        (7919 * i + 1009) % vocabulary for i in range(n_prompt + n_gen)
-    ]  # any tokens: time does not depend on them
+    # any tokens will do: time does not depend on them
+    tokens = [(7919 * i + 1009) % vocabulary for i in range(n_prompt + n_gen)]
 
-    def rate(pieces: list) -> float:
+    def rate(batches: Sequence[Sequence[int]]) -> float:
         begin = time.perf_counter()
-        for piece in pieces:
-            llama.eval(piece)
-        return sum(map(len, pieces)) / (time.perf_counter() - begin)
+        for batch in batches:
+            llama.eval(batch)
+        return sum(map(len, batches)) / (time.perf_counter() - begin)
 
-    rate([tokens[: min(n_prompt, 8)], tokens[:1]])  # warm-up: first touch of weights and threads
+    rate([tokens[: min(n_prompt, 8)], tokens[:1]])  # warms up: the first use of weights and threads
     llama.reset()
     prompt_tps = rate([tokens[:n_prompt]]) if n_prompt else None
     gen_tps = rate([[token] for token in tokens[n_prompt:]]) if n_gen else None
-    return {
-        "load_s": load_s,
-        "prompt_tps": prompt_tps,
-        "gen_tps": gen_tps,
-        "rss": peak_rss(),
-        "gpu_memory": free_before - gpu_free() if gpu_layers else None,
-    }
+    return Sample(
+        load_s=load_s,
+        prompt_tps=prompt_tps,
+        gen_tps=gen_tps,
+        rss=peak_rss(),
+        gpu_memory=free_before - gpu_free() if gpu_layers else None,
+    )
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(**json.loads(sys.argv[1]))))
+    print(json.dumps(dataclasses.asdict(measure(**json.loads(sys.argv[1])))))

@@ -1,20 +1,24 @@
-"""NumPy twin of the EC-CSR codec (FORMAT.md section 6; EC-SpMV paper, section 6): arrays to blocks, blocks to arrays,
-and every check that a reader makes.
+"""EC-CSR: blocks of rows that share columns (FORMAT.md section 6; EC-SpMV paper, section 6).
 
-The readable reference that tests hold the C codec against. Which blocks a matrix is cut into is the C library's
-business (ggml-macko/src/codec/ec-csr/extract.cpp). Values are bit patterns, as in formats.py. Nothing here touches the C
-library.
+The NumPy twin of the C codec (arrays to blocks, blocks to arrays, and every check that a reader makes), and the codec
+for the tools. The twin is the readable reference that tests hold the C library against; it does not use it. Which
+blocks a matrix is cut into is for the C library to decide (ggml-macko/src/codec/ec-csr/extract.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from .. import errors
-from ..codecs.macko import EXPONENT, bits_dtype
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
+from ..values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits_dtype, value_bits
+from .codec import Choice, Codec, GpuCost, Settings, Source, StoredArrays
+from .macko import break_even_density
 
 LANES = 32
 VECTOR = 4
@@ -23,7 +27,7 @@ GRANULARITIES = (1, 2, 4, 8, 16, 32, 64)
 ARRAYS = ("values", "deltas", "bases", "blk_ptr", "block_rows", "sets")  # the order of the components in a file
 
 
-def base_dtype(cols: int) -> np.dtype:
+def base_dtype(cols: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if cols <= 65536 else np.int32)
 
 
@@ -36,12 +40,12 @@ class EcCsrMatrix:
     type: int
     delta_bits: int
     nnz: int
-    values: np.ndarray  # bit patterns
-    deltas: np.ndarray  # uint8
-    bases: np.ndarray  # uint16, or int32 if cols > 65536
-    blk_ptr: np.ndarray  # int32
-    block_rows: np.ndarray  # int32; X.rows in a file
-    sets: np.ndarray  # int32, four numbers per set
+    values: Array  # bit patterns
+    deltas: Array  # uint8
+    bases: Array  # uint16, or int32 if cols > 65536
+    blk_ptr: Array  # int32
+    block_rows: Array  # int32; X.rows in a file
+    sets: Array  # int32, four numbers per set
 
     @property
     def n_stored(self) -> int:
@@ -49,7 +53,30 @@ class EcCsrMatrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in ARRAYS)
+        return sum(a.nbytes for a in self.arrays)
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """In file order."""
+        return tuple(getattr(self, name) for name in ARRAYS)
+
+    def encoded(self) -> EncodedMatrix:
+        bases = TYPE_I16 if self.bases.dtype.itemsize == 2 else TYPE_I32
+        return EncodedMatrix(
+            format="ec-csr",
+            rows=self.rows,
+            cols=self.cols,
+            type=self.type,
+            value_type=self.type,
+            bits=self.delta_bits,
+            nnz=self.nnz,
+            arrays=self.arrays,
+            types=(self.type, TYPE_I8, bases, TYPE_I32, TYPE_I32, TYPE_I32),
+        )
+
+    @classmethod
+    def from_encoded(cls, m: EncodedMatrix) -> EcCsrMatrix:
+        return cls(m.rows, m.cols, m.type, m.bits, m.nnz, *m.arrays)
 
 
 @dataclass(frozen=True)
@@ -57,25 +84,27 @@ class Block:
     """A block with its stored columns, fillers and padding among them."""
 
     vector_size: int
-    rows: np.ndarray  # g row indices
-    cols: np.ndarray  # n columns
-    values: np.ndarray  # (n, g) bit patterns
-    bases: np.ndarray  # of the 32 lanes
+    rows: Array  # g row indices
+    cols: Array  # n columns
+    values: Array  # (n, g) bit patterns
+    bases: Array  # of the 32 lanes
 
 
-def _places(n: int, vector_size: int) -> np.ndarray:
+def _places(n: int, vector_size: int) -> Array:
     """Where column i of a block's list stands in the arrays, in columns."""
     lane, k = np.divmod(np.arange(n), n // LANES)
-    return k // vector_size * (LANES * vector_size) + lane * vector_size + k % vector_size
+    found: Array = k // vector_size * (LANES * vector_size) + lane * vector_size + k % vector_size
+    return found
 
 
-def _unpack(deltas: np.ndarray, delta_bits: int) -> np.ndarray:
+def _unpack(deltas: Array, delta_bits: int) -> Array:
     if delta_bits == 8:
         return deltas.astype(np.int64)
-    return np.stack([deltas & 15, deltas >> 4], axis=1).reshape(-1).astype(np.int64)
+    codes: Array = np.stack([deltas & 15, deltas >> 4], axis=1).reshape(-1).astype(np.int64)
+    return codes
 
 
-def sets(m: EcCsrMatrix) -> np.ndarray:
+def sets(m: EcCsrMatrix) -> Array:
     """(n_sets, 4): granularity, vector size, blocks, columns."""
     return m.sets.reshape(-1, 4).astype(np.int64)
 
@@ -189,10 +218,10 @@ def _check_columns(m: EcCsrMatrix, block: Block) -> None:
         raise errors.error(errors.NOT_CANONICAL, f"columns of row {block.rows[0]} are not stored as they must be")
 
 
-# ---- codec ----
+# ---- NumPy twin ----
 
 
-def decode(m: EcCsrMatrix) -> np.ndarray:
+def decode(m: EcCsrMatrix) -> Array:
     """The dense bit patterns (rows, cols) of a matrix that passes validate()."""
     validate(m)
     dense = np.zeros((m.rows, m.cols), dtype=bits_dtype(m.type))
@@ -202,7 +231,7 @@ def decode(m: EcCsrMatrix) -> np.ndarray:
     return dense
 
 
-def stored_columns(real: np.ndarray, vector_size: int, delta_bits: int) -> tuple:
+def stored_columns(real: Array, vector_size: int, delta_bits: int) -> tuple[Array, Array]:
     """(columns, is it a non-zero) of a block of one row: fillers in wide gaps, padding to a whole unit."""
     widest = (1 << delta_bits) - 1
     step = np.diff(real, prepend=real[:1])
@@ -220,12 +249,20 @@ def stored_columns(real: np.ndarray, vector_size: int, delta_bits: int) -> tuple
     return cols, is_real
 
 
-def take_apart(m: EcCsrMatrix) -> list:
-    """(vector size, rows, columns of non-zeros) of each block."""
-    return [(b.vector_size, b.rows, b.cols[np.any(b.values != 0, axis=1)]) for b in blocks(m)]
+class Part(NamedTuple):
+    """What a block covers."""
+
+    vector_size: int
+    rows: Array
+    cols: Array  # of its non-zeros
 
 
-def assemble(dense: np.ndarray, type_id: int, delta_bits: int, parts: list) -> EcCsrMatrix:
+def take_apart(m: EcCsrMatrix) -> list[Part]:
+    """The parts that a matrix was cut into."""
+    return [Part(b.vector_size, b.rows, b.cols[np.any(b.values != 0, axis=1)]) for b in blocks(m)]
+
+
+def assemble(dense: Array, type_id: int, delta_bits: int, parts: Sequence[Part]) -> EcCsrMatrix:
     """The canonical arrays of blocks (as take_apart gives them, in any order) of a matrix of bit patterns."""
     stored = []
     for v, rows, real in parts:
@@ -233,11 +270,11 @@ def assemble(dense: np.ndarray, type_id: int, delta_bits: int, parts: list) -> E
             cols, is_real = real, np.ones(len(real), dtype=bool)
         else:
             cols, is_real = stored_columns(real, v, delta_bits)
-        values = np.where(is_real[:, None], dense[rows[:, None], cols[None, :]].T, 0).astype(dense.dtype)
-        stored.append(Block(v, rows, cols, values, cols.reshape(LANES, -1)[:, 0]))
+        of_block = np.where(is_real[:, None], dense[rows[:, None], cols[None, :]].T, 0).astype(dense.dtype)
+        stored.append(Block(v, rows, cols, of_block, cols.reshape(LANES, -1)[:, 0]))
     stored.sort(key=lambda b: (-len(b.rows), -b.vector_size, -len(b.cols), b.rows.tolist(), int(b.cols[0])))
 
-    table: list = []
+    table: list[list[int]] = []
     values, deltas, bases, blk_ptr, block_rows = [], [], [], [], []
     for b in stored:
         n, g = b.values.shape
@@ -271,3 +308,46 @@ def assemble(dense: np.ndarray, type_id: int, delta_bits: int, parts: list) -> E
         np.concatenate(block_rows).astype(np.int32),
         np.array(table, dtype=np.int32).reshape(-1),
     )
+
+
+# ---- codec ----
+
+
+class EcCsrCodec(Codec):
+    """The width of the deltas is chosen per matrix; encoding compares all rows with each other, which takes seconds."""
+
+    name: ClassVar[str] = "ec-csr"
+    components: ClassVar[tuple[str, ...]] = ("values", "deltas", "bases", "blk_ptr", "rows", "sets")
+    options: ClassVar[tuple[str, ...]] = ("max_granularity", "min_columns", "clip", "seed")
+    note: ClassVar[str | None] = "looking for blocks .."
+
+    def types(self) -> Mapping[str, tuple[Choice, ...]]:
+        return {"ec-csr": self.automatic(), **{f"ec-csr-{b}": (Choice(self, b),) for b in DELTA_BITS}}
+
+    def automatic(self) -> tuple[Choice, ...]:
+        return tuple(Choice(self, b) for b in DELTA_BITS)
+
+    def version(self, value_type: int) -> int:
+        return 2
+
+    def storage_name(self, bits: int, value_type: int) -> str:
+        return f"ec-csr-{bits}"
+
+    def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
+        """Blocks of one row cost about as much as MACKO; random non-zeros have few of several rows."""
+        return max(break_even_density(cols, b, value_bits(type_id)) for b in ((bits,) if bits else DELTA_BITS))
+
+    def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
+        options = self.own_options(settings)
+        if bits is not None:
+            options["delta_bits"] = bits
+        return native_codec.encode(self.name, source.bits, source.type, options, settings.n_threads)
+
+    def n_stored(self, stored: StoredArrays) -> int:
+        return stored.components[0].n_elements
+
+    def sets(self, stored: StoredArrays) -> Array | None:
+        return stored.array(5).reshape(-1, 4)
+
+    def gpu_cost(self, m: EncodedMatrix, n_threads: int = 0) -> GpuCost | None:
+        return GpuCost(*native_codec.gpu_cost(m, n_threads))

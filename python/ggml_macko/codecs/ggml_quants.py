@@ -8,6 +8,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
+
+from ..values import Array
 
 _CHUNK = 1 << 20  # values that a thread takes at a time
 
@@ -37,7 +40,7 @@ def library() -> ctypes.CDLL:
 
 def block_size(type_id: int) -> int:
     """Values of a block."""
-    return library().ggml_blck_size(type_id)
+    return int(library().ggml_blck_size(type_id))
 
 
 def nbytes(type_id: int, rows: int, cols: int) -> float:
@@ -45,7 +48,7 @@ def nbytes(type_id: int, rows: int, cols: int) -> float:
     return rows * library().ggml_row_size(type_id, cols) if cols % block_size(type_id) == 0 else float("inf")
 
 
-def quantize(values: np.ndarray, type_id: int, weights: np.ndarray | None = None, n_threads: int = 0) -> np.ndarray:
+def quantize(values: Array, type_id: int, weights: Array | None = None, n_threads: int = 0) -> npt.NDArray[np.uint8]:
     """uint8 (rows, bytes) of float32 (rows, cols), cols a multiple of the type's block.
 
     weights: float32, how much the error of a value counts: (cols,), the same for all rows, or (rows, cols).

@@ -1,40 +1,26 @@
-"""NumPy twin of the MACKO codec (FORMAT.md section 3; MACKO paper, section 4) and the paper's size formulas (section
-4.1).
+"""MACKO: non-zeros and the distances between them in 1, 2, 4 or 8 bits (FORMAT.md section 3; MACKO paper, section 4).
 
-The readable reference that tests hold the C codec against, byte for byte. Values are bit patterns (uint16 or uint32),
-never floats: zero means all bits zero, so -0.0 is kept. Nothing here touches the C library.
+The NumPy twin of the C codec, the paper's size formulas (section 4.1), and the codec for the tools. The twin, `encode`,
+`decode` and `validate` of a `MackoMatrix`, is the readable reference that tests hold the C library against, byte for
+byte; it does not use the C library. A gap that is too long for one delta is bridged by fillers: stored zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from .. import errors
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
+from ..values import EXPONENT, TYPE_I8, TYPE_I32, Array, bits_dtype, value_bits
+from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays
 
-# ggml type ids
-TYPE_F32 = 0
-TYPE_F16 = 1
-TYPE_BF16 = 30
-
-TYPE_NAMES = {TYPE_F32: "f32", TYPE_F16: "f16", TYPE_BF16: "bf16"}
 DELTA_BITS = (1, 2, 4, 8)
 MAX_STORED = 2**31 - 513  # entries of a matrix (FORMAT.md section 4)
-
-NEGATIVE_ZERO = {TYPE_F32: 0x80000000, TYPE_F16: 0x8000, TYPE_BF16: 0x8000}
-
-# exponent bits: all set means Inf or NaN
-EXPONENT = {TYPE_F32: 0x7F800000, TYPE_F16: 0x7C00, TYPE_BF16: 0x7F80}
-
-
-def value_bits(type_id: int) -> int:
-    return 32 if type_id == TYPE_F32 else 16
-
-
-def bits_dtype(type_id: int) -> np.dtype:
-    """The unsigned integer that holds one value's bits."""
-    return np.dtype(np.uint32 if type_id == TYPE_F32 else np.uint16)
 
 
 def n_padded(n_stored: int) -> int:
@@ -60,19 +46,37 @@ class MackoMatrix:
     delta_bits: int
     nnz: int
     n_stored: int
-    values: np.ndarray  # n_padded(n_stored) bit patterns
-    deltas: np.ndarray  # uint8, deltas_nbytes(n_stored, delta_bits)
-    row_ptr: np.ndarray  # int32, rows + 1
+    values: Array  # n_padded(n_stored) bit patterns
+    deltas: Array  # uint8, deltas_nbytes(n_stored, delta_bits)
+    row_ptr: Array  # int32, rows + 1
 
     @property
     def nbytes(self) -> int:
         return self.values.nbytes + self.deltas.nbytes + self.row_ptr.nbytes
 
+    def encoded(self) -> EncodedMatrix:
+        return EncodedMatrix(
+            format="macko",
+            rows=self.rows,
+            cols=self.cols,
+            type=self.type,
+            value_type=self.type,
+            bits=self.delta_bits,
+            nnz=self.nnz,
+            arrays=(self.values, self.deltas, self.row_ptr),
+            types=(self.type, TYPE_I8, TYPE_I32),
+        )
 
-# ---- codec ----
+    @classmethod
+    def from_encoded(cls, m: EncodedMatrix) -> MackoMatrix:
+        n_stored = int(m.arrays[2][-1]) if len(m.arrays[2]) else 0
+        return cls(m.rows, m.cols, m.type, m.bits, m.nnz, n_stored, *m.arrays)
 
 
-def encode(dense: np.ndarray, type_id: int, delta_bits: int) -> MackoMatrix:
+# ---- NumPy twin ----
+
+
+def encode(dense: Array, type_id: int, delta_bits: int) -> MackoMatrix:
     """dense: bit patterns (rows, cols). Values must be finite."""
     rows, cols = dense.shape
     if np.any((dense & EXPONENT[type_id]) == EXPONENT[type_id]):
@@ -100,7 +104,7 @@ def encode(dense: np.ndarray, type_id: int, delta_bits: int) -> MackoMatrix:
     )
 
 
-def _pack(codes: np.ndarray, n_stored: int, delta_bits: int) -> np.ndarray:
+def _pack(codes: Array, n_stored: int, delta_bits: int) -> Array:
     bits = (codes[:, None] >> np.arange(delta_bits, dtype=np.uint8)) & 1
     packed = np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")
     out = np.zeros(deltas_nbytes(n_stored, delta_bits), dtype=np.uint8)
@@ -108,15 +112,17 @@ def _pack(codes: np.ndarray, n_stored: int, delta_bits: int) -> np.ndarray:
     return out
 
 
-def _unpack(deltas: np.ndarray, n: int, delta_bits: int) -> np.ndarray:
+def _unpack(deltas: Array, n: int, delta_bits: int) -> Array:
     bits = np.unpackbits(deltas, bitorder="little")[: n * delta_bits].reshape(n, delta_bits).astype(np.int64)
-    return bits @ (1 << np.arange(delta_bits, dtype=np.int64))
+    codes: Array = bits @ (1 << np.arange(delta_bits, dtype=np.int64))
+    return codes
 
 
-def _entries(m: MackoMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _entries(m: MackoMatrix) -> tuple[Array, Array, Array]:
     """(row, column, code) of each stored entry."""
     codes = _unpack(m.deltas, m.n_stored, m.delta_bits)
-    lengths = np.diff(m.row_ptr.astype(np.int64))
+    row_ptr = m.row_ptr.astype(np.int64)
+    lengths = row_ptr[1:] - row_ptr[:-1]
     row = np.repeat(np.arange(m.rows), lengths)
     total = np.cumsum(codes + 1)
     before_row = np.concatenate([[0], total])[m.row_ptr[:-1]]
@@ -151,7 +157,7 @@ def validate(m: MackoMatrix) -> None:
         raise errors.error(errors.BAD_NNZ, f"{np.count_nonzero(values)} non-zeros, the header says {m.nnz}")
 
 
-def decode(m: MackoMatrix) -> np.ndarray:
+def decode(m: MackoMatrix) -> Array:
     """The dense bit patterns (rows, cols) of a matrix that passes validate()."""
     validate(m)
     row, col, _ = _entries(m)
@@ -171,15 +177,15 @@ def effective_density_best(density: float, delta_bits: int = 4, bits_value: int 
 
 def effective_density_worst(density: float, delta_bits: int = 4, bits_value: int = 16) -> float:
     """All zeros lie in runs that fillers must cover."""
-    return (density + (1 - density) / 2**delta_bits) * (bits_value + delta_bits) / bits_value
+    return float((density + (1 - density) / 2**delta_bits) * (bits_value + delta_bits) / bits_value)
 
 
 def effective_density_expected(density: float, delta_bits: int = 4, bits_value: int = 16) -> float:
     """Non-zeros at independent random places: z = (1-d)^(2^b), d / (1-z) entries per element."""
     if density <= 0:
         return 0.0
-    z = (1 - density) ** (2**delta_bits)
-    return density / (1 - z) * (bits_value + delta_bits) / bits_value
+    z: float = (1 - density) ** (2**delta_bits)
+    return float(density / (1 - z) * (bits_value + delta_bits) / bits_value)
 
 
 def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
@@ -195,3 +201,55 @@ def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
         else:
             high = middle
     return low
+
+
+# ---- codec ----
+
+
+class MackoCodec(Codec):
+    """The width of the deltas is chosen per matrix. Its size follows from a count; nothing is encoded to plan."""
+
+    name: ClassVar[str] = "macko"
+    components: ClassVar[tuple[str, ...]] = ("values", "deltas", "row_ptr")
+    keeps_rows: ClassVar[bool] = True
+    mixed_types: ClassVar[tuple[str, ...]] = ("macko",)
+
+    def types(self) -> Mapping[str, tuple[Choice, ...]]:
+        return {"macko": self.automatic(), **{f"macko-d{b}": (Choice(self, b),) for b in DELTA_BITS}}
+
+    def automatic(self) -> tuple[Choice, ...]:
+        return tuple(Choice(self, b) for b in DELTA_BITS)
+
+    def version(self, value_type: int) -> int:
+        return 1
+
+    def storage_name(self, bits: int, value_type: int) -> str:
+        return f"macko-d{bits}"
+
+    def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
+        widths = (bits,) if bits else DELTA_BITS
+        return max(break_even_density(cols, b, value_bits(type_id)) for b in widths)
+
+    def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
+        width = choice.bits or smallest_delta_bits(source.type, source.rows, source.count.n_stored)
+        n_stored = source.count.n_stored[width]
+        if n_stored > MAX_STORED:
+            raise errors.error(errors.LIMIT, f"more than {MAX_STORED} entries")
+        n, n_deltas = n_padded(n_stored), deltas_nbytes(n_stored, width)
+        components = (
+            Component(source.type, n, n * value_bits(source.type) // 8),
+            Component(TYPE_I8, n_deltas, n_deltas),
+            Component(TYPE_I32, source.rows + 1, 4 * (source.rows + 1)),
+        )
+        return Candidate(self, width, source.type, components)
+
+    def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
+        return native_codec.encode(self.name, source.bits, source.type, {"delta_bits": bits or 0}, settings.n_threads)
+
+    def n_stored(self, stored: StoredArrays) -> int:
+        return stored.last_number(2)
+
+
+def smallest_delta_bits(type_id: int, rows: int, n_stored: Mapping[int, int]) -> int:
+    """The width whose arrays are smallest; the narrower one if two are equal."""
+    return min(DELTA_BITS, key=lambda b: (matrix_nbytes(type_id, b, rows, n_stored[b]), b))

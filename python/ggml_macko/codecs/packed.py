@@ -1,19 +1,36 @@
-"""NumPy twin of the packed codec (FORMAT.md section 7): non-zeros without fillers, plain or quantized, and a bitmap or gap
-codes.
+"""Packed: non-zeros without fillers, plain or quantized, behind a bitmap or gap codes (FORMAT.md section 7).
 
-The readable reference that tests hold the C codec against, byte for byte. Plain values are bit patterns, as in formats.py.
-Nothing here touches the C library.
+The NumPy twin of the C codec, the search for scales, and the codec for the tools. The twin is the readable reference
+that tests hold the C library against, byte for byte; it does not use it. Scales of ggml's types are searched by
+libggml, those of Q4_NL, which it does not know, by the C library.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
-from ..codecs import macko as formats
+from ..native import codec as native_codec
+from ..native.codec import EncodedMatrix
+from ..values import (
+    SIGNIFICAND_BITS,
+    TYPE_I8,
+    TYPE_I32,
+    Array,
+    bits_dtype,
+    from_float,
+    to_float,
+    value_bits,
+)
+from . import ggml_quants, quantize
+from .codec import Choice, Codec, Settings, Source, StoredArrays
 
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
@@ -43,9 +60,9 @@ class PackedMatrix:
     value_type: int  # the same, or one of QUANT_NAMES
     index_bits: int
     nnz: int
-    values: np.ndarray  # bit patterns, or bytes (uint8) if quantized
-    index: np.ndarray  # uint8
-    row_ptr: np.ndarray  # int32, rows + 1
+    values: Array  # bit patterns, or bytes (uint8) if quantized
+    index: Array  # uint8
+    row_ptr: Array  # int32, rows + 1
 
     @property
     def n_values(self) -> int:
@@ -53,45 +70,44 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        return sum(getattr(self, name).nbytes for name in ARRAYS)
+        return self.values.nbytes + self.index.nbytes + self.row_ptr.nbytes
+
+    def encoded(self) -> EncodedMatrix:
+        is_bytes = self.value_type == TYPE_Q4_NL  # ggml has no such type
+        return EncodedMatrix(
+            format="packed",
+            rows=self.rows,
+            cols=self.cols,
+            type=self.type,
+            value_type=self.value_type,
+            bits=self.index_bits,
+            nnz=self.nnz,
+            arrays=(self.values, self.index, self.row_ptr),
+            types=(TYPE_I8 if is_bytes else self.value_type, TYPE_I8, TYPE_I32),
+        )
+
+    @classmethod
+    def from_encoded(cls, m: EncodedMatrix) -> PackedMatrix:
+        return cls(m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz, *m.arrays)
 
 
 def n_values(nnz: int) -> int:
     return max(BLOCK, (nnz + BLOCK - 1) // BLOCK * BLOCK)
 
 
-def values_dtype(type_id: int, value_type: int) -> np.dtype:
-    return np.dtype(np.uint8) if value_type in QUANT_NAMES else formats.bits_dtype(type_id)
+def values_dtype(type_id: int, value_type: int) -> np.dtype[Any]:
+    return np.dtype(np.uint8) if value_type in QUANT_NAMES else bits_dtype(type_id)
 
 
 def values_nbytes(type_id: int, value_type: int, n: int) -> int:
     """Of n values, a multiple of BLOCK if quantized."""
-    return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * formats.value_bits(type_id) // 8
+    return n // BLOCK * BLOCK_NBYTES[value_type] if value_type in QUANT_NAMES else n * value_bits(type_id) // 8
 
 
-# ---- numbers ----
+# ---- quantizing ----
 
 
-def to_float(bits: np.ndarray, type_id: int) -> np.ndarray:
-    """float32 of bit patterns."""
-    if type_id == formats.TYPE_F16:
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32) if type_id == formats.TYPE_BF16 else bits.view(np.float32)
-
-
-def _from_float(values: np.ndarray, type_id: int) -> np.ndarray:
-    """Bit patterns of finite float32, rounded to nearest even, the largest finite value where they are too large."""
-    if type_id == formats.TYPE_F32:
-        return values.view(np.uint32)
-    if type_id == formats.TYPE_BF16:
-        u = values.view(np.uint32).astype(np.uint64)
-        return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).astype(np.uint16)
-    with np.errstate(over="ignore"):
-        half = values.astype(np.float16)
-    return np.where(np.isinf(half), np.copysign(np.float16(65504), half), half).astype(np.float16).view(np.uint16)
-
-
-def quantize(values: np.ndarray, value_type: int) -> np.ndarray:
+def round_to_blocks(values: Array, value_type: int) -> Array:
     """uint8 (blocks, bytes) of float32 values, as many as fill blocks; ggml's reference rounding."""
     x = values.reshape(-1, BLOCK)
     extreme = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
@@ -116,15 +132,16 @@ _MIDDLES = (LEVELS[:, 1:].astype(np.float64) + LEVELS[:, :-1]) / 2  # where leve
 _NEAREST = np.array([np.searchsorted(m, np.arange(-256, 256) / 2, side="right") for m in _MIDDLES])
 
 
-def _nearest_levels(x: np.ndarray, d: np.ndarray, table: int | np.ndarray) -> np.ndarray:
+def _nearest_levels(x: Array, d: Array, table: int | Array) -> Array:
     """Numbers of the levels of Q4_NL nearest to x / d, (blocks, BLOCK); d: float32 (blocks, 1)."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.float32(1) / d
     inverse[~np.isfinite(inverse)] = 0
-    return _NEAREST[table, (np.clip(x * inverse, -128, np.float32(127.5)) * 2 + 256).astype(np.int64)]
+    found: Array = _NEAREST[table, (np.clip(x * inverse, -128, np.float32(127.5)) * 2 + 256).astype(np.int64)]
+    return found
 
 
-def _scale_with_table(d: np.ndarray, table: np.ndarray) -> np.ndarray:
+def _scale_with_table(d: Array, table: Array) -> Array:
     """uint16, the F16 nearest to d that has the table in its lowest bit."""
     with np.errstate(over="ignore"):
         h = d.astype(np.float16).view(np.uint16)
@@ -139,12 +156,12 @@ def _scale_with_table(d: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(h & 1 == table, h, np.where(has_below & (~has_above | nearer), below, above))
 
 
-# Tried for Q4_NL: with both tables, scales of both signs that put the largest magnitude at so much of the outermost level. Each
-# is replaced by the best one for the levels that it leads to, twice.
+# Scales tried for Q4_NL, with both tables and both signs: they put the largest magnitude at this share of the outermost
+# level. Each is replaced twice by the best scale for the levels that it leads to.
 _TRIED = (0.78, 0.88, 0.95, 1.0, 1.06, 1.14)
 
 
-def _sum_of_block(x: np.ndarray) -> np.ndarray:
+def _sum_of_block(x: Array) -> Array:
     """(blocks, 1) of float64 (blocks, BLOCK), added in the order in which the C library does it."""
     parts = x[:, 0:8] + x[:, 8:16] + x[:, 16:24] + x[:, 24:32]
     for half in (4, 2, 1):
@@ -152,7 +169,7 @@ def _sum_of_block(x: np.ndarray) -> np.ndarray:
     return parts
 
 
-def quantize_levels(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+def quantize_levels(values: Array, weights: Array | None = None) -> Array:
     """uint8 (blocks, bytes) of float32 values as Q4_NL; weights: how much the square of an error counts."""
     n = len(values)
     x, w = np.zeros((2, n_values(n)), dtype=np.float32)
@@ -181,7 +198,7 @@ def quantize_levels(values: np.ndarray, weights: np.ndarray | None = None) -> np
     return _pack_nibbles(scale, [], number.reshape(-1, BLOCK).astype(np.uint8))
 
 
-def pack_blocks(scale: np.ndarray, q: np.ndarray, value_type: int) -> np.ndarray:
+def pack_blocks(scale: Array, q: Array, value_type: int) -> Array:
     """uint8 (blocks, bytes) of float16 scales (blocks, 1) and int8 q (blocks, BLOCK), in one of ggml's types."""
     if value_type == TYPE_Q8_0:
         return np.concatenate([scale.view(np.uint8), q.view(np.uint8)], axis=1)
@@ -190,11 +207,11 @@ def pack_blocks(scale: np.ndarray, q: np.ndarray, value_type: int) -> np.ndarray
     return _pack_nibbles(scale, fifth, u & 15)
 
 
-def _pack_nibbles(scale: np.ndarray, fifth: list, u: np.ndarray) -> np.ndarray:
+def _pack_nibbles(scale: Array, fifth: Sequence[Array], u: Array) -> Array:
     return np.concatenate([scale.view(np.uint8), *fifth, u[:, :16] | u[:, 16:] << 4], axis=1)
 
 
-def dequantize(values: np.ndarray, value_type: int) -> tuple:
+def dequantize(values: Array, value_type: int) -> tuple[Array, Array]:
     """(d, q) of each value: float32, int."""
     blocks = values.reshape(-1, BLOCK_NBYTES[value_type])
     d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
@@ -208,20 +225,20 @@ def dequantize(values: np.ndarray, value_type: int) -> tuple:
     return np.broadcast_to(d, q.shape).reshape(-1), q.reshape(-1)
 
 
-# ---- codec ----
+# ---- NumPy twin ----
 
 
 def _align4(n: int) -> int:
     return max(4, (n + 3) // 4 * 4)
 
 
-def _pad(data: np.ndarray, nbytes: int) -> np.ndarray:
+def _pad(data: Array, nbytes: int) -> Array:
     out = np.zeros(nbytes, dtype=np.uint8)
     out[: len(data)] = data
     return out
 
 
-def _gap_codes(row: np.ndarray, col: np.ndarray, bits: int) -> np.ndarray:
+def _gap_codes(row: Array, col: Array, bits: int) -> Array:
     escape = (1 << bits) - 1
     first = np.ones(len(row), dtype=bool)
     first[1:] = row[1:] != row[:-1]
@@ -231,7 +248,7 @@ def _gap_codes(row: np.ndarray, col: np.ndarray, bits: int) -> np.ndarray:
     return codes
 
 
-def encode(dense: np.ndarray, type_id: int, value_type: int, index_bits: int) -> PackedMatrix:
+def encode(dense: Array, type_id: int, value_type: int, index_bits: int) -> PackedMatrix:
     """dense: bit patterns (rows, cols), finite."""
     rows, cols = dense.shape
     row, col = np.nonzero(dense)
@@ -241,12 +258,12 @@ def encode(dense: np.ndarray, type_id: int, value_type: int, index_bits: int) ->
         codes = _gap_codes(row, col, index_bits)
         each = (codes[:, None] >> np.arange(index_bits, dtype=np.uint8)) & 1
         bits = np.packbits(each.astype(np.uint8).reshape(-1), bitorder="little")
-    values = np.zeros(n_values(len(row)), dtype=formats.bits_dtype(type_id))
+    values = np.zeros(n_values(len(row)), dtype=bits_dtype(type_id))
     values[: len(row)] = dense[row, col]
     if value_type == TYPE_Q4_NL:
         values = quantize_levels(to_float(values[: len(row)], type_id)).reshape(-1)
     elif value_type in QUANT_NAMES:
-        values = quantize(to_float(values, type_id), value_type).reshape(-1)
+        values = round_to_blocks(to_float(values, type_id), value_type).reshape(-1)
     row_ptr = np.zeros(rows + 1, dtype=np.int32)
     row_ptr[1:] = np.cumsum(np.bincount(row, minlength=rows))
     return PackedMatrix(
@@ -254,12 +271,13 @@ def encode(dense: np.ndarray, type_id: int, value_type: int, index_bits: int) ->
     )
 
 
-def places(m: PackedMatrix) -> tuple:
+def places(m: PackedMatrix) -> tuple[Array, Array]:
     """(row, column) of each non-zero of a matrix that the C library accepts."""
     bits = np.unpackbits(m.index, bitorder="little")
     if m.index_bits == BITMAP:
         stride = (m.cols + 7) // 8 * 8
-        return np.nonzero(bits[: m.rows * stride].reshape(m.rows, stride))
+        rows, cols = np.nonzero(bits[: m.rows * stride].reshape(m.rows, stride))
+        return rows, cols
     codes = bits[: len(bits) // m.index_bits * m.index_bits].reshape(-1, m.index_bits).astype(np.int64)
     codes = codes @ (1 << np.arange(m.index_bits))
     escape = (1 << m.index_bits) - 1
@@ -270,35 +288,37 @@ def places(m: PackedMatrix) -> tuple:
     return row, column - before[row] - 1
 
 
-def decode(m: PackedMatrix) -> np.ndarray:
+def decode(m: PackedMatrix) -> Array:
     """The dense bit patterns (rows, cols) of a matrix that the C library accepts."""
-    dense = np.zeros((m.rows, m.cols), dtype=formats.bits_dtype(m.type))
+    dense = np.zeros((m.rows, m.cols), dtype=bits_dtype(m.type))
     if m.value_type in QUANT_NAMES:
         d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
         product = d * q.astype(np.float32)
-        values = np.where(product == 0, 0, _from_float(product, m.type)).astype(dense.dtype)
+        values = np.where(product == 0, 0, from_float(product, m.type)).astype(dense.dtype)
     else:
         values = m.values[: m.nnz]
     dense[places(m)] = values
     return dense
 
 
-def nearest_q(values: np.ndarray, d: np.ndarray, value_type: int) -> np.ndarray:
+def nearest_q(values: Array, d: Array, value_type: int) -> Array:
     """The q of one of ggml's types whose d * q is nearest to each value; 0 where d is 0."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         q = np.clip(np.rint(values / d), *Q_RANGE[value_type])
     return np.where(d == 0, 0, q).astype(np.int8)
 
 
-def _ratio(values: np.ndarray, d: np.ndarray) -> np.ndarray:
+def _ratio(values: Array, d: Array) -> Array:
     """values / d; 0 where d is 0."""
     return np.divide(values, d, out=np.zeros_like(values), where=d != 0)
 
 
-def error_bound(m: PackedMatrix, source: np.ndarray) -> np.ndarray:
-    """How far each non-zero's dense value may be from `source`, the values (float32) that were quantized: as far as the
-    nearest d * q, and the rounding of the scale to F16 and of the product to the dense type. A value that twice the
-    largest |q| does not reach has no business with this scale (searched scales cut off less than half).
+def error_bound(m: PackedMatrix, source: Array) -> Array:
+    """How far each non-zero's dense value may be from `source`, the values (float32) that were quantized.
+
+    That is the distance to the nearest d * q, plus the rounding of the scale to F16 and of the product to the dense
+    type. A value beyond twice the largest |q| cannot belong to this scale: searched scales cut off less than half of a
+    value.
     """
     d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
     d, source = d.astype(np.float64), source.astype(np.float64)
@@ -312,6 +332,118 @@ def error_bound(m: PackedMatrix, source: np.ndarray) -> np.ndarray:
     else:
         best = nearest_q(source, d, m.value_type)
     nearest = np.abs(source - d * best) + 1e-4 * np.abs(d)
-    digits = {formats.TYPE_F16: 11, formats.TYPE_BF16: 8, formats.TYPE_F32: 24}[m.type]
+    digits = SIGNIFICAND_BITS[m.type]
     reached = np.abs(source) <= 2 * most * np.abs(d) + scale_error
-    return np.where(reached, nearest, 0) + scale_error + np.abs(q * d) * 2.0**-digits + 2.0**-24
+    bound: Array = np.where(reached, nearest, 0) + scale_error + np.abs(q * d) * 2.0**-digits + 2.0**-24
+    return bound
+
+
+# ---- quantizing ----
+
+_PIECE = 1 << 16  # non-zeros that libggml takes as one row: its search compares values with their mean square
+
+
+def quantize_non_zeros(
+    bits: Array, type_id: int, value_type: int, weights: Array | None, n_threads: int = 0
+) -> PackedMatrix:
+    """The packed matrix of dense bit patterns (rows, cols), its scales searched for the least weighted error.
+
+    weights: column weights as codecs/quantize.py describes them. Raises MackoError with the code NOT_FINITE if a value
+    is not finite or too large for a scale in F16, and LIMIT if there are too many non-zeros.
+    """
+    if value_type == TYPE_Q8_0:  # nothing to search
+        return _encode_in_c(bits, type_id, value_type, None, n_threads)
+    m = _encode_in_c(bits, type_id, type_id, None, n_threads)
+    x = to_float(m.values, m.type)
+    counts = np.ones(len(x), dtype=np.float32)
+    if weights is not None:
+        ranges = quantize.row_ranges(bits)
+        rows = [quantize.weights_of_rows(weights, len(bits), a, b)[bits[a:b] != 0] for a, b in ranges]
+        counts[: m.nnz] = np.concatenate(rows)
+    if value_type == TYPE_Q4_NL:
+        blocks = native_codec.quantize_q4_nl(x[: m.nnz], counts[: m.nnz], n_threads)
+        return dataclasses.replace(m, value_type=value_type, values=blocks)
+    return dataclasses.replace(m, value_type=value_type, values=_search_blocks(x, counts, value_type, n_threads))
+
+
+def _search_blocks(x: Array, counts: Array, value_type: int, n_threads: int) -> npt.NDArray[np.uint8]:
+    """Blocks of one of ggml's types of float32 values, as many as fill blocks; counts: how much the error of each
+    counts.
+    """
+    n = len(x) // _PIECE * _PIECE
+    pieces = [(x[:n].reshape(-1, _PIECE), counts[:n].reshape(-1, _PIECE)), (x[None, n:], counts[None, n:])]
+    found = [ggml_quants.quantize(v, value_type, w, n_threads).reshape(-1) for v, w in pieces if v.size]
+    scales = np.concatenate(found).reshape(-1, BLOCK_NBYTES[value_type])[:, :2].copy().view(np.float16)
+    if not np.all(np.isfinite(scales)):
+        raise errors.error(errors.NOT_FINITE, "values are too large for a scale in F16")
+    # the search leaves each q as it was before its last step changed the scale
+    q = nearest_q(x.reshape(-1, BLOCK), scales.astype(np.float32), value_type)
+    return pack_blocks(scales, q, value_type).reshape(-1)
+
+
+def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | None, n_threads: int) -> PackedMatrix:
+    options = {"value_type": value_type, "index_bits": -1 if index_bits is None else index_bits}
+    return PackedMatrix.from_encoded(native_codec.encode("packed", bits, type_id, options, n_threads))
+
+
+# ---- codec ----
+
+
+class PackedCodec(Codec):
+    """The index, a bitmap or gap codes of 2, 4 or 8 bits, is whatever is smallest for the matrix."""
+
+    name: ClassVar[str] = "packed"
+    components: ClassVar[tuple[str, ...]] = ARRAYS
+    # sparse-q4_0 is left out: sparse-q4_nl falls back to Q4_0 where that is nearer
+    mixed_types: ClassVar[tuple[str, ...]] = ("packed", "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
+    aliases: ClassVar[Mapping[str, str]] = {f"macko-{name}": f"sparse-{name}" for name in QUANT_NAMES.values()}
+
+    def types(self) -> Mapping[str, tuple[Choice, ...]]:
+        lossy = {f"sparse-{name}": (Choice(self, None, value_type),) for value_type, name in QUANT_NAMES.items()}
+        return {"packed": self.automatic(), **lossy}
+
+    def automatic(self) -> tuple[Choice, ...]:
+        return (Choice(self),)
+
+    def version(self, value_type: int) -> int:
+        return {TYPE_Q5_0: 4, TYPE_Q4_NL: 5}.get(value_type, 3)
+
+    def storage_name(self, bits: int, value_type: int) -> str:
+        return f"{self.type_name(value_type)}-gaps{bits}" if bits else f"{self.type_name(value_type)}-bitmap"
+
+    def type_name(self, value_type: int) -> str:
+        return f"sparse-{QUANT_NAMES[value_type]}" if value_type in QUANT_NAMES else self.name
+
+    def value_name(self, value_type: int) -> str | None:
+        return QUANT_NAMES.get(value_type)
+
+    def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
+        """With a bitmap; an index takes at most one bit per weight."""
+        n = value_bits(type_id)
+        return 1.0 if value_type in QUANT_NAMES else (n - 1 - 32 / cols) / n
+
+    def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
+        kind = source.type if value_type is None else value_type
+        if kind == source.type or not settings.search:
+            return _encode_in_c(source.bits, source.type, kind, bits, settings.n_threads).encoded()
+        weights, n_threads = source.column_weights, settings.n_threads
+        # the levels of Q4_NL leave out what is near zero: Q4_0 is nearer to a matrix that was not pruned, as many heads
+        kinds = (kind, TYPE_Q4_0) if kind == TYPE_Q4_NL else (kind,)
+        tried = [quantize_non_zeros(source.bits, source.type, k, weights, n_threads).encoded() for k in kinds]
+        if len(tried) == 1:
+            return tried[0]
+
+        def error(m: EncodedMatrix) -> float:
+            return quantize.relative_error(source.bits, self.decode(m, n_threads), source.type, weights)
+
+        return min(tried, key=error)
+
+    def n_elements(self, m: EncodedMatrix, i: int) -> int:
+        """Of quantized values ggml counts values; the blocks of Q4_NL are bytes in a file."""
+        return n_values(m.nnz) if i == 0 and m.types[0] != TYPE_I8 else len(m.arrays[i])
+
+    def n_stored(self, stored: StoredArrays) -> int:
+        return stored.last_number(2)
+
+    def error_bound(self, m: EncodedMatrix, source: Array) -> Array:
+        return error_bound(PackedMatrix.from_encoded(m), source)

@@ -11,22 +11,23 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
-from ..errors import MackoError
+from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
 COMMANDS = {
-    "calibrate": "evaluation.calibrate",
-    "perplexity": "evaluation.perplexity",
-    "prune": "pruning.prune",
-    "convert": "conversion.convert",
-    "restore": "conversion.restore",
-    "verify": "conversion.verify",
-    "inspect": "conversion.inspect",
+    "calibrate": "commands.calibrate",
+    "perplexity": "commands.perplexity",
+    "prune": "commands.prune",
+    "convert": "commands.convert",
+    "restore": "commands.restore",
+    "verify": "commands.verify",
+    "inspect": "commands.inspect",
     "generate": "commands.generate",
-    "bench": "benchmark.bench",
-    "report": "benchmark.report",
+    "bench": "commands.bench",
+    "report": "commands.report",
     "run": "commands.run",
     "env": "commands.env",
 }
@@ -41,6 +42,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
+    """Prints which library, llama.cpp, CPU kernels and GPUs this is. The C library is loaded only here."""
+
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
         from ..native import bindings
 
@@ -54,7 +57,7 @@ class Version(argparse.Action):
 def make_parser() -> Parser:
     parser = Parser(prog="macko", description="Sparse LLM weights for stock llama.cpp.", allow_abbrev=False)
     parser.add_argument("--version", action=Version, nargs=0, help="print versions and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(f"ggml_macko.{module_name}")
         sub = subparsers.add_parser(name, help=module.HELP, allow_abbrev=False)
@@ -64,29 +67,20 @@ def make_parser() -> Parser:
     return parser
 
 
-def one_line(error: BaseException) -> str:
-    """What to tell the user."""
-    if isinstance(error, MackoError):
-        text = str(error)
-    elif isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    elif isinstance(error, MemoryError):
-        text = "out of memory"
-    else:
-        text = str(error) or type(error).__name__
-    return " ".join(text.split())
-
-
 def on_sigterm(*unused: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)  # unwinds, so that partial files go
 
 
-def main(argv: list | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = None
     try:
         signal.signal(signal.SIGTERM, on_sigterm)
-        args = make_parser().parse_args(argv)
-        code = args.run(args)
+        parser = make_parser()
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

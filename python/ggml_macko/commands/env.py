@@ -32,8 +32,9 @@ FORMATS = {"sh": shell_line, "systemd": systemd_line, "docker": docker_line}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        'Prints what `macko run` sets: `eval "$(macko env)"` in a shell, --format systemd for the [Service] section of a'
-        " unit, --format docker for a file that `docker run --env-file` reads (the paths must exist in the container)."
+        'Prints what `macko run` sets: `eval "$(macko env)"` in a shell, --format systemd for the [Service] section of'
+        " a unit, --format docker for a file that `docker run --env-file` reads (the paths must exist in the"
+        " container)."
     )
     run_command.add_compress_argument(parser)
     parser.add_argument("--format", choices=sorted(FORMATS), default="sh", help="default: sh")

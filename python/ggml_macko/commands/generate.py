@@ -1,11 +1,13 @@
-"""Writes text with a model, dense or sparse: `macko generate -m MODEL -p PROMPT`."""
+"""The command line of `macko generate`: writes text with a model, dense or sparse."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from .. import errors
+from .arguments import add_model_arguments
 
 HELP = "write text with a model"
 
@@ -44,31 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that runs a model, with llama.cpp's names."""
-    parser.add_argument(
-        "-t", "--threads", type=int, default=0, metavar="N", help="threads (default: chosen by llama_cpp)"
-    )
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
-    )
-    add_gpu_layers(parser)
-
-
-def add_gpu_layers(
-    parser: argparse.ArgumentParser,
-    default: int | None = -1,
-    which: str = "all or auto: as many as there are (default)",
-) -> None:
-    """llama.cpp's option; all and auto are -1."""
-    names = ("-ngl", "--gpu-layers", "--n-gpu-layers")
-    parser.add_argument(*names, type=gpu_layers, default=default, metavar="N", help=f"layers on the GPU; {which}")
-
-
-def gpu_layers(text: str) -> int:
-    return -1 if text in ("all", "auto") else int(text)
-
-
 def run(args: argparse.Namespace) -> int:
     from ..llama import Llama
 
@@ -92,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.no_display_prompt:
         sys.stdout.write(prompt)
-    chunks = llama.create_completion(
+    chunks: Any = llama.create_completion(  # an iterator, because stream is set
         prompt,
         max_tokens=args.predict,
         temperature=args.temp,
@@ -104,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         stream=True,
     )
     for chunk in chunks:
+        assert isinstance(chunk, dict)  # with stream=True llama_cpp yields chunks
         sys.stdout.write(chunk["choices"][0]["text"])
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
-def choose(candidates: list, nbytes_of: Callable, limit: int) -> list | int:
-    """candidates: of each tensor, (bytes, error) of each type it may have. nbytes_of(indices): size of the file with one
-    candidate for each tensor. Returns the indices, or the least size if that is beyond the limit.
+class Point(NamedTuple):
+    """What a tensor would be in one of the types that it may have."""
+
+    nbytes: int
+    error: float
+
+
+class _Step(NamedTuple):
+    """Another point for one tensor. Steps are ordered by the error that they save per byte."""
+
+    gain: float
+    tensor: int
+    pick: int
+
+
+def choose(
+    candidates: Sequence[Sequence[Point]], nbytes_of: Callable[[Sequence[int]], int], limit: int
+) -> list[int] | int:
+    """The index of one point for each tensor, or the least size of the file if that is beyond the limit.
+
+    candidates: the points of each tensor. nbytes_of(picks): size of the file with one point for each tensor.
 
     Greedy: from the smallest, again and again the step that saves most error per byte and still fits. That follows the
-    lower convex hulls of the tensors' points, the optimum for a Lagrange multiplier, until the limit is near, and fills
-    up what is left.
+    lower convex hulls of the tensors' points, the optimum for a Lagrange multiplier, until the limit is near, and then
+    fills up what is left.
     """
     picks = [min(range(len(c)), key=lambda i: c[i]) for c in candidates]
     size = nbytes_of(picks)
@@ -19,13 +38,14 @@ def choose(candidates: list, nbytes_of: Callable, limit: int) -> list | int:
         return size
     while True:
         steps = []
-        for t, c in enumerate(candidates):
-            nbytes, error = c[picks[t]]
-            for i, (more, less) in enumerate(c):
-                if less < error and size + more - nbytes <= limit:
-                    steps.append(((error - less) / max(more - nbytes, 1), t, i))
-        for _, t, i in sorted(steps, reverse=True):
-            after = [*picks[:t], i, *picks[t + 1 :]]
+        for t, points in enumerate(candidates):
+            now = points[picks[t]]
+            for i, other in enumerate(points):
+                if other.error < now.error and size + other.nbytes - now.nbytes <= limit:
+                    gain = (now.error - other.error) / max(other.nbytes - now.nbytes, 1)
+                    steps.append(_Step(gain, t, i))
+        for step in sorted(steps, reverse=True):
+            after = [*picks[: step.tensor], step.pick, *picks[step.tensor + 1 :]]
             new_size = nbytes_of(after)  # exact: what is stored dense needs fewer header bytes
             if new_size <= limit:
                 picks, size = after, new_size

@@ -1,9 +1,9 @@
-"""What goes into each matrix product while llama.cpp evaluates a text: the inputs that calibration and SparseGPT need.
+"""The inputs of matrix products while llama.cpp evaluates a text: what calibration and SparseGPT measure.
 
 llama.cpp's scheduler calls a function for each node of its graph (cb_eval). For the products whose weight a consumer
-wants, the input activations are handed over as float32 rows, straight from the graph's memory where that is the
-host's. Which products count is llama-imatrix's rule: every MUL_MAT_ID, and a MUL_MAT with float32 input of at least 16
-rows. Nothing here keeps activations: memory is that of one micro-batch.
+wants, that function hands over the input activations as float32 rows, without a copy where the graph lies in host
+memory. Which products count is llama-imatrix's rule: every MUL_MAT_ID, and each MUL_MAT with a float32 input of at
+least 16 rows. Nothing here keeps activations: memory is that of one micro-batch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
 
-MIN_ROWS = 16  # a plain product with fewer rows is skipped: llama-imatrix's rule
+MIN_ROWS = 16
+"""Rows of the input of a MUL_MAT that counts."""
 
 
 class Weight(NamedTuple):
-    """A weight that is multiplied with."""
+    """A weight of a matrix product."""
 
     name: str  # as in the model file
     cols: int  # length of an input row
@@ -33,20 +36,22 @@ class Weight(NamedTuple):
 
 
 class Consumer(Protocol):
+    """What takes the inputs of matrix products."""
+
     def wants(self, name: str) -> bool:
-        """Whether to hand over the inputs of the weight of this name; asked for each product, so it should be quick."""
+        """Whether to hand over the inputs of the weight of this name. Called for each product, so it should be fast."""
 
-    def take(self, weight: Weight, index: int, x: np.ndarray) -> None:
-        """x: (rows, cols) float32, inputs of matrix `index` of the weight; valid during the call only, read only.
+    def take(self, weight: Weight, index: int, x: npt.NDArray[np.float32]) -> None:
+        """Takes inputs x (rows, cols) of matrix `index` of the weight; x is valid during the call only, and read only.
 
-        Called at most once per micro-batch and matrix (for each sequence of the batch where the graph keeps them
-        apart); an expert that no token was routed to gets no call. Whatever it raises stops the evaluation and comes
-        out of TextModel.evaluate.
+        Called at most once per micro-batch and matrix (for each sequence of the batch where the graph keeps sequences
+        apart), and not for an expert that no token was routed to. An exception stops the evaluation, and
+        TextModel.evaluate raises it.
         """
 
 
 class _Tensor(ctypes.Structure):
-    """struct ggml_tensor of the ggml that the plugin is built for; the loader refuses any other."""
+    """struct ggml_tensor of the ggml that the plugin was built for; native/loader.py refuses any other."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -67,14 +72,17 @@ class _Tensor(ctypes.Structure):
 
 
 _TYPE_F32, _TYPE_I32 = 0, 26
-_OBJECT_NBYTES = 32  # what ggml_tensor_overhead() counts beside the struct
+_OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() counts too
 
 
 class _Ggml:
-    """The functions of libggml-base that are needed here, and the ids of the two operations."""
+    """The functions of libggml-base that are needed here, and the ids of the two operations.
+
+    Raises MackoError (VERSION_MISMATCH) if its tensors have another size than _Tensor.
+    """
 
     def __init__(self) -> None:
-        lib = ctypes.CDLL("libggml-base.so.0")  # the copy that libllama uses, loaded already
+        lib = ctypes.CDLL("libggml-base.so.0")  # libllama has loaded this copy already
         lib.ggml_tensor_overhead.restype = ctypes.c_size_t
         lib.ggml_op_name.restype = ctypes.c_char_p
         lib.ggml_op_name.argtypes = [ctypes.c_int]
@@ -84,7 +92,7 @@ class _Ggml:
         self.is_host.restype, self.is_host.argtypes = ctypes.c_bool, [ctypes.c_void_p]
         self.get = lib.ggml_backend_tensor_get
         self.get.restype, self.get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-        ops = {}
+        ops: dict[bytes, int] = {}
         while len(ops) < 1024 and b"MUL_MAT_ID" not in ops:
             ops[lib.ggml_op_name(len(ops))] = len(ops)
         if lib.ggml_tensor_overhead() != ctypes.sizeof(_Tensor) + _OBJECT_NBYTES or b"MUL_MAT_ID" not in ops:
@@ -101,29 +109,32 @@ def _ggml() -> _Ggml:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect at the end of the block (or of the outermost such block)."""
-    held: list = []
-    before: dict = {}
-    if threading.current_thread() is threading.main_thread():  # only that one gets signals
+    """Delays Ctrl-C and SIGTERM to the end of the block, or of the outermost such block."""
+    held: list[tuple[int, FrameType | None]] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # only the main thread gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *caught: held.append(caught))
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number, frame in held:
-            if callable(before[number]):
-                before[number](number, frame)
-            elif before[number] == signal.SIG_DFL:
-                signal.raise_signal(number)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+        for caught, frame in held:
+            if callable(before[caught]):
+                before[caught](caught, frame)
+            elif before[caught] == signal.SIG_DFL:
+                signal.raise_signal(caught)
 
 
 class Tap:
-    """Between the scheduler and a consumer: `callback` goes into llama_context_params.cb_eval and must live as long as
-    the context; each llama_decode stands in a `with tap.evaluation()`."""
+    """Connects llama.cpp's scheduler with a consumer.
 
-    def __init__(self, consumer: Consumer):
+    `callback` belongs into llama_context_params.cb_eval and must live as long as the context. Each llama_decode must be
+    called within `with tap.evaluation()`.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
         import llama_cpp.llama_cpp as api
 
         self._consumer = consumer
@@ -133,7 +144,7 @@ class Tap:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Brings out what the consumer raised, and holds signals back meanwhile: Python cannot raise through C."""
+        """Raises at its end what the consumer raised, and delays signals until then: Python cannot raise through C."""
         self._error = None
         with signals_held():
             yield
@@ -167,7 +178,7 @@ class Tap:
             # x: (1, tokens, experts used or 1, cols); ids: (1, 1, tokens, experts used)
             ids = self._array(node.src[2], np.int32)[0, 0]
             if x.shape[0] != 1 or x.shape[1] != ids.shape[0] or ids.min() < 0 or ids.max() >= weight.n_mat:
-                raise errors.error(errors.LIMIT, f"{weight.name}: experts of a shape that is not understood")
+                raise errors.error(errors.LIMIT, f"{weight.name}: the shape of its expert product is not supported")
             for index in np.unique(ids):
                 token, use = np.nonzero(ids == index)
                 self._consumer.take(weight, int(index), x[0, token, use % x.shape[2]])
@@ -178,8 +189,8 @@ class Tap:
                     self._consumer.take(weight, index, x[i3, i2])
         return True
 
-    def _array(self, address: int, dtype: type) -> np.ndarray:
-        """A tensor's elements, dimensions slowest first; a view where the data lies in host memory."""
+    def _array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
+        """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""
         t = _Tensor.from_address(address)
         nbytes = self._ggml.nbytes(address)
         if self._ggml.is_host(t.buffer):
@@ -194,6 +205,6 @@ class Tap:
 
 @functools.lru_cache(maxsize=1 << 16)
 def weight_name(name: bytes) -> str:
-    """Without what the scheduler adds to a copy on another device: CUDA0#blk.0.attn_k.weight#0."""
+    """The name in the model file; the scheduler calls a copy on another device CUDA0#blk.0.attn_k.weight#0."""
     parts = name.decode("utf-8", errors="replace").split("#")
     return parts[1] if len(parts) > 1 else parts[0]

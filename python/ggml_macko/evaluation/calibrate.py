@@ -1,45 +1,129 @@
-"""Measures what goes into a model's weights: `macko calibrate -m MODEL -f TEXT -o imatrix.gguf`.
+"""Measures the inputs of a model's weights on a text and writes an imatrix file: `calibrate(model, text, output)`.
 
-Runs the text through the model and sums the squares of each weight's input columns, as llama-imatrix does and in its
-file format; the sums are kept in float64, so they do not depend on how the text is cut into evaluations. Every few
-chunks, and when it is interrupted, a run leaves OUT.checkpoint, with which the same command goes on to the same bytes.
+Sums the squares of each input column of each weight, as llama-imatrix does and in its file format. Sums are kept in
+float64, so that they do not depend on how the text is cut into evaluations. Every few chunks, and when it is
+interrupted, a run leaves OUTPUT.checkpoint; the same call continues from there and writes the same bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
 import struct
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import console, errors
 from ..evaluation import text_model
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
+from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
 from ..gguf.files import AtomicOutput, Model, make_key
 
-HELP = "measure activation statistics of a model on a text"
+N_BATCH = 512
+"""Tokens per evaluation: the default of llama-imatrix."""
 
 _LOG_SECONDS = 10.0
 
 
-class SquareSums:
-    """activations.Consumer that sums squares: all that memory holds is one float64 per input column and expert."""
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` measured and wrote."""
 
-    def __init__(self, process_output: bool = False):
-        self.sums: dict[str, np.ndarray] = {}  # (n_mat, cols)
-        self.counts: dict[str, np.ndarray] = {}  # int64: one per expert, or one
+    path: Path
+    entries: Mapping[str, imatrix.Statistics]  # weight name -> its sums of squares and counts
+    n_chunks: int
+    n_ctx: int
+
+
+def calibrate(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    output: str | os.PathLike[str] = "imatrix.gguf",
+    *,
+    n_ctx: int = N_CTX,
+    n_batch: int = N_BATCH,
+    n_ubatch: int = N_UBATCH,
+    n_chunks: int = -1,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    process_output: bool = False,
+    checkpoint_every: int = 10,
+    verbose: bool = False,
+    force: bool = False,
+) -> Calibration:
+    """Runs a UTF-8 text through a GGUF model, dense or sparse, and writes an imatrix file equal to llama-imatrix's.
+
+    For each weight and each of its input columns j, the file holds the sum of x_j^2 over all tokens, and the number of
+    tokens; for the weights of experts, over the tokens that were routed to each.
+
+    n_ctx: tokens of a chunk, at least 16. n_batch: tokens per evaluation; n_ubatch: tokens per matrix product.
+    n_chunks: chunks from the start of the text; -1 is all. n_threads: 0 is all cores. n_gpu_layers: -1 is all.
+    process_output: measure output.weight, too. checkpoint_every: chunks after which OUTPUT.checkpoint is written.
+    verbose: show llama.cpp's log. force: replace output if it exists.
+
+    Logs its progress. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not load,
+    inputs that are not finite, a checkpoint of another run) or OSError. KeyboardInterrupt leaves a checkpoint.
+    """
+    if n_ctx < MIN_ROWS:
+        raise errors.error(errors.BAD_ARGUMENT, f"-c {n_ctx}: at least {MIN_ROWS}")
+    if n_chunks == 0 or checkpoint_every < 1:
+        raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
+    sums = SquareSums(process_output)
+    with AtomicOutput(output, [model, text], force) as opened:
+        text_model.read_text(text)  # refuses a bad text before the model is loaded
+        with TextModel(
+            model,
+            n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            consumer=sums,
+            verbose=verbose,
+        ) as llama:
+            chunks = llama.read_chunks(text, n_chunks)
+            settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
+            checkpoint = Checkpoint(opened.path, model, settings)
+            done = checkpoint.load(sums, chunks)
+            if done:
+                console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
+            _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
+            found = imatrix.Imatrix(
+                path=opened.path,
+                entries=sums.entries(),
+                datasets=[os.fspath(text)],
+                chunk_count=len(chunks),
+                chunk_size=n_ctx,
+            )
+            imatrix.write(found, opened)
+            opened.seal()
+            _check_written(found, opened)
+            opened.commit()
+            checkpoint.remove()
+    return Calibration(path=found.path, entries=found.entries, n_chunks=found.chunk_count, n_ctx=found.chunk_size)
+
+
+class SquareSums:
+    """An activations.Consumer that sums squares. Memory holds one float64 per input column and expert."""
+
+    def __init__(self, process_output: bool = False) -> None:
+        self.sums: dict[str, npt.NDArray[np.float64]] = {}  # weight name -> (n_mat, cols)
+        self.counts: dict[str, npt.NDArray[np.int64]] = {}  # weight name -> tokens: (n_mat,) if routed, else (1,)
         self._process_output = process_output
 
     def wants(self, name: str) -> bool:
         return name.startswith("blk.") or (self._process_output and name == "output.weight")
 
-    def take(self, weight: Weight, index: int, x: np.ndarray) -> None:
+    def take(self, weight: Weight, index: int, x: npt.NDArray[np.float32]) -> None:
+        """Adds the inputs x (rows, cols) of one matrix. Raises MackoError (NOT_FINITE)."""
         if weight.name not in self.sums:
             self.sums[weight.name] = np.zeros((weight.n_mat, weight.cols))
             self.counts[weight.name] = np.zeros(weight.n_mat if weight.routed else 1, dtype=np.int64)
@@ -50,11 +134,11 @@ class SquareSums:
             raise errors.error(errors.NOT_FINITE, f"{weight.name}: an input of column {column} is not finite")
         if weight.routed:
             self.counts[weight.name][index] += len(x)
-        elif index == 0:  # llama-imatrix keeps one count for all matrices of such a tensor: they get equally many rows
+        elif index == 0:  # all matrices of such a tensor get equally many rows, and llama-imatrix keeps one count
             self.counts[weight.name][0] += len(x)
 
-    def entries(self) -> dict:
-        """As imatrix.Imatrix keeps them."""
+    def entries(self) -> dict[str, imatrix.Statistics]:
+        """The sums, float32, and counts as imatrix.Imatrix keeps them."""
         return {n: imatrix.Statistics(s.astype(np.float32), self.counts[n]) for n, s in self.sums.items()}
 
 
@@ -64,33 +148,40 @@ _KEY = "calibrate."
 
 
 class Checkpoint:
-    """The sums of an interrupted run, exact (float64), and what they were made of."""
+    """The sums of an interrupted run, exact (float64), and what they were made of.
 
-    def __init__(self, output: Path, model_path: str, settings: dict):
+    settings: option -> value, as far as they change the sums.
+    """
+
+    def __init__(self, output: Path, model_path: str | os.PathLike[str], settings: Mapping[str, object]) -> None:
         self.path = output.with_name(output.name + ".checkpoint")
         self._run = {"model": _model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
 
-    def save(self, sums: SquareSums, chunks: np.ndarray) -> None:
-        """chunks: those that are done."""
+    def save(self, sums: SquareSums, chunks: Chunks) -> None:
+        """Writes the sums over these chunks."""
         keys = [make_key(_KEY + k, "str", v) for k, v in self._run.items()]
         keys += [
             make_key(_KEY + "chunks", "u32", len(chunks)),
             make_key(_KEY + "text", "str", _digest(chunks.tobytes())),
         ]
-        arrays = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
+        arrays: dict[str, npt.NDArray[Any]] = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
         arrays.update({name + imatrix.COUNTS: c for name, c in sums.counts.items()})
         with AtomicOutput(self.path, [], force=True) as output:
             imatrix.write_arrays(arrays, keys, output)
             output.seal()
             output.commit()
 
-    def load(self, sums: SquareSums, chunks: np.ndarray) -> int:
-        """How many chunks are done already; their sums are put into `sums`. 0 if there is no checkpoint."""
+    def load(self, sums: SquareSums, chunks: Chunks) -> int:
+        """Puts the sums of the checkpoint into `sums`; returns how many chunks they cover, 0 without a checkpoint.
+
+        Raises MackoError if the checkpoint is damaged or of a run with another model, text or setting.
+        """
         if not self.path.exists():
             return 0
         with Model(self.path) as file:
             found = {k.name[len(_KEY) :]: k.value() for k in file.keys if k.name.startswith(_KEY)}
-            done = int(found.get("chunks", 0))
+            n_chunks = found.get("chunks", 0)
+            done = n_chunks if isinstance(n_chunks, int) else 0
             differs = [what for what, value in self._run.items() if found.get(what) != value]
             if not differs and not 0 < done <= len(chunks):
                 differs = ["--chunks"]
@@ -110,6 +201,7 @@ class Checkpoint:
         return done
 
     def remove(self) -> None:
+        """Deletes the checkpoint, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
@@ -118,8 +210,8 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _model_digest(path: str) -> str:
-    """Of everything about the model but its weights' values, and when and how large they were written."""
+def _model_digest(path: str | os.PathLike[str]) -> str:
+    """A digest of the model's metadata, and of the size and time of modification of its files."""
     with Model(path) as model:
         digest = hashlib.sha256()
         for shard in model.shards:
@@ -129,84 +221,26 @@ def _model_digest(path: str) -> str:
         return digest.hexdigest()
 
 
-# ---- command ----
+# ---- measuring ----
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file: for each weight the sum of "
-        "squares of each input column. It is what `macko prune --imatrix` and llama-quantize --imatrix need, and equal "
-        "to what llama-imatrix writes. An interrupted run leaves OUT.checkpoint; the same command continues from there."
-    )
-    text_model.add_arguments(parser, n_batch=512)
-    parser.add_argument(
-        "-o",
-        "--output",
-        "--output-file",
-        default="imatrix.gguf",
-        metavar="FNAME",
-        help="imatrix to write (default: imatrix.gguf)",
-    )
-    parser.add_argument(
-        "-ofreq",
-        "--output-frequency",
-        type=int,
-        default=10,
-        metavar="N",
-        help="write a checkpoint every N chunks (default: 10)",
-    )
-    parser.add_argument("--process-output", action="store_true", help="measure output.weight too")
-    parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
-
-
-def run(args: argparse.Namespace) -> int:
-    if args.ctx_size < MIN_ROWS:
-        raise errors.error(errors.BAD_ARGUMENT, f"-c {args.ctx_size}: at least {MIN_ROWS}")
-    if args.chunks == 0 or args.output_frequency < 1:
-        raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
-    sums = SquareSums(args.process_output)
-    with (
-        AtomicOutput(args.output, [args.model, args.file], args.force) as output,
-        text_model.open_model(args, consumer=sums) as model,
-    ):
-        chunks = model.read_chunks(args.file, args.chunks)
-        settings = {
-            "-c": args.ctx_size,
-            "-b": args.batch_size,
-            "-ub": args.ubatch_size,
-            "--process-output": args.process_output,
-        }
-        checkpoint = Checkpoint(output.path, args.model, settings)
-        done = checkpoint.load(sums, chunks)
-        if done:
-            console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
-        measure(model, chunks, sums, done, checkpoint, args.output_frequency)
-        found = imatrix.Imatrix(output.path, sums.entries(), [args.file], len(chunks), args.ctx_size)
-        imatrix.write(found, output)
-        output.seal()
-        check_written(found, output)
-        output.commit()
-        checkpoint.remove()
-    report(found)
-    return 0
-
-
-def measure(
-    model: text_model.TextModel, chunks: np.ndarray, sums: SquareSums, done: int, checkpoint: Checkpoint, every: int
+def _measure(
+    model: TextModel, chunks: Chunks, sums: SquareSums, start: int, checkpoint: Checkpoint, checkpoint_every: int
 ) -> None:
-    begin = said = time.monotonic()
-    start, saved = done, done
+    """Adds chunks from `start` on to the sums."""
+    begin = logged = time.monotonic()
+    done = saved = start
     try:
         for i, batch in model.batches(chunks, start):
-            with signals_held():  # so that `done` is what the sums hold
+            with signals_held():  # so that the sums always are those of `done` chunks
                 model.evaluate(batch)
                 done = i + len(batch)
-            if done - saved >= every and done < len(chunks):
+            if done - saved >= checkpoint_every and done < len(chunks):
                 checkpoint.save(sums, chunks[:done])
                 saved = done
             now = time.monotonic()
-            if i == start or now - said >= _LOG_SECONDS or done == len(chunks):
-                said = now
+            if i == start or now - logged >= _LOG_SECONDS or done == len(chunks):
+                logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
     except (KeyboardInterrupt, SystemExit):
         if done > saved:
@@ -216,8 +250,8 @@ def measure(
         raise
 
 
-def check_written(found: imatrix.Imatrix, output: AtomicOutput) -> None:
-    """Reads the sealed file back: it passes every check and holds what was measured."""
+def _check_written(found: imatrix.Imatrix, output: AtomicOutput) -> None:
+    """Reads the sealed file back. Raises MackoError unless it passes every check and holds what was measured."""
     written = imatrix.read(output.partial)
     for name, s in found.entries.items():
         other = written.entries.get(name)
@@ -226,11 +260,4 @@ def check_written(found: imatrix.Imatrix, output: AtomicOutput) -> None:
             or not np.array_equal(other.sums.ravel(), s.sums.ravel())
             or other.counts.tolist() != s.counts.tolist()
         ):
-            raise errors.error(errors.FILE_CHANGED, f"{output.path}: {name}: what was written is not what was meant")
-
-
-def report(found: imatrix.Imatrix) -> None:
-    for name, s in sorted(found.entries.items()):
-        if s.n_unused:
-            console.log(f"warning: {name}: {s.n_unused} of {len(s.counts)} experts got no token")
-    print(f"{found.path}: {len(found.entries)} weights, {found.chunk_count} chunks of {found.chunk_size} tokens")
+            raise errors.error(errors.FILE_CHANGED, f"{output.path}: {name}: the file does not hold what was written")

@@ -1,10 +1,16 @@
 """How far a model's predictions are from another's: Kullback-Leibler divergence, token by token, from the base model's
 log-probabilities in a file.
 
-llama-perplexity's file, statistics and printed lines (--kl-divergence-base, --kl-divergence). The file holds, little
-endian: "_logits_"; i32 n_ctx, n_vocab, n_chunk; the tokens (i32); then for each scored position one row of uint16
-codes that stand for log-probabilities: 4 places with f32 scale and f32 offset, n_vocab codes, one of padding where
-n_vocab is odd. log p = scale * code + offset; what is e^-16 below the likeliest token is cut off there.
+File, statistics and printed lines are those of llama-perplexity (--kl-divergence-base, --kl-divergence). The file is
+little endian:
+
+    "_logits_"                       8 bytes
+    n_ctx, n_vocab, n_chunk          3 x i32
+    tokens                           n_chunk * n_ctx x i32
+    one row per scored position      f32 scale, f32 offset, n_vocab x u16 code, one u16 of padding if n_vocab is odd
+
+A code stands for the log-probability scale * code + offset. Log-probabilities more than 16 below that of the likeliest
+token are cut off there.
 """
 
 from __future__ import annotations
@@ -12,37 +18,49 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
-from ..evaluation.likelihood import MIN_CTX, n_scored, scored, sum_exp
-from ..evaluation.text_model import TextModel
+from ..evaluation.likelihood import MIN_CTX, Array, Tokens, n_scored, scored, sum_exp
+from ..evaluation.text_model import Chunks, Logits, TextModel
 
 SIGNATURE = b"_logits_"
-MIN_TOKENS = 100  # scored tokens, below which llama-perplexity prints no statistics
+
+MIN_TOKENS = 100
+"""Scored tokens below which llama-perplexity prints no statistics."""
 
 _CUT = np.float32(16)  # natural logarithm
 _HEADER = struct.Struct("<8siii")
 
+Rows = npt.NDArray[np.uint16]
+"""Rows of the file: uint16 (positions, row length)."""
+
 
 def _row_length(n_vocab: int) -> int:
-    """uint16 places of a row."""
+    """Length of a row in uint16."""
     return 2 * ((n_vocab + 1) // 2) + 4
 
 
 # ---- the base model's file ----
 
 
-def header(n_ctx: int, n_vocab: int, chunks: np.ndarray) -> bytes:
-    """What stands before the rows of codes."""
+def header(n_ctx: int, n_vocab: int, chunks: Chunks) -> bytes:
+    """What precedes the rows. chunks: int32 (chunks, n_ctx)."""
     return _HEADER.pack(SIGNATURE, n_ctx, n_vocab, len(chunks)) + chunks.astype("<i4").tobytes()
 
 
-def encode(logits: np.ndarray, tokens: np.ndarray) -> tuple:
-    """A likelihood.Scorer: negative log-likelihoods (float64 of float32), rows of the file (uint16)."""
+class Encoded(NamedTuple):
+    nll: npt.NDArray[np.float64]  # (n,) negative log-likelihoods
+    rows: Rows  # (n, row length)
+
+
+def encode(logits: Logits, tokens: Tokens) -> Encoded:
+    """A likelihood.Scorer that also makes the rows of the file. logits: float32 (n, n_vocab); tokens: (n,)."""
     n, n_vocab = logits.shape
     largest = logits.max(axis=1)
     smallest = np.maximum(logits.min(axis=1), largest - _CUT)
@@ -50,16 +68,20 @@ def encode(logits: np.ndarray, tokens: np.ndarray) -> tuple:
     rows = np.zeros((n, _row_length(n_vocab)), dtype="<u2")
     scale = (largest - smallest) / np.float32(65535)
     rows[:, :4] = np.stack([scale, smallest - largest - log_sum_exp], axis=1).astype("<f4").view("<u2")
-    with np.errstate(divide="ignore", invalid="ignore"):  # all logits equal: every code is 0
+    with np.errstate(divide="ignore", invalid="ignore"):  # if all logits are equal, the scale is 0, and every code too
         codes = np.rint((1 / scale)[:, None] * (logits - smallest[:, None]))
     rows[:, 4 : 4 + n_vocab] = np.where((logits > smallest[:, None]) & (scale[:, None] > 0), codes, 0)
-    return (largest + log_sum_exp - logits[np.arange(n), tokens]).astype(np.float64), rows
+    return Encoded((largest + log_sum_exp - logits[np.arange(n), tokens]).astype(np.float64), rows)
 
 
 class BaseFile:
-    """Log-probabilities of a base model, read chunk by chunk. Raises MackoError naming the file and what is wrong."""
+    """Log-probabilities of a base model, read chunk by chunk.
 
-    def __init__(self, path: str | os.PathLike):
+    n_ctx, n_vocab: of the model that wrote it. chunks: int32 (chunks, n_ctx), the tokens of the text. Raises
+    MackoError, which names the file and what is wrong with it, or OSError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file = open(self.path, "rb")  # noqa: SIM115
         try:
@@ -75,6 +97,8 @@ class BaseFile:
             raise self._bad("does not look like a file of log-probabilities (--kl-divergence-base writes one)")
         if len(data) < _HEADER.size:
             raise self._bad("is truncated")
+        self.n_ctx: int
+        self.n_vocab: int
         _, self.n_ctx, self.n_vocab, n_chunk = _HEADER.unpack(data)
         if not MIN_CTX <= self.n_ctx <= 1 << 24 or not 1 <= self.n_vocab <= 1 << 24 or n_chunk < 1:
             raise self._bad(f"n_ctx {self.n_ctx}, n_vocab {self.n_vocab}, n_chunk {n_chunk} cannot be")
@@ -83,25 +107,26 @@ class BaseFile:
         if size != self._data_at + n_chunk * self._chunk_nbytes:
             expected = self._data_at + n_chunk * self._chunk_nbytes
             raise self._bad(f"has {size} bytes, but {n_chunk} chunks take {expected}: it is truncated or damaged")
-        tokens = np.frombuffer(self._file.read(4 * self.n_ctx * n_chunk), "<i4")
+        tokens = np.frombuffer(self._file.read(4 * self.n_ctx * n_chunk), np.dtype("<i4"))
         if tokens.min() < 0 or tokens.max() >= self.n_vocab:
             raise self._bad(f"holds a token outside 0 ... {self.n_vocab - 1}")
-        self.chunks = tokens.reshape(n_chunk, self.n_ctx)
+        self.chunks: Chunks = tokens.reshape(n_chunk, self.n_ctx)
 
     def _bad(self, text: str) -> errors.MackoError:
         return errors.error(errors.BAD_ARGUMENT, f"{self.path}: {text}")
 
-    def check_vocabulary(self, model_path: str | os.PathLike, n_vocab: int) -> None:
+    def check_vocabulary(self, model_path: str | os.PathLike[str], n_vocab: int) -> None:
+        """Raises MackoError unless a model has as many tokens in its vocabulary as the base model."""
         if n_vocab != self.n_vocab:
             raise self._bad(f"is of a model with {self.n_vocab} tokens in its vocabulary; {model_path} has {n_vocab}")
 
-    def rows(self, chunk: int) -> np.ndarray:
-        """uint16 rows of the scored positions of a chunk."""
+    def rows(self, chunk: int) -> Rows:
+        """The rows of the scored positions of a chunk. Raises MackoError if they are damaged."""
         self._file.seek(self._data_at + chunk * self._chunk_nbytes)
         data = self._file.read(self._chunk_nbytes)
         if len(data) != self._chunk_nbytes:
             raise self._bad("became shorter while it was read")
-        rows = np.frombuffer(data, "<u2").reshape(n_scored(self.n_ctx), -1)
+        rows: Rows = np.frombuffer(data, np.dtype("<u2")).reshape(n_scored(self.n_ctx), -1)
         scales = np.ascontiguousarray(rows[:, :4]).view("<f4")
         if not np.isfinite(scales).all() or (scales[:, 0] < 0).any():
             raise self._bad(f"chunk {chunk + 1}: a scale or offset is not a finite number")
@@ -117,9 +142,21 @@ class BaseFile:
 # ---- comparing ----
 
 
-def compare(logits: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> tuple:
-    """A likelihood.Scorer: of each position the negative log-likelihoods (model, base; float32), KL divergence
-    (float64), change of the token's probability (float32), and whether both models find the same token likeliest."""
+class Comparison(NamedTuple):
+    """Of each position: how the model differs from the base model. All arrays are (n,)."""
+
+    nll: npt.NDArray[np.float32]  # negative log-likelihood of the token that came
+    nll_base: npt.NDArray[np.float32]
+    kld: npt.NDArray[np.float64]  # KL(base || model) = sum over the vocabulary of p_base * (log p_base - log p)
+    p_change: npt.NDArray[np.float32]  # change of the probability of the token that came
+    same_top: npt.NDArray[np.bool_]  # both models find the same token likeliest
+
+
+def compare(logits: Logits, tokens: Tokens, rows: Rows) -> Comparison:
+    """A likelihood.Scorer. logits: float32 (n, n_vocab) of the model; tokens: (n,); rows: those of the base model.
+
+    Sums are float64 and everything else float32, as in llama-perplexity.
+    """
     n, n_vocab = logits.shape
     at = np.arange(n)
     scale, offset = np.ascontiguousarray(rows[:, :4]).view("<f4").T
@@ -133,24 +170,44 @@ def compare(logits: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> tuple:
     terms = p_base * (log_base - logits + (largest + log_sum_exp)[:, None])
     kld = np.where(log_base > -_CUT, terms, 0).sum(axis=1, dtype=np.float64)
 
-    p_change = np.exp(-nll.astype(np.float64)).astype(np.float32) - np.exp(-nll_base.astype(np.float64)).astype(
-        np.float32
-    )
-    return nll, nll_base, kld, p_change, logits.argmax(axis=1) == log_base.argmax(axis=1)
+    p = np.exp(-nll.astype(np.float64)).astype(np.float32)
+    p_change = p - np.exp(-nll_base.astype(np.float64)).astype(np.float32)
+    return Comparison(nll, nll_base, kld, p_change, logits.argmax(axis=1) == log_base.argmax(axis=1))
 
 
-def _mean(total: float, total2: float, n: int) -> tuple:
-    """(mean, its standard error) from the sums of n values and of their squares"""
-    mean = total / n
-    variance = total2 / n - mean * mean
-    return mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0
+class Measured(NamedTuple):
+    """A figure and its standard error."""
+
+    value: float
+    error: float
+
+
+class _Sum:
+    """The sums of values and of their squares."""
+
+    def __init__(self) -> None:
+        self.total = self.total2 = 0.0
+
+    def add(self, values: Array, squares: Array) -> None:
+        self.total += float(values.sum(dtype=np.float64))
+        self.total2 += float(squares.sum(dtype=np.float64))
+
+    def mean(self, n: int) -> Measured:
+        """Of n values; no error is estimated from ten or fewer."""
+        mean = self.total / n
+        variance = self.total2 / n - mean * mean
+        return Measured(mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0)
 
 
 def _root(x: float) -> float:
     return math.sqrt(max(x, 0.0))
 
 
-def _percentile(ordered: np.ndarray, percent: float) -> float:
+def _exp(x: Measured) -> Measured:
+    return Measured(math.exp(x.value), math.exp(x.value) * x.error)
+
+
+def _percentile(ordered: npt.NDArray[np.float32], percent: float) -> float:
     """Linear interpolation between neighbours, in float32."""
     place = np.float32(percent / 100) * np.float32(len(ordered) - 1)
     i = min(int(place), len(ordered) - 1)  # float32 may round up
@@ -158,57 +215,59 @@ def _percentile(ordered: np.ndarray, percent: float) -> float:
     return float((np.float32(1) - part) * ordered[i] + part * ordered[min(i + 1, len(ordered) - 1)])
 
 
-def _percentiles(parts: list, percents: list) -> list:
+def _percentiles(parts: Sequence[npt.NDArray[np.float32]], percents: Sequence[float]) -> list[float]:
     ordered = np.sort(np.concatenate(parts))
     n = len(ordered)
     median = float(np.float32(0.5) * (ordered[n // 2] + ordered[(n - 1) // 2]))
     return [median if percent == 50 else _percentile(ordered, percent) for percent in percents]
 
 
+_KLD_PERCENTS = (100, 99.9, 99, 95, 90, 50, 10, 5, 1, 0.1, 0)
+_P_CHANGE_PERCENTS = (100, 99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1, 0)
+
+
 class Divergence:
-    """What compare() found, chunk after chunk. Pairs are (value, standard error)."""
+    """Statistics of the comparisons of all scored tokens, chunk after chunk."""
 
     def __init__(self) -> None:
         self.n_tokens = 0
-        self._n_same = 0
-        self._sums = np.zeros(10)
-        self._kld: list = []
-        self._p_change: list = []
+        self._n_same_top = 0
+        self._nll, self._nll_base, self._nll_product = _Sum(), _Sum(), 0.0
+        self._kld, self._p_change, self._p_change2 = _Sum(), _Sum(), _Sum()
+        self._all_kld: list[npt.NDArray[np.float32]] = []
+        self._all_p_change: list[npt.NDArray[np.float32]] = []
 
-    def add(self, result: tuple) -> None:
-        """result: compare()'s."""
-        nll, nll_base, kld, p_change, same_top = result
-        squares = (p_change * p_change).astype(np.float64)
-        summed = (
-            nll,
-            nll * nll,
-            nll_base,
-            nll_base * nll_base,
-            nll * nll_base,
-            kld,
-            kld * kld,
-            p_change,
-            squares,
-            squares**2,
-        )
-        self._sums += [float(x.sum(dtype=np.float64)) for x in summed]
-        self.n_tokens += len(nll)
-        self._n_same += int(np.count_nonzero(same_top))
-        self._kld.append(kld.astype(np.float32))
-        self._p_change.append(p_change)
-
-    def _mean(self, first: int) -> tuple:
-        return _mean(self._sums[first], self._sums[first + 1], self.n_tokens)
+    def add(self, found: Comparison) -> None:
+        """Adds the comparisons of a chunk."""
+        squares = (found.p_change * found.p_change).astype(np.float64)
+        self._nll.add(found.nll, found.nll * found.nll)
+        self._nll_base.add(found.nll_base, found.nll_base * found.nll_base)
+        self._nll_product += float((found.nll * found.nll_base).sum(dtype=np.float64))
+        self._kld.add(found.kld, found.kld * found.kld)
+        self._p_change.add(found.p_change, squares)
+        self._p_change2.add(squares, squares**2)
+        self.n_tokens += len(found.nll)
+        self._n_same_top += int(np.count_nonzero(found.same_top))
+        self._all_kld.append(found.kld.astype(np.float32))
+        self._all_p_change.append(found.p_change)
 
     @property
-    def ppl(self) -> tuple:
-        mean, error = self._mean(0)
-        return math.exp(mean), math.exp(mean) * error
+    def _log_ppl(self) -> Measured:
+        return self._nll.mean(self.n_tokens)
 
     @property
-    def ppl_base(self) -> tuple:
-        mean, error = self._mean(2)
-        return math.exp(mean), math.exp(mean) * error
+    def _log_ppl_base(self) -> Measured:
+        return self._nll_base.mean(self.n_tokens)
+
+    @property
+    def ppl(self) -> Measured:
+        """Perplexity of the model."""
+        return _exp(self._log_ppl)
+
+    @property
+    def ppl_base(self) -> Measured:
+        """Perplexity of the base model."""
+        return _exp(self._log_ppl_base)
 
     @property
     def covariance(self) -> float:
@@ -216,77 +275,87 @@ class Divergence:
         n = self.n_tokens
         if n < 10:
             return 0.0
-        return (self._sums[4] / n - self._sums[0] / n * (self._sums[2] / n)) / (n - 1)
+        return (self._nll_product / n - self._nll.total / n * (self._nll_base.total / n)) / (n - 1)
 
     @property
     def correlation(self) -> float:
-        product = self._mean(0)[1] * self._mean(2)[1]
+        """Of the two mean log-likelihoods; NaN if one of them does not vary."""
+        product = self._log_ppl.error * self._log_ppl_base.error
         return self.covariance / product if product > 0 else math.nan
 
     @property
-    def log_ratio(self) -> tuple:
-        """Of the perplexities."""
-        (a, da), (b, db) = self._mean(0), self._mean(2)
-        return a - b, _root(da * da + db * db - 2 * self.covariance)
+    def log_ratio(self) -> Measured:
+        """Logarithm of the ratio of the perplexities, model over base."""
+        (a, da), (b, db) = self._log_ppl, self._log_ppl_base
+        return Measured(a - b, _root(da * da + db * db - 2 * self.covariance))
 
     @property
-    def ratio(self) -> tuple:
-        value, error = self.log_ratio
-        return math.exp(value), math.exp(value) * error
+    def ratio(self) -> Measured:
+        """Ratio of the perplexities, model over base."""
+        return _exp(self.log_ratio)
 
     @property
-    def difference(self) -> tuple:
-        """Of the perplexities."""
+    def difference(self) -> Measured:
+        """Difference of the perplexities, model minus base."""
         (p, dp), (q, dq) = self.ppl, self.ppl_base
-        return p - q, _root(dp * dp + dq * dq - 2 * p * q * self.covariance)
+        return Measured(p - q, _root(dp * dp + dq * dq - 2 * p * q * self.covariance))
 
     @property
-    def kld(self) -> tuple:
-        return self._mean(5)
+    def kld(self) -> Measured:
+        """Mean Kullback-Leibler divergence, in nats."""
+        return self._kld.mean(self.n_tokens)
 
     @property
-    def p_change(self) -> tuple:
-        """Of the probability of the token that came."""
-        return self._mean(7)
+    def p_change(self) -> Measured:
+        """Mean change of the probability of the token that came."""
+        return self._p_change.mean(self.n_tokens)
 
     @property
-    def p_change_rms(self) -> tuple:
-        mean, error = self._mean(8)
-        return math.sqrt(mean), 0.5 / math.sqrt(mean) * error if mean > 0 else 0.0
+    def p_change_rms(self) -> Measured:
+        """Root of the mean square of that change."""
+        mean, error = self._p_change2.mean(self.n_tokens)
+        return Measured(math.sqrt(mean), 0.5 / math.sqrt(mean) * error if mean > 0 else 0.0)
 
     @property
-    def same_top(self) -> tuple:
+    def same_top(self) -> Measured:
         """Share of the positions where both models find the same token likeliest."""
-        share, n = self._n_same / self.n_tokens, self.n_tokens
-        return share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else 0.0
+        n = self.n_tokens
+        share = self._n_same_top / n
+        return Measured(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else 0.0)
 
-    def kld_percentiles(self, percents: list) -> list:
-        return _percentiles(self._kld, percents)
+    def kld_percentiles(self, percents: Sequence[float]) -> list[float]:
+        """Percentiles of the divergence of single tokens. percents: from 0 to 100."""
+        return _percentiles(self._all_kld, percents)
 
-    def p_change_percentiles(self, percents: list) -> list:
-        return _percentiles(self._p_change, percents)
+    def p_change_percentiles(self, percents: Sequence[float]) -> list[float]:
+        """Percentiles of the change of the probability of single tokens. percents: from 0 to 100."""
+        return _percentiles(self._all_p_change, percents)
 
     def line(self) -> str:
-        """llama-perplexity's line of a chunk, without its number."""
+        """llama-perplexity's line for a chunk, without its number."""
         return (
-            f"    {self.ppl[0]:9.4f} ± {self.ppl[1]:9.4f}    {self.log_ratio[0]:10.5f} ± {self.log_ratio[1]:10.5f}"
-            f"    {self.kld[0]:10.5f} ± {self.kld[1]:10.5f}    {100 * self.p_change_rms[0]:6.3f} ± "
-            f"{100 * self.p_change_rms[1]:6.3f} %    {100 * self.same_top[0]:6.3f} ± {100 * self.same_top[1]:6.3f} %"
+            f"    {self.ppl.value:9.4f} ± {self.ppl.error:9.4f}"
+            f"    {self.log_ratio.value:10.5f} ± {self.log_ratio.error:10.5f}"
+            f"    {self.kld.value:10.5f} ± {self.kld.error:10.5f}"
+            f"    {100 * self.p_change_rms.value:6.3f} ± {100 * self.p_change_rms.error:6.3f} %"
+            f"    {100 * self.same_top.value:6.3f} ± {100 * self.same_top.error:6.3f} %"
         )
 
     def text(self) -> str:
         """llama-perplexity's report."""
 
-        def pair(value: tuple) -> str:
-            return f"{value[0]:10.6f} ± {value[1]:10.6f}"
+        def pair(x: Measured) -> str:
+            return f"{x.value:10.6f} ± {x.error:10.6f}"
 
-        names = {100: "Maximum", 50: "Median ", 0: "Minimum"}
-        kld_at = [100, 99.9, 99, 95, 90, 50, 10, 5, 1, 0.1, 0]
-        change_at = [100, 99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1, 0]
+        def share(x: Measured) -> str:
+            return f"{100 * x.value:6.3f} ± {100 * x.error:5.3f} %"
 
         def name(percent: float) -> str:
+            names: dict[float, str] = {100: "Maximum", 50: "Median ", 0: "Minimum"}
             return names.get(percent, f"{percent:4.1f}%  ")
 
+        klds = zip(_KLD_PERCENTS, self.kld_percentiles(_KLD_PERCENTS))
+        changes = zip(_P_CHANGE_PERCENTS, self.p_change_percentiles(_P_CHANGE_PERCENTS))
         return "\n".join(
             [
                 "====== Perplexity statistics ======",
@@ -299,35 +368,28 @@ class Divergence:
                 "",
                 "====== KL divergence statistics ======",
                 f"Mean    KLD: {pair(self.kld)}",
-                *(f"{name(at)} KLD: {value:10.6f}" for at, value in zip(kld_at, self.kld_percentiles(kld_at))),
+                *(f"{name(at)} KLD: {value:10.6f}" for at, value in klds),
                 "",
                 "====== Token probability statistics ======",
-                f"Mean    Δp: {100 * self.p_change[0]:6.3f} ± {100 * self.p_change[1]:5.3f} %",
-                *(
-                    f"{name(at)} Δp: {100 * value:6.3f}%"
-                    for at, value in zip(change_at, self.p_change_percentiles(change_at))
-                ),
-                f"RMS Δp    : {100 * self.p_change_rms[0]:6.3f} ± {100 * self.p_change_rms[1]:5.3f} %",
-                f"Same top p: {100 * self.same_top[0]:6.3f} ± {100 * self.same_top[1]:5.3f} %",
+                f"Mean    Δp: {share(self.p_change)}",
+                *(f"{name(at)} Δp: {100 * value:6.3f}%" for at, value in changes),
+                f"RMS Δp    : {share(self.p_change_rms)}",
+                f"Same top p: {share(self.same_top)}",
             ]
         )
-
-
-def of_file(
-    model_path: str | os.PathLike, base_path: str | os.PathLike, n_chunks: int = -1, **options: int
-) -> Divergence:
-    """Of a model from the one that wrote base_path. options: those of TextModel. Raises MackoError or OSError."""
-    with BaseFile(base_path) as base, TextModel(model_path, base.n_ctx, **options) as model:
-        return divergence(model, base, n_chunks)
 
 
 def divergence(
     model: TextModel,
     base: BaseFile,
     n_chunks: int = -1,
-    on_chunk: Callable[[int, Divergence], None] = lambda done, so_far: None,
+    on_chunk: Callable[[int, Divergence], None] | None = None,
 ) -> Divergence:
-    """model: opened with base.n_ctx. on_chunk is told how many chunks are done and the figures so far."""
+    """Divergence of a model from the base model, on the first n_chunks chunks of the base file's text (-1: all).
+
+    model: opened with base.n_ctx. on_chunk: called after each chunk with how many are done, and the statistics so far.
+    Raises MackoError if the vocabularies differ or fewer than MIN_TOKENS tokens are scored.
+    """
     base.check_vocabulary(model.path, model.n_vocab)
     chunks = base.chunks if n_chunks < 0 else base.chunks[:n_chunks]
     if len(chunks) * n_scored(base.n_ctx) < MIN_TOKENS:
@@ -336,7 +398,12 @@ def divergence(
             f"{base.path}: {len(chunks)} chunks of {base.n_ctx} tokens; at least {MIN_TOKENS} scored tokens are needed",
         )
     found = Divergence()
-    for i, result in enumerate(scored(model, chunks, compare, lambda i: (base.rows(i),))):
-        found.add(result)
-        on_chunk(i + 1, found)
+
+    def rows_of(chunk: int) -> tuple[Array, ...]:
+        return (base.rows(chunk),)
+
+    for i, result in enumerate(scored(model, chunks, compare, rows_of)):
+        found.add(Comparison(*result))
+        if on_chunk is not None:
+            on_chunk(i + 1, found)
     return found

@@ -1,8 +1,8 @@
 """How likely a model finds the tokens of a text: llama-perplexity's choice of tokens, and its arithmetic.
 
-Each chunk of n_ctx tokens is a fresh sequence. The tokens of its second half but the first are scored, each predicted
-from all before it in the chunk. Where llama-perplexity computes in float32 or float64, so does this: the figures that
-are printed agree to the last digit.
+Each chunk of n_ctx tokens is a fresh sequence. The tokens of its second half except the first are scored, each
+predicted from all tokens before it in the chunk. What llama-perplexity computes in float32 is computed in float32
+here, and likewise for float64, so that the printed figures agree to the last digit.
 """
 
 from __future__ import annotations
@@ -12,38 +12,45 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
+import numpy.typing as npt
 
-from ..evaluation.text_model import TextModel
+from ..evaluation.text_model import Chunks, Logits, TextModel
 
-MIN_CTX = 4  # tokens of a chunk: of fewer, none or one would be scored
+Array = npt.NDArray[Any]
+Tokens = npt.NDArray[np.integer[Any]]
+
+MIN_CTX = 4
+"""Tokens of a chunk at least: in a shorter one, no token or one would be scored."""
 
 _BLOCK_ELEMENTS = 1 << 20  # logits that a thread works on at a time
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Perplexity over n_tokens. The error is the standard error of the mean, carried through the exponential."""
+    """Perplexity over n_tokens scored tokens."""
 
     n_tokens: int
-    nll: float  # mean negative log-likelihood
+    nll: float  # mean negative log-likelihood, natural logarithm
     nll2: float  # mean of its square
 
     @property
     def ppl(self) -> float:
+        """Perplexity: exp(nll)."""
         return math.exp(self.nll)
 
     @property
     def error(self) -> float:
+        """The standard error of nll, carried through the exponential: ppl * sqrt((nll2 - nll^2) / (n_tokens - 1))."""
         variance = self.nll2 - self.nll**2
         return self.ppl * math.sqrt(variance / (self.n_tokens - 1)) if variance > 0 and self.n_tokens > 1 else 0.0
 
 
-# Of the scored positions of a chunk: logits (n, n_vocab) float32, the n tokens that came, more arrays of n rows ->
-# arrays of n rows.
-Scorer = Callable[..., tuple]
+Scorer = Callable[..., "tuple[Array, ...]"]
+"""For n positions: float32 logits (n, n_vocab), the tokens that came (n,), and further arrays of n rows -> arrays of n
+rows, the first of which are negative log-likelihoods where `estimate` is to use them."""
 
 
 def n_scored(n_ctx: int) -> int:
@@ -52,51 +59,81 @@ def n_scored(n_ctx: int) -> int:
 
 
 def scored(
-    model: TextModel, chunks: np.ndarray, score: Scorer, beside: Callable[[int], tuple] = lambda i: ()
-) -> Iterator:
-    """score's result for each chunk of model.read_chunks(). beside(i): the further arrays of chunk i."""
+    model: TextModel,
+    chunks: Chunks,
+    score: Scorer,
+    more_of: Callable[[int], tuple[Array, ...]] = lambda chunk: (),
+) -> Iterator[tuple[Array, ...]]:
+    """What score returns for the scored positions of each chunk.
+
+    chunks: int32 (chunks, n_ctx), from TextModel.read_chunks. more_of(i): further arrays that score gets of chunk i.
+    """
     first = model.n_ctx // 2
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
             for k, chunk in enumerate(batch):
-                yield _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *beside(i + k))
+                yield _in_blocks(pool, score, logits[k, :-1], chunk[first + 1 :], *more_of(i + k))
 
 
-def _in_blocks(pool: ThreadPoolExecutor, score: Scorer, logits: np.ndarray, *arrays: np.ndarray) -> tuple:
+def _in_blocks(pool: ThreadPoolExecutor, score: Scorer, logits: Logits, *arrays: Array) -> tuple[Array, ...]:
+    """score of blocks of rows, in threads, joined."""
     step = max(1, _BLOCK_ELEMENTS // logits.shape[1])
     blocks = [slice(i, i + step) for i in range(0, len(logits), step)]
     results = pool.map(lambda rows: score(logits[rows], *(a[rows] for a in arrays)), blocks)
     return tuple(np.concatenate(parts) for parts in zip(*results))
 
 
+@dataclass
+class _Sums:
+    """Sums over the tokens of the chunks that are done."""
+
+    n: int = 0
+    nll: float = 0.0
+    nll2: float = 0.0
+
+    def add(self, nll: Array) -> Estimate:
+        self.nll += float(nll.sum())
+        self.nll2 += float((nll**2).sum())
+        self.n += len(nll)
+        return Estimate(self.n, self.nll / self.n, self.nll2 / self.n)
+
+
+OnChunk = Callable[[int, Estimate, "list[Array]"], None]
+"""Called after each chunk: chunks done, the estimate so far, and what the scorer returned for the chunk after the
+negative log-likelihoods."""
+
+
 def estimate(
-    model: TextModel,
-    chunks: np.ndarray,
-    score: Scorer | None = None,
-    on_chunk: Callable[[int, Estimate, tuple], None] = lambda done, so_far, result: None,
+    model: TextModel, chunks: Chunks, score: Scorer | None = None, on_chunk: OnChunk | None = None
 ) -> Estimate:
-    """Perplexity. score: something whose first result is the negative log-likelihood. on_chunk is told after each
-    chunk how many are done, the estimate so far, and what score gave."""
-    total = total2 = 0.0
-    n = 0
-    for i, result in enumerate(scored(model, chunks, score or negative_log_likelihood)):
-        nll = result[0]
-        total += float(nll.sum())
-        total2 += float((nll**2).sum())
-        n += len(nll)
-        on_chunk(i + 1, Estimate(n, total / n, total2 / n), result)
-    return Estimate(n, total / n, total2 / n)
+    """Perplexity of a model on chunks (chunks, n_ctx) of a text.
+
+    score: a scorer that returns negative log-likelihoods first (default: nothing else). Raises MackoError.
+    """
+    sums = _Sums()
+    so_far = None
+    for i, (nll, *more) in enumerate(scored(model, chunks, score or negative_log_likelihood)):
+        so_far = sums.add(nll)
+        if on_chunk is not None:
+            on_chunk(i + 1, so_far, more)
+    if so_far is None:
+        raise ValueError("no chunks")
+    return so_far
 
 
-def negative_log_likelihood(logits: np.ndarray, tokens: np.ndarray) -> tuple:
-    """(float64,)"""
+def negative_log_likelihood(logits: Logits, tokens: Tokens) -> tuple[Array]:
+    """A Scorer: float64 (n,), -log softmax(logits)[tokens] of each position."""
     largest = logits.max(axis=1)
     chosen = logits[np.arange(len(tokens)), tokens]
     return (np.log(sum_exp(logits, largest)) - (chosen - largest),)
 
 
-def sum_exp(logits: np.ndarray, largest: np.ndarray) -> np.ndarray:
-    """float64 sums over the rows of exp(logits - largest), each term rounded to float32 as expf does."""
+def sum_exp(logits: Logits, largest: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Sums over the rows (n, n_vocab) of exp(logits - largest), float64 (n,).
+
+    Each term is rounded to float32, as expf returns it.
+    """
     x = (logits - largest[:, None]).astype(np.float64)
-    return np.exp(x, out=x).astype(np.float32).sum(axis=1, dtype=np.float64)
+    sums: npt.NDArray[np.float64] = np.exp(x, out=x).astype(np.float32).sum(axis=1, dtype=np.float64)
+    return sums

@@ -1,86 +1,134 @@
-"""Perplexity of a model on a text, and its KL divergence from another model: `macko perplexity -m MODEL -f TEXT`.
+"""Perplexity of a model on a text, and its Kullback-Leibler divergence from another model.
 
-llama-perplexity's options, definitions and figures (likelihood.py, kl_divergence.py say which).
+Options, definitions and figures are those of llama-perplexity; likelihood.py and kl_divergence.py describe them.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 
 from .. import console, errors
-from ..evaluation import kl_divergence, likelihood, text_model
+from ..evaluation import likelihood, text_model
+from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
+from ..evaluation.likelihood import Array, Estimate
+from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf.files import AtomicOutput
 
-HELP = "perplexity of a model, and its KL divergence from another"
+__all__ = ["Divergence", "Estimate", "kl_divergence", "perplexity"]
 
 
-def of_file(
-    path: str | os.PathLike, text_path: str | os.PathLike, n_chunks: int = -1, **options: int
-) -> likelihood.Estimate:
-    """Perplexity of a model on a text file. options: those of TextModel. Raises MackoError or OSError."""
-    with text_model.TextModel(path, **options) as model:
-        return likelihood.estimate(model, model.read_chunks(text_path, n_chunks))
+def perplexity(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    *,
+    n_ctx: int = N_CTX,
+    n_batch: int = N_BATCH,
+    n_ubatch: int = N_UBATCH,
+    n_chunks: int = -1,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    kl_divergence_base: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    force: bool = False,
+) -> Estimate:
+    """Perplexity of a GGUF model, dense or sparse, on a UTF-8 text: the figure of llama-perplexity.
+
+    n_ctx: tokens of a chunk, at least 4; the second half of each chunk is scored. n_batch: tokens per evaluation;
+    n_ubatch: tokens per matrix product. n_chunks: chunks from the start of the text; -1 is all. n_threads: 0 is all
+    cores. n_gpu_layers: -1 is all. kl_divergence_base: also write the log-probabilities to this file, for
+    kl_divergence(); force: replace it if it exists. verbose: show llama.cpp's log.
+
+    Logs the estimates so far. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not
+    load) or OSError.
+    """
+    if n_ctx < likelihood.MIN_CTX:
+        raise errors.error(errors.BAD_ARGUMENT, f"-c {n_ctx}: at least {likelihood.MIN_CTX}")
+    _check_chunks(n_chunks)
+
+    def measure(base: AtomicOutput | None) -> Estimate:
+        text_model.read_text(text)  # refuses a bad text before the model is loaded
+        with TextModel(
+            model,
+            n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            verbose=verbose,
+        ) as llama:
+            return _measure(llama, llama.read_chunks(text, n_chunks), base)
+
+    if kl_divergence_base is None:
+        return measure(None)
+    with AtomicOutput(kl_divergence_base, [model, text], force, SIGNATURE[:4]) as base:
+        estimate = measure(base)
+        base.seal()
+        with BaseFile(base.partial):  # its header and size are as a reader expects them
+            pass
+        base.commit()
+    return estimate
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Perplexity of a GGUF model, dense or sparse, on a text: the figure of llama-perplexity. With "
-        "--kl-divergence-base it also writes the model's log-probabilities to a file; with --kl-divergence it compares "
-        "the model with those of such a file, which holds the text too. The file is llama-perplexity's."
-    )
-    text_model.add_arguments(parser, n_batch=2048, file_required=False)
-    parser.add_argument(
-        "--kl-divergence-base", metavar="FNAME", help="file of log-probabilities to write, or to compare with"
-    )
-    parser.add_argument(
-        "--kl-divergence",
-        action="store_true",
-        help="compare with the model that wrote the file of --kl-divergence-base",
-    )
-    parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
+def kl_divergence(
+    model: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    *,
+    n_batch: int = N_BATCH,
+    n_ubatch: int = N_UBATCH,
+    n_chunks: int = -1,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    verbose: bool = False,
+) -> Divergence:
+    """Divergence of a GGUF model, dense or sparse, from the model that wrote base: the figures of llama-perplexity.
+
+    base: a file that perplexity() or llama-perplexity wrote (kl_divergence_base); it holds the text, too. The other
+    parameters are those of perplexity(). Logs the figures so far. Raises MackoError (a base file that is damaged or of
+    another vocabulary, fewer than 100 scored tokens) or OSError.
+    """
+    _check_chunks(n_chunks)
+    with (
+        BaseFile(base) as base_file,
+        TextModel(
+            model,
+            base_file.n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            verbose=verbose,
+        ) as llama,
+    ):
+        n = len(base_file.chunks)
+        progress = _Progress(llama, n if n_chunks < 0 else min(n_chunks, n))
+
+        def on_chunk(done: int, so_far: Divergence) -> None:
+            progress.show(done, f"{done:4d}{so_far.line()}", title=_COLUMNS)
+
+        return divergence(llama, base_file, n_chunks, on_chunk)
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.ctx_size < likelihood.MIN_CTX:
-        raise errors.error(errors.BAD_ARGUMENT, f"-c {args.ctx_size}: at least {likelihood.MIN_CTX}")
-    if args.chunks == 0:
+def _check_chunks(n_chunks: int) -> None:
+    if n_chunks == 0:
         raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing")
-    if args.kl_divergence:
-        return compare(args)
-    if args.file is None:
-        raise errors.error(errors.BAD_ARGUMENT, "-f is missing: the text to measure on")
-    if args.kl_divergence_base is None:
-        estimate = measure(args, None)
-    else:
-        inputs = [args.model, args.file]
-        with AtomicOutput(args.kl_divergence_base, inputs, args.force, kl_divergence.SIGNATURE[:4]) as base:
-            estimate = measure(args, base)
-            base.seal()
-            with kl_divergence.BaseFile(base.partial):  # its header and size are as a reader expects them
-                pass
-            base.commit()
-    print(f"Final estimate: PPL = {estimate.ppl:.4f} +/- {estimate.error:.5f}")
-    return 0
 
 
-def measure(args: argparse.Namespace, base: AtomicOutput | None) -> likelihood.Estimate:
-    with text_model.open_model(args) as model:
-        chunks = model.read_chunks(args.file, args.chunks)
-        progress = _Progress(model, len(chunks))
+def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Estimate:
+    """Perplexity on chunks (chunks, n_ctx). base: also gets the header and rows of a base file."""
+    progress = _Progress(model, len(chunks))
 
-        def on_chunk(done: int, so_far: likelihood.Estimate, result: tuple) -> None:
-            if base is not None:
-                base.write(result[1])
-            progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
-
+    def on_chunk(done: int, so_far: Estimate, more: list[Array]) -> None:
         if base is not None:
-            base.write(base.magic + kl_divergence.header(model.n_ctx, model.n_vocab, chunks)[len(base.magic) :])
-        estimate = likelihood.estimate(model, chunks, kl_divergence.encode if base else None, on_chunk)
-        console.log("")
-        return estimate
+            (rows,) = more
+            base.write(rows.data)
+        progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
+
+    if base is not None:
+        base.write(base.magic + header(model.n_ctx, model.n_vocab, chunks)[len(base.magic) :])
+    estimate = likelihood.estimate(model, chunks, encode if base is not None else None, on_chunk)
+    console.log("")
+    return estimate
 
 
 _COLUMNS = (
@@ -89,30 +137,17 @@ _COLUMNS = (
 )
 
 
-def compare(args: argparse.Namespace) -> int:
-    if args.kl_divergence_base is None:
-        raise errors.error(errors.BAD_ARGUMENT, "--kl-divergence-base is missing: the file to compare with")
-    with kl_divergence.BaseFile(args.kl_divergence_base) as base, text_model.open_model(args, base.n_ctx) as model:
-        progress = _Progress(model, len(base.chunks) if args.chunks < 0 else min(args.chunks, len(base.chunks)))
-
-        def on_chunk(done: int, so_far: kl_divergence.Divergence) -> None:
-            progress.show(done, f"{done:4d}{so_far.line()}", title=_COLUMNS)
-
-        print(kl_divergence.divergence(model, base, args.chunks, on_chunk).text())
-    return 0
-
-
 class _Progress:
-    """Figures so far on stderr; before the first, how long it will take."""
+    """Logs the figures so far, and before the first of them how long the run will take."""
 
-    def __init__(self, model: text_model.TextModel, n_chunks: int):
+    def __init__(self, model: TextModel, n_chunks: int) -> None:
         self._n_chunks, self._n_seq = n_chunks, model.n_seq
         self._begin = time.monotonic()
 
     def show(self, done: int, text: str, end: str = "\n", title: str = "") -> None:
         if done == 1:
-            n = min(self._n_seq, self._n_chunks)
+            n = min(self._n_seq, self._n_chunks)  # chunks of the first evaluation
             console.log(console.eta(n, self._n_chunks, time.monotonic() - self._begin, n))
             if title:
                 console.log(title)
-        print(text, end=end, file=sys.stderr, flush=True)
+        console.log(text, end=end)

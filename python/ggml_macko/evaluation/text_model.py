@@ -1,48 +1,66 @@
 """A model opened to evaluate text in chunks, exactly as llama-imatrix and llama-perplexity do: the same tokens, the
-same batches, the same context settings, so that the same libllama gives the same numbers.
+same batches and the same context settings, so that the same libllama gives the same numbers.
 
-A text is tokenized once, special tokens of the vocabulary's own choice (BOS) included, and cut into chunks of n_ctx
-tokens; a rest that fills no chunk is dropped. Each chunk is a fresh sequence; where the vocabulary wants a BOS, it
-replaces the chunk's first token. n_batch / n_ctx chunks are evaluated together, or a chunk in several batches.
+A text is tokenized once, with the special tokens that the vocabulary adds (BOS), and cut into chunks of n_ctx tokens;
+tokens left over that fill no chunk are dropped. Each chunk is a fresh sequence; where the vocabulary adds a BOS, it
+replaces the first token of the chunk. n_batch / n_ctx chunks are evaluated together, or one chunk in several batches.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
-from ..commands.generate import add_gpu_layers
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
 
-N_CTX = 512  # as llama-imatrix and llama-perplexity
-MAX_TEXT = 2**30  # bytes; llama_tokenize counts in int32
+N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
+
+MAX_TEXT = 2**30
+"""Bytes of a text at most: llama_tokenize counts tokens in int32."""
+
+Chunks = npt.NDArray[np.int32]
+"""Tokens (chunks, n_ctx) of a text."""
+
+Logits = npt.NDArray[np.float32]
+"""Logits (..., n_vocab) of positions."""
+
+
+class Batch(NamedTuple):
+    """What one evaluation takes."""
+
+    start: int  # index of the first chunk
+    chunks: Chunks
 
 
 class TextModel:
-    """n_ctx: tokens of a chunk. n_batch: tokens per evaluation, at least one chunk or a part of one. n_threads 0: all
-    cores. n_gpu_layers -1: all. consumer: gets the inputs of matrix products (see activations.py). The model may be
-    dense or sparse. Raises MackoError (file, memory) or OSError."""
+    """A model, dense or sparse, in a llama.cpp context of its own.
+
+    n_ctx: tokens of a chunk. n_batch: tokens per evaluation: several chunks, one, or a part of one. n_ubatch: tokens
+    per matrix product. n_threads: 0 is all cores. n_gpu_layers: -1 is all. consumer: gets the inputs of matrix products
+    (activations.py). verbose: show llama.cpp's log. Raises MackoError (file, memory) or OSError.
+    """
 
     def __init__(
         self,
-        path: str | os.PathLike,
+        path: str | os.PathLike[str],
         n_ctx: int = N_CTX,
-        n_batch: int = 2048,
-        n_ubatch: int = 512,
+        *,
+        n_batch: int = N_BATCH,
+        n_ubatch: int = N_UBATCH,
         n_threads: int = 0,
         n_gpu_layers: int = 0,
         consumer: Consumer | None = None,
         verbose: bool = False,
-    ):
+    ) -> None:
         import llama_cpp.llama_cpp as api
         from llama_cpp._logger import set_verbose
         from llama_cpp._utils import suppress_stdout_stderr
@@ -60,7 +78,7 @@ class TextModel:
         self._stack = contextlib.ExitStack()
         set_verbose(verbose)
         register()
-        with bindings.File(self.path):  # says what is wrong with a file better than llama.cpp does
+        with bindings.File(self.path):  # its errors are clearer than those of llama.cpp
             pass
         with contextlib.ExitStack() as on_error, suppress_stdout_stderr(disable=verbose):
             api.llama_backend_init()
@@ -98,26 +116,33 @@ class TextModel:
 
     @property
     def n_vocab(self) -> int:
-        return self._api.llama_vocab_n_tokens(self._vocab)
+        """Tokens in the vocabulary."""
+        return int(self._api.llama_vocab_n_tokens(self._vocab))
 
-    def tokenize(self, text: bytes) -> np.ndarray:
-        """int32; with BOS in front where the vocabulary wants one. text: valid UTF-8, else llama.cpp may abort."""
+    def tokenize(self, text: bytes) -> npt.NDArray[np.int32]:
+        """The tokens of a text, with a BOS in front where the vocabulary adds one.
+
+        text: must be valid UTF-8, because llama.cpp may abort on anything else.
+        """
         tokens = np.empty(len(text) + 16, dtype=np.int32)
         n = self._tokenize(text, tokens)
-        if n < 0:  # a character can be several tokens; then -n is how many there are
+        if n < 0:  # one byte can become several tokens; -n is the number of tokens
             tokens = np.empty(-n, dtype=np.int32)
             n = self._tokenize(text, tokens)
         if n < 0:
             raise errors.error(errors.BAD_ARGUMENT, "the text could not be tokenized")
         return tokens[:n].copy()
 
-    def _tokenize(self, text: bytes, tokens: np.ndarray) -> int:
+    def _tokenize(self, text: bytes, tokens: npt.NDArray[np.int32]) -> int:
         pointer = tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-        return self._api.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), True, False)
+        return int(self._api.llama_tokenize(self._vocab, text, len(text), pointer, len(tokens), True, False))
 
-    def read_chunks(self, text_path: str | os.PathLike, n_chunks: int = -1) -> np.ndarray:
-        """(chunks, n_ctx) int32 of a file; at most n_chunks if that is not negative. Two chunks are the least."""
-        text = _read_text(text_path)
+    def read_chunks(self, text_path: str | os.PathLike[str], n_chunks: int = -1) -> Chunks:
+        """The first n_chunks chunks (chunks, n_ctx) of a UTF-8 file; -1: all.
+
+        Raises MackoError if the text has fewer than two chunks, is empty or is not UTF-8, or OSError.
+        """
+        text = read_text(text_path)
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -130,16 +155,17 @@ class TextModel:
             n = min(n, n_chunks)
         return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
 
-    def batches(self, chunks: np.ndarray, start: int = 0) -> Iterator[tuple]:
-        """(index of the first chunk, chunks of one evaluate()), from chunk `start` on."""
+    def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
+        """Cuts chunks into batches for evaluate(), from chunk `start` on."""
         for i in range(start, len(chunks), self.n_seq):
-            yield i, chunks[i : i + self.n_seq]
+            yield Batch(i, chunks[i : i + self.n_seq])
 
-    def evaluate(self, chunks: np.ndarray, first: int = 0) -> np.ndarray:
-        """(len(chunks), n_ctx - first, n_vocab) float32 logits of positions first ... n_ctx - 1.
+    def evaluate(self, chunks: Chunks, first: int = 0) -> Logits:
+        """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.
 
-        chunks: at most n_seq. The result may be llama.cpp's own memory: valid until the next call, read only. With a
-        consumer, first must be 0: the last block computes only what is asked for.
+        chunks: (at most n_seq, n_ctx). The result may be llama.cpp's own memory: valid until the next call, and not to
+        be written to. With a consumer, first must be 0, because the last block computes only the positions asked for.
+        Raises MackoError if llama.cpp fails, and whatever the consumer raises.
         """
         api = self._api
         chunks = np.array(chunks, dtype=np.int32)
@@ -147,7 +173,7 @@ class TextModel:
             chunks[:, 0] = api.llama_vocab_bos(self._vocab)
         api.llama_memory_clear(api.llama_get_memory(self._ctx), True)
         parts = []
-        for begin in range(0, self.n_ctx, self.n_batch):  # one turn, unless a chunk is longer than a batch
+        for begin in range(0, self.n_ctx, self.n_batch):  # once, unless a chunk is longer than a batch
             positions = np.arange(begin, min(begin + self.n_batch, self.n_ctx))
             self._decode(chunks[:, positions], positions, first)
             n_outputs = len(chunks) * int((positions >= first).sum())
@@ -157,8 +183,8 @@ class TextModel:
         out = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return out.reshape(len(chunks), self.n_ctx - first, self.n_vocab)
 
-    def _decode(self, tokens: np.ndarray, positions: np.ndarray, first: int) -> None:
-        """tokens: (sequences, positions)"""
+    def _decode(self, tokens: Chunks, positions: npt.NDArray[np.int_], first: int) -> None:
+        """Evaluates tokens (sequences, positions); logits are computed from position `first` on."""
         n_seq, n = tokens.shape
         token = np.ascontiguousarray(tokens.reshape(-1))
         pos = np.tile(positions.astype(np.int32), n_seq)
@@ -166,13 +192,13 @@ class TextModel:
         seq_id = np.repeat(np.arange(n_seq, dtype=np.int32), n)
         seq_id_at = seq_id.ctypes.data + 4 * np.arange(n_seq * n, dtype=np.uintp)
         output = (pos >= first).astype(np.int8)
+        kinds: dict[str, Any] = {field[0]: field[1] for field in self._api.llama_batch._fields_}
         batch = self._api.llama_batch()
         batch.n_tokens = n_seq * n
         for name, array in (
             ("token", token), ("pos", pos), ("n_seq_id", n_seq_id), ("seq_id", seq_id_at), ("logits", output),
         ):  # fmt: skip
-            kind = dict(self._api.llama_batch._fields_)[name]
-            setattr(batch, name, ctypes.cast(array.ctypes.data, kind))
+            setattr(batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
         with self._tap.evaluation() if self._tap is not None else contextlib.nullcontext():
             status = self._api.llama_decode(self._ctx, batch)
             if self._tap is not None:
@@ -192,7 +218,8 @@ class TextModel:
         self.close()
 
 
-def _read_text(path: str | os.PathLike) -> bytes:
+def read_text(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
     text = Path(path).read_bytes()
     if not text:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
@@ -205,38 +232,3 @@ def _read_text(path: str | os.PathLike) -> bytes:
             errors.BAD_ARGUMENT, f"{path}: is not UTF-8 text: byte {e.start} is 0x{text[e.start]:02x}"
         ) from e
     return text
-
-
-def add_arguments(parser: argparse.ArgumentParser, n_batch: int, file_required: bool = True) -> None:
-    """Options of the tools that evaluate a text, with llama.cpp's names."""
-    parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model, dense or sparse")
-    parser.add_argument("-f", "--file", required=file_required, metavar="FNAME", help="text file")
-    parser.add_argument(
-        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
-    )
-    parser.add_argument("--chunks", type=int, default=-1, metavar="N", help="chunks to evaluate (default: -1, all)")
-    parser.add_argument(
-        "-b", "--batch-size", type=int, default=n_batch, metavar="N", help=f"tokens per evaluation (default: {n_batch})"
-    )
-    parser.add_argument(
-        "-ub", "--ubatch-size", type=int, default=512, metavar="N", help="tokens per matrix product (default: 512)"
-    )
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
-    add_gpu_layers(parser)
-    parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
-
-
-def open_model(args: argparse.Namespace, n_ctx: int | None = None, consumer: Consumer | None = None) -> TextModel:
-    """The model of parsed arguments, once it is clear that there is a text."""
-    if args.file is not None:
-        _read_text(args.file)
-    return TextModel(
-        args.model,
-        n_ctx or args.ctx_size,
-        args.batch_size,
-        args.ubatch_size,
-        args.threads,
-        args.gpu_layers,
-        consumer,
-        args.verbose,
-    )

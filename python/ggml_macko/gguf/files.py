@@ -16,16 +16,19 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import errors
-from ..codecs import ec_csr, packed
-from ..codecs import macko as formats
+from ..codecs import registry
+from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
+from ..native.codec import EncodedMatrix
+from ..values import TYPE_NAMES, Array, bits_dtype
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
 COPY_BLOCK = 16 << 20  # bytes moved at a time where a tensor needs no processing
@@ -45,12 +48,12 @@ class Key:
     record: bytes
     value_at: int
 
-    def value(self) -> object:
+    def value(self) -> Any:
         return _read_value(self.record, self.value_at, self.type)[0]
 
 
-def _read_value(data: bytes, at: int, kind: int) -> tuple:
-    """(value, end) of a value in checked data."""
+def _read_value(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+    """The value at `at` in checked data, and where it ends."""
     if kind in _SCALARS:
         layout = _SCALARS[kind]
         return struct.unpack_from(layout, data, at)[0], at + struct.calcsize(layout)
@@ -62,7 +65,7 @@ def _read_value(data: bytes, at: int, kind: int) -> tuple:
     if element in _SCALARS:
         width = struct.calcsize(_SCALARS[element])
         return np.frombuffer(data, _SCALARS[element][1:].replace("?", "B"), n, at).tolist(), at + n * width
-    out = []
+    out: list[Any] = []
     for _ in range(n):
         value, at = _read_value(data, at, element)
         out.append(value)
@@ -70,22 +73,22 @@ def _read_value(data: bytes, at: int, kind: int) -> tuple:
 
 
 def _value_end(data: bytes, at: int, kind: int) -> int:
-    """Like _read_value, without making the value: vocabularies have 100,000 strings."""
+    """Like _read_value, without building the value: vocabularies have 100,000 strings."""
     if kind in _SCALARS:
         return at + struct.calcsize(_SCALARS[kind])
     length = struct.Struct("<Q").unpack_from
     if kind == _STRING:
-        return at + 8 + length(data, at)[0]
+        return at + 8 + int(length(data, at)[0])
     element, n = struct.unpack_from("<IQ", data, at)
     at += 12
     if element in _SCALARS:
-        return at + n * struct.calcsize(_SCALARS[element])
+        return at + int(n) * struct.calcsize(_SCALARS[element])
     for _ in range(n):
-        at += 8 + length(data, at)[0]
+        at += 8 + int(length(data, at)[0])
     return at
 
 
-def _walk_keys(header: bytes) -> list:
+def _walk_keys(header: bytes) -> list[Key]:
     n_keys = struct.unpack_from("<Q", header, 16)[0]
     at, keys = 24, []
     for _ in range(n_keys):
@@ -100,7 +103,7 @@ def _walk_keys(header: bytes) -> list:
     return keys
 
 
-def make_key(name: str, kind: str, value: object) -> Key:
+def make_key(name: str, kind: str, value: Any) -> Key:
     """kind: "u32", "f32", "str", "[u32", "[u64" or "[str"."""
     prefix = _pack_string(name)
     if kind == "str":
@@ -130,8 +133,8 @@ def _pack_string(text: object) -> bytes:
 
 def type_name(type_id: int) -> str:
     """llama.cpp's spelling of a ggml type id."""
-    if type_id in formats.TYPE_NAMES:
-        return formats.TYPE_NAMES[type_id]
+    if type_id in TYPE_NAMES:
+        return TYPE_NAMES[type_id]
     import gguf
 
     try:
@@ -140,7 +143,7 @@ def type_name(type_id: int) -> str:
         return f"type {type_id}"
 
 
-def _identity(file: Path | int | os.stat_result) -> tuple:
+def _identity(file: Path | int | os.stat_result) -> tuple[int, int, int, int]:
     info = file if isinstance(file, os.stat_result) else os.stat(file)
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
@@ -174,9 +177,9 @@ class _Shard:
         self.checked.close()
         os.close(self.fd)
 
-    def read(self, offset: int, nbytes: int) -> np.ndarray:
+    def read(self, offset: int, nbytes: int) -> Array:
         out = np.empty(nbytes, dtype=np.uint8)
-        view = memoryview(out)
+        view = out.data
         done = 0
         while done < nbytes:
             try:
@@ -193,13 +196,37 @@ class _Shard:
             raise errors.error(errors.FILE_CHANGED, f"{self.path}: changed while it was read")
 
 
+class FileArrays:
+    """The components of a sparse matrix in a file; codec.StoredArrays."""
+
+    def __init__(self, shard: _Shard, tensors: Sequence[bindings.FileTensor]):
+        self._shard = shard
+        self._tensors = tensors
+
+    @property
+    def components(self) -> list[Component]:
+        return [Component(t.type, int(np.prod(t.ne, dtype=np.int64)), t.nbytes) for t in self._tensors]
+
+    def data(self, i: int) -> Array:
+        """The bytes of component i, uint8."""
+        return self._shard.read(self._tensors[i].offset, self._tensors[i].nbytes)
+
+    def array(self, i: int) -> Array:
+        """All of component i, an array of int32 or of bytes."""
+        return self.data(i).view(component_dtype(self._tensors[i].type))
+
+    def last_number(self, i: int) -> int:
+        t = self._tensors[i]
+        return int(self._shard.read(t.offset + t.nbytes - 4, 4).view(np.int32)[0])
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of the dense model; it may be stored sparse."""
 
     name: str
     type: int
-    ne: tuple  # ggml order
+    ne: tuple[int, ...]  # ggml order: the number of columns first
     nbytes: int  # of the dense tensor
     shard: _Shard
     offset: int  # of the dense data, -1 if sparse
@@ -218,6 +245,18 @@ class Tensor:
         return self.rows * self.cols
 
     @property
+    def codec(self) -> Codec | None:
+        """Of a sparse tensor."""
+        return None if self.sparse is None else registry.codec(self.sparse.format)
+
+    @property
+    def storage_name(self) -> str:
+        """How the data is stored: dense, or the TYPE of `macko convert` with its index."""
+        if self.sparse is None:
+            return "dense"
+        return registry.codec(self.sparse.format).storage_name(self.sparse.bits, self.sparse.value_type)
+
+    @property
     def is_quantized(self) -> bool:
         """Stored sparse with quantized values: not bit for bit what it was made from."""
         return self.sparse is not None and self.sparse.value_type != self.type
@@ -226,58 +265,44 @@ class Tensor:
     def nbytes_stored(self) -> int:
         return self.nbytes if self.sparse is None else self.sparse.nbytes
 
-    def read(self, n_threads: int = 0) -> np.ndarray:
+    def read(self, n_threads: int = 0) -> Array:
         """All dense bytes (uint8); a sparse tensor is checked and decoded."""
         if self.sparse is None:
             return self.shard.read(self.offset, self.nbytes)
+        m = self.read_sparse()
         try:
-            return bindings.decode(self.read_sparse(), n_threads).reshape(-1).view(np.uint8)
+            return registry.codec_of(m).decode(m, n_threads).reshape(-1).view(np.uint8)
         except errors.MackoError as e:
             raise errors.error(e.code, f"{self.shard.path}: {self.name}: {e}") from e
 
-    def read_bits(self, n_threads: int = 0) -> np.ndarray:
+    def read_bits(self, n_threads: int = 0) -> Array:
         """Bit patterns (rows, cols) of an F16, BF16 or F32 tensor."""
-        return self.read(n_threads).view(formats.bits_dtype(self.type)).reshape(self.rows, self.cols)
+        return self.read(n_threads).view(bits_dtype(self.type)).reshape(self.rows, self.cols)
 
-    def read_sparse(self) -> formats.MackoMatrix | ec_csr.EcCsrMatrix | packed.PackedMatrix:
-        """The stored arrays, not yet checked."""
-        s = self.sparse
-        arrays = [self._read_component(i, np.uint8) for i in range(len(s.tensor_index))]
-        arrays[0] = arrays[0].view(packed.values_dtype(self.type, s.value_type))
-        if s.format == "packed":
-            return packed.PackedMatrix(
-                self.rows,
-                self.cols,
-                self.type,
-                s.value_type,
-                s.bits,
-                s.nnz,
-                *arrays[:2],
-                arrays[2].view(np.int32),
-            )
-        if s.format == "ec-csr":
-            dtypes = (ec_csr.base_dtype(self.cols), np.int32, np.int32, np.int32)
-            arrays[2:] = [a.view(dtype) for a, dtype in zip(arrays[2:], dtypes)]
-            return ec_csr.EcCsrMatrix(self.rows, self.cols, self.type, s.bits, s.nnz, *arrays)
-        arrays[2] = arrays[2].view(np.int32)
-        return formats.MackoMatrix(self.rows, self.cols, self.type, s.bits, s.nnz, int(arrays[2][-1]), *arrays)
+    def stored_arrays(self) -> FileArrays:
+        """The arrays of a sparse tensor, to be read one at a time."""
+        if self.sparse is None:
+            raise errors.error(errors.NOT_SPARSE, f"{self.shard.path}: {self.name}: is not stored sparse")
+        return FileArrays(self.shard, [self.shard.tensors[i] for i in self.sparse.tensor_index])
 
-    def _read_component(self, i: int, dtype: type) -> np.ndarray:
-        component = self.shard.tensors[self.sparse.tensor_index[i]]
-        return self.shard.read(component.offset, component.nbytes).view(dtype)
+    def read_sparse(self) -> EncodedMatrix:
+        """The stored arrays of a sparse tensor, not yet checked."""
+        stored = self.stored_arrays()
+        assert self.sparse is not None
+        header = EncodedMatrix(
+            format=self.sparse.format,
+            rows=self.rows,
+            cols=self.cols,
+            type=self.type,
+            value_type=self.sparse.value_type,
+            bits=self.sparse.bits,
+            nnz=self.sparse.nnz,
+            arrays=(),
+            types=tuple(c.type for c in stored.components),
+        )
+        return registry.codec(header.format).from_arrays(header, [stored.data(i) for i in range(len(header.types))])
 
-    def n_stored(self) -> int:
-        """Values of a sparse tensor, fillers and padding of blocks counted."""
-        if self.sparse.format == "ec-csr":
-            return self.shard.tensors[self.sparse.tensor_index[0]].ne[0]
-        row_ptr = self.shard.tensors[self.sparse.tensor_index[2]]
-        return int(self.shard.read(row_ptr.offset + row_ptr.nbytes - 4, 4).view(np.int32)[0])
-
-    def sets(self) -> np.ndarray:
-        """Of an ec-csr tensor: (n_sets, 4) of granularity, vector size, blocks, columns; not checked."""
-        return self._read_component(5, np.int32).reshape(-1, 4)
-
-    def blocks(self, n_threads: int = 0) -> Iterator[np.ndarray]:
+    def blocks(self, n_threads: int = 0) -> Iterator[Array]:
         """The dense bytes in pieces: small ones for a dense tensor, all at once for a sparse one."""
         if self.sparse is not None:
             yield self.read(n_threads)
@@ -287,16 +312,16 @@ class Tensor:
 
 
 def _is_format_key(name: str) -> bool:
-    """Keys that describe how this file is stored, not the model."""
+    """The key describes how this file is stored, not the model."""
     return name.startswith(("split.", "macko.tensor.")) or name in ("macko.version", "macko.min_reader_version")
 
 
 class Model:
     """A model file, dense or sparse, or all parts of a split one, seen as the dense model."""
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.shards = []
+        self.shards: list[_Shard] = []
         try:
             for shard in _open_shards(self.path):
                 self.shards.append(shard)
@@ -310,7 +335,7 @@ class Model:
             raise
 
     @property
-    def keys(self) -> list:
+    def keys(self) -> list[Key]:
         """Metadata of the model: that of the first part, without what describes storage."""
         return [k for k in self.shards[0].keys if not _is_format_key(k.name)]
 
@@ -324,7 +349,7 @@ class Model:
         return sum(shard.opened.st_size for shard in self.shards)
 
     @property
-    def paths(self) -> list:
+    def paths(self) -> list[Path]:
         return [shard.path for shard in self.shards]
 
     def key(self, name: str) -> Key | None:
@@ -390,11 +415,11 @@ class NewTensor:
 
     name: str
     type: int
-    ne: tuple
+    ne: tuple[int, ...]  # ggml order
     nbytes: int
 
 
-def build_header(keys: Iterable[Key], tensors: list, alignment: int) -> bytes:
+def build_header(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> bytes:
     """Everything before the data, padded to where the data starts."""
     keys = list(keys)
     header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
@@ -407,7 +432,7 @@ def build_header(keys: Iterable[Key], tensors: list, alignment: int) -> bytes:
     return bytes(header.ljust(align(len(header), alignment), b"\0"))
 
 
-def file_nbytes(keys: Iterable[Key], tensors: list, alignment: int) -> int:
+def file_nbytes(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> int:
     """The exact size of the file that Writer will write."""
     return len(build_header(keys, tensors, alignment)) + sum(align(t.nbytes, alignment) for t in tensors)
 
@@ -415,18 +440,18 @@ def file_nbytes(keys: Iterable[Key], tensors: list, alignment: int) -> int:
 class Writer:
     """Writes a GGUF front to back into an open output: header first, then the data of each tensor in table order."""
 
-    def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: list, alignment: int):
+    def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int):
         self._output = output
         self._alignment = alignment
         self._left = [t.nbytes for t in tensors]
         output.write(output.magic + build_header(keys, tensors, alignment)[4:])
 
-    def write(self, blocks: Iterable[np.ndarray]) -> None:
+    def write(self, blocks: Iterable[Array]) -> None:
         """The data of the next tensor."""
         nbytes = self._left.pop(0)
         written = 0
         for block in blocks:
-            data = memoryview(np.ascontiguousarray(block)).cast("B")
+            data = np.ascontiguousarray(block).data.cast("B")
             self._output.write(data)
             written += len(data)
         if written != nbytes:
@@ -451,13 +476,19 @@ class AtomicOutput:
             ... verify out.partial ...
             out.commit()
 
-    The data goes to `.NAME.partial` in the same folder, under flock. Its first four bytes are this process's id until
-    seal() writes the signature (the GGUF magic, or another format's), so that no reader takes a torn file for a model.
-    Leaving the block without commit() removes it; after kill -9 or a power cut it stays, and the next run takes it
-    over.
+    The data goes to `.NAME.partial` in the same folder, locked with flock. Its first four bytes are this process's id
+    until seal() writes the signature (the GGUF magic, or that of another format), so that no reader takes an incomplete
+    file for a model. Leaving the block without commit() removes the partial file; after kill -9 or a power cut it
+    stays, and the next run that writes the same output takes it over.
     """
 
-    def __init__(self, path: str | os.PathLike, inputs: Iterable, force: bool = False, signature: bytes = b"GGUF"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        inputs: Iterable[str | os.PathLike[str]],
+        force: bool = False,
+        signature: bytes = b"GGUF",
+    ):
         self.path = Path(os.path.realpath(path))
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.magic = struct.pack("<I", os.getpid())
@@ -481,7 +512,7 @@ class AtomicOutput:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """A full disk says neither which file nor which disk."""
+        """Adds the path of the output to an OSError that names none, as that of a full disk."""
         try:
             yield
         except OSError as e:
@@ -538,7 +569,7 @@ class AtomicOutput:
             os.fsync(self._fd)
 
     def commit(self) -> None:
-        self._check_free()  # it may have appeared meanwhile
+        self._check_free()  # the output may have appeared meanwhile
         with self._named():
             os.rename(self.partial, self.path)
         fd, self._fd = self._fd, -1

@@ -2,33 +2,36 @@
 
 The GGUF form that llama-imatrix writes and llama-quantize reads: for each weight X a tensor X.in_sum2 (F32, one row
 per expert, sums as they are, not divided) and X.counts (F32, one number, or one per expert: how many input rows were
-summed), and four keys. What a stranger's file may get wrong is refused here, with one line; callers can rely on sums
-that are finite and not negative, and on counts that fit them.
+summed), and four keys. A file that breaks any of this is refused with one line; callers can rely on sums that are
+finite and not negative, and on counts that fit them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import errors
-from ..codecs.macko import TYPE_F32
-from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key
+from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key
+from ..values import TYPE_F32, Array
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 _ALIGNMENT = 32
 _LARGEST_COUNT = 2**53
+_LEAST_WEIGHT = 1e-4  # of the mean: a block must not be lost because its inputs were zero in the calibration text
 
 
 @dataclass
 class Statistics:
     """Of one weight."""
 
-    sums: np.ndarray  # (matrices, cols), >= 0
-    counts: np.ndarray  # int64, one per matrix, or one for all
+    sums: Array  # (matrices, cols), >= 0
+    counts: Array  # int64, one per matrix, or one for all
 
     @property
     def n_unused(self) -> int:
@@ -39,8 +42,8 @@ class Statistics:
 @dataclass
 class Imatrix:
     path: Path  # for messages
-    entries: dict  # weight name -> Statistics
-    datasets: list = field(default_factory=list)  # text files
+    entries: dict[str, Statistics]  # by the name of the weight
+    datasets: list[str] = field(default_factory=list)  # text files
     chunk_count: int = 0
     chunk_size: int = 0  # tokens
 
@@ -62,6 +65,19 @@ class Imatrix:
             )
         return Statistics(found.sums.reshape(n_mat, cols), np.broadcast_to(found.counts, n_mat))
 
+    def column_weights(self, tensor: Tensor) -> Array | None:
+        """How much the squared error of a weight counts: float32 (matrices, cols), the mean square of each input
+        column, scaled to a mean of 1 in each matrix. None: nothing was measured for this tensor. Raises MackoError as
+        `of` does.
+        """
+        if tensor.name not in self.entries:
+            return None
+        found = self.of(tensor)
+        mean = found.sums / np.maximum(found.counts, 1)[:, None]
+        mean[found.counts == 0] = 1  # an expert that no token was routed to
+        mean /= mean.mean(axis=1, keepdims=True)
+        return np.maximum(mean, _LEAST_WEIGHT).astype(np.float32)
+
     def check_model(self, model: Model) -> None:
         """Raises MackoError unless each entry belongs to a tensor of the model and has its shape."""
         tensors = {t.name: t for t in model.tensors}
@@ -78,14 +94,14 @@ def _n_mat(tensor: Tensor) -> int:
     return int(np.prod(tensor.ne[2:], dtype=np.int64))
 
 
-def _shape(a: np.ndarray) -> str:
+def _shape(a: Array) -> str:
     return " x ".join(map(str, a.shape))
 
 
 # ---- reading ----
 
 
-def read(path: str | os.PathLike) -> Imatrix:
+def read(path: str | os.PathLike[str]) -> Imatrix:
     """Raises MackoError naming file, tensor, place and value, or OSError."""
     path = Path(path)
     with open(path, "rb") as f:
@@ -113,14 +129,14 @@ def read(path: str | os.PathLike) -> Imatrix:
         return out
 
 
-def _checked_key(path: Path, keys: dict, name: str, kind: type, default: object) -> object:
+def _checked_key(path: Path, keys: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = keys.get(name, default)
     if not isinstance(value, kind):
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: {name} has another type than llama-imatrix writes")
     return value
 
 
-def _read_entry(path: Path, name: str, parts: dict) -> Statistics:
+def _read_entry(path: Path, name: str, parts: Mapping[str, Tensor]) -> Statistics:
     def bad(text: str) -> errors.MackoError:
         return errors.error(errors.BAD_ARGUMENT, f"{path}: {name}: {text}")
 
@@ -161,7 +177,7 @@ def _read_entry(path: Path, name: str, parts: dict) -> Statistics:
 
 
 def write(imatrix: Imatrix, output: AtomicOutput) -> None:
-    """All of the file, into an open output; seal and commit are the caller's."""
+    """Writes all of the file into an open output; sealing and committing it is left to the caller."""
     keys = [
         make_key("general.type", "str", "imatrix"),
         make_key("imatrix.datasets", "[str", imatrix.datasets),
@@ -178,7 +194,7 @@ def write(imatrix: Imatrix, output: AtomicOutput) -> None:
 _TYPES = {np.dtype(np.float32): TYPE_F32, np.dtype(np.int64): 27, np.dtype(np.float64): 28}
 
 
-def write_arrays(arrays: dict, keys: list, output: AtomicOutput) -> None:
+def write_arrays(arrays: Mapping[str, Array], keys: Sequence[Key], output: AtomicOutput) -> None:
     """A GGUF of NumPy arrays, name -> array of at most two dimensions."""
     tensors = []
     for name, a in arrays.items():

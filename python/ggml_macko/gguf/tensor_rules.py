@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..codecs import macko as formats
 from ..native import bindings
+from ..values import TYPE_NAMES
 
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 
@@ -19,4 +19,4 @@ def is_multiplied(name: str, n_dims: int) -> bool:
 
 
 def is_value_type(type_id: int) -> bool:
-    return type_id in formats.TYPE_NAMES
+    return type_id in TYPE_NAMES

@@ -1,124 +1,152 @@
-"""How many weights each matrix loses: uniform, by a table, over the whole model, or outlier-weighed (OWL).
+"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, or outlier-weighed.
 
-Works on counts alone, in integers and fractions, so a total is exact and the same everywhere. What it needs of the
-weights comes from a `Scores` function; nothing here reads files.
+Works on counts alone, in integers and fractions, so that a total is exact and the same on every machine. Scores come
+from a function that the caller passes; this module reads no files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
-from typing import Callable
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import errors
 from ..gguf.files import Tensor
 from ..pruning import masks
 
-# Of the pruned tensors, by name: the number of zeros of each of its matrices (experts; most tensors have one)
-Quotas = dict[str, np.ndarray]
+Quotas = dict[str, masks.IntArray]
+"""Tensor name -> the number of zeros of each of its matrices (experts; most tensors have one)."""
 
-# tensor -> (matrix index, float32 scores >= 0 (rows, cols)) of successive blocks of rows
-Scores = Callable[[Tensor], Iterator[tuple]]
 
-OWL_M = 5  # the paper's M for LLaMA, and its lambda
-OWL_LAMBDA = Fraction("0.08")
+class ScoreBlock(NamedTuple):
+    """The scores of successive rows of one matrix of a tensor."""
+
+    matrix: int
+    scores: masks.FloatArray  # (rows, cols), not negative
+
+
+Scores = Callable[[Tensor], Iterator[ScoreBlock]]
+"""The scores of a tensor, in blocks of rows, in the order of the file."""
+
+AFTER_ALL_BLOCKS = 1 << 30
 
 
 def n_matrices(t: Tensor) -> int:
-    """A 3-D tensor holds one matrix per expert."""
-    return t.rows // t.ne[1]
+    """Matrices of a tensor: a 3-D tensor holds one per expert."""
+    return t.rows // int(t.ne[1])
 
 
 def block_of(name: str) -> int:
-    """The transformer block that a tensor belongs to; what stands outside of them comes last."""
+    """The number of the transformer block that a tensor belongs to; a tensor outside of them comes after all."""
     found = re.match(r"blk\.(\d+)\.", name)
-    return int(found[1]) if found else 1 << 30
+    return int(found[1]) if found else AFTER_ALL_BLOCKS
 
 
 def uniform_count(t: Tensor, sparsity: Fraction, per: str) -> int:
-    """Zeros of one matrix: floor(S * n) of each row, or of the matrix."""
+    """Zeros of one matrix of n weights: floor(S * n) if per is tensor, floor(S * cols) in each row if per is row."""
     rows, cols = t.ne[1], t.cols
     return rows * int(sparsity * cols) if per == "row" else int(sparsity * rows * cols)
 
 
-def uniform(t: Tensor, sparsity: Fraction, per: str) -> np.ndarray:
+def uniform(t: Tensor, sparsity: Fraction, per: str) -> masks.IntArray:
+    """Zeros of each matrix of a tensor, by the same share."""
     return np.full(n_matrices(t), uniform_count(t, sparsity, per), dtype=np.int64)
 
 
-def total_of(tensors: Iterable, sparsity: Fraction, per: str) -> int:
+def uniform_total(tensors: Iterable[Tensor], sparsity: Fraction, per: str) -> int:
+    """Zeros of all tensors together under uniform allocation."""
     return sum(n_matrices(t) * uniform_count(t, sparsity, per) for t in tensors)
 
 
-# ---- over the whole model ----
+# ---- one ranking of the whole model ----
 
 
-def lowest_of_model(tensors: list, total: int, scores: Scores) -> Quotas:
-    """The `total` lowest scores of all tensors together; of equal ones, those of the first tensor and lowest index.
+def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Quotas:
+    """Zeros of each matrix if the `total` lowest scores of all tensors go; of equal scores, those of the first tensor
+    and the lowest index.
 
-    Exact in bounded memory: two passes find the score that divides (16 bits of its key each), a third counts.
+    Exact in bounded memory: two passes over the scores find the total-th lowest one, 16 bits of its key at a time, and
+    a third pass counts.
     """
     high = _find_bin(tensors, scores, total, lambda keys: keys >> 16)
-    below = high[1]
-    low = _find_bin(tensors, scores, total - below, lambda keys: keys[keys >> 16 == high[0]] & 0xFFFF)
-    threshold = high[0] << 16 | low[0]
-    room = total - below - low[1]
-    out = {}
+    low = _find_bin(tensors, scores, total - high.n_below, lambda keys: keys[keys >> 16 == high.digits] & 0xFFFF)
+    threshold = high.digits << 16 | low.digits
+    room = total - high.n_below - low.n_below
+    quotas = {}
     for t in tensors:
-        out[t.name] = quota = np.zeros(n_matrices(t), dtype=np.int64)
+        quotas[t.name] = quota = np.zeros(n_matrices(t), dtype=np.int64)
         for i, block in scores(t):
             keys = masks.score_keys(block)
             equal = min(room, int((keys == threshold).sum()))
             room -= equal
             quota[i] += int((keys < threshold).sum()) + equal
-    return out
+    return quotas
 
 
-def _find_bin(tensors: list, scores: Scores, total: int, digits: Callable) -> tuple:
-    """(the value of the digits that the total-th lowest score has, how many scores are in lower bins)."""
+class _Bin(NamedTuple):
+    """Where the total-th lowest score lies in a histogram of 16 digits of the keys."""
+
+    digits: int  # that the score has
+    n_below: int  # scores in lower bins
+
+
+def _find_bin(
+    tensors: Sequence[Tensor],
+    scores: Scores,
+    total: int,
+    digits_of: Callable[[npt.NDArray[np.uint32]], npt.NDArray[Any]],
+) -> _Bin:
     histogram = np.zeros(1 << 16, dtype=np.int64)
     for t in tensors:
         for _, block in scores(t):
-            histogram += np.bincount(digits(masks.score_keys(block).reshape(-1)), minlength=1 << 16)
+            histogram += np.bincount(digits_of(masks.score_keys(block).reshape(-1)), minlength=1 << 16)
     ends = np.cumsum(histogram)
     found = int(np.searchsorted(ends, total))
-    return found, int(ends[found] - histogram[found])
+    return _Bin(found, int(ends[found] - histogram[found]))
 
 
 # ---- outlier-weighed ----
 
 
-def owl(tensors: list, sparsity: Fraction, per: str, scores: Scores, m: float, spread: Fraction) -> Quotas:
-    """OWL: Yin et al., "Outlier Weighed Layerwise Sparsity" (2310.05175), section 3.
+def owl(
+    tensors: Sequence[Tensor], sparsity: Fraction, per: str, scores: Scores, *, m: float, max_shift: Fraction
+) -> Quotas:
+    """OWL: Yin et al., "Outlier Weighed Layerwise Sparsity" (arXiv 2310.05175), section 3.
 
-    A block's share of outliers D is that of its scores above m times their mean; the more a block has, the more of it
-    stays: densities follow D linearly over a range of 2 * spread, around a mean that leaves the total exactly as
-    uniform allocation has it. All matrices of a block get its sparsity.
+    The outlier ratio D_b of block b is the share of its scores that exceed m times their mean. Blocks with more
+    outliers keep more: with lambda = max_shift, block b gets the density
+
+        1 - S_b = c + 2 * lambda * (D_b - min D) / (max D - min D)
+
+    where the constant c makes the number of zeros exactly that of uniform allocation. All matrices of a block get its
+    sparsity S_b. Raises MackoError (BAD_ARGUMENT) if a sparsity leaves the range from 0 to 1.
     """
-    by_block: dict = {}
+    by_block: dict[int, list[Tensor]] = {}
     for t in tensors:
         by_block.setdefault(block_of(t.name), []).append(t)
-    share = {b: outlier_share(ts, scores, m) for b, ts in by_block.items()}
+    ratio = {b: outlier_ratio(ts, scores, m) for b, ts in by_block.items()}
     size = {b: sum(t.n_elements for t in ts) for b, ts in by_block.items()}
     n = sum(size.values())
-    total = total_of(tensors, sparsity, per)
-    least, most = min(share.values()), max(share.values())
+    total = uniform_total(tensors, sparsity, per)
+    least, most = min(ratio.values()), max(ratio.values())
     width = most - least
-    bonus = {b: 2 * spread * (d - least) / width if width else Fraction(0) for b, d in share.items()}
-    mean = sum(bonus[b] * size[b] for b in share) / n
-    wanted = {b: Fraction(total, n) - (bonus[b] - mean) for b in share}
-    for b, s in wanted.items():
+    bonus = {b: 2 * max_shift * (d - least) / width if width else Fraction(0) for b, d in ratio.items()}
+    mean = sum((bonus[b] * size[b] for b in ratio), Fraction(0)) / n
+    block_sparsity = {b: Fraction(total, n) - (bonus[b] - mean) for b in ratio}
+    for b, s in block_sparsity.items():
         if not 0 <= s <= 1:
             raise errors.error(
                 errors.BAD_ARGUMENT,
-                f"--owl-lambda {float(spread):g} gives block {b} a sparsity of {float(s):.3f}; use a smaller one",
+                f"--owl-lambda {float(max_shift):g} gives block {b} a sparsity of {float(s):.3f}; use a smaller one",
             )
-    return distribute(tensors, {t.name: wanted[block_of(t.name)] for t in tensors}, total)
+    return distribute(tensors, {t.name: block_sparsity[block_of(t.name)] for t in tensors}, total)
 
 
-def outlier_share(tensors: list, scores: Scores, m: float) -> Fraction:
+def outlier_ratio(tensors: Sequence[Tensor], scores: Scores, m: float) -> Fraction:
     """Share of the scores of all tensors together that exceed m times their mean."""
     total, n = 0.0, 0
     for t in tensors:
@@ -129,11 +157,15 @@ def outlier_share(tensors: list, scores: Scores, m: float) -> Fraction:
     return Fraction(sum(int((block > limit).sum()) for t in tensors for _, block in scores(t)), n)
 
 
-def distribute(tensors: list, sparsity: dict, total: int) -> Quotas:
-    """Whole numbers near sparsity[name] * n of each tensor that add up to total, the sum of those products."""
+def distribute(tensors: Sequence[Tensor], sparsity: dict[str, Fraction], total: int) -> Quotas:
+    """Whole numbers near sparsity[name] * n of each tensor that add up to total, the sum of those products.
+
+    What rounding down leaves over goes to the tensors with the largest remainders. A tensor of several matrices spreads
+    its zeros over them evenly.
+    """
     exact = {t.name: sparsity[t.name] * t.n_elements for t in tensors}
     counts = {name: int(x) for name, x in exact.items()}
     missing = total - sum(counts.values())
-    for t in sorted(tensors, key=lambda t: counts[t.name] - exact[t.name])[:missing]:  # largest remainders first
+    for t in sorted(tensors, key=lambda t: counts[t.name] - exact[t.name])[:missing]:
         counts[t.name] += 1
     return {t.name: masks.spread(counts[t.name], n_matrices(t)) for t in tensors}

@@ -1,42 +1,55 @@
-"""NumPy arrays, or CuPy's where that is installed and finds a GPU: the same functions on either.
+"""NumPy arrays, or CuPy arrays where CuPy is installed and finds a GPU: the same functions work on either.
 
-CuPy is no dependency; it is imported only here. Code that serves both takes the module from `of` an array it was given.
+CuPy is not a dependency, and this is the only module that imports it. Code that serves both libraries asks `module_of`
+for the module of an array that it was given, and calls the functions of that module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+
+Array = Any
+"""A NumPy or CuPy array. Any, because CuPy is optional: its types are unknown where it is not installed."""
+
+ArrayModule = Any
+"""The module numpy or cupy. Any, for the same reason."""
 
 
 @functools.cache
-def gpu() -> Any:
-    """CuPy, or None: not installed, broken, or no GPU."""
+def gpu() -> ArrayModule | None:
+    """The module cupy, or None if it is not installed, does not work, or finds no GPU."""
     try:
-        import cupy
-        import cupyx  # noqa: F401
-
+        cupy = importlib.import_module("cupy")
+        importlib.import_module("cupyx")
         return cupy if cupy.cuda.runtime.getDeviceCount() > 0 else None
-    except Exception:  # CuPy raises many kinds when the driver or a library is missing
+    except Exception:  # CuPy raises many kinds of exceptions when the driver or a library is missing
         return None
 
 
-def of(array: Any) -> Any:
-    """The module that array belongs to."""
+def module_of(array: Array) -> ArrayModule:
+    """The module, numpy or cupy, that an array belongs to."""
     return np if isinstance(array, np.ndarray) else gpu()
 
 
-def to_host(array: Any) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else gpu().asnumpy(array)
+def to_host(array: Array) -> npt.NDArray[Any]:
+    """The array in host memory; a NumPy array is returned as it is."""
+    if isinstance(array, np.ndarray):
+        return array
+    cupy = gpu()
+    assert cupy is not None  # the array is CuPy's
+    host: npt.NDArray[Any] = cupy.asnumpy(array)
+    return host
 
 
-def linalg_raises(xp: Any) -> contextlib.AbstractContextManager:
-    """In the block, factorisations that fail raise LinAlgError with either module."""
+def raise_linalg_errors(xp: ArrayModule) -> contextlib.AbstractContextManager[object]:
+    """Within the block, a factorisation that fails raises numpy.linalg.LinAlgError with either module."""
     if xp is np:
         return contextlib.nullcontext()
-    import cupyx
-
-    return cupyx.errstate(linalg="raise")
+    errstate: contextlib.AbstractContextManager[object] = importlib.import_module("cupyx").errstate(linalg="raise")
+    return errstate

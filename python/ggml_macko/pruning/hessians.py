@@ -1,12 +1,13 @@
-"""Second moments of the inputs of weights, sum of x x^T over a calibration text: what SparseGPT needs.
+"""The Hessians that SparseGPT needs: H = sum of x x^T over the inputs x of a weight during a calibration text.
 
-A consumer of activations.py. Memory is 4 * cols^2 bytes for each distinct input of the weights asked for: those that
-read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in SparseGPT's own code.
+A consumer of evaluation/activations.py. Takes 4 * cols^2 bytes for each distinct input of the weights asked for:
+weights that read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in the authors'
+implementation.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,65 +15,92 @@ from .. import errors
 from ..evaluation.activations import Weight
 from ..gguf.files import Tensor
 from ..pruning import allocation, sparsegpt
+from ..pruning.array_backend import Array, ArrayModule
+from ..pruning.masks import FloatArray
 
 
-def nbytes(t: Tensor) -> int:
-    """At most, of one tensor."""
+def max_nbytes(t: Tensor) -> int:
+    """Bytes of the Hessians of one tensor, if it shares its inputs with no other."""
     return 4 * t.cols**2 * allocation.n_matrices(t)
 
 
-class Hessians:
-    """The second moments of the inputs of `names`; to be asked for after the text has been evaluated."""
+class _Key(NamedTuple):
+    """One Hessian: that of a matrix (expert) of all weights that read the activations of `owner`."""
 
-    def __init__(self, names: set, xp: Any = np):
-        self.xp = xp  # where factors are computed: numpy or arrays.gpu()
+    owner: str  # the weight that was the first to read them
+    matrix: int
+
+
+class _LastInput(NamedTuple):
+    owner: str
+    x: FloatArray
+
+
+class Hessians:
+    """The Hessians of the inputs of `names`, to be asked for after the text has been evaluated.
+
+    xp: the module, numpy or cupy, that factors are computed with.
+    """
+
+    def __init__(self, names: set[str], xp: ArrayModule = np) -> None:
+        self.xp = xp
         self._names = names
-        self._sums: dict = {}  # (owner, matrix index) -> (cols, cols) float32
-        self._owner: dict = {}  # name -> the first weight that reads the same activations
-        self._last: dict = {}  # matrix index -> (owner, input) of the last call
-        self._factor: tuple = (None, None)  # that of the last matrix asked for, and its key
+        self._sums: dict[_Key, FloatArray] = {}
+        self._owner: dict[str, str] = {}
+        self._last: dict[int, _LastInput] = {}  # by matrix index
+        self._factor_key: _Key | None = None
+        self._factor: Array = None  # the last one that was computed
 
     def wants(self, name: str) -> bool:
         return name in self._names
 
-    def take(self, weight: Weight, index: int, x: np.ndarray) -> None:
-        owner, last = self._last.get(index, ("", None))
-        same = last is not None and np.array_equal(x, last)
-        known = self._owner.setdefault(weight.name, owner if same else weight.name)
-        if known != weight.name:
-            if not same or known != owner:
-                raise errors.error(errors.LIMIT, f"{weight.name}: reads the same inputs as {known} only at times")
-            return  # counted already
-        x = np.array(x)  # the graph's memory is reused
-        self._last[index] = (known, x)
-        total = self._sums.get((known, index))
-        if total is None:
-            self._sums[known, index] = x.T @ x
-        else:
-            total += x.T @ x
+    def take(self, weight: Weight, index: int, x: FloatArray) -> None:
+        """Adds the inputs x, float32 (tokens, cols), of one matrix of a weight (see activations.Consumer).
 
-    def get(self, name: str, index: int, cols: int) -> np.ndarray:
-        """(cols, cols) float32 of a matrix; the identity for an expert that no token was routed to."""
+        Raises MackoError (LIMIT) if two weights share their inputs in some calls but not in all.
+        """
+        last = self._last.get(index)
+        same = last is not None and np.array_equal(x, last.x)
+        last_owner = last.owner if last is not None else ""
+        owner = self._owner.setdefault(weight.name, last_owner if same else weight.name)
+        if owner != weight.name:
+            if not same or owner != last_owner:
+                raise errors.error(errors.LIMIT, f"{weight.name}: reads the same inputs as {owner} only at times")
+            return  # the owner has counted them
+        x = np.array(x)  # a copy: the graph's memory is reused
+        self._last[index] = _LastInput(owner, x)
+        key = _Key(owner, index)
+        if key not in self._sums:
+            self._sums[key] = x.T @ x
+        else:
+            self._sums[key] += x.T @ x
+
+    def get(self, name: str, index: int, cols: int) -> FloatArray:
+        """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert that no token was routed to.
+
+        Raises MackoError if the model did not multiply with the weight, or if its inputs were not finite.
+        """
         if name not in self._owner:
             raise errors.error(
                 errors.BAD_ARGUMENT, f"{name}: llama.cpp did not multiply with it; --exclude-weights leaves it out"
             )
-        found = self._sums.get((self._owner[name], index))
-        if found is None:
+        hessian = self._sums.get(_Key(self._owner[name], index))
+        if hessian is None:
             return np.eye(cols, dtype=np.float32)
-        if found.shape[0] != cols or not np.isfinite(np.einsum("ii->i", found)).all():
+        if hessian.shape[0] != cols or not np.isfinite(np.einsum("ii->i", hessian)).all():
             raise errors.error(errors.NOT_FINITE, f"{name}: its inputs are not finite")
-        return found
+        return hessian
 
-    def inverse_factor(self, name: str, index: int, cols: int, damping: float) -> np.ndarray:
-        """sparsegpt.inverse_factor of get(), an array of self.xp."""
-        key = (self._owner.get(name), index)
-        if self._factor[0] != key:
+    def inverse_factor(self, name: str, index: int, cols: int, damping: float) -> Array:
+        """sparsegpt.inverse_factor of get(), as an array of self.xp. Raises MackoError if there is no inverse."""
+        key = _Key(self._owner.get(name, ""), index)
+        if self._factor_key != key or self._factor is None:
             try:
-                self._factor = (key, sparsegpt.inverse_factor(self.xp.asarray(self.get(name, index, cols)), damping))
+                self._factor = sparsegpt.inverse_factor(self.xp.asarray(self.get(name, index, cols)), damping)
+                self._factor_key = key
             except np.linalg.LinAlgError:
                 raise errors.error(
                     errors.NOT_FINITE,
                     f"{name}: the second moments of its inputs have no inverse; use a larger --damping",
                 ) from None
-        return self._factor[1]
+        return self._factor

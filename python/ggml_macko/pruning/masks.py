@@ -1,34 +1,45 @@
-"""Which weights of a matrix go: scores, and the exact choice of the lowest ones.
+"""Scores of weights, and the exact choice of the lowest ones. Works on NumPy arrays and reads no files.
 
-Pure NumPy on arrays; reads no files. Everything is exact: counts are integers that the caller gives, ties go to the
-lowest index, and scores are single float32 operations, so a mask depends neither on threads nor on the machine.
+Everything is exact: the caller gives counts as integers, ties go to the lowest index, and a score is the result of
+single float32 operations. A mask therefore depends neither on the number of threads nor on the machine.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from ..codecs import macko as formats
+import numpy as np
+import numpy.typing as npt
+
+from ..values import TYPE_BF16, TYPE_F16
+
+Bits = npt.NDArray[Any]
+"""Bit patterns of weights: uint16 for F16 and BF16, uint32 for F32."""
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+"""True where a weight is pruned."""
 
 # ---- values ----
 
 
-def to_float32(bits: np.ndarray, type_id: int) -> np.ndarray:
-    """Exact, from the bit patterns of any of the three value types."""
-    if type_id == formats.TYPE_F16:
+def to_float32(bits: Bits, type_id: int) -> FloatArray:
+    """The values of bit patterns of type F16, BF16 or F32, of the same shape; exact for all three types."""
+    if type_id == TYPE_F16:
         return bits.view(np.float16).astype(np.float32)
-    if type_id == formats.TYPE_BF16:
+    if type_id == TYPE_BF16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float32)
 
 
-def from_float32(values: np.ndarray, type_id: int) -> np.ndarray:
-    """Bit patterns of the nearest value, ties to even. Overflow gives Inf."""
-    if type_id == formats.TYPE_F16:
+def from_float32(values: FloatArray, type_id: int) -> Bits:
+    """Bit patterns of the nearest values of a type, ties to even. What overflows the type becomes an infinity."""
+    if type_id == TYPE_F16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).view(np.uint16)
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    if type_id == formats.TYPE_BF16:
+    if type_id == TYPE_BF16:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return bits
 
@@ -36,31 +47,36 @@ def from_float32(values: np.ndarray, type_id: int) -> np.ndarray:
 # ---- scores ----
 
 
-def magnitude(bits: np.ndarray, type_id: int) -> np.ndarray:
-    """|w|, exact in float32 for all three types."""
+def magnitude(bits: Bits, type_id: int) -> FloatArray:
+    """The score |w| of each weight, of the shape of bits; exact in float32 for all three types."""
     return np.abs(to_float32(bits, type_id))
 
 
-def wanda(bits: np.ndarray, type_id: int, sum_squares: np.ndarray) -> np.ndarray:
-    """|w_ij| * ||x_j||: Sun et al., "A Simple and Effective Pruning Approach for LLMs" (2306.11695), equation 1.
+def wanda(bits: Bits, type_id: int, sum_squares: FloatArray) -> FloatArray:
+    """Wanda's score S_ij = |w_ij| * ||x_j||_2 of each weight: Sun et al., "A Simple and Effective Pruning Approach for
+    Large Language Models" (arXiv 2306.11695), section 3, equation 1.
 
-    sum_squares: float32 (cols), the squares of input j summed over all tokens.
+    bits: (rows, cols). sum_squares: (cols,), the squares of input j summed over all tokens, so that ||x_j||_2 is its
+    square root. Returns scores (rows, cols).
     """
-    with np.errstate(over="ignore"):  # Inf is a fine score: never pruned before a finite one
+    with np.errstate(over="ignore"):  # an infinite score is correct: such a weight goes after all finite ones
         return magnitude(bits, type_id) * np.sqrt(sum_squares)
 
 
 # ---- choosing ----
 
 
-def spread(total: int, n: int) -> np.ndarray:
-    """total as n integers that differ by at most one."""
+def spread(total: int, n: int) -> IntArray:
+    """n integers that add up to total and differ by at most one."""
     ends = [total * i // n for i in range(n + 1)]
-    return np.diff(np.array(ends, dtype=np.int64))
+    return np.array([b - a for a, b in zip(ends, ends[1:])], dtype=np.int64)
 
 
-def lowest(scores: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Boolean mask of the counts[i] lowest scores >= 0 of row i; of equal scores, those of the lowest columns."""
+def lowest(scores: FloatArray, counts: IntArray) -> Mask:
+    """Marks the counts[i] lowest scores of row i; of equal scores, those of the lowest columns.
+
+    scores: (rows, cols), not negative. counts: (rows,). Returns a mask (rows, cols).
+    """
     distinct = np.unique(counts)
     if len(distinct) == 1:
         return lowest_per_row(scores, int(distinct[0]))
@@ -71,13 +87,16 @@ def lowest(scores: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return mask
 
 
-def lowest_per_row(scores: np.ndarray, k: int) -> np.ndarray:
-    """The same with k of every row."""
+def lowest_per_row(scores: FloatArray, k: int) -> Mask:
+    """Marks the k lowest scores of each row; of equal scores, those of the lowest columns.
+
+    scores: (rows, cols), not negative. Returns a mask (rows, cols).
+    """
     if k == 0:
         return np.zeros(scores.shape, dtype=bool)
     keys = score_keys(scores)
     threshold = np.partition(keys, k - 1, axis=1)[:, k - 1 : k]
-    mask = keys < threshold
+    mask: Mask = keys < threshold
     room = k - mask.sum(axis=1, keepdims=True)
     equal = keys == threshold
     equal &= np.cumsum(equal, axis=1) <= room
@@ -85,11 +104,14 @@ def lowest_per_row(scores: np.ndarray, k: int) -> np.ndarray:
     return mask
 
 
-def score_keys(scores: np.ndarray) -> np.ndarray:
-    """uint32 in the order of the scores: that of floats >= 0 is that of their bits."""
+def score_keys(scores: FloatArray) -> npt.NDArray[np.uint32]:
+    """Integers in the order of the scores, of the same shape: floats that are not negative order as their bits do."""
     return np.ascontiguousarray(scores).view(np.uint32)
 
 
-def lowest_in_groups(scores: np.ndarray, n: int, m: int) -> np.ndarray:
-    """Mask that leaves n of every m neighbours in a row (the n:m pattern); the number of columns divides by m."""
+def lowest_in_groups(scores: FloatArray, n: int, m: int) -> Mask:
+    """Marks the m - n lowest scores of every m neighbours in a row, so that n stay: the N:M pattern.
+
+    scores: (rows, cols), not negative; cols is a multiple of m. Returns a mask (rows, cols).
+    """
     return lowest_per_row(scores.reshape(-1, m), m - n).reshape(scores.shape)

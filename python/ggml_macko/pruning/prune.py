@@ -1,102 +1,239 @@
-"""Sets weights of a dense GGUF to zero: `macko prune IN OUT --sparsity S`.
+"""Sets weights of a dense GGUF to zero: `prune(source, output, sparsity=0.5)`.
 
 Magnitude and Wanda give each weight a score; the lowest scores of each row (or matrix, or of the model) become +0.
-SparseGPT also changes the weights that stay. Counts are exact: allocation.py says how many of each matrix, masks.py
-which, ties go to the lowest index, so a mask does not depend on threads, NumPy or the machine.
+SparseGPT also changes the weights that stay. Counts are exact: allocation.py decides how many weights each matrix
+loses, masks.py which, and ties go to the lowest index, so that a mask depends neither on threads nor on the machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import re
+import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import console, errors
-from ..codecs import macko as formats
 from ..evaluation.text_model import N_CTX
-from ..gguf import imatrix
-from ..gguf import tensor_rules as weights
-from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer, make_key, type_name
-from ..pruning import allocation, sparsegpt
-from ..pruning.allocation import OWL_LAMBDA, OWL_M
-from ..pruning.layerwise import Pruner, Scorer, by_scores, prune_with_text, read_finite, statistics_of_text
-
-# method -> what it compares weights within by default
-METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor"}
-ALLOCATIONS = ("uniform", "owl")
+from ..gguf import imatrix as imatrix_file
+from ..gguf import tensor_rules
+from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key, type_name
+from ..pruning import allocation, methods
+from ..pruning import options as option_rules
+from ..pruning.allocation import Quotas
+from ..pruning.layerwise import prune_in_passes, statistics_of_text
+from ..pruning.masks import Bits
+from ..pruning.methods import Pruner, Scorer
+from ..pruning.options import METHODS, Pattern, PruneOptions, Sparsity, TableEntry
+from ..values import NEGATIVE_ZERO, bits_dtype
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to do. With a pattern, sparsity is the pattern's."""
+class PrunedTensor:
+    """What became of one tensor."""
 
-    sparsity: Fraction
-    method: str = "magnitude"
-    per: str = "row"
-    pattern: tuple | None = None  # (n, m): of m neighbours in a row, n stay
-    allocation: str = "uniform"
-    owl_m: float = OWL_M
-    owl_lambda: Fraction = OWL_LAMBDA
-    table: tuple = ()  # (compiled regex, sparsity); the first found in a tensor's name decides, else sparsity
-    imatrix: str | None = None
-    text: str | None = None
-    n_chunks: int = 128
-    n_ctx: int = N_CTX
-    sequential: bool = False
-    damping: float = sparsegpt.DAMPING
-    hessian_memory: int = 2 << 30  # bytes
-    device: str = "auto"  # of SparseGPT; "none": the CPU even if CuPy finds a GPU
-    n_threads: int = 0
+    name: str
+    ne: tuple[int, ...]  # ggml order: columns first
+    type: int  # ggml type id
+    n_elements: int
+    n_zeros_before: int  # -0.0 does not count
+    n_zeros: int
+    checksum: int = field(default=0, compare=False, repr=False)  # CRC-32 of its new bytes
 
     @property
-    def in_passes(self) -> bool:
-        """Needs the text for more than statistics that are taken once."""
-        return self.method == "sparsegpt" or self.sequential
-
-
-# ---- a whole model ----
+    def sparsity(self) -> float:
+        return self.n_zeros / self.n_elements
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """What was done to a tensor."""
+class PruneReport:
+    """What `prune` did, or would do."""
 
+    tensors: tuple[PrunedTensor, ...]
+    n_parameters: int  # of the whole model, tensors that were left alone included
+    per: str  # within what weights were compared: row, tensor or model
+    pattern: Pattern | None
+
+    @property
+    def n_elements(self) -> int:
+        """Weights of the tensors that were pruned."""
+        return sum(t.n_elements for t in self.tensors)
+
+    @property
+    def n_zeros_before(self) -> int:
+        return sum(t.n_zeros_before for t in self.tensors)
+
+    @property
+    def n_zeros(self) -> int:
+        return sum(t.n_zeros for t in self.tensors)
+
+
+def prune(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    *,
+    sparsity: Sparsity | None = None,
+    pattern: str | None = None,
+    method: str = "magnitude",
+    per: str | None = None,
+    allocation: str = "uniform",
+    owl_m: float = option_rules.OWL_M,
+    owl_lambda: Sparsity = option_rules.OWL_LAMBDA,
+    tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    imatrix: str | os.PathLike[str] | None = None,
+    text: str | os.PathLike[str] | None = None,
+    n_chunks: int = option_rules.N_CHUNKS,
+    n_ctx: int = N_CTX,
+    sequential: bool = False,
+    damping: float = option_rules.DAMPING,
+    hessian_memory: int = option_rules.HESSIAN_MEMORY,
+    device: str = "auto",
+    n_threads: int = 0,
+    force: bool = False,
+) -> PruneReport:
+    """Sets the least important weights of a dense GGUF (F16, BF16 or F32; the first file of a split one) to zero and
+    writes a dense GGUF of the same size. output None: a dry run.
+
+    By default the matrices of all transformer blocks are pruned, each expert as a matrix of its own; embeddings, output
+    head, norms, biases and routers are not. include: prune the tensors of two dimensions or more whose names contain
+    one of these texts, and no others. exclude: leave those whose names contain one of these alone.
+
+    sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
+    tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
+    allocation: "uniform", or "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda).
+    pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
+    method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
+    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3).
+    per: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a matrix.
+
+    imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
+    n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned. damping:
+    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time; less
+    means more passes. device: "auto" runs SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
+
+    n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
+    weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
+    """
+    option_rules.check_choice("--method", method, METHODS)
+    parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
+        sparsity, pattern, other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None
+    )
+    options = PruneOptions(
+        sparsity=parsed_sparsity,
+        method=method,
+        per=per or METHODS[method],
+        pattern=parsed_pattern,
+        allocation=allocation,
+        owl_m=owl_m,
+        owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
+        table=option_rules.parse_table(tensor_sparsity),
+        imatrix=option_rules.path_or_none(imatrix),
+        text=option_rules.path_or_none(text),
+        n_chunks=n_chunks,
+        n_ctx=n_ctx,
+        sequential=sequential,
+        damping=damping,
+        hessian_memory=hessian_memory,
+        device=device,
+        n_threads=n_threads,
+    )
+    options.check()
+    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+
+
+def prune_with(
+    options: PruneOptions,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    force: bool = False,
+) -> PruneReport:
+    """prune() with options that are parsed and checked already."""
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(Model(source))
+        pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
+        tensors = tensors_to_prune(model, include, exclude)
+        opened = None
+        if output is not None:
+            inputs = [*model.paths, *(Path(p) for p in (options.imatrix, options.text) if p is not None)]
+            opened = stack.enter_context(AtomicOutput(output, inputs, force))
+        pruned = _prune_model(model, tensors, options, opened, pool, stack)
+        if opened is not None:
+            opened.seal()
+            check_pruned(model, opened, pruned, changed=options.method == "sparsegpt")
+            opened.commit()
+        return PruneReport(
+            tensors=tuple(pruned),
+            n_parameters=sum(t.n_elements for t in model.tensors),
+            per=options.per,
+            pattern=options.pattern,
+        )
+
+
+# ---- which tensors ----
+
+
+class _Selected(NamedTuple):
     tensor: Tensor
-    n_zeros_before: int
-    n_zeros: int
-    checksum: int = field(default=0, compare=False)  # of its new bytes
+    obstacle: str  # why it cannot be pruned; empty if it can
 
 
-def select(model: Model, include: list, exclude: list) -> list:
-    """(tensor, why it cannot be pruned or "") of the tensors that are asked for."""
+def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[Tensor]:
+    """The tensors that are asked for and can be pruned; logs a warning for those that cannot.
+
+    Raises MackoError (BAD_ARGUMENT) if the model is sparse or none is left.
+    """
+    if model.is_sparse:
+        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: is a sparse file; use `macko restore` first")
+    chosen = _select(model, include, exclude)
+    refused = [s for s in chosen if s.obstacle]
+    for t, obstacle in refused:
+        console.log(f"warning: {t.name} stays as it is: {obstacle}")
+    tensors = [s.tensor for s in chosen if not s.obstacle]
+    if not tensors:
+        hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"
+        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
+    return tensors
+
+
+def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> list[_Selected]:
     out = []
     for t in model.tensors:
         if include:
-            chosen = any(text in t.name for text in include) and len(t.ne) >= 2
+            chosen = any(part in t.name for part in include) and len(t.ne) >= 2
         else:
-            chosen = weights.is_block_weight(t.name, len(t.ne)) and not any(text in t.name for text in exclude)
+            chosen = tensor_rules.is_block_weight(t.name, len(t.ne)) and not any(part in t.name for part in exclude)
         if chosen:
-            usable = weights.is_value_type(t.type)
-            out.append((t, "" if usable else f"{type_name(t.type)} values; prune the f16, bf16 or f32 model"))
+            usable = tensor_rules.is_value_type(t.type)
+            obstacle = "" if usable else f"{type_name(t.type)} values; prune the f16, bf16 or f32 model"
+            out.append(_Selected(t, obstacle))
     return out
 
 
-def plan(tensors: list, options: Options, scorer: Scorer, wanda: Scorer | None) -> allocation.Quotas:
-    """How many weights each matrix loses. wanda: scores with statistics, for OWL."""
+# ---- how many weights ----
+
+
+def plan(tensors: Sequence[Tensor], options: PruneOptions, scorer: Scorer, owl_scorer: Scorer | None = None) -> Quotas:
+    """How many weights each matrix loses.
+
+    scorer: the scores that are compared (used with per model). owl_scorer: Wanda's scores, from which OWL finds
+    outliers. Raises MackoError (BAD_ARGUMENT) if a pattern does not divide the columns of a tensor.
+    """
     if options.pattern is not None:
-        n, m = options.pattern
         for t in tensors:
-            if t.cols % m:
-                raise errors.error(errors.BAD_ARGUMENT, f"--pattern {n}:{m}: {t.name} has {t.cols} columns")
+            if t.cols % options.pattern.m:
+                raise errors.error(errors.BAD_ARGUMENT, f"--pattern {options.pattern}: {t.name} has {t.cols} columns")
     by_table = {t.name: s for t in tensors for s in [table_sparsity(t.name, options.table)] if s is not None}
     free = [t for t in tensors if t.name not in by_table]
     quotas = {t.name: allocation.uniform(t, by_table[t.name], options.per) for t in tensors if t.name in by_table}
@@ -104,56 +241,28 @@ def plan(tensors: list, options: Options, scorer: Scorer, wanda: Scorer | None) 
         total = int(options.sparsity * sum(t.n_elements for t in free))
         quotas.update(allocation.lowest_of_model(free, total, scorer.blocks))
     elif options.allocation == "owl" and free:
+        assert owl_scorer is not None
         quotas.update(
-            allocation.owl(free, options.sparsity, options.per, wanda.blocks, options.owl_m, options.owl_lambda)
+            allocation.owl(
+                free,
+                options.sparsity,
+                options.per,
+                owl_scorer.blocks,
+                m=options.owl_m,
+                max_shift=options.owl_lambda,
+            )
         )
     else:
         quotas.update({t.name: allocation.uniform(t, options.sparsity, options.per) for t in free})
     return quotas
 
 
-def table_sparsity(name: str, table: tuple) -> Fraction | None:
-    return next((s for pattern, s in table if pattern.search(name)), None)
+def table_sparsity(name: str, table: Iterable[TableEntry]) -> Fraction | None:
+    """The sparsity that the first matching entry of a table gives to a tensor, if one does."""
+    return next((entry.sparsity for entry in table if entry.regex.search(name)), None)
 
 
-def prune_tensor(t: Tensor, prune: Pruner) -> tuple:
-    """(bit patterns, Pruned)."""
-    bits = read_finite(t)
-    before = bits.size - int(np.count_nonzero(bits))
-    prune(bits, t)
-    bits[bits == formats.NEGATIVE_ZERO[t.type]] = 0  # what a mask left of negative weights
-    n_zeros = bits.size - int(np.count_nonzero(bits))
-    return bits, Pruned(t, before, n_zeros, zlib.crc32(bits))
-
-
-def prune_model(
-    model: Model,
-    tensors: list,
-    options: Options,
-    output: AtomicOutput | None,
-    pool: ThreadPoolExecutor,
-    stack: contextlib.ExitStack,
-) -> list:
-    """Writes to output if there is one; returns a Pruned for each of the tensors. stack gets what is to clean up."""
-    statistics = gather_statistics(model, tensors, options)
-    wanda = Scorer(statistics) if statistics is not None else None
-    scorer = wanda if options.method == "wanda" else Scorer()
-    quotas = plan(tensors, options, scorer, wanda)
-    n_chunks = 0
-    if not options.in_passes:
-        prune = by_scores(scorer, options, quotas, pool)
-    elif output is None:
-        prune = only_count(quotas)
-    else:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-prune-", dir=output.path.parent))
-        path = Path(folder) / "model.gguf"
-        n_chunks = prune_with_text(model, tensors, quotas, options, path, pool)
-        copy = stack.enter_context(Model(path))
-        prune = take_from(copy)
-    return write_model(model, {t.name for t in tensors}, prune, provenance(options, statistics, n_chunks), output)
-
-
-def gather_statistics(model: Model, tensors: list, options: Options) -> imatrix.Imatrix | None:
+def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix_file.Imatrix | None:
     """Sums of squares of the inputs of the tensors, if anything needs those of the dense model."""
     if options.allocation != "owl" and (options.method != "wanda" or options.sequential):
         return None
@@ -161,7 +270,7 @@ def gather_statistics(model: Model, tensors: list, options: Options) -> imatrix.
         console.log(f"statistics from {options.text} ...")
         found = statistics_of_text(model.path, tensors, options)
     else:
-        found = imatrix.read(options.imatrix)
+        found = imatrix_file.read(options.imatrix)
         found.check_model(model)
     for t in tensors:
         n = found.of(t).n_unused
@@ -170,28 +279,44 @@ def gather_statistics(model: Model, tensors: list, options: Options) -> imatrix.
     return found
 
 
-def only_count(quotas: allocation.Quotas) -> Pruner:
-    """For a dry run of what takes long: as many zeros as there would be (where zeros stand is not the same)."""
-
-    def prune(bits: np.ndarray, t: Tensor) -> None:
-        flat = bits.reshape(-1)
-        missing = int(quotas[t.name].sum()) - int((flat == 0).sum())
-        flat[np.flatnonzero(flat)[: max(0, missing)]] = 0
-
-    return prune
+# ---- writing ----
 
 
-def take_from(copy: Model) -> Pruner:
-    """The weights of another file of the same model."""
-    others = {t.name: t for t in copy.tensors}
+def _prune_model(
+    model: Model,
+    tensors: Sequence[Tensor],
+    options: PruneOptions,
+    output: AtomicOutput | None,
+    pool: ThreadPoolExecutor,
+    stack: contextlib.ExitStack,
+) -> list[PrunedTensor]:
+    """Prunes the tensors, and writes the model if there is an output. stack: closes the working copy, if any."""
+    statistics = _statistics(model, tensors, options)
+    with_statistics = Scorer(statistics) if statistics is not None else None
+    scorer = with_statistics if options.method == "wanda" and with_statistics is not None else Scorer()
+    quotas = plan(tensors, options, scorer, with_statistics)
+    n_chunks = 0
+    if not options.needs_passes:
+        pruner = methods.by_scores(scorer, options, quotas, pool)
+    elif output is None:
+        pruner = methods.count_only(quotas)
+    else:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-prune-", dir=output.path.parent))
+        path = Path(folder) / "model.gguf"
+        n_chunks = prune_in_passes(model, tensors, quotas, options, path, pool)
+        copy = stack.enter_context(Model(path))
+        pruner = methods.take_from({t.name: t for t in copy.tensors})
+    keys = provenance(options, statistics, n_chunks)
+    return write_model(model, {t.name for t in tensors}, pruner, keys, output)
 
-    def prune(bits: np.ndarray, t: Tensor) -> None:
-        bits[:] = others[t.name].read_bits()
 
-    return prune
+def write_model(
+    model: Model, names: set[str], pruner: Pruner, keys: list[Key], output: AtomicOutput | None
+) -> list[PrunedTensor]:
+    """Writes the model with the tensors of these names pruned, and with keys in place of the macko.prune.* it has.
 
-
-def write_model(model: Model, names: set, prune: Pruner, keys: list, output: AtomicOutput | None) -> list:
+    Without an output, the tensors are pruned in memory and only counted.
+    """
     out = []
     writer = None
     if output is not None:
@@ -199,11 +324,12 @@ def write_model(model: Model, names: set, prune: Pruner, keys: list, output: Ato
         tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
         writer = Writer(output, keys, tensors, model.alignment)
     for i, t in enumerate(model.tensors):
+        blocks: Iterable[Bits]
         if t.name in names:
-            bits, pruned = prune_tensor(t, prune)
+            bits, pruned = _prune_tensor(t, pruner)
             out.append(pruned)
             what = f"zeros = {pruned.n_zeros_before} -> {pruned.n_zeros} of {bits.size}"
-            blocks: Iterator = iter([bits])
+            blocks = [bits]
         else:
             what = f"size = {console.size(t.nbytes)}"
             blocks = t.blocks()
@@ -216,314 +342,67 @@ def write_model(model: Model, names: set, prune: Pruner, keys: list, output: Ato
     return out
 
 
-def provenance(options: Options, statistics: imatrix.Imatrix | None, n_chunks: int) -> list:
-    """Keys that tell how a model was pruned; n_chunks: of the text, in passes."""
+def _prune_tensor(t: Tensor, pruner: Pruner) -> tuple[Bits, PrunedTensor]:
+    bits = methods.read_finite(t)
+    n_zeros_before = bits.size - int(np.count_nonzero(bits))
+    pruner(bits, t)
+    bits[bits == NEGATIVE_ZERO[t.type]] = 0  # a mask that was multiplied with leaves -0.0 of negative weights
+    return bits, PrunedTensor(
+        name=t.name,
+        ne=t.ne,
+        type=t.type,
+        n_elements=t.n_elements,
+        n_zeros_before=n_zeros_before,
+        n_zeros=bits.size - int(np.count_nonzero(bits)),
+        checksum=zlib.crc32(bits.data),
+    )
+
+
+def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n_chunks: int) -> list[Key]:
+    """The metadata that tell how a model was pruned. n_chunks: of the text, if it was read in passes."""
     keys = [
         make_key("macko.prune.method", "str", options.method),
         make_key("macko.prune.sparsity", "f32", float(options.sparsity)),
         make_key("macko.prune.per", "str", options.per),
     ]
     if options.pattern is not None:
-        keys.append(make_key("macko.prune.pattern", "str", "{}:{}".format(*options.pattern)))
+        keys.append(make_key("macko.prune.pattern", "str", str(options.pattern)))
     if options.allocation != "uniform":
         keys.append(make_key("macko.prune.allocation", "str", options.allocation))
     if options.table:
-        table = [f"{pattern.pattern}={float(s):g}" for pattern, s in options.table]
+        table = [f"{entry.regex.pattern}={float(entry.sparsity):g}" for entry in options.table]
         keys.append(make_key("macko.prune.tensor_sparsity", "[str", table))
     if options.sequential:
         keys.append(make_key("macko.prune.sequential", "u32", 1))
     if statistics is not None or n_chunks:
-        datasets = statistics.datasets if statistics is not None else [options.text]
-        keys.append(make_key("macko.prune.datasets", "[str", [Path(str(d)).name for d in datasets]))
-        keys.append(make_key("macko.prune.chunks_count", "u32", n_chunks or statistics.chunk_count))
+        datasets = statistics.datasets if statistics is not None else [options.text or ""]
+        chunk_count = n_chunks or (statistics.chunk_count if statistics is not None else 0)
+        keys.append(make_key("macko.prune.datasets", "[str", [Path(d).name for d in datasets]))
+        keys.append(make_key("macko.prune.chunks_count", "u32", chunk_count))
     return keys
 
 
-def check_pruned(model: Model, output: AtomicOutput, pruned: list, changed: bool) -> None:
-    """Reads the sealed output back: what was meant stands there, and weights are those of the source or +0 unless they
-    were to change.
+def check_pruned(model: Model, output: AtomicOutput, pruned: Iterable[PrunedTensor], changed: bool) -> None:
+    """Reads the sealed output back and compares it with the source.
+
+    Tensors that were not pruned must be equal; in the others, each weight must be that of the source or +0 unless the
+    method changes weights, and counts and checksums must be those of the report. Raises MackoError (FILE_CHANGED).
     """
-    meant = {p.tensor.name: p for p in pruned}
+    expected = {p.name: p for p in pruned}
     with Model(output.partial) as written:
         for source, result in zip(model.tensors, written.tensors):
-            zeros, checksum = 0, 0
+            n_zeros, checksum = 0, 0
             same = (source.name, source.type, source.ne) == (result.name, result.type, result.ne)
             for a, b in zip(source.blocks(), result.blocks()):
-                if source.name not in meant:
+                if source.name not in expected:
                     same = same and np.array_equal(a, b)
                     continue
-                checksum = zlib.crc32(b, checksum)
-                a, b = (x.view(formats.bits_dtype(source.type)) for x in (a, b))
-                zeros += len(b) - int(np.count_nonzero(b))
+                checksum = zlib.crc32(b.data, checksum)
+                a, b = (x.view(bits_dtype(source.type)) for x in (a, b))
+                n_zeros += len(b) - int(np.count_nonzero(b))
                 same = same and (changed or not np.any((a != b) & (b != 0)))
-            p = meant.get(source.name)
-            if not same or (p is not None and (zeros, checksum) != (p.n_zeros, p.checksum)):
+            p = expected.get(source.name)
+            if not same or (p is not None and (n_zeros, checksum) != (p.n_zeros, p.checksum)):
                 raise errors.error(
-                    errors.FILE_CHANGED, f"{output.path}: {source.name}: what was written is not what was meant"
+                    errors.FILE_CHANGED, f"{output.path}: {source.name}: the file does not hold what was written"
                 )
-
-
-# ---- command ----
-
-HELP = "set weights of a dense model to zero"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Sets the least important weights of a dense GGUF to zero and writes a dense GGUF of the same size; then use "
-        "`macko convert`. By default the matrices of all blocks are pruned (experts too, each as a matrix of its "
-        "own); embeddings, output head, norms, biases and routers are not. Exactly floor(S * n) weights of each row or "
-        "matrix become zero, the lowest index first where scores are equal; weights that are zero already (-0.0 too) "
-        "are +0 in the result whatever S is."
-    )
-    parser.add_argument(
-        "input", metavar="IN", help="dense GGUF with f16, bf16 or f32 weights; the first file of a split one"
-    )
-    parser.add_argument("output", metavar="OUT", nargs="?", help="GGUF to write (not needed with --dry-run)")
-    how_many = parser.add_argument_group("how many weights")
-    how_many.add_argument("--sparsity", metavar="S", help="share of zeros, 0 ... 1, for example 0.5")
-    how_many.add_argument(
-        "--tensor-sparsity",
-        metavar="REGEX=S",
-        action="append",
-        default=[],
-        help="share of zeros of tensors in whose name REGEX is found; may be repeated, the first match counts",
-    )
-    how_many.add_argument(
-        "--allocation",
-        choices=ALLOCATIONS,
-        default="uniform",
-        help="uniform: the same share in each tensor (default); owl: more in blocks with fewer outliers, the same in "
-        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics)",
-    )
-    how_many.add_argument(
-        "--owl-m",
-        type=float,
-        default=float(OWL_M),
-        metavar="M",
-        help="an outlier is above M times the mean (default: %(default)g)",
-    )
-    how_many.add_argument(
-        "--owl-lambda",
-        default=str(float(OWL_LAMBDA)),
-        metavar="L",
-        help="blocks differ by at most 2 L (default: %(default)s)",
-    )
-    how_many.add_argument(
-        "--pattern",
-        metavar="N:M",
-        help="N of every M neighbours in a row stay, for example 2:4, in place of --sparsity",
-    )
-    which = parser.add_argument_group("which weights")
-    which.add_argument(
-        "--method",
-        choices=sorted(METHODS),
-        default="magnitude",
-        help="magnitude: the smallest (default); wanda: the smallest, times the norm of their inputs (needs "
-        "statistics); sparsegpt: those that changes of others can best make up for (needs -f)",
-    )
-    which.add_argument(
-        "--per",
-        choices=["row", "tensor", "model"],
-        help="compare weights within each row (default), each matrix, or all that is pruned; sparsegpt always compares "
-        "within 128 columns of a matrix",
-    )
-    only = which.add_mutually_exclusive_group()
-    only.add_argument(
-        "--include-weights",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="prune the tensors (of 2 dimensions or more) whose names contain NAME, and no others; may be repeated",
-    )
-    only.add_argument(
-        "--exclude-weights",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="leave tensors whose names contain NAME as they are",
-    )
-    statistics = parser.add_argument_group("statistics of the inputs")
-    statistics.add_argument(
-        "--imatrix",
-        metavar="FILE",
-        help="from `macko calibrate` or llama-imatrix, of the same model, for wanda and owl",
-    )
-    statistics.add_argument("-f", "--file", metavar="FNAME", help="calibration text, to take them from now")
-    statistics.add_argument(
-        "--chunks", type=int, default=128, metavar="N", help="chunks of the text to use (default: 128; -1: all)"
-    )
-    statistics.add_argument(
-        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
-    )
-    statistics.add_argument(
-        "--sequential",
-        action="store_true",
-        help="take the statistics of each block anew after the blocks before it are pruned (wanda and sparsegpt, with "
-        "-f): one pass over the text per block",
-    )
-    statistics.add_argument(
-        "--damping",
-        type=float,
-        default=sparsegpt.DAMPING,
-        metavar="D",
-        help="sparsegpt: added to second moments, times their mean (default: %(default)s)",
-    )
-    statistics.add_argument(
-        "--hessian-memory",
-        type=int,
-        default=2048,
-        metavar="MIB",
-        help="sparsegpt: memory for second moments; less means more passes over the text (default: %(default)s)",
-    )
-    statistics.add_argument(
-        "-dev",
-        "--device",
-        choices=["auto", "none"],
-        default="auto",
-        help="sparsegpt: auto (the default) prunes on a GPU where CuPy is installed and finds one, none on the CPU",
-    )
-    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-
-
-def parse_sparsity(text: str, what: str = "--sparsity") -> Fraction:
-    """Exact: 0.7 of 10 weights is 7, whatever binary floating point makes of 0.7."""
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    if not 0 <= value <= 1:
-        raise errors.error(errors.BAD_ARGUMENT, f"{what} {text}: expected a number from 0 to 1")
-    return value
-
-
-def parse_table(text: str) -> tuple:
-    pattern, equals, sparsity = text.rpartition("=")
-    if not equals or not pattern:
-        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-sparsity {text}: expected REGEX=S")
-    try:
-        return re.compile(pattern), parse_sparsity(sparsity, f"--tensor-sparsity {pattern}=")
-    except re.error as e:
-        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-sparsity {text}: {e}") from e
-
-
-def parse_pattern(text: str) -> tuple:
-    found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
-    n, m = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 0 < n < m:
-        raise errors.error(errors.BAD_ARGUMENT, f"--pattern {text}: expected N:M with 0 < N < M")
-    return n, m
-
-
-def parse_options(args: argparse.Namespace) -> Options:
-    def refuse_if(wrong: bool, text: str) -> None:
-        if wrong:
-            raise errors.error(errors.BAD_ARGUMENT, text)
-
-    pattern = parse_pattern(args.pattern) if args.pattern is not None else None
-    per = args.per or METHODS[args.method]
-    if pattern is not None:
-        refuse_if(
-            args.sparsity is not None or bool(args.tensor_sparsity) or args.allocation != "uniform" or bool(args.per),
-            "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and --per",
-        )
-        sparsity = 1 - Fraction(*pattern)
-    else:
-        refuse_if(args.sparsity is None, "--sparsity (or --pattern) is missing")
-        sparsity = parse_sparsity(args.sparsity)
-    refuse_if(
-        args.method == "sparsegpt" and args.per not in (None, "tensor"),
-        f"--per {per} does not go with sparsegpt, which compares within 128 columns of a matrix",
-    )
-    refuse_if(
-        per == "model" and (args.allocation != "uniform" or args.sequential),
-        "--per model goes neither with --allocation owl nor with --sequential",
-    )
-    refuse_if(args.sequential and args.method == "magnitude", "--sequential: magnitude needs no statistics")
-    refuse_if(
-        not args.file and (args.method == "sparsegpt" or args.sequential),
-        f"{'--sequential' if args.sequential else 'sparsegpt'} needs a calibration text: -f FNAME",
-    )
-    needs = args.method if args.method == "wanda" else args.allocation
-    refuse_if(
-        not args.file and not args.imatrix and needs in ("wanda", "owl"),
-        f"{needs} needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
-    )
-    refuse_if(args.chunks == 0 or args.ctx_size < 2, "--chunks 0 or -c below 2 measures nothing")
-    refuse_if(not 0 < args.damping < float("inf"), f"--damping {args.damping:g}: expected a positive number")
-    refuse_if(args.hessian_memory < 1, f"--hessian-memory {args.hessian_memory}: expected at least 1")
-    refuse_if(not 0 < args.owl_m < float("inf"), f"--owl-m {args.owl_m:g}: expected a positive number")
-    return Options(
-        sparsity=sparsity,
-        method=args.method,
-        per=per,
-        pattern=pattern,
-        allocation=args.allocation,
-        owl_m=args.owl_m,
-        owl_lambda=parse_sparsity(args.owl_lambda, "--owl-lambda"),
-        table=tuple(parse_table(text) for text in args.tensor_sparsity),
-        imatrix=args.imatrix,
-        text=args.file,
-        n_chunks=args.chunks,
-        n_ctx=args.ctx_size,
-        sequential=args.sequential,
-        damping=args.damping,
-        hessian_memory=args.hessian_memory << 20,
-        device=args.device,
-        n_threads=args.threads,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    options = parse_options(args)
-    if not args.output and not args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
-    with contextlib.ExitStack() as stack:
-        model = stack.enter_context(Model(args.input))
-        pool = stack.enter_context(ThreadPoolExecutor(args.threads or None))
-        tensors = tensors_to_prune(model, args.include_weights, args.exclude_weights)
-        output = None
-        if not args.dry_run:
-            inputs = [*model.paths, *(path for path in (args.imatrix, args.file) if path)]
-            output = stack.enter_context(AtomicOutput(args.output, inputs, args.force))
-        pruned = prune_model(model, tensors, options, output, pool, stack)
-        if output is not None:
-            output.seal()
-            check_pruned(model, output, pruned, changed=options.method == "sparsegpt")
-            output.commit()
-        print_pruned(model, pruned, options)
-    return 0
-
-
-def tensors_to_prune(model: Model, include: list, exclude: list) -> list:
-    if model.is_sparse:
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: is a sparse file; use `macko restore` first")
-    chosen = select(model, include, exclude)
-    refused = [(t, why) for t, why in chosen if why]
-    for t, why in refused:
-        console.log(f"warning: {t.name} stays as it is: {why}")
-    tensors = [t for t, why in chosen if not why]
-    if not tensors:
-        hint = f"{refused[0][0].name} has {refused[0][1]}" if refused else "no tensor has such a name"
-        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
-    return tensors
-
-
-def print_pruned(model: Model, pruned: list, options: Options) -> None:
-    rows = []
-    for p in pruned:
-        t = p.tensor
-        shape = "x".join(map(str, t.ne))
-        rows.append([t.name, shape, type_name(t.type), p.n_zeros_before, p.n_zeros, p.n_zeros / t.n_elements])
-    n = sum(p.tensor.n_elements for p in pruned)
-    zeros = sum(p.n_zeros for p in pruned)
-    rows.append(["total", "", "", sum(p.n_zeros_before for p in pruned), zeros, zeros / n])
-    print(console.table(rows, ["tensor", "shape", "type", "zeros before", "zeros", "sparsity"]))
-    n_all = sum(t.n_elements for t in model.tensors)
-    how = f"pattern {options.pattern[0]}:{options.pattern[1]}" if options.pattern is not None else f"per {options.per}"
-    print(
-        f"\n{zeros} of {n} weights in {len(pruned)} tensors are zero ({zeros / n_all:.4f} of all {n_all} parameters), "
-        f"{how}"
-    )

@@ -1,0 +1,119 @@
+"""The forms of a model that a report compares: dense, quantized by llama.cpp, sparse, and sparse with quantized values.
+
+What does not exist yet is made in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from .. import console, errors
+from ..gguf.files import Model
+
+DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED = "dense", "quantized", "sparse", "sparse quantized"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A file to measure."""
+
+    label: str  # unique in a report
+    kind: str  # DENSE, QUANTIZED, SPARSE or SPARSE_QUANTIZED
+    path: Path
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to make one model file from another: `make(source, output)`, which raises MackoError."""
+
+    label: str
+    make: Callable[[Path, Path], object]
+
+
+class Forms:
+    """The forms of one dense model, in the order in which they are added; the dense model is the first.
+
+    folder: where files are made. conversions: how dense files with zeros become sparse; each gives a form.
+    """
+
+    def __init__(self, dense: Path, folder: Path, n_threads: int, conversions: Sequence[Recipe]) -> None:
+        self._dense, self._folder, self._n_threads = dense, folder, n_threads
+        self._conversions = conversions
+        with Model(dense) as model:
+            if model.is_sparse:
+                raise errors.error(errors.BAD_ARGUMENT, f"{dense}: is a sparse file; the dense model comes first")
+            self.n_elements = sum(t.n_elements for t in model.tensors)
+            self._shapes = {t.name: t.ne for t in model.tensors}
+        self.list = [Form(dense.stem, DENSE, dense)]
+
+    def _add(self, label: str, kind: str, path: Path) -> None:
+        if any(label == form.label for form in self.list):
+            raise errors.error(errors.BAD_ARGUMENT, f"two models would be called '{label}' in the table")
+        self.list.append(Form(label, kind, path))
+
+    def add_quantized(self, name: str) -> None:
+        """Adds the dense model in a type of llama-quantize, such as Q4_K_M."""
+        console.log(f"quantizing to {name} ...")
+        path = self._folder / f"{name}.gguf"
+        quantize(self._dense, path, name, self._n_threads)
+        self._add(name, QUANTIZED, path)
+
+    def add_file(self, path: Path, label: str = "") -> None:
+        """Adds a variant of the same model: a sparse file, or a dense file with zeros, which is converted first.
+
+        Raises MackoError if its tensors are not those of the dense model.
+        """
+        label = label or path.stem
+        with Model(path) as model:
+            if {t.name: t.ne for t in model.tensors} != self._shapes:
+                raise errors.error(
+                    errors.BAD_ARGUMENT,
+                    f"{path}: has other tensors than {self._dense}: not a variant of the same model",
+                )
+            is_sparse = model.is_sparse
+        if is_sparse:
+            self._add(label, sparse_kind(path, path), path)
+            return
+        for conversion in self._conversions:
+            converted = self._folder / f"sparse-{len(self.list)}.gguf"
+            conversion.make(path, converted)
+            shown = f"{label} {conversion.label}" if len(self._conversions) > 1 else label
+            self._add(shown, sparse_kind(converted, path), converted)
+
+    def add_pruned(self, pruning: Recipe) -> None:
+        """Prunes the dense model and adds the result, converted."""
+        path = self._folder / "pruned.gguf"
+        pruning.make(self._dense, path)
+        self.add_file(path, pruning.label)
+        path.unlink()
+
+
+def sparse_kind(path: Path, source: Path) -> str:
+    """SPARSE, or SPARSE_QUANTIZED if a tensor is not stored bit for bit as its source has it."""
+    with Model(path) as model, Model(source) as dense:
+        types = {t.name: t.type for t in dense.tensors}
+        lossy = any(t.is_quantized or t.type != types[t.name] for t in model.tensors)
+    return SPARSE_QUANTIZED if lossy else SPARSE
+
+
+def quantize(source: Path, output: Path, name: str, n_threads: int) -> None:
+    """What llama-quantize does, by way of libllama. name: for example Q4_K_M. Raises MackoError."""
+    import llama_cpp.llama_cpp as api
+    from llama_cpp._logger import set_verbose
+    from llama_cpp._utils import suppress_stdout_stderr
+
+    ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}", None)
+    if ftype is None:
+        raise errors.error(errors.BAD_ARGUMENT, f"--types: llama.cpp has no type {name}")
+    set_verbose(False)
+    params = api.llama_model_quantize_default_params()
+    params.ftype, params.nthread = ftype, n_threads
+    with suppress_stdout_stderr(disable=False):
+        status = api.llama_model_quantize(os.fsencode(source), os.fsencode(output), ctypes.byref(params))
+    if status:
+        raise errors.error(errors.LOAD_FAILED, f"{source}: llama.cpp could not quantize it to {name}")

@@ -1,0 +1,123 @@
+"""Speed of whole models: load time, prompt and generation in tokens per second, peak memory.
+
+Each run is a process of its own (bench_worker.py). All models run once per round, in turn, and medians are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import console, errors
+from ..benchmark.bench_worker import Sample
+from ..conversion.restore import restore
+from ..gguf.files import Model
+
+
+class LabelledModel(NamedTuple):
+    label: str  # unique in a list
+    path: Path
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """Medians over the runs of one model; None where nothing was measured (see Sample)."""
+
+    model: str  # its label
+    nbytes: int  # of the file, or of all parts of a split model
+    load_s: float
+    prompt_tps: float | None
+    gen_tps: float | None
+    rss: int | float  # a median of an even number of runs need not be whole
+    gpu_memory: int | float | None
+    samples: tuple[Sample, ...]
+
+
+def bench_models(
+    models: Sequence[LabelledModel],
+    *,
+    n_prompt: int,
+    n_gen: int,
+    n_threads: int,
+    n_gpu_layers: int,
+    repetitions: int,
+) -> list[ModelResult]:
+    """Runs every model once per round. n_gpu_layers: -1 is all. Logs its progress.
+
+    Raises MackoError with the last line of a run that failed.
+    """
+    samples: dict[str, list[Sample]] = {m.label: [] for m in models}
+    for i in range(repetitions):
+        for label, path in models:
+            console.log(f"round {i + 1}/{repetitions}: {label}")
+            samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
+    return [_summary(m, samples[m.label]) for m in models]
+
+
+def _run(model: Path, n_prompt: int, n_gen: int, n_threads: int, n_gpu_layers: int) -> Sample:
+    request = {
+        "model": str(model),
+        "n_prompt": n_prompt,
+        "n_gen": n_gen,
+        "threads": n_threads,
+        "gpu_layers": n_gpu_layers,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ggml_macko.benchmark.bench_worker", json.dumps(request)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise errors.error(errors.LOAD_FAILED, f"{model}: {lines[-1]}")
+    return Sample(**json.loads(done.stdout))
+
+
+def _summary(model: LabelledModel, samples: list[Sample]) -> ModelResult:
+    def median(values: Sequence[float | None]) -> float | None:
+        measured = [v for v in values if v is not None]
+        return statistics.median(measured) if measured else None
+
+    with Model(model.path) as file:
+        nbytes = file.nbytes
+    return ModelResult(
+        model=model.label,
+        nbytes=nbytes,
+        load_s=statistics.median(s.load_s for s in samples),
+        prompt_tps=median([s.prompt_tps for s in samples]),
+        gen_tps=median([s.gen_tps for s in samples]),
+        rss=statistics.median(s.rss for s in samples),
+        gpu_memory=median([s.gpu_memory for s in samples]),
+        samples=tuple(samples),
+    )
+
+
+def as_json(result: object) -> dict[str, object]:
+    """A result dataclass as JSON has it; samples are a list."""
+    assert dataclasses.is_dataclass(result) and not isinstance(result, type)
+    return dataclasses.asdict(result)
+
+
+@contextlib.contextmanager
+def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None]:
+    """A dense twin of the first sparse model, in a temporary folder beside it; None if no model is sparse."""
+    for label, path in models:
+        with Model(path) as model:
+            if not model.is_sparse:
+                continue
+            with tempfile.TemporaryDirectory(prefix=".macko-bench-", dir=path.resolve().parent) as folder:
+                console.log(f"restoring {label} ...")
+                with console.quiet():
+                    done = restore(path, Path(folder) / "dense.gguf")
+                yield LabelledModel(f"{label} (dense)", done.path)
+                return
+    yield None

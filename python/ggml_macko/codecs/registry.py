@@ -1,0 +1,64 @@
+"""The codecs that there are, in the order in which tools list them. A new format is a module here and a row in
+CODECS.
+"""
+
+from __future__ import annotations
+
+from .. import errors
+from ..native.codec import EncodedMatrix
+from .codec import Choice, Codec
+from .ec_csr import EcCsrCodec
+from .macko import MackoCodec
+from .packed import PackedCodec
+
+CODECS: list[Codec] = [MackoCodec(), EcCsrCodec(), PackedCodec()]
+"""The first is the default."""
+
+AUTO = "auto"
+"""The TYPE that takes whatever is smallest of the lossless ones."""
+
+
+def codec(name: str) -> Codec:
+    """The codec of a format, as a file names it. Raises FileFormatError."""
+    for found in CODECS:
+        if found.name == name:
+            return found
+    raise errors.error(errors.BAD_FORMAT, f"unknown format {name!r}")
+
+
+def codec_of(m: EncodedMatrix) -> Codec:
+    return codec(m.format)
+
+
+def default_type() -> str:
+    return next(iter(CODECS[0].types()))
+
+
+def types() -> dict[str, tuple[Choice, ...]]:
+    """TYPE of `macko convert` -> what to choose from by real size."""
+    out: dict[str, tuple[Choice, ...]] = {}
+    for c in CODECS:
+        out.update(c.types())
+    out[AUTO] = tuple(choice for c in CODECS for choice in c.automatic())
+    return out
+
+
+def aliases() -> dict[str, str]:
+    """Older name of a TYPE -> its name. They are accepted wherever a TYPE is."""
+    return {alias: name for c in CODECS for alias, name in c.aliases.items()}
+
+
+def type_named(name: str) -> str | None:
+    """The TYPE that a user means, or None: upper case and older names are accepted."""
+    name = aliases().get(name.lower(), name.lower())
+    return name if name in types() else None
+
+
+def mixed_types() -> tuple[str, ...]:
+    """The TYPEs that `--target-bpw` chooses from."""
+    return tuple(name for c in CODECS for name in c.mixed_types)
+
+
+def longest_suffix() -> int:
+    """Bytes that the name of a component adds to that of its tensor, the dot included."""
+    return max(len(component) + 1 for c in CODECS for component in c.components)

@@ -1,0 +1,235 @@
+"""The command line of `macko bench`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import console, errors
+from ..benchmark import bench_gpu
+from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
+from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
+from ..commands.arguments import add_gpu_layers
+from ..native import bindings
+
+HELP = "measure speed on this machine"
+
+SHAPES = "4096x4096,4096x11008,11008x4096,2048x8192"
+DENSITIES = "0.5,0.3,0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Without -m: matrix times vector for random matrices, against ggml's dense F16, Q8_0 and Q4_K kernels, or with "
+        "--gpu against cuBLAS. With -m: load time, prompt and generation tokens/s and peak memory of models, each run "
+        "in its own process, against the same model dense."
+    )
+    parser.add_argument("--gpu", action="store_true", help="measure on the GPU; with -m: all layers there (-ngl all)")
+    _add_model_arguments(parser)
+    _add_matrix_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
+
+
+def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the commands that measure the speed of models, but -ngl."""
+    parser.add_argument("-p", "--n-prompt", type=int, default=128, metavar="N", help="prompt tokens (default: 128)")
+    parser.add_argument("-n", "--n-gen", type=int, default=64, metavar="N", help="tokens to generate (default: 64)")
+    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    parser.add_argument(
+        "-r", "--repetitions", type=int, default=5, metavar="N", help="rounds, of which medians are taken (default: 5)"
+    )
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-m", "--model", metavar="FNAME", action="append", default=[], help="sparse or dense GGUF; may be repeated"
+    )
+    parser.add_argument(
+        "--dense",
+        metavar="FNAME",
+        help="dense GGUF to compare with (default: the first sparse model, restored into a temporary file)",
+    )
+    add_speed_arguments(parser)
+    add_gpu_layers(parser, None, "all: as many as there are (default: 0, with --gpu all)")
+
+
+def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shapes",
+        metavar="ROWSxCOLS,...",
+        help=f"matrices without -m (default: {SHAPES}; with --gpu the 31 shapes of the MACKO paper)",
+    )
+    parser.add_argument(
+        "--densities",
+        metavar="D,...",
+        help=f"densities without -m (default: {DENSITIES}; with --gpu {bench_gpu.DENSITIES})",
+    )
+    parser.add_argument(
+        "--cusparse", action="store_true", help="with --gpu: CSR products of cuSPARSE, too (slow to set up)"
+    )
+    parser.add_argument(
+        "--values",
+        choices=bench_gpu.VALUES,
+        default="f16",
+        help="with --gpu: how the non-zeros are stored, plain or packed and quantized (default: f16)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (PNG, PDF, SVG)"
+    )
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """(rows, cols) of "ROWSxCOLS,...". Raises MackoError (BAD_ARGUMENT)."""
+    shapes = []
+    try:
+        for item in text.split(","):
+            rows, cols = (int(n) for n in item.split("x"))
+            if min(rows, cols) < 1:
+                raise ValueError
+            shapes.append((rows, cols))
+    except ValueError:
+        raise errors.error(errors.BAD_ARGUMENT, f"--shapes {text}: expected ROWSxCOLS,...") from None
+    return shapes
+
+
+def parse_densities(text: str) -> list[float]:
+    """The numbers of "D,...". Raises MackoError (BAD_ARGUMENT)."""
+    try:
+        densities = [float(item) for item in text.split(",")]
+        if not all(0 <= d <= 1 for d in densities):
+            raise ValueError
+    except ValueError:
+        raise errors.error(errors.BAD_ARGUMENT, f"--densities {text}: expected numbers from 0 to 1") from None
+    return densities
+
+
+def run(args: argparse.Namespace) -> int:
+    threads = args.threads or len(os.sched_getaffinity(0))
+    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
+        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1; -p and -n must not be negative")
+    if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):
+        raise errors.error(errors.BAD_ARGUMENT, "--plot, --cusparse and --values are for --gpu without -m")
+    about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
+    if args.gpu:
+        about["devices"] = [description for _, description, _, _ in bench_gpu.devices()]
+        if not about["devices"]:
+            raise errors.error(errors.LOAD_FAILED, f"--gpu needs a GPU, and there is {bindings.gpus()}")
+    if args.model:
+        _run_models(args, about)
+    elif args.gpu:
+        _run_gpu_matrices(args, about)
+    else:
+        _run_matrices(args, about)
+    return 0
+
+
+# ---- models ----
+
+
+def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    default_gpu_layers = -1 if args.gpu else 0
+    models = [LabelledModel(Path(m).name, Path(m)) for m in args.model]
+    if len({m.label for m in models}) != len(models):
+        raise errors.error(errors.BAD_ARGUMENT, "two models have the same file name")
+    with contextlib.ExitStack() as stack:
+        if args.dense:
+            dense = Path(args.dense)
+            baseline: LabelledModel | None = LabelledModel(f"{dense.name} (dense)", dense)
+        else:
+            baseline = stack.enter_context(dense_twin(models))
+        results = bench_models(
+            models if baseline is None else [baseline, *models],
+            n_prompt=args.n_prompt,
+            n_gen=args.n_gen,
+            n_threads=about["threads"],
+            n_gpu_layers=default_gpu_layers if args.gpu_layers is None else args.gpu_layers,
+            repetitions=args.repetitions,
+        )
+    if args.json:
+        models_json = [as_json(r) for r in results]
+        console.print_json({**about, "n_prompt": args.n_prompt, "n_gen": args.n_gen, "models": models_json})
+        return
+    print_models(results, args.n_prompt, args.n_gen)
+    print(
+        f"\n{about['threads']} threads, kernels: {about['kernels']}; medians of {args.repetitions} interleaved runs, "
+        "each in its own process"
+    )
+
+
+def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int) -> None:
+    """A table; the first model is the baseline of the ratios."""
+    base = results[0]
+
+    def ratio(value: float | None, of: float | None) -> str | None:
+        return None if value is None or of is None else f"{value:.2f} ({value / of:.2f}x)"
+
+    def mib(value: float | None, of: float | None, digits: int = 0) -> str | None:
+        if value is None or of is None:
+            return None
+        return f"{value / console.MIB:.{digits}f} MiB ({value / of:.2f}x)"
+
+    with_gpu = base.gpu_memory is not None
+    rows = [
+        [
+            r.model,
+            mib(r.nbytes, base.nbytes, digits=1),
+            mib(r.rss, base.rss),
+            *([mib(r.gpu_memory, base.gpu_memory)] if with_gpu else []),
+            ratio(r.load_s, base.load_s),
+            ratio(r.prompt_tps, base.prompt_tps),
+            ratio(r.gen_tps, base.gen_tps),
+        ]
+        for r in results
+    ]
+    gpu = ["GPU memory"] if with_gpu else []
+    headers = ["model", "file", "peak RSS", *gpu, "load s", f"pp{n_prompt} t/s", f"tg{n_gen} t/s"]
+    print(console.table(rows, headers))
+
+
+# ---- matrices ----
+
+
+def _run_matrices(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    shapes, densities = parse_shapes(args.shapes or SHAPES), parse_densities(args.densities or DENSITIES)
+    results = bench_matrices(shapes, densities, n_threads=about["threads"], repetitions=args.repetitions)
+    if args.json:
+        console.print_json({**about, "matrices": [as_json(r) for r in results]})
+        return
+    print_matrices(results)
+    print(f"\n{about['threads']} threads, kernels: {about['kernels']}; times are medians of {args.repetitions} rounds")
+
+
+def print_matrices(results: Sequence[MatrixResult]) -> None:
+    rows = [
+        [
+            f"{r.rows}x{r.cols}",
+            r.density,
+            round(r.effective_density, 4),
+            round(r.nbytes_memory / (r.rows * r.cols * 2), 4),
+            round(r.seconds["macko"] * 1e6, 1),
+            *(round(r.seconds[name] * 1e6, 1) if name in r.seconds else None for name in DENSE_TYPES),
+            f"{r.seconds['F16'] / r.seconds['macko']:.2f}x",
+        ]
+        for r in results
+    ]
+    dense = [f"{name} us" for name in DENSE_TYPES]
+    headers = ["shape", "density", "eff. density, file", "in memory", "macko us", *dense, "speed vs F16"]
+    print(console.table(rows, headers, "g"))
+
+
+def _run_gpu_matrices(args: argparse.Namespace, about: dict[str, Any]) -> None:
+    shapes, densities = args.shapes or "paper", args.densities or bench_gpu.DENSITIES
+    if shapes != "paper":
+        parse_shapes(shapes)  # refuses bad ones before the program starts
+    parse_densities(densities)
+    results = bench_gpu.bench_matrices(shapes, densities, args.cusparse, args.values)
+    if args.plot:
+        bench_gpu.plot(results, args.plot)
+    if args.json:
+        console.print_json({**about, "matrices": results})
+    else:
+        bench_gpu.print_matrices(results)

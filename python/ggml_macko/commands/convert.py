@@ -1,0 +1,186 @@
+"""`macko convert IN OUT [TYPE] [nthreads]`: stores a pruned model sparse."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from .. import console, errors
+from ..codecs import ggml_quants, registry
+from ..conversion.convert import ConversionReport, checked_type, convert
+from ..conversion.verify import error_line
+
+HELP = "store a pruned model sparse"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
+        "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for "
+        "bit (quantized: within the type's error, zeros kept) before it gets its name."
+    )
+    parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
+    parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
+    parser.add_argument(
+        "type",
+        metavar="TYPE",
+        nargs="?",
+        default=registry.default_type(),
+        help="macko: the number of delta bits that makes each tensor smallest (default); "
+        "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
+        "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap "
+        "codes. auto: whatever of these lossless types is smallest for each tensor. sparse-q8_0, sparse-q5_0, "
+        "sparse-q4_nl, sparse-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there "
+        "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
+        "q4_0. The older names macko-q8_0 ... macko-q4_0 are accepted too",
+    )
+    parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
+    parser.add_argument(
+        "--tensor-type",
+        metavar="REGEX=TYPE",
+        action="append",
+        default=[],
+        help="TYPE, or dense, for tensors in whose name REGEX is found; may be repeated, the first match counts",
+    )
+    parser.add_argument(
+        "--drop-negative-zeros",
+        action="store_true",
+        help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
+    )
+    parser.add_argument(
+        "--optimize",
+        choices=["size", "speed"],
+        default="size",
+        help="what auto looks at: size, the bytes really encoded (default); speed, the time of a product on a GPU by a "
+        "model that was fitted on an H200 (on a CPU MACKO and EC-CSR run alike)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_block_arguments(parser)
+    add_quantization_arguments(parser)
+
+
+def add_block_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--granularity",
+        type=int,
+        default=16,
+        metavar="N",
+        help="ec-csr: at most N rows in a block, 1, 2, 4 ... 64 (default: 16)",
+    )
+    parser.add_argument(
+        "--min-columns",
+        type=int,
+        default=0,
+        metavar="N",
+        help="ec-csr: at least N columns in an extracted block, a multiple of 128 (default: as many as save bytes)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="ec-csr: of the order in which rows are paired (default: 0)"
+    )
+
+
+def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--imatrix",
+        metavar="FNAME",
+        help="quantized types: weigh errors by the inputs of a calibration text (macko calibrate, llama-imatrix)",
+    )
+    parser.add_argument(
+        "--target-bpw",
+        type=float,
+        metavar="X",
+        help=f"with auto: for each tensor one of {', '.join(registry.mixed_types())}, so that the whole file has at "
+        "most X bits per weight and the sum of relative squared errors is least",
+    )
+    dense_types = ", ".join(ggml_quants.DENSE_TYPES)
+    parser.add_argument(
+        "--output-tensor-type",
+        metavar="TYPE",
+        help=f"quantize output.weight (or the embedding that stands for it) and keep it dense: {dense_types}",
+    )
+    parser.add_argument("--token-embedding-type", metavar="TYPE", help="the same for token_embd.weight")
+
+
+def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Of ggml_macko.convert: all but the paths."""
+    return {
+        "type": checked_type(args.type),
+        "overrides": tuple(split_override(text) for text in args.tensor_type),
+        "drop_negative_zeros": args.drop_negative_zeros,
+        "optimize": args.optimize,
+        "granularity": args.granularity,
+        "min_columns": args.min_columns,
+        "seed": args.seed,
+        "imatrix": args.imatrix,
+        "target_bpw": args.target_bpw,
+        "output_tensor_type": args.output_tensor_type,
+        "token_embedding_type": args.token_embedding_type,
+        "n_threads": args.nthreads,
+        "force": args.force,
+    }
+
+
+def split_override(text: str) -> tuple[str, str]:
+    pattern, equals, name = text.rpartition("=")
+    if not equals or not pattern:
+        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {text}: expected REGEX=TYPE")
+    return pattern, name
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.monotonic()
+    if args.dry_run and args.output and registry.type_named(args.output):  # `convert IN macko --dry-run`
+        args.output, args.type = None, args.output
+    if not args.output and not args.dry_run:
+        raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
+    done = convert(args.input, None if args.dry_run else args.output, **keyword_arguments(args))
+    if args.dry_run:
+        print_tensors(done)
+    print_totals(done)
+    if done.quantized:
+        console.log(f"lossy: {error_line(done.quantized)}")
+    if done.load_error is not None:
+        console.log(f"warning: ggml_macko will refuse to load this model: {done.load_error}")
+    if not args.dry_run:
+        console.log(f"total time  = {(time.monotonic() - started) * 1000:8.2f} ms")
+    return 0
+
+
+def print_tensors(done: ConversionReport) -> None:
+    rows = []
+    for t in done.tensors:
+        size, new_size = console.size(t.nbytes_source).strip(), console.size(t.nbytes).strip()
+        shape, bpw = "x".join(map(str, t.shape)), round(t.bits_per_weight, 2)
+        rows.append([t.name, shape, t.type, t.density, size, new_size, t.storage, bpw, t.break_even_density, t.note])
+    headers = [
+        "tensor",
+        "shape",
+        "type",
+        "density",
+        "size",
+        "new size",
+        "new type",
+        "BPW",
+        "break-even density",
+        "note",
+    ]
+    print(console.table(rows, headers))
+
+
+def print_totals(done: ConversionReport) -> None:
+    print(console.model_line("model size", done.nbytes_source, done.n_parameters))
+    print(console.model_line("macko size", done.nbytes, done.n_parameters))
+    n_dense = sum(bool(t.note) and not t.is_sparse for t in done.tensors)
+    if not done.n_sparse:
+        console.log("warning: no tensor would shrink; the output is a dense file")
+    elif n_dense:
+        console.log(f"warning: {n_dense} of {len(done.tensors)} tensor(s) stay dense, see above")
+    n = sum(t.n_elements for t in done.tensors if t.density is not None)
+    negative = sum(t.n_negative_zeros for t in done.tensors)
+    if negative > n / 1000:  # masks leave them: w * 0 is -0.0 for a negative w
+        console.log(
+            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
+            "--drop-negative-zeros makes the file smaller"
+        )

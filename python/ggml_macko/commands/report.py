@@ -1,0 +1,181 @@
+"""The command line of `macko report`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from .. import console, errors
+from ..benchmark.forms import Recipe
+from ..benchmark.models import as_json
+from ..benchmark.report import FormResult, report
+from ..commands import convert as convert_command
+from ..commands import prune as prune_command
+from ..commands.arguments import add_gpu_layers
+from ..commands.bench import add_speed_arguments
+from ..conversion.convert import convert
+from ..evaluation.text_model import N_CTX
+from ..pruning.options import parse_how_many
+from ..pruning.prune import prune
+
+HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
+
+DEFAULT_CONVERSION = "macko --drop-negative-zeros"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures perplexity, size and speed of a dense model, of llama.cpp's quantized types of it, and of sparse "
+        "variants, and prints one table; with -o also draws one plot. A dense file with zeros is converted first. "
+        "Sizes are whole files; BPW is per parameter of the dense model."
+    )
+    parser.add_argument("dense", metavar="DENSE", help="the dense model, F16, BF16 or F32")
+    parser.add_argument("models", metavar="MODEL", nargs="*", help="variants of it: sparse, or dense with zeros")
+    parser.add_argument("-f", "--file", required=True, metavar="FNAME", help="text to measure perplexity on")
+    parser.add_argument(
+        "--types",
+        default="Q8_0,Q4_K_M,Q4_0",
+        metavar="TYPE,...",
+        help="quantized types to make and compare with (default: %(default)s; '' for none)",
+    )
+    parser.add_argument(
+        "--prune",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help="also prune DENSE with these options of `macko prune`, for example "
+        "'--method wanda --sparsity 0.5 -f calibration.txt'; may be repeated",
+    )
+    parser.add_argument(
+        "--convert",
+        action="append",
+        default=[],
+        metavar="ARGUMENTS",
+        help="how dense files with zeros are converted: arguments of `macko convert`, for example 'macko-q4_0 "
+        f"--imatrix imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: {DEFAULT_CONVERSION})",
+    )
+    parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
+    parser.add_argument("--force", action="store_true", help="replace them if they exist")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=-1,
+        metavar="N",
+        help="chunks of the text, spread evenly over it (default: -1, all)",
+    )
+    parser.add_argument(
+        "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
+    )
+    add_gpu_layers(parser, 0, "all: as many as there are (default: 0)")
+    add_speed_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
+
+
+# ---- options that hold the arguments of another command ----
+
+
+def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Namespace:
+    """The arguments of another command, but its files, given as the text of one option here. Raises MackoError."""
+    parser = argparse.ArgumentParser(prog=option, allow_abbrev=False, exit_on_error=False)
+    module.add_arguments(parser)
+    try:
+        args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
+    except (argparse.ArgumentError, ValueError) as e:
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
+    if unknown or args.dry_run:
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+    return args
+
+
+def parse_pruning(text: str) -> Recipe:
+    """A pruning of options of `macko prune`. Raises MackoError."""
+    args = parse_arguments(prune_command, "--prune", text)
+    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False)
+    label = f"{args.method} {pattern}" if pattern is not None else f"{args.method} {float(sparsity):.0%}"
+    if args.per:
+        label += f" per {args.per}"
+    if args.allocation == "owl":
+        label += " owl"
+    if args.sequential:
+        label += " sequential"
+
+    def make(source: Path, output: Path) -> None:
+        prune(source, output, **prune_command.prune_arguments(args), force=True)
+
+    return Recipe(label, make)
+
+
+def parse_conversion(text: str, n_threads: int) -> Recipe:
+    """A conversion of arguments of `macko convert` behind OUT. Raises MackoError."""
+    args = parse_arguments(convert_command, "--convert", text)
+    keywords = {**convert_command.keyword_arguments(args), "n_threads": n_threads}
+    target = f" {args.target_bpw:g} bpw" if args.target_bpw is not None else ""
+
+    def make(source: Path, output: Path) -> None:
+        convert(source, output, **keywords)
+
+    return Recipe(f"{keywords['type']}{target}", make)
+
+
+# ---- the command ----
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
+        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1, --chunks not 0; -p and -n must not be negative")
+    n_threads = args.threads or len(os.sched_getaffinity(0))
+    results = report(
+        args.dense,
+        args.file,
+        args.models,
+        types=[name for name in args.types.split(",") if name],
+        prunings=[parse_pruning(text) for text in args.prune],
+        conversions=[parse_conversion(text, n_threads) for text in args.convert or [DEFAULT_CONVERSION]],
+        output=args.output or None,
+        n_chunks=args.chunks,
+        n_ctx=args.ctx_size,
+        n_prompt=args.n_prompt,
+        n_gen=args.n_gen,
+        n_gpu_layers=args.gpu_layers,
+        n_threads=n_threads,
+        repetitions=args.repetitions,
+        force=args.force,
+    )
+    if args.json:
+        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+        console.print_json({**about, "models": [as_json(r) for r in results]})
+        return 0
+    print_table(results, args.n_prompt, args.n_gen)
+    print(
+        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
+        f"{args.repetitions} interleaved runs, each in its own process"
+    )
+    return 0
+
+
+def print_table(results: Sequence[FormResult], n_prompt: int, n_gen: int) -> None:
+    """A table; the first model is the baseline of the ratios."""
+    base = results[0]
+
+    def ratio(value: float | None, of: float | None) -> str | None:
+        return f"{value:.0f} ({value / of:.2f}x)" if value and of else None
+
+    rows = [
+        [
+            r.model,
+            r.kind,
+            f"{r.nbytes / console.MIB:.2f} ({r.nbytes / base.nbytes:.2f}x)",
+            f"{r.bpw:.2f}",
+            f"{r.ppl:.2f} ± {r.ppl_error:.2f}",
+            f"{r.ppl / base.ppl - 1:+.1%}",
+            ratio(r.prompt_tps, base.prompt_tps),
+            ratio(r.gen_tps, base.gen_tps),
+        ]
+        for r in results
+    ]
+    headers = ["model", "kind", "MiB", "BPW", "perplexity", "", f"pp{n_prompt} t/s", f"tg{n_gen} t/s"]
+    print(console.table(rows, headers, ".2f"))

@@ -1,0 +1,28 @@
+"""`macko restore IN OUT`: turns a sparse model back into a dense one."""
+
+from __future__ import annotations
+
+import argparse
+
+from .. import console
+from ..conversion.restore import restore
+
+HELP = "turn a sparse model back into a dense one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes the dense GGUF that a sparse one stands for: the same metadata, tensors in the same order, each value"
+        " bit for bit. Also merges a split model into one file."
+    )
+    parser.add_argument("input", metavar="IN", help="sparse GGUF")
+    parser.add_argument("output", metavar="OUT", help="dense GGUF to write")
+    parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+
+def run(args: argparse.Namespace) -> int:
+    done = restore(args.input, args.output, n_threads=args.nthreads, force=args.force)
+    print(console.model_line("model size", done.nbytes_source, done.n_parameters))
+    print(console.model_line("dense size", done.nbytes, done.n_parameters))
+    return 0

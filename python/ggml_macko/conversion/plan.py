@@ -1,0 +1,412 @@
+"""What becomes of each tensor when a model is converted: the first of two passes over it.
+
+One tensor is in memory at a time. How large a codec makes a tensor may show only when it is encoded; such arrays wait
+in a `Spool` for the second pass.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Union
+
+import numpy as np
+
+from .. import console, errors
+from ..codecs import ggml_quants, quantize, registry
+from ..codecs.codec import Candidate, Choice, ElementCount, Settings, Source
+from ..conversion import bit_allocation
+from ..gguf import imatrix, tensor_rules
+from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
+from ..native import codec as native_codec
+from ..values import NEGATIVE_ZERO, Array
+
+DENSE = "dense"
+"""The override that leaves a tensor as it is."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """The type of tensors in whose name a pattern is found."""
+
+    pattern: re.Pattern[str]
+    type: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert a model."""
+
+    type: str = registry.default_type()
+    overrides: tuple[Override, ...] = ()  # the first whose pattern is found decides, else `type`
+    drop_negative_zeros: bool = False
+    settings: Settings = field(default_factory=Settings)
+    imatrix: imatrix.Imatrix | None = None  # how much the error of a quantized weight counts
+    dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES
+    target_bpw: float | None = None  # bits per weight of the file at most
+    measure: bool = False  # fill in TensorPlan.error
+    optimize: str = "size"  # what type auto looks at: size or speed
+
+    @property
+    def n_threads(self) -> int:
+        return self.settings.n_threads
+
+    def asked(self, t: Tensor) -> str | None:
+        """The type that an override gives to a tensor."""
+        return next((o.type for o in self.overrides if o.pattern.search(t.name)), None)
+
+    def is_fixed(self, t: Tensor) -> bool:
+        """The user has said what becomes of this tensor."""
+        return self.asked(t) is not None or t.name in self.dense_types
+
+    def column_weights(self, t: Tensor) -> Array | None:
+        return None if self.imatrix is None else self.imatrix.column_weights(t)
+
+
+# ---- what becomes of a tensor ----
+
+
+@dataclass(frozen=True)
+class KeptDense:
+    """It stays byte for byte what it was."""
+
+
+@dataclass(frozen=True)
+class QuantizedDense:
+    """It stays dense, in one of ggml's quantized types."""
+
+    type: int  # ggml type
+    nbytes: int
+    spooled_at: int
+
+
+@dataclass(frozen=True)
+class StoredSparse:
+    """It becomes the arrays of a codec."""
+
+    candidate: Candidate
+    spooled_at: int  # -1: encoded in the second pass
+
+
+Storage = Union[KeptDense, QuantizedDense, StoredSparse]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What was found in a tensor's data."""
+
+    count: ElementCount
+    n_negative_zeros: int  # that are kept
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What becomes of a tensor, and why."""
+
+    tensor: Tensor
+    storage: Storage
+    nbytes: int  # in the new file, alignment included
+    reason: str = ""  # why it stays dense, or what else it could have been; empty if there was no choice
+    contents: Contents | None = None
+    error: float = 0.0  # if measured: quantize.relative_error of what is stored
+
+    @property
+    def is_sparse(self) -> bool:
+        return isinstance(self.storage, StoredSparse)
+
+    @property
+    def density(self) -> float | None:
+        """Non-zeros over weights, if they were counted."""
+        return None if self.contents is None else self.contents.count.nnz / self.tensor.n_elements
+
+    @property
+    def type(self) -> str:
+        """How it is stored, as `macko inspect` names it."""
+        if isinstance(self.storage, StoredSparse):
+            return self.storage.candidate.name
+        return DENSE if isinstance(self.storage, KeptDense) else type_name(self.storage.type)
+
+    @property
+    def break_even(self) -> float | None:
+        """Density of random non-zeros at which this tensor would be as large as dense, in the format that was chosen or
+        else the default one.
+        """
+        t = self.tensor
+        if self.contents is None:
+            return None
+        if isinstance(self.storage, StoredSparse):
+            c = self.storage.candidate
+            return c.codec.break_even_density(t.cols, t.type, c.bits, c.value_type)
+        return registry.CODECS[0].break_even_density(t.cols, t.type, None, t.type)
+
+    def new_tensors(self) -> list[NewTensor]:
+        """Its entries in the tensor table of the new file."""
+        t = self.tensor
+        if isinstance(self.storage, KeptDense):
+            return [NewTensor(t.name, t.type, t.ne, t.nbytes)]
+        if isinstance(self.storage, QuantizedDense):
+            return [NewTensor(t.name, self.storage.type, t.ne, self.storage.nbytes)]
+        c = self.storage.candidate
+        return [
+            NewTensor(f"{t.name}.{suffix}", part.type, (part.n_elements,), part.nbytes)
+            for suffix, part in zip(c.codec.components, c.components)
+        ]
+
+
+class Spool:
+    """Arrays between the two passes: a file without a name, in the folder of the output. Without a folder nothing is
+    kept.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> Spool:
+        if self._folder is not None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def put(self, arrays: Sequence[Array]) -> int:
+        """Keeps them, one behind the other; returns where, or -1 if nothing is kept."""
+        if self._file is None:
+            return -1
+        at = self._file.seek(0, 2)
+        for array in arrays:
+            self._file.write(array.data.cast("B"))
+        return at
+
+    def get(self, at: int, nbytes: Sequence[int]) -> list[Array]:
+        """uint8 arrays of these lengths."""
+        if self._file is None:
+            raise RuntimeError("nothing was kept")
+        self._file.seek(at)
+        return [np.frombuffer(self._file.read(n), np.uint8) for n in nbytes]
+
+
+# ---- planning ----
+
+
+def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[Array, int]:
+    """(bit patterns (rows, cols), number of -0.0 that are kept). Quantized, a -0.0 would only take room."""
+    bits = t.read_bits(options.n_threads)
+    negative = bits == NEGATIVE_ZERO[t.type]
+    n = int(np.count_nonzero(negative))
+    if n and (is_lossy or options.drop_negative_zeros):
+        bits[negative] = 0
+        n = 0
+    return bits, n
+
+
+def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> TensorPlan:
+    """Raises MackoError if the tensor cannot be what the user asked for, or the file cannot be read."""
+    if t.name in options.dense_types:
+        return plan_dense(t, options.dense_types[t.name], options, alignment, spool)
+    asked = options.asked(t)
+    wanted = asked or options.type
+
+    def stay(reason: str, contents: Contents | None = None) -> TensorPlan:
+        return TensorPlan(t, KeptDense(), align(t.nbytes, alignment), reason, contents)
+
+    reason = why_dense(t, asked, wanted)
+    if reason is not None:
+        return stay(reason)
+    choices = registry.types()[wanted]
+    is_lossy = any(choice.is_lossy for choice in choices)
+    try:
+        bits, n_negative_zeros = read_weights(t, options, is_lossy)
+        count = native_codec.count_dense(bits, t.type, options.n_threads)
+    except errors.MackoError as e:
+        if e.code != errors.LIMIT:
+            raise
+        return stay(str(e))
+    contents = Contents(count, n_negative_zeros)
+    if count.n_nonfinite:
+        return stay(f"{count.n_nonfinite} values are not finite", contents)
+    source = Source(bits, t.type, count, options.column_weights(t) if is_lossy else None)
+    found, refusal = try_choices(t, source, choices, options)
+    if not found:
+        return stay(refusal, contents)
+
+    chosen = min(found, key=lambda c: stored_nbytes(c, alignment))  # the first of equals
+    why = _why_smallest(found, alignment) if wanted == registry.AUTO else ""
+    if wanted == registry.AUTO and options.optimize == "speed":
+        chosen, why = _fastest(found, alignment, options.n_threads)
+    nbytes = stored_nbytes(chosen, alignment)
+    if nbytes >= align(t.nbytes, alignment):
+        density = count.nnz / t.n_elements
+        return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", contents)
+    dense_twin = chosen.codec.value_name(chosen.value_type)
+    if asked is None and not options.measure and _dense_nbytes(t, dense_twin) <= nbytes:
+        # the index of a head, or of a layer that was not pruned, would say nothing
+        return plan_dense(t, str(dense_twin), options, alignment, spool)
+    error = 0.0
+    if options.measure and is_lossy and chosen.matrix is not None:
+        decoded = chosen.codec.decode(chosen.matrix, options.n_threads)
+        error = quantize.relative_error(bits, decoded, t.type, source.column_weights)
+    why = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
+    spooled_at = -1 if chosen.matrix is None else spool.put(chosen.matrix.arrays)
+    storage = StoredSparse(replace(chosen, matrix=None), spooled_at)
+    return TensorPlan(t, storage, nbytes, why, contents, error)
+
+
+def why_dense(t: Tensor, asked: str | None, wanted: str) -> str | None:
+    """Why a tensor cannot be stored sparse, whatever its values are: empty where nobody would expect it; None if it
+    can.
+    """
+    if not tensor_rules.is_multiplied(t.name, len(t.ne)):
+        return "llama.cpp does not only multiply with it" if asked and asked != DENSE else ""
+    if wanted == DENSE:
+        return "asked for"
+    if not tensor_rules.is_value_type(t.type):
+        return f"{type_name(t.type)} values; only f16, bf16 and f32 can be stored sparse"
+    longest = MAX_NAME - registry.longest_suffix()
+    return f"its name is longer than {longest} bytes" if len(t.name.encode()) > longest else None
+
+
+def try_choices(t: Tensor, source: Source, choices: Sequence[Choice], options: Options) -> tuple[list[Candidate], str]:
+    """The choices that can hold the matrix, and why the last of the others cannot."""
+    for note in dict.fromkeys(choice.codec.note for choice in choices if choice.codec.note):
+        console.log(f"{t.name}: {note}")
+    found, refusal = [], ""
+    for choice in choices:
+        try:
+            found.append(choice.codec.plan(source, choice, options.settings))
+        except errors.MackoError as e:
+            if e.code not in (errors.LIMIT, errors.NOT_FINITE):
+                raise
+            refusal = str(e)
+    return found, refusal
+
+
+def _dense_nbytes(t: Tensor, name: str | None) -> float:
+    """Of the tensor in a quantized ggml type; infinite if there is no such type, or its blocks do not fit the rows."""
+    type_id = None if name is None else ggml_quants.DENSE_TYPES.get(name)
+    return float("inf") if type_id is None else ggml_quants.nbytes(type_id, t.rows, t.cols)
+
+
+def stored_nbytes(candidate: Candidate, alignment: int) -> int:
+    """In a file, alignment included."""
+    return sum(align(part.nbytes, alignment) for part in candidate.components)
+
+
+def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Spool) -> TensorPlan:
+    """A tensor that stays dense, in a quantized type. Raises MackoError if it cannot have that type."""
+    type_id = ggml_quants.DENSE_TYPES[name]
+    block = ggml_quants.block_size(type_id)
+    if not tensor_rules.is_value_type(t.type) or t.cols % block:
+        why = f"{t.cols} columns are no multiple of {block}" if t.cols % block else f"it is {type_name(t.type)} already"
+        raise errors.error(errors.BAD_ARGUMENT, f"{t.shard.path}: {t.name} cannot become {name}: {why}")
+    bits = t.read_bits(options.n_threads)
+    n_nonfinite = native_codec.count_dense(bits, t.type, options.n_threads).n_nonfinite
+    if n_nonfinite:
+        raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n_nonfinite} values are not finite")
+    data = quantize.dense(bits, t.type, type_id, options.column_weights(t), options.n_threads)
+    storage = QuantizedDense(type_id, data.nbytes, spool.put([data]))
+    return TensorPlan(t, storage, align(data.nbytes, alignment))
+
+
+def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
+    """What auto chose from: the smallest of each format."""
+    best = []
+    for codec in registry.CODECS:
+        of_codec = [c for c in found if c.codec is codec]
+        best += [min(of_codec, key=lambda c: stored_nbytes(c, alignment))] if of_codec else []
+    best.sort(key=lambda c: stored_nbytes(c, alignment))
+    return "smallest: " + ", ".join(f"{c.name} {console.size(stored_nbytes(c, alignment)).strip()}" for c in best)
+
+
+def _fastest(found: Sequence[Candidate], alignment: int, n_threads: int) -> tuple[Candidate, str]:
+    """(what is fastest on a GPU, why). A format with a cost model is taken only where it beats the rows that a GPU can
+    keep instead.
+    """
+    by_rows = [c for c in found if c.codec.keeps_rows]
+    rows = min(by_rows, key=lambda c: stored_nbytes(c, alignment), default=found[0])
+    timed = []
+    for c in found:
+        cost = None if c.matrix is None else c.codec.gpu_cost(c.matrix, n_threads)
+        if cost is not None and cost.own_us != float("inf"):
+            timed.append((cost, c))
+    if not timed:
+        return rows, "fastest on a GPU: rows; no blocks of several rows"
+    cost, chosen = min(timed, key=lambda x: x[0].own_us)
+    blocks = f"{chosen.name} in blocks {cost.own_us:.1f} us"
+    if cost.own_us < cost.rows_us:
+        return chosen, f"fastest on a GPU (model): {blocks}, as rows {cost.rows_us:.1f} us"
+    return rows, f"fastest on a GPU (model): {rows.name} {cost.rows_us:.1f} us, {blocks}"
+
+
+# ---- a whole model ----
+
+
+def plan_model(model: Model, options: Options, spool: Spool) -> list[TensorPlan]:
+    """In the order of the model's tensors."""
+    if options.target_bpw is not None:
+        return plan_for_target(model, options, options.target_bpw, spool)
+    return [plan_tensor(t, options, model.alignment, spool) for t in model.tensors]
+
+
+def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Spool) -> list[TensorPlan]:
+    """The types with the least error that keep the file within target_bpw bits per weight. All are tried; what is
+    chosen is made again, so that no more than one form of a tensor is kept.
+    """
+    tried: list[list[tuple[Options, TensorPlan]]] = []
+    for t in model.tensors:
+        is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
+        if is_free:
+            console.log(f"{t.name}: trying types ..")
+        names = registry.mixed_types() if is_free else (options.type,)
+        each = [replace(options, type=name, measure=True) for name in names]
+        tried.append([(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each])
+    n_elements = sum(t.n_elements for t in model.tensors)
+    points = [[bit_allocation.Point(p.nbytes, p.error * p.tensor.n_elements) for _, p in plans] for plans in tried]
+    chosen = bit_allocation.choose(
+        points,
+        lambda picks: output_nbytes(model, [plans[i][1] for plans, i in zip(tried, picks)]),
+        int(target_bpw * n_elements / 8),
+    )
+    if isinstance(chosen, int):
+        least = chosen * 8 / n_elements
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {least:.3f}"
+        )
+    return [plan_tensor(plans[i][1].tensor, plans[i][0], model.alignment, spool) for plans, i in zip(tried, chosen)]
+
+
+def output_nbytes(model: Model, plans: Sequence[TensorPlan]) -> int:
+    """Size of the file that would be written."""
+    return file_nbytes([*model.keys, *sparse_keys(plans)], new_tensors(plans), model.alignment)
+
+
+def new_tensors(plans: Sequence[TensorPlan]) -> list[NewTensor]:
+    return [new for p in plans for new in p.new_tensors()]
+
+
+def sparse_keys(plans: Sequence[TensorPlan]) -> list[Key]:
+    """The macko.* metadata (FORMAT.md section 2) of the tensors that become sparse."""
+    sparse = [(p.tensor, p.storage.candidate, p.contents) for p in plans if isinstance(p.storage, StoredSparse)]
+    if not sparse:
+        return []
+    ne = [x for t, _, _ in sparse for x in (*t.ne, 1, 1, 1)[:4]]
+    version = max(c.codec.version(c.value_type) for _, c, _ in sparse)
+    return [
+        make_key("macko.version", "u32", version),
+        make_key("macko.min_reader_version", "u32", version),
+        make_key("macko.tensor.name", "[str", [t.name for t, _, _ in sparse]),
+        make_key("macko.tensor.format", "[str", [c.codec.name for _, c, _ in sparse]),
+        make_key("macko.tensor.type", "[u32", [t.type for t, _, _ in sparse]),
+        make_key("macko.tensor.ne", "[u64", ne),
+        make_key("macko.tensor.delta_bits", "[u32", [c.bits for _, c, _ in sparse]),
+        make_key("macko.tensor.nnz", "[u64", [contents.count.nnz for _, _, contents in sparse if contents]),
+    ]

@@ -1,0 +1,164 @@
+"""The pruning methods: how the weights of one tensor are scored, and how those that go are zeroed.
+
+A method is a `Pruner`, a function that changes the bit patterns of a tensor in place. How many weights each matrix
+loses is decided before (allocation.py), where the statistics come from is the caller's business (layerwise.py), and
+this module reads nothing but the tensor that it scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from .. import console, errors
+from ..gguf import imatrix
+from ..gguf.files import Tensor, type_name
+from ..native import bindings
+from ..pruning import allocation, array_backend, masks, sparsegpt
+from ..pruning.allocation import Quotas, ScoreBlock
+from ..pruning.hessians import Hessians
+from ..pruning.masks import Bits, FloatArray
+from ..pruning.options import PruneOptions
+
+BLOCK_ELEMENTS = 1 << 21
+"""Weights that are scored and sorted at a time."""
+
+Pruner = Callable[[Bits, Tensor], None]
+"""Changes the bit patterns (rows, cols) of a tensor in place; rows are those of all its matrices, one after another."""
+
+
+def read_finite(t: Tensor) -> Bits:
+    """The bit patterns (rows, cols) of a tensor. Raises MackoError (NOT_FINITE) if one is infinite or NaN."""
+    bits: Bits = t.read_bits()
+    n = bindings.count_dense(bits, t.type).n_nonfinite
+    if n:
+        raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n} values are not finite")
+    return bits
+
+
+# ---- magnitude and Wanda: by scores ----
+
+
+class Scorer:
+    """Scores of the weights of a tensor: Wanda's if there are statistics of its inputs, else magnitudes."""
+
+    def __init__(self, statistics: imatrix.Imatrix | None = None) -> None:
+        self._statistics = statistics
+
+    def sums(self, t: Tensor) -> list[FloatArray | None]:
+        """For each matrix of a tensor, the sum of squares of each input (cols,).
+
+        None where magnitude decides: without statistics, and for an expert that no token was routed to.
+        """
+        if self._statistics is None:
+            return [None] * allocation.n_matrices(t)
+        found = self._statistics.of(t)
+        return [s if count else None for s, count in zip(found.sums.astype(np.float32), found.counts)]
+
+    @staticmethod
+    def score(bits: Bits, type_id: int, sums: FloatArray | None) -> FloatArray:
+        """Scores (rows, cols) of rows of one matrix. sums: of its inputs, as sums() gives them."""
+        return masks.magnitude(bits, type_id) if sums is None else masks.wanda(bits, type_id, sums)
+
+    def blocks(self, t: Tensor) -> Iterator[ScoreBlock]:
+        """All scores of a tensor: an allocation.Scores."""
+        bits = read_finite(t)
+        rows = t.ne[1]
+        step = max(1, BLOCK_ELEMENTS // t.cols)
+        for i, sums in enumerate(self.sums(t)):
+            for begin in range(0, rows, step):
+                block = bits[i * rows + begin : i * rows + min(begin + step, rows)]
+                yield ScoreBlock(i, self.score(block, t.type, sums))
+
+
+class _Rows(NamedTuple):
+    """Rows of one matrix that a thread prunes at a time."""
+
+    matrix: int
+    begin: int
+
+
+def by_scores(scorer: Scorer, options: PruneOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
+    """Zeroes the weights with the lowest scores, as many as the quotas or the pattern say."""
+
+    def prune_tensor(bits: Bits, t: Tensor) -> None:
+        rows = t.ne[1]
+        whole_matrix = options.per != "row" and options.pattern is None
+        step = rows if whole_matrix else max(1, BLOCK_ELEMENTS // t.cols)
+        row_quotas = [masks.spread(int(k), rows) for k in quotas[t.name]]
+        sums = scorer.sums(t)
+
+        def prune_rows(at: _Rows) -> None:
+            i, begin = at
+            end = min(begin + step, rows)
+            block = bits[i * rows + begin : i * rows + end]
+            scores = scorer.score(block, t.type, sums[i])
+            if options.pattern is not None:
+                mask = masks.lowest_in_groups(scores, *options.pattern)
+            elif options.per == "row":
+                mask = masks.lowest(scores, row_quotas[i][begin:end])
+            else:
+                mask = masks.lowest_per_row(scores.reshape(1, -1), int(quotas[t.name][i])).reshape(block.shape)
+            block[mask] = 0
+
+        list(pool.map(prune_rows, [_Rows(i, b) for i in range(len(row_quotas)) for b in range(0, rows, step)]))
+
+    return prune_tensor
+
+
+# ---- SparseGPT: by Hessians ----
+
+
+def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas) -> Pruner:
+    """SparseGPT on each matrix. Logs the error of a tensor's outputs on the calibration text, relative to their energy.
+
+    The pruner raises MackoError (NOT_FINITE) if a changed weight overflows the type of the tensor.
+    """
+    xp = hessians.xp
+
+    def prune_tensor(bits: Bits, t: Tensor) -> None:
+        rows = t.ne[1]
+        lost = total = 0.0
+        for i, n_zeros in enumerate(quotas[t.name]):
+            part = bits[i * rows : (i + 1) * rows]
+            hessian = xp.asarray(hessians.get(t.name, i, t.cols))
+            before = xp.asarray(masks.to_float32(part, t.type))
+            w = before.copy()
+            factor = hessians.inverse_factor(t.name, i, t.cols, options.damping)
+            sparsegpt.prune_matrix(w, factor, int(n_zeros), options.pattern)
+            part[:] = masks.from_float32(array_backend.to_host(w), t.type)
+            if bindings.count_dense(part, t.type).n_nonfinite:
+                raise errors.error(
+                    errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
+                )
+            lost += sparsegpt.energy(before - xp.asarray(masks.to_float32(part, t.type)), hessian)
+            total += sparsegpt.energy(before, hessian)
+        console.log(f"{t.name:36s} - relative output error {lost / total if total else 0.0:.5f}")
+
+    return prune_tensor
+
+
+# ---- copies and dry runs ----
+
+
+def take_from(tensors: dict[str, Tensor]) -> Pruner:
+    """Takes the weights of another file of the same model. tensors: those of that file, by name."""
+
+    def prune_tensor(bits: Bits, t: Tensor) -> None:
+        bits[:] = tensors[t.name].read_bits()
+
+    return prune_tensor
+
+
+def count_only(quotas: Quotas) -> Pruner:
+    """For a dry run of a method that takes long: makes as many zeros as there would be, but not in the same places."""
+
+    def prune_tensor(bits: Bits, t: Tensor) -> None:
+        flat = bits.reshape(-1)
+        missing = int(quotas[t.name].sum()) - int((flat == 0).sum())
+        flat[np.flatnonzero(flat)[: max(0, missing)]] = 0
+
+    return prune_tensor

@@ -1,0 +1,183 @@
+"""What `prune` is asked to do: the options, parsed and checked.
+
+Every module of this package may import this one. Errors name an option as the command line spells it: `--owl-m` is the
+parameter owl_m.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, Union
+
+from .. import errors
+from ..evaluation.text_model import N_CTX
+
+Sparsity = Union[str, float, Fraction]
+"""A share of zeros from 0 to 1. A float counts as the decimal number that Python prints for it: 0.7 is 7/10."""
+
+METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor"}
+"""Pruning method -> within what it compares weights, unless the user says otherwise."""
+
+ALLOCATIONS = ("uniform", "owl")
+
+OWL_M = 5.0
+"""An outlier is above this multiple of the mean score: the value of the OWL paper for LLaMA."""
+
+OWL_LAMBDA = Fraction("0.08")
+"""The sparsities of two blocks differ by at most twice this: the value of the OWL paper for LLaMA."""
+
+DAMPING = 0.01
+"""What SparseGPT adds to the diagonal of the Hessian, as a multiple of its mean: the paper's value."""
+
+N_CHUNKS = 128
+"""Chunks of the calibration text, as in the Wanda and SparseGPT papers."""
+
+HESSIAN_MEMORY = 2 << 30
+
+
+class Pattern(NamedTuple):
+    """N:M sparsity: of every m neighbouring weights of a row, at most n stay."""
+
+    n: int
+    m: int
+
+    @property
+    def sparsity(self) -> Fraction:
+        return 1 - Fraction(self.n, self.m)
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+
+class TableEntry(NamedTuple):
+    """The sparsity of the tensors in whose name the regular expression is found."""
+
+    regex: re.Pattern[str]
+    sparsity: Fraction
+
+
+@dataclass(frozen=True)
+class PruneOptions:
+    """How to prune a model. Construct it with keywords; `check` refuses what does not go together."""
+
+    sparsity: Fraction  # with a pattern, that of the pattern
+    method: str = "magnitude"  # a key of METHODS
+    per: str = "row"  # within what scores are compared: row, tensor (a matrix) or model
+    pattern: Pattern | None = None
+    allocation: str = "uniform"
+    owl_m: float = OWL_M
+    owl_lambda: Fraction = OWL_LAMBDA
+    table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
+    imatrix: str | None = None  # path
+    text: str | None = None  # path of the calibration text
+    n_chunks: int = N_CHUNKS
+    n_ctx: int = N_CTX
+    sequential: bool = False
+    damping: float = DAMPING
+    hessian_memory: int = HESSIAN_MEMORY  # bytes
+    device: str = "auto"  # of SparseGPT; none: the CPU, even if CuPy finds a GPU
+    n_threads: int = 0
+
+    @property
+    def needs_passes(self) -> bool:
+        """The text is needed for more than statistics that are taken once, of the dense model."""
+        return self.method == "sparsegpt" or self.sequential
+
+    def check(self) -> None:
+        """Raises MackoError (BAD_ARGUMENT) for a value out of range, and for options that do not go together."""
+        check_choice("--per", self.per, ("row", "tensor", "model"))
+        check_choice("--allocation", self.allocation, ALLOCATIONS)
+        check_choice("--device", self.device, ("auto", "none"))
+        _refuse_if(
+            self.method == "sparsegpt" and self.per != "tensor",
+            f"--per {self.per} does not go with sparsegpt, which compares within 128 columns of a matrix",
+        )
+        _refuse_if(
+            self.per == "model" and (self.allocation != "uniform" or self.sequential),
+            "--per model goes neither with --allocation owl nor with --sequential",
+        )
+        _refuse_if(self.sequential and self.method == "magnitude", "--sequential: magnitude needs no statistics")
+        _refuse_if(
+            self.text is None and self.needs_passes,
+            f"{'--sequential' if self.sequential else 'sparsegpt'} needs a calibration text: -f FNAME",
+        )
+        user = self.method if self.method == "wanda" else self.allocation
+        _refuse_if(
+            self.text is None and self.imatrix is None and user in ("wanda", "owl"),
+            f"{user} needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
+        )
+        _refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
+        _refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
+        _refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
+        _refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
+
+
+def _refuse_if(wrong: bool, text: str) -> None:
+    if wrong:
+        raise errors.error(errors.BAD_ARGUMENT, text)
+
+
+def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
+    """Raises MackoError (BAD_ARGUMENT) unless value is one of the choices."""
+    choices = list(choices)
+    _refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
+
+
+def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:
+    """The exact fraction: 0.7 of 10 weights is 7, whatever binary floating point makes of 0.7.
+
+    Raises MackoError (BAD_ARGUMENT) unless it is a number from 0 to 1.
+    """
+    try:
+        fraction = Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        fraction = Fraction(-1)
+    _refuse_if(not 0 <= fraction <= 1, f"{option} {value}: expected a number from 0 to 1")
+    return fraction
+
+
+def parse_pattern(text: str) -> Pattern:
+    """The pattern of a text such as "2:4". Raises MackoError (BAD_ARGUMENT)."""
+    found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
+    n, m = (int(found[1]), int(found[2])) if found else (0, 0)
+    _refuse_if(not 0 < n < m, f"--pattern {text}: expected N:M with 0 < N < M")
+    return Pattern(n, m)
+
+
+def parse_how_many(
+    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool
+) -> tuple[Fraction, Pattern | None]:
+    """Sparsity and pattern, of which exactly one must be given.
+
+    other_options: options were given that only a sparsity goes with. Raises MackoError (BAD_ARGUMENT).
+    """
+    if pattern is None:
+        if sparsity is None:
+            raise errors.error(errors.BAD_ARGUMENT, "--sparsity (or --pattern) is missing")
+        return parse_sparsity(sparsity), None
+    parsed = parse_pattern(pattern)
+    _refuse_if(
+        sparsity is not None or other_options,
+        "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and --per",
+    )
+    return parsed.sparsity, parsed
+
+
+def parse_table(entries: Iterable[tuple[str, Sparsity]]) -> tuple[TableEntry, ...]:
+    """(regular expression, sparsity) pairs, compiled and checked. Raises MackoError (BAD_ARGUMENT)."""
+    table = []
+    for regex, sparsity in entries:
+        try:
+            table.append(TableEntry(re.compile(regex), parse_sparsity(sparsity, f"--tensor-sparsity {regex}=")))
+        except re.error as e:
+            raise errors.error(errors.BAD_ARGUMENT, f"--tensor-sparsity {regex}={sparsity}: {e}") from e
+    return tuple(table)
+
+
+def path_or_none(path: str | os.PathLike[str] | None) -> str | None:
+    """A path as text; an empty one counts as none."""
+    return os.fspath(path) or None if path is not None else None

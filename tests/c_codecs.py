@@ -1,0 +1,52 @@
+"""The C library's codecs on the matrices of the NumPy twins, so that tests can compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Union
+
+import numpy as np
+
+from ggml_macko.codecs.ec_csr import EcCsrMatrix
+from ggml_macko.codecs.macko import MackoMatrix
+from ggml_macko.codecs.packed import PackedMatrix
+from ggml_macko.native import codec as native_codec
+from ggml_macko.native.cpu import CpuMatrix
+
+Matrix = Union[MackoMatrix, EcCsrMatrix, PackedMatrix]
+
+
+def macko(dense: np.ndarray, type_id: int, delta_bits: int, n_threads: int = 0) -> MackoMatrix:
+    """dense: bit patterns (rows, cols)."""
+    m = native_codec.encode("macko", dense, type_id, {"delta_bits": delta_bits}, n_threads)
+    return MackoMatrix.from_encoded(m)
+
+
+def ec_csr(
+    dense: np.ndarray, type_id: int, delta_bits: int, options: Mapping[str, int] | None = None, n_threads: int = 0
+) -> EcCsrMatrix:
+    m = native_codec.encode("ec-csr", dense, type_id, {"delta_bits": delta_bits, **(options or {})}, n_threads)
+    return EcCsrMatrix.from_encoded(m)
+
+
+def packed(dense: np.ndarray, type_id: int, value_type: int, index_bits: int = -1, n_threads: int = 0) -> PackedMatrix:
+    options = {"value_type": value_type, "index_bits": index_bits}
+    return PackedMatrix.from_encoded(native_codec.encode("packed", dense, type_id, options, n_threads))
+
+
+def validate(m: Matrix, n_threads: int = 0) -> None:
+    native_codec.validate(m.encoded(), n_threads)
+
+
+def decode(m: Matrix, n_threads: int = 0) -> np.ndarray:
+    """Bit patterns (rows, cols)."""
+    return native_codec.decode(m.encoded(), n_threads)
+
+
+def cpu_matrix(m: Matrix) -> Any:
+    return CpuMatrix(m.encoded())
+
+
+def gpu_cost(m: EcCsrMatrix) -> tuple[float, float]:
+    """Microseconds in blocks, and row by row."""
+    return native_codec.gpu_cost(m.encoded())

@@ -1,0 +1,101 @@
+"""Which package may import which, and which room of the C++ sources may include which: a layer uses only those below
+it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import generators
+
+PACKAGE = generators.ROOT / "python" / "ggml_macko"
+SOURCES = generators.ROOT / "ggml-macko" / "src"
+
+# package -> what it may import, besides itself and what needs nothing of the package
+BASE = {"errors", "console", "values"}
+PYTHON = {
+    "errors": set(),
+    "console": set(),
+    "values": set(),
+    "_ffi": set(),
+    "native": {"_ffi"},
+    "codecs": {"native"},
+    "gguf": {"native", "codecs"},
+    "llama": {"native"},
+    "sparse_matrix": {"native", "codecs"},
+    "conversion": {"native", "codecs", "gguf"},
+    "evaluation": {"native", "codecs", "gguf", "llama"},
+    "pruning": {"native", "codecs", "gguf", "evaluation"},
+    "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
+    "server": {"native"},
+}
+ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
+
+# room -> rooms whose headers it may include, besides its own
+CPLUSPLUS = {
+    "codec": set(),
+    "gguf": {"codec"},
+    "load": {"codec", "gguf"},
+    "host": {"codec", "gguf", "load"},
+    "cpu": {"codec", "gguf", "load", "host"},
+    "cuda": {"codec", "gguf", "load", "host"},
+    "capi": {"codec", "gguf", "load", "host", "cpu"},
+    "plugin": {"codec", "gguf", "load", "host", "cpu", "cuda", "capi"},
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The top-level name of the package that each import statement of a module names, those in functions included."""
+    package = ["ggml_macko", *path.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = [*base, *(node.module.split(".") if node.module else [])]
+            names = [[*module, alias.name] for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] == "ggml_macko" and len(name) > 1:
+                yield name[1]
+
+
+def layer(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first[: -len(".py")] if first.endswith(".py") else first
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_module_imports_only_layers_below_its_own(path):
+    own = layer(path)
+    if own not in ANYTHING:
+        allowed = {own, *BASE, *PYTHON[own]}
+        assert set(imported(path)) <= allowed, f"{own} may import {sorted(allowed)}"
+
+
+def test_every_package_has_a_layer():
+    packages = {layer(path) for path in PACKAGE.rglob("*.py")}
+    assert packages - ANYTHING <= set(PYTHON)
+
+
+@pytest.mark.parametrize("room", sorted(CPLUSPLUS))
+def test_room_includes_only_rooms_below_its_own(room):
+    for path in sorted((SOURCES / room).rglob("*")):
+        if path.suffix not in (".h", ".cpp", ".cu", ".cuh"):
+            continue
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE):
+            target = next((p for p in (path.parent / name, SOURCES / name) if p.exists()), None)
+            if target is None:  # a header of ggml, or of the C API
+                continue
+            other = target.resolve().relative_to(SOURCES.resolve()).parts[0]
+            assert other == room or other in CPLUSPLUS[room], f"{path.relative_to(SOURCES)} includes {name}"
+
+
+def test_every_room_has_a_layer():
+    assert {p.name for p in SOURCES.iterdir() if p.is_dir()} == set(CPLUSPLUS)

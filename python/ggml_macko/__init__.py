@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from .conversion.restore import RestorationReport, restore
     from .conversion.verify import Verification, verify
     from .errors import FileFormatError, MackoError, VersionMismatchError
+    from .evaluation.calibrate import Calibration, calibrate
+    from .evaluation.perplexity import Divergence, Estimate, kl_divergence, perplexity
     from .llama import Llama
     from .native.loader import register
+    from .pruning.prune import PruneReport, prune
     from .sparse_matrix import SparseMatrix
 
 _HOME = {
@@ -38,6 +41,14 @@ _HOME = {
     "Verification": "conversion.verify",
     "inspect": "conversion.inspect",
     "ModelReport": "conversion.inspect",
+    "prune": "pruning.prune",
+    "PruneReport": "pruning.prune",
+    "calibrate": "evaluation.calibrate",
+    "Calibration": "evaluation.calibrate",
+    "perplexity": "evaluation.perplexity",
+    "Estimate": "evaluation.perplexity",
+    "kl_divergence": "evaluation.perplexity",
+    "Divergence": "evaluation.perplexity",
     "MackoError": "errors",
     "FileFormatError": "errors",
     "VersionMismatchError": "errors",
@@ -45,17 +56,25 @@ _HOME = {
 """The module of each public name."""
 
 __all__ = [
+    "Calibration",
     "ConversionReport",
+    "Divergence",
+    "Estimate",
     "FileFormatError",
     "Llama",
     "MackoError",
     "ModelReport",
+    "PruneReport",
     "RestorationReport",
     "SparseMatrix",
     "Verification",
     "VersionMismatchError",
+    "calibrate",
     "convert",
     "inspect",
+    "kl_divergence",
+    "perplexity",
+    "prune",
     "register",
     "restore",
     "verify",

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from .. import console, errors
 from ..codecs import c_library, ggml_quants
-from ..codecs.macko import MackoMatrix
 from ..sparse_matrix import SparseMatrix
 
 WORKING_SET = 256 << 20
@@ -132,7 +131,6 @@ def _bench_shape(
             w = rng.standard_normal((rows, cols), dtype=np.float32).astype(np.float16)
             w[rng.random((rows, cols), dtype=np.float32) >= density] = 0
             sparse = SparseMatrix.from_dense(w)
-            assert isinstance(sparse.arrays, MackoMatrix)
             copies = [c_library.CpuMatrix(sparse.arrays) for _ in range(n_copies)]
 
             runs: dict[str, Callable[[], None]] = {"macko": functools.partial(_mul_mat, copies, x, n_threads)}
@@ -144,7 +142,7 @@ def _bench_shape(
                     cols=cols,
                     density=density,
                     effective_density=sparse.effective_density,
-                    delta_bits=sparse.arrays.delta_bits,
+                    delta_bits=sparse.arrays.bits,
                     nbytes_memory=copies[0].nbytes,
                     seconds=seconds,
                 )

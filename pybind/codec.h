@@ -1,6 +1,6 @@
 // The codecs: dense matrices to the arrays of any format and back. Same order and names as ggml-macko.h, which
 // documents them.
-#define GGML_MACKO_MAX_ARRAYS 8
+#define GGML_MACKO_MAX_ARRAYS  8
 #define GGML_MACKO_MAX_OPTIONS 8
 
 struct ggml_macko_array {
@@ -39,7 +39,9 @@ int32_t ggml_macko_codec_count(void);
 int     ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info * info);
 
 struct ggml_macko_encoded;
-int  ggml_macko_encode(const char * format, const void * dense, int32_t type, int64_t rows, int64_t cols, const struct ggml_macko_option * options, int32_t n_options, int n_threads, struct ggml_macko_encoded ** out);
+int  ggml_macko_encode(const char * format, const void * dense, int32_t type, int64_t rows, int64_t cols,
+                       const struct ggml_macko_option * options, int32_t n_options, int n_threads,
+                       struct ggml_macko_encoded ** out);
 int  ggml_macko_encoded_matrix(const struct ggml_macko_encoded * e, struct ggml_macko_matrix * m);
 void ggml_macko_encoded_free(struct ggml_macko_encoded * e);
 int  ggml_macko_validate(const struct ggml_macko_matrix * m, int n_threads);
@@ -54,5 +56,6 @@ struct ggml_macko_count {
     int64_t n_stored[4];
     int64_t n_nonfinite;
 };
-int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads, struct ggml_macko_count * count);
+int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
+                           struct ggml_macko_count * count);
 int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks);

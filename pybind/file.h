@@ -1,9 +1,10 @@
-// GGUF files, dense or sparse, whose header passed all checks. Same order and names as ggml-macko.h, which says what each does.
+// GGUF files, dense or sparse, whose header passed all checks. Same order and names as ggml-macko.h, which
+// says what each does.
 struct ggml_macko_file;
 
-int  ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
-void ggml_macko_file_close(struct ggml_macko_file * file);
-bool ggml_macko_file_is_sparse(const struct ggml_macko_file * file);
+int     ggml_macko_file_open(const char * path, bool require_model, struct ggml_macko_file ** out);
+void    ggml_macko_file_close(struct ggml_macko_file * file);
+bool    ggml_macko_file_is_sparse(const struct ggml_macko_file * file);
 int64_t ggml_macko_file_size(const struct ggml_macko_file * file);
 int64_t ggml_macko_file_alignment(const struct ggml_macko_file * file);
 

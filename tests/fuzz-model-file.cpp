@@ -134,9 +134,9 @@ static bytes decode_packed(const bytes & values, const bytes & index, const byte
         if (m.value_type == m.desc.type) {
             memcpy(out, &values[k * nb], nb);
         } else {
-            const uint32_t v =
-                nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type)
-                          : macko::dense_at<uint16_t>(values.data(), m.value_type, static_cast<int64_t>(k), m.desc.type);
+            const auto     i = static_cast<int64_t>(k);
+            const uint32_t v = nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, i, m.desc.type)
+                                         : macko::dense_at<uint16_t>(values.data(), m.value_type, i, m.desc.type);
             memcpy(out, &v, nb);
         }
         k++;

@@ -680,7 +680,7 @@ static const measured_time TIMES[] = {
 #include "ec-csr-times.inc"
 };
 
-// One choice is known to miss by more than 5 %: 17.51 us for 16.59, some rows ten times denser (docs/notes-ec-csr.md)
+// One choice is known to miss by more than 5 %: 17.51 us for 16.59, some rows ten times denser (docs/lab/ec-csr.md)
 static double allowed(const measured_time & m) {
     return strncmp(m.name, "2304x16384 f16 dense-rows 0.09 ", 31) ? 1.05 : 1.056;
 }

@@ -137,13 +137,14 @@ static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entri
                                             (type == GGML_MACKO_TYPE_Q8_0   ? 34
                                              : type == GGML_MACKO_TYPE_Q5_0 ? 22
                                                                             : 18);
-        const auto nibble = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
-        const int  q      = type == GGML_MACKO_TYPE_Q8_0 ? static_cast<int8_t>(block[2 + k % 32])
-                            : type == GGML_MACKO_TYPE_Q5_0 ? nibble(6) + (block[2 + k % 32 / 8] >> (k % 8) & 1) * 16 - 16
-                            : type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)]
-                                                            : nibble(2) - 8;
-        e.d               = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
-        e.value           = q == 0 ? 0 : e.d * q;
+        const auto nibble   = [&](size_t from) { return (block[from + k % 16] >> (k % 32 / 16 * 4)) & 15; };
+        const auto high_bit = [&] { return block[2 + k % 32 / 8] >> (k % 8) & 1; };
+        const int  q        = type == GGML_MACKO_TYPE_Q8_0    ? static_cast<int8_t>(block[2 + k % 32])
+                              : type == GGML_MACKO_TYPE_Q5_0  ? nibble(6) + high_bit() * 16 - 16
+                              : type == GGML_MACKO_TYPE_Q4_NL ? levels[block[0] & 1][nibble(2)]
+                                                              : nibble(2) - 8;
+        e.d                 = value_of(static_cast<uint32_t>(block[0] | block[1] << 8), GGML_MACKO_TYPE_F16);
+        e.value             = q == 0 ? 0 : e.d * q;
     }
 }
 

@@ -108,7 +108,8 @@ def encode(
     """
     dense = dense_bits(dense, type_id)
     names = [ffi().new("char[]", name.encode()) for name in options or {}]  # alive until the call returns
-    c_options = ffi().new("struct ggml_macko_option[]", list(zip(names, (options or {}).values())))
+    values = [value - 2**64 if value >= 2**63 else value for value in (options or {}).values()]  # bits of a uint64_t
+    c_options = ffi().new("struct ggml_macko_option[]", list(zip(names, values)))
     out = ffi().new("struct ggml_macko_encoded **")
     pointer = ffi().from_buffer("const void *", dense)
     check(

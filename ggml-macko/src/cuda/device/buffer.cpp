@@ -37,8 +37,8 @@ void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     gpu_of(buffer).fill(static_cast<char *>(tensor->data) + offset, value, size);
 }
 
-void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix, ggml_tensor * tensor,
-                const void * data, size_t size) {
+void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix,
+                ggml_tensor * tensor, const void * data, size_t size) {
     gpu & device = gpu_of(buffer);
     auto  m      = upload_matrix(device, current, matrix, tensor, data, size);
     if (!m) {
@@ -147,9 +147,10 @@ ggml_backend_buffer_t buffer_type_alloc_buffer(ggml_backend_buffer_type_t buft, 
         size_t     free = 0, total = 0;
         cudaGetLastError(); // not sticky
         cudaMemGetInfo(&free, &total);
-        load_session::keep_out_of_memory("%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
-                                 "n_gpu_layers or the context size",
-                                 device.name.c_str(), mib(size), mib(free), mib(total));
+        load_session::keep_out_of_memory(
+            "%s: out of memory: %.0f MiB are needed at once, %.0f MiB of %.0f are free; lower "
+            "n_gpu_layers or the context size",
+            device.name.c_str(), mib(size), mib(free), mib(total));
         return nullptr;
     }
     if (!device.check(error, "cudaMalloc")) {

@@ -120,8 +120,8 @@ cudaError_t panel_pipeline::make_panels() {
         if (n_made_ >= panel_buffers::N) {
             CUDA_TRY(cudaStreamWaitEvent(b.stream, b.used[at]));
         }
-        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, panel_type(*p.w), b.memory[at], panel_ld(*p.w),
-                                    b.stream));
+        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, panel_type(*p.w), b.memory[at],
+                                     panel_ld(*p.w), b.stream));
         CUDA_TRY(cudaEventRecord(b.made[at], b.stream));
     }
     return cudaSuccess;

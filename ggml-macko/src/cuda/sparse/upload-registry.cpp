@@ -29,8 +29,8 @@ int64_t packed_nbytes(const macko_desc & desc, int32_t value_type, int32_t bits,
 
 int packed_upload(const codec_view & view, const whole_upload & to) {
     const packed_view & packed = static_cast<const packed_view &>(view);
-    return to.uploader.packed(packed, cuda_quantized_shape(packed.arrays().desc, to.shared_nbytes), to.dst, to.n_threads,
-                              to.out, to.outgrown);
+    return to.uploader.packed(packed, cuda_quantized_shape(packed.arrays().desc, to.shared_nbytes), to.dst,
+                              to.n_threads, to.out, to.outgrown);
 }
 
 // ---- ec-csr: in blocks or recoded to MACKO rows, in the memory of the latter ----
@@ -42,8 +42,8 @@ int64_t ec_csr_nbytes(const macko_desc &, int32_t, int32_t, int64_t) { return 0;
 int ec_csr_upload(const codec_view & view, const whole_upload & to) {
     // blocks lie across the rows of stacked matrices
     const ec_csr_choice choice = to.stacked ? ec_csr_choice::ROWS : ec_csr_choice_of_environment();
-    return cuda_ec_csr_upload(to.uploader, static_cast<const ec_csr_view &>(view), choice, to.n_threads, to.dst, to.room,
-                              to.out, to.part);
+    return cuda_ec_csr_upload(to.uploader, static_cast<const ec_csr_view &>(view), choice, to.n_threads, to.dst,
+                              to.room, to.out, to.part);
 }
 
 } // namespace

@@ -22,9 +22,9 @@ struct whole_upload {
 
 struct upload_row {
     const char * format; // codec::name()
-    // Bytes to reserve for a matrix, from its header alone. 0: those of MACKO rows (cuda_sparse_nbytes()). takes(): whether
-    // this device keeps a matrix of this header in a layout of its own at all.
+    // Bytes to reserve for a matrix, from its header alone. 0: those of MACKO rows, cuda_sparse_nbytes().
     int64_t (*reserved_nbytes)(const macko_desc & desc, int32_t value_type, int32_t bits, int64_t shared_nbytes);
+    // Whether this device keeps a matrix of this header in a layout of its own.
     bool (*takes)(const macko_desc & desc, int32_t value_type, int32_t bits, int64_t shared_nbytes);
     // view has passed all checks of its codec; returns a ggml_macko_status
     int (*upload)(const codec_view & view, const whole_upload & to);

@@ -76,15 +76,15 @@ def test_every_function_and_constant_is_declared():
 @pytest.mark.parametrize(
     "old, new",
     [
-        ("int64_t rows, int64_t cols, int n_threads", "int32_t rows, int64_t cols, int n_threads"),  # argument
+        ("int64_t rows, int64_t cols,", "int32_t rows, int64_t cols,"),  # argument
         ("int64_t ggml_macko_file_size", "int32_t ggml_macko_file_size"),  # result
-        ("    int64_t                 nnz;\n", ""),  # field gone
-        ("    const char *            format;", "    const int8_t *          format;"),  # field type of the same size
-        ("GGML_MACKO_STATUS_BAD_NNZ           = 54", "GGML_MACKO_STATUS_BAD_NNZ           = 55"),
+        ("int64_t nnz;", ""),  # field gone
+        ("const char * format;", "const int8_t * format;"),  # field type of the same size
+        ("GGML_MACKO_STATUS_BAD_NNZ = 54", "GGML_MACKO_STATUS_BAD_NNZ = 55"),
     ],
 )
 def test_changed_declaration_is_noticed(tmp_path, old, new):
-    text = declarations()
+    text = "\n".join(re.sub(" +", " ", line) for line in declarations().splitlines())  # not aligned
     assert old in text
     assert compiles(text.replace(old, new, 1), tmp_path).returncode != 0
 

@@ -31,7 +31,7 @@ def checks(text: str) -> str:
     ffi.cdef(text)
     lines = ["#include <stddef.h>", '#include "ggml-macko.h"']
     # a prototype that differs from an earlier one is an error in C
-    lines += re.findall(r"^[^/\n][^\n{}]*\([^\n]*\);$", text, re.MULTILINE)
+    lines += re.findall(r"^[^/\n ][^\n{}]*\([^;{}]*\);$", text, re.MULTILINE)
     # a struct cannot be declared twice: a renamed copy of ours, compared field by field
     for name, body in re.findall(r"^struct (\w+) \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL):
         lines.append(f"struct ours_{name} {{\n{body}}};")

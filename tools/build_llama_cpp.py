@@ -64,7 +64,7 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
         "-DLLAMA_CURL=OFF",
         "-DLLAMA_OPENSSL=OFF",
         "-DLLAMA_USE_PREBUILT_UI=OFF",
-        "-DLLAMA_BUILD_TESTS=OFF",
+        "-DLLAMA_BUILD_TESTS=ON",
     ]
     if dynamic:
         options += [

@@ -1,6 +1,6 @@
-// Hostile and valid files against the file layer: one lie per case, each with the status it must get; limits at their
-// edge;
-// truncation at every byte; the virtual dense file against a dense file that was built without the library.
+// Tests of the file layer with valid and hostile files. Each hostile file has one fault, and must be refused with the
+// status of that fault. Limits are tested at their exact value, files are truncated at every byte, and the dense stream
+// is compared with a dense file that was written without the library.
 #include "gguf-builder.h"
 #include "gguf/model-keys.h"
 #include "load/dense-stream.h"
@@ -23,7 +23,7 @@
 using builder::bytes;
 using builder::layout;
 
-// ---- running a file through the checks ----
+// ---- running a file through the checks of a load ----
 
 struct memory_source : macko::byte_source {
     const uint8_t * data;
@@ -39,7 +39,7 @@ struct memory_source : macko::byte_source {
     }
 };
 
-// a header, and zeros up to a size that no test machine could hold
+// A header followed by zeros, up to a size that is larger than any memory.
 struct hole_source : macko::byte_source {
     bytes   header;
     int64_t n;
@@ -53,7 +53,7 @@ struct hole_source : macko::byte_source {
     }
 };
 
-// an anonymous regular file
+// A regular file without a name.
 struct memory_file {
     int fd;
     explicit memory_file(const bytes & content) : fd(memfd_create("test", MFD_CLOEXEC)) {
@@ -67,12 +67,12 @@ struct memory_file {
     std::string path() const { return "/proc/self/fd/" + std::to_string(fd); }
 };
 
-static std::set<int> seen; // status codes that some file produced
+static std::set<int> seen; // status codes that at least one file has produced
 
-// puts a matrix together again from its blocks, whatever their order
+// Decodes the blocks of a matrix, which arrive in any order, into one dense matrix.
 struct collector : macko::payload_consumer {
     bytes                dense;
-    std::vector<int64_t> first_values, nnz; // per block, in the order of arrival
+    std::vector<int64_t> first_values, nnz; // of each block, in the order of their arrival
     int64_t              row_nbytes;
     std::mutex           mutex;
     int                  answer = GGML_MACKO_STATUS_OK;
@@ -100,7 +100,8 @@ static int check_all(const bytes & content, bool require_model) {
     return status;
 }
 
-static int check_header(const builder::file & f) { // without data: f may be larger than memory
+// Checks the header only: the file is not written, so that it may be larger than memory.
+static int check_header(const builder::file & f) {
     layout      l;
     uint64_t    size = 0;
     hole_source source;
@@ -115,7 +116,7 @@ static int check_header(const builder::file & f) { // without data: f may be lar
     return status;
 }
 
-// ---- cases ----
+// ---- cases: a change of the valid file, and the status that it must get ----
 
 using file_lie  = std::function<void(builder::file &)>;
 using bytes_lie = std::function<void(bytes &, const layout &)>;
@@ -151,9 +152,9 @@ static void patch_lie(const char * name, int expected, const bytes_lie & change)
 }
 
 #define S(name) GGML_MACKO_STATUS_##name
-using namespace builder; // NOLINT: the cases below read as a table
+using namespace builder; // NOLINT: keeps the cases below short
 
-static const char * const UP = "blk.0.ffn_up.weight"; // F16, 4 bits, 16 x 32
+static const char * const UP = "blk.0.ffn_up.weight"; // F16, delta_bits 4, 16 columns, 32 rows
 static const char * const Q  = "blk.0.attn_q.weight";
 
 static void test_false_magic_or_version_is_refused() {
@@ -472,7 +473,7 @@ static void test_false_sparse_name_is_refused() {
         for (const dense_matrix & m : base_model().sparse) {
             names.push_back(m.name);
         }
-        std::swap(names[0], names[2]); // same shape and type
+        std::swap(names[0], names[2]); // these have the same shape and type
         f.set(texts("macko.tensor.name", names));
     });
 }
@@ -535,7 +536,7 @@ static void test_false_length_of_values_is_refused() {
         t.ne[0] += 8;
         t.data.resize(t.data.size() + 16);
     });
-    lie("padding of 8 more", S(BAD_ROW_PTR), [](file & f) { // consistent lengths, but more than row_ptr says
+    lie("padding of 8 more", S(BAD_ROW_PTR), [](file & f) { // the lengths fit each other, but not row_ptr
         tensor & v = f.at(std::string(UP) + ".values");
         tensor & d = f.at(std::string(UP) + ".deltas");
         v.ne[0] += 8;
@@ -603,7 +604,7 @@ static void test_column_past_the_last_is_refused() {
 }
 
 static void test_payload_that_is_not_canonical_is_refused() {
-    lie("value zero, code 0", S(NOT_CANONICAL), [](file & f) { // the first entry of a row that has two
+    lie("value zero, code 0", S(NOT_CANONICAL), [](file & f) { // the first entry of a row with two or more
         const bytes & rp = f.at(std::string(UP) + ".row_ptr").data;
         size_t        r  = 0;
         while (row_ptr_get(rp, r + 1) - row_ptr_get(rp, r) < 2) {
@@ -616,7 +617,7 @@ static void test_payload_that_is_not_canonical_is_refused() {
         patch<uint16_t>(&f.at(std::string(UP) + ".values").data, 2 * static_cast<size_t>(row_ptr_get(rp, 32)) - 2, 0);
     });
     lie("hidden value in the padding", S(NOT_CANONICAL), [](file & f) {
-        for (size_t i = 0; i < f.tensors.size(); i++) { // a matrix that has padding
+        for (size_t i = 0; i < f.tensors.size(); i++) { // of a matrix with padding
             if (f.tensors[i].name.find(".row_ptr") != std::string::npos &&
                 row_ptr_get(f.tensors[i].data, f.tensors[i].ne[0] - 1) % 8 != 0) {
                 f.tensors[i - 2].data.back() = 1;
@@ -629,7 +630,7 @@ static void test_payload_that_is_not_canonical_is_refused() {
         [](file & f) { f.at("blk.1.ffn_down.weight.values").data[3] = 1; });
     lie("hidden delta in an empty matrix", S(NOT_CANONICAL),
         [](file & f) { f.at("blk.1.ffn_down.weight.deltas").data[3] = 0x10; });
-    // 1 bit each: n_padded / 8 bytes, then up to 3 more
+    // With delta_bits 1 the codes take n_padded / 8 bytes, and up to 3 bytes of padding follow.
     lie("hidden bits behind the deltas", S(NOT_CANONICAL), [](file & f) {
         for (tensor & t : f.tensors) {
             if (t.name.find("ffn_gate.weight.values") != std::string::npos && t.ne[0] / 8 % 4 != 0) {
@@ -656,8 +657,7 @@ static void test_value_that_is_not_finite_is_refused() {
     lie("F16 65504", S(OK), values([](bytes & d) { patch<uint16_t>(&d, 0, 0x7bff); }));
 }
 
-// ---- ec-csr: what only a file can lie about, and one payload lie of each kind; test-ec-csr.cpp has the full table
-// ----
+// ---- helpers for several formats ----
 
 static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
     std::unique_ptr<macko::model_file> file;
@@ -669,7 +669,7 @@ static std::unique_ptr<macko::model_file> open_or_die(const memory_file & f) {
     return file;
 }
 
-// ---- packed: what only a file can lie about; test-packed.cpp has the payload's table ----
+// ---- packed: faults of the header, and some of the payload; test-packed.cpp has all faults of the payload ----
 
 static void test_false_packed_is_refused() {
     const auto packed_lie = [](const char * name, int expected, const file_lie & change) {
@@ -737,6 +737,8 @@ static void test_false_packed_is_refused() {
                [=](file & f) { patch<int32_t>(&f.at(q8(".row_ptr")).data, 4, INT32_MAX); });
 }
 
+// ---- ec-csr: faults of the header, and some of the payload; test-ec-csr.cpp has all faults of the payload ----
+
 static void ec_lie(const char * name, int expected, const file_lie & change) {
     builder::file f = builder::sparse_file(base_model(), true);
     change(f);
@@ -749,7 +751,7 @@ static file_lie ec_i32(const char * component, size_t i, int32_t v) {
     return [=](file & f) { patch<int32_t>(&f.at(ec(component)).data, 4 * i, v); };
 }
 
-// n elements more, or fewer where n is negative
+// Appends n elements to a component, or removes them if n is negative.
 static file_lie ec_resize(const char * component, int64_t n) {
     return [=](file & f) {
         tensor &     t  = f.at(ec(component));
@@ -783,7 +785,7 @@ static void test_false_ec_csr_component_is_refused() {
             ec_lie("ec-csr component too short", S(BAD_COMPONENT), ec_resize(component, -2));
         }
     }
-    // 200,000 x 1: 400 kB dense from 8 kB passes the other limits
+    // 200,000 rows of one column: 400 kB of dense data from 8 kB is within all other limits.
     ec_lie("ec-csr with more rows than bytes", S(LIMIT), [](file & f) {
         patch<uint64_t>(&f.find("macko.tensor.ne")->value, 12 + 8 * 16, 1);
         patch<uint64_t>(&f.find("macko.tensor.ne")->value, 12 + 8 * 17, 200000);
@@ -823,7 +825,7 @@ static void test_false_ec_csr_payload_is_refused() {
         memcpy(&n, &v[12], 8);
         patch<uint64_t>(&v, 12, n - 1);
     });
-    // a row's block under the number of another row that has one of its columns
+    // A block gets the number of another row whose block has an entry in the same column.
     ec_lie("two blocks over one element", S(OVERLAP), [](file & f) {
         tensor & rows = f.at(ec(".rows"));
         for (size_t a = 0; a + 1 < rows.ne[0]; a++) {
@@ -1145,7 +1147,7 @@ static void test_false_type_of_a_model_tensor_is_refused() {
     });
     lie("scale of a tied output", S(MISSING_COMPONENT),
         [](file & f) { f.at("output_norm.weight").name = "output.scale"; });
-    lie("sparse norm", S(BAD_TYPE), [](file & f) { // a matrix of one row is no matrix
+    lie("sparse norm", S(BAD_TYPE), [](file & f) { // a tensor of one row does not count as a matrix
         patch<uint64_t>(&f.find("macko.tensor.ne")->value, 12, 256);
         patch<uint64_t>(&f.find("macko.tensor.ne")->value, 20, 1);
         f.at(std::string(Q) + ".row_ptr").ne = { 2 };
@@ -1159,7 +1161,7 @@ struct arch_case {
     bool         experts, window;
 };
 
-// the keys that the architecture's own converter writes
+// A file with the keys that llama.cpp's converter writes for the architecture.
 static builder::file arch_file(const arch_case & a) {
     const std::string arch = a.name;
     builder::file     f;
@@ -1276,7 +1278,7 @@ static void test_architectures() {
     }
 }
 
-// ---- limits, at their edge ----
+// ---- limits: the largest accepted value and the smallest refused one ----
 
 static void test_limits_of_keys_and_tensors_are_enforced() {
     auto keys = [](size_t n) {
@@ -1336,7 +1338,7 @@ static void test_valid_alignment_and_padding_are_accepted() {
     expect("unpadded end", S(OK), check_header(unpadded));
 }
 
-// n empty sparse matrices of one shape, and dense tensors of that many bytes in all beside them
+// A file of n sparse tensors of one shape without non-zeros, and of dense tensors with `dense` bytes in all.
 static builder::file empty_sparse_file(size_t n, uint64_t cols, uint64_t rows, uint64_t n_padded, uint64_t dense) {
     builder::file            f;
     std::vector<std::string> names, formats;
@@ -1381,7 +1383,8 @@ static void test_limits_of_sparse_tensors_are_enforced() {
     expect("n_padded of more", S(BAD_COMPONENT), check_header(empty_sparse_file(1, 15, 5, 88, 0)));
     expect("2 TiB", S(OK), check_header(empty_sparse_file(126, 1 << 24, 512, 8, 32 * GiB)));
     expect("2 TiB + 1", S(LIMIT), check_header(empty_sparse_file(126, 1 << 24, 512, 8, 32 * GiB + 1)));
-    // file size that makes the dense bytes 64 times as many: 64 (s + d) = 2^25 + d, s = all but the dense tensor
+    // The dense file may be 64 times as large as the sparse one. With s bytes beside a dense tensor of d bytes, the
+    // limit is 2^25 + d = 64 (s + d).
     for (int64_t extra : { -1, 0, 1 }) {
         layout        l;
         uint64_t      rest = 0;
@@ -1399,7 +1402,7 @@ static void test_limits_of_sparse_tensors_are_enforced() {
 // ---- truncation ----
 
 static void test_truncated_file_is_refused() {
-    builder::model  small; // one matrix, no vocabulary: about 4 KB
+    builder::model  small; // one matrix and no vocabulary, about 4 KB
     std::mt19937_64 rng(3);
     small.sparse.push_back({ "m", { 64, 80 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 64 * 80, 64, 0.3) });
     small.bits = { 4 };
@@ -1410,13 +1413,13 @@ static void test_truncated_file_is_refused() {
         for (size_t n = 0; n < b.size(); n++) {
             macko::gguf_header header;
             const int          status = macko::read_gguf_header(memory_source(b.data(), n), &header);
-            // only the padding behind the last tensor may go
+            // only the padding behind the last tensor may be missing
             CHECK(status == S(TRUNCATED) || (status == S(OK) && n + 32 > b.size()), "cut at %zu of %zu: %s", n,
                   b.size(), ggml_macko_last_error());
             n_cases++;
         }
         seen.insert(S(TRUNCATED));
-        for (size_t n : { b.size() / 3, b.size() - 40 }) { // through the file system as well
+        for (size_t n : { b.size() / 3, b.size() - 40 }) { // read from the file system, too
             expect("cut", S(TRUNCATED), check_all(bytes(b.begin(), b.begin() + static_cast<int64_t>(n)), false));
         }
     }
@@ -1424,7 +1427,8 @@ static void test_truncated_file_is_refused() {
 
 // ---- payload, dense stream ----
 
-// blocks in parallel give the dense bits, and first_value is the number of non-zeros before each block
+// Blocks that several threads read give the same bytes as the dense matrix, and first_value is the number of non-zeros
+// before each block.
 static void test_payload_blocks() {
     std::mt19937_64 rng(5);
     for (uint32_t type : { TYPE_F16, TYPE_F32 }) {
@@ -1466,7 +1470,7 @@ static void test_payload_blocks() {
     }
 }
 
-// waits in each call until another call is there as well
+// Waits in each call until a second call has begun.
 struct meeting_consumer : macko::payload_consumer {
     std::mutex              mutex;
     std::condition_variable changed;
@@ -1520,7 +1524,7 @@ static void test_dense_stream_is_the_dense_file() {
               expected.size());
         bytes got(expected.size(), 0xee);
         CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
-        for (size_t i = 0; i < m.sparse.size(); i++) { // sparse tensors read as a placeholder and zeros
+        for (size_t i = 0; i < m.sparse.size(); i++) { // a sparse tensor is read as a placeholder and zeros
             const size_t at = l.data_at[m.dense.tensor_index(m.sparse[i].name)];
             const size_t n  = m.sparse[i].data.size();
             CHECK(v->match_placeholder(&got[at], n) == static_cast<int64_t>(i), "placeholder of %s",
@@ -1540,7 +1544,7 @@ static void test_dense_stream_is_the_dense_file() {
               "stream length");
         CHECK(streamed == whole, "stream content");
         rng random(seed);
-        for (int i = 0; i < 3000; i++) { // pieces across segment borders
+        for (int i = 0; i < 3000; i++) { // pieces that extend over several segments
             const int64_t at = random.range(0, v->size() - 1);
             const int64_t n  = random.range(0, std::min<int64_t>(v->size() - at, 700));
             bytes         a(static_cast<size_t>(n)), b(static_cast<size_t>(n));
@@ -1564,8 +1568,8 @@ static void test_dense_stream_is_the_dense_file() {
     }
 }
 
-// llama.cpp's llama_file: reads a tensor in pieces, each up to the end of the file as the stream tells it. Returns the
-// bytes that were read
+// Reads a tensor like llama.cpp's llama_file does: in pieces, each limited by the end of the file, which it finds by
+// seeking. Returns the number of bytes that the stream has read.
 static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes & out, int64_t piece) {
     CHECK(fseeko(stream, at, SEEK_SET) == 0, "seek to %lld", static_cast<long long>(at));
     const int64_t n_out  = static_cast<int64_t>(out.size());
@@ -1581,7 +1585,7 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     return n_read;
 }
 
-// dense tensors arrive whole, of sparse ones the placeholder
+// Dense tensors are read in full; of a sparse tensor only the placeholder is read.
 static void test_zeros_of_sparse_tensors_are_not_read() {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
@@ -1653,7 +1657,7 @@ static void test_unservable_matrix_is_refused() {
     seen.insert(status);
     expect("dense file", S(NOT_SPARSE), status);
 
-    builder::model  tiny; // 3 x 3 F16: 18 bytes do not hold a placeholder
+    builder::model  tiny; // 3 x 3 F16 values: 18 bytes are too few for a placeholder
     std::mt19937_64 rng(1);
     tiny.sparse.push_back({ "m", { 3, 3 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 9, 3, 1) });
     tiny.bits = { 4 };
@@ -1728,7 +1732,7 @@ static void test_file_system() {
     rmdir(dir);
 }
 
-// whose file is it, llama.cpp's or ours?
+// Which files the plugin opens, and which it leaves to llama.cpp with NOT_SPARSE.
 static void test_open_sparse() {
     auto open_content = [](const bytes & content) {
         const memory_file                  f(content);
@@ -1749,7 +1753,7 @@ static void test_open_sparse() {
            open_content(sparse_with([](file & f) { f.drop("macko.version"); })));
     bytes late =
         sparse_with([](file & f) { f.keys.insert(f.keys.begin(), text("x", std::string((1 << 20) - 2000, 'x'))); });
-    for (size_t n = 0; n < 3000; n += 7) { // wherever the key falls on the border of a chunk
+    for (size_t n = 0; n < 3000; n += 7) { // so that the key also lies across the border of two chunks
         late.insert(late.begin() + 100, 7, 'x');
         CHECK(open_content(late) != S(NOT_SPARSE), "claim not found after %zu more bytes", n);
     }
@@ -1765,7 +1769,8 @@ static void test_open_sparse() {
     expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", false, &file));
 }
 
-// A consumer that copies whole bytes, as GPUs do, must not get zeros where a neighbouring block has codes.
+// A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with
+// zeros.
 static void test_compressed_blocks_are_not_the_sparse_file() {
     struct copier : macko::payload_consumer {
         bytes values, deltas;
@@ -1807,7 +1812,7 @@ static void test_compressed_blocks_are_not_the_sparse_file() {
           file->sparse.size());
 }
 
-// every code that a file can cause was caused by one above
+// The tests above have produced each status that a file can cause.
 static void test_every_status_was_seen() {
     for (int code : { S(IO), S(NOT_A_FILE), S(TRUNCATED), S(FILE_CHANGED) }) {
         CHECK(seen.count(code), "no test file produced %s", ggml_macko_status_name(code));

@@ -1,10 +1,10 @@
-// Structure-aware mutation of sparse model files, in process: header, metadata, tensor table, sparse description,
-// payload, cuts and splices. A mutant is refused, or it is a file that round-trips: decoded like a slow scalar decoder
-// does it, and encoded again to the same bytes. Memory and time per mutant are bounded. A twentieth more go through the
-// file system as split models, and as dense models whose weights are compressed on load. Run it from a build with
-// sanitizers (GGML_MACKO_SANITIZE=ON) to find more.
+// Fuzzer of sparse model files in one process. It mutates the header, the metadata, the tensor table, the description
+// of the sparse tensors and the payload, and it cuts and splices files. A mutant must be refused, or decode to the
+// values that a slow scalar decoder finds and encode to the same bytes again. The memory and the time for a mutant are
+// bounded. In addition, one twentieth of that number are read through the file system, as split models and as dense models whose
+// weights are compressed on load. A build with sanitizers (GGML_MACKO_SANITIZE=ON) finds more errors.
 //
-//     fuzz-model-file [mutants = 200000] [seed ...]     without seeds: fixed ones and one from the date
+//     fuzz-model-file [mutants = 200000] [seed ...]     default seeds: fixed ones and one of the date
 #include "codec/ec-csr/ec-csr.h"
 #include "codec/packed/packed.h"
 #include "gguf-builder.h"
@@ -26,7 +26,7 @@
 using builder::bytes;
 using builder::layout;
 
-// ---- memory: every operator new of the process is counted ----
+// ---- memory: counts the bytes of every operator new of the process ----
 
 static std::atomic<int64_t> mem_live{ 0 };
 static std::atomic<int64_t> mem_peak{ 0 };
@@ -98,7 +98,7 @@ struct decoder : macko::payload_consumer {
     }
 };
 
-// all checks of a load, without the file system
+// Runs all checks of a load on a file in memory.
 static int vet(const memory_source & source, macko::model_file * file) {
     if (const int status = macko::read_gguf_header(source, &file->header)) {
         return status;
@@ -121,9 +121,9 @@ static int vet(const memory_source & source, macko::model_file * file) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// ---- what an accepted file must satisfy ----
+// ---- properties of an accepted file ----
 
-// a bitmap or gap codes, bit by bit
+// Decodes the index of a packed matrix, a bitmap or gap codes, bit by bit.
 static bytes decode_packed(const bytes & values, const bytes & index, const bytes & row_ptr,
                            const macko::sparse_tensor_info & m) {
     const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
@@ -199,7 +199,7 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
           ggml_macko_last_error());
     CHECK(fast.dense == slow, "%s: decoded differently", m.name.c_str());
     if (!m.format->streams_rows()) {
-        return; // test-ec-csr and test-packed take mutants of these apart
+        return; // test-ec-csr and test-packed check mutants of these formats
     }
     const builder::dense_matrix dense = { m.name, { cols, rows }, static_cast<uint32_t>(m.desc.type), slow };
     const builder::components   c     = builder::encode(dense, bits);
@@ -208,14 +208,14 @@ static void check_matrix(const bytes & b, const macko::model_file & file, const 
           "%s: accepted, but not canonical", m.name.c_str());
 }
 
-// the dense file's header is itself a good header, with the right tensors
+// The header of the dense stream must pass the checks of a header, and describe the right tensors.
 static void check_virtual(const macko::model_file & file) {
     std::unique_ptr<macko::dense_stream> v;
     if (!file.is_sparse || macko::dense_stream::create(file, &v) != GGML_MACKO_STATUS_OK) {
         return;
     }
     const std::vector<macko::gguf_tensor> expected = macko::dense_tensors(file);
-    // the mutant has no descriptor: everything behind the header reads as zero
+    // The mutant has no file descriptor, so that everything behind the header is read as zeros.
     struct header_source : macko::byte_source {
         const macko::dense_stream & file;
         int64_t                     header_size;
@@ -307,7 +307,7 @@ static uint64_t odd_number(rng & r, uint64_t old) {
     }
 }
 
-static void mutate_number(rng & r, bytes * b, size_t at, size_t n) { // n bytes, little-endian
+static void mutate_number(rng & r, bytes * b, size_t at, size_t n) { // of n bytes, little-endian
     if (at + n > b->size()) {
         return;
     }
@@ -319,7 +319,7 @@ static void mutate_number(rng & r, bytes * b, size_t at, size_t n) { // n bytes,
 
 static size_t pick(rng & r, size_t n) { return static_cast<size_t>(r.range(0, static_cast<int64_t>(n) - 1)); }
 
-// one field of the header as it stands in the file
+// Changes one field of the header in the bytes of the file.
 static void mutate_field(rng & r, const layout & l, bytes * b) {
     switch (r.range(0, 9)) {
         case 0: mutate_number(r, b, 4, 4); break;
@@ -335,7 +335,7 @@ static void mutate_field(rng & r, const layout & l, bytes * b) {
     }
 }
 
-// one key or tensor, before the file is written: lengths and offsets then fit
+// Changes one key or tensor before the file is written, so that lengths and offsets fit the change.
 static void mutate_structure(rng & r, builder::file * f) {
     builder::key & k = f->keys[pick(r, f->keys.size())];
     switch (r.range(0, 11)) {
@@ -345,7 +345,7 @@ static void mutate_structure(rng & r, builder::file * f) {
         case 3: k.type = static_cast<uint32_t>(r.range(0, 13)); break;
         case 4:
         case 5:
-        case 6: // a number of the value: of a scalar, or of an element
+        case 6: // the value of a scalar, or an element of an array
             mutate_number(
                 r, &k.value,
                 k.type == builder::ARRAY && k.value.size() > 12 ? 12 + 4 * pick(r, (k.value.size() - 12) / 4 + 1) : 0,
@@ -355,7 +355,7 @@ static void mutate_structure(rng & r, builder::file * f) {
         case 8:  f->tensors.erase(f->tensors.begin() + static_cast<int64_t>(pick(r, f->tensors.size()))); break;
         case 9:  f->tensors[pick(r, f->tensors.size())].name = f->tensors[pick(r, f->tensors.size())].name; break;
         case 10: f->tensors[pick(r, f->tensors.size())].type = static_cast<uint32_t>(r.range(0, 43)); break;
-        case 11: { // longer or shorter, with a shape that fits
+        case 11: { // more or fewer bytes, with a shape that fits them
             builder::tensor & t = f->tensors[pick(r, f->tensors.size())];
             if (t.ne.size() == 1 && t.ne[0] > 8) {
                 const size_t nb = t.data.size() / t.ne[0];
@@ -367,13 +367,13 @@ static void mutate_structure(rng & r, builder::file * f) {
     }
 }
 
-// a component's bytes; half of these keep the matrix valid
+// Changes the bytes of a component; half of these changes keep the matrix valid.
 static void mutate_payload(rng & r, builder::file * f) {
     size_t i = pick(r, f->tensors.size());
     while (f->tensors[i].name.find(".values") == std::string::npos) {
         i = pick(r, f->tensors.size());
     }
-    // ec-csr: a number of any component
+    // For ec-csr, a number in any component is changed.
     if (i + 5 < f->tensors.size() && f->tensors[i + 2].name.find(".bases") != std::string::npos && r.range(0, 1)) {
         bytes &      data = f->tensors[i + pick(r, 6)].data;
         const size_t n    = data.size() % 4 ? 2 : size_t(2) << r.range(0, 1);
@@ -383,11 +383,11 @@ static void mutate_payload(rng & r, builder::file * f) {
     bytes & values  = f->tensors[i].data;
     bytes & deltas  = f->tensors[i + 1].data;
     bytes & row_ptr = f->tensors[i + 2].data;
-    // 1 where values are quantized
+    // The size of a value counts as 1 where values are quantized.
     const size_t nb = std::max<size_t>(1, values.size() / std::max<uint64_t>(1, f->tensors[i].ne[0]));
     switch (r.range(0, 9)) {
         case 0: mutate_number(r, &row_ptr, 4 * pick(r, row_ptr.size() / 4), 4); break;
-        case 1: { // an entry moves to the neighbour row
+        case 1: { // an entry moves to a neighbouring row
             const size_t at = 4 * pick(r, row_ptr.size() / 4);
             int32_t      v;
             memcpy(&v, &row_ptr[at], 4);
@@ -398,7 +398,7 @@ static void mutate_payload(rng & r, builder::file * f) {
         case 2: deltas[pick(r, deltas.size())] = static_cast<uint8_t>(r.bits()); break;
         case 3: deltas[pick(r, deltas.size())] ^= static_cast<uint8_t>(1 << r.range(0, 7)); break;
         case 4: mutate_number(r, &values, nb * pick(r, values.size() / nb), nb); break;
-        case 5: { // two values change places
+        case 5: { // two values are exchanged
             const size_t x = nb * pick(r, values.size() / nb);
             const size_t y = nb * pick(r, values.size() / nb);
             if (x != y) {
@@ -406,7 +406,7 @@ static void mutate_payload(rng & r, builder::file * f) {
             }
             break;
         }
-        default: { // another sign or mantissa: valid unless it was a filler
+        default: { // another sign or mantissa; valid unless the entry was a filler
             const size_t at   = nb * pick(r, values.size() / nb);
             bool         zero = true;
             for (size_t j = 0; j < nb; j++) {
@@ -431,7 +431,7 @@ static void mutate_bytes(rng & r, bytes * b) {
                      b->begin() + static_cast<int64_t>(std::min(b->size(), at + pick(r, 64) + 1)));
             break;
         }
-        case 3: { // one region over another
+        case 3: { // one region is copied over another
             const size_t n = pick(r, 64) + 1;
             if (b->size() > n) {
                 const size_t from = pick(r, b->size() - n);
@@ -446,7 +446,7 @@ static void mutate_bytes(rng & r, bytes * b) {
 
 static bytes make_mutant(rng & r, const seed_file & s) {
     const int64_t kind = r.range(0, 99);
-    if (kind < 20) { // as it stands
+    if (kind < 20) { // fields of the header are changed in the bytes of the file
         bytes b = s.content;
         for (int64_t n = r.range(1, 2); n > 0; n--) {
             mutate_field(r, s.where, &b);
@@ -465,9 +465,9 @@ static bytes make_mutant(rng & r, const seed_file & s) {
     return builder::serialize(f);
 }
 
-// ---- through the file system: split models, and weights compressed on load ----
+// ---- the file system: split models, and weights that are compressed on load ----
 
-// as llama-gguf-split does it: metadata in the first part, tensors dealt out in order
+// Splits a model like llama-gguf-split: the metadata is in the first part, and the tensors are distributed in order.
 static std::vector<builder::file> split(const builder::file & f, size_t n) {
     std::vector<builder::file> parts(n);
     for (size_t i = 0; i < n; i++) {
@@ -482,8 +482,8 @@ static std::vector<builder::file> split(const builder::file & f, size_t n) {
     return parts;
 }
 
-// a model in several files: a value of some tensor is changed before it is split, or one of the parts in the ways of
-// make_mutant
+// A model in several files. A value of one tensor is changed before the model is split, or one part is mutated like in
+// make_mutant.
 static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense, size_t n) {
     const int64_t kind = r.range(0, 9);
     if (kind >= 5 && dense) {
@@ -510,7 +510,8 @@ static std::vector<bytes> mutate_parts(rng & r, builder::file whole, bool dense,
     return out;
 }
 
-struct folder { // of the parts of one model
+// A directory with the parts of one model.
+struct folder {
     std::string path    = "/tmp/fuzz-model-file.XXXXXX";
     size_t      n_parts = 0;
     folder() {
@@ -528,7 +529,7 @@ struct folder { // of the parts of one model
         snprintf(name, sizeof(name), "/m-%05zu-of-%05zu.gguf", i + 1, n);
         return path + name;
     }
-    void write(const std::vector<bytes> & parts) { // new files in place of the old ones
+    void write(const std::vector<bytes> & parts) { // replaces the files by new ones
         for (size_t i = 0; i < n_parts; i++) {
             unlink(part(i, n_parts).c_str());
         }
@@ -541,7 +542,7 @@ struct folder { // of the parts of one model
 };
 
 static void check_opened(const std::vector<bytes> & parts, const macko::model_file & file) {
-    bytes all; // offsets count through the files
+    bytes all; // all parts in one array, because offsets go on from one part to the next
     for (const bytes & part : parts) {
         all.insert(all.end(), part.begin(), part.end());
     }
@@ -588,7 +589,7 @@ static void fuzz_opened(uint64_t seed, int64_t n, bool compress) {
           static_cast<long long>(n));
 }
 
-// ---- the run ----
+// ---- main loop ----
 
 int main(int argc, char ** argv) {
     const int64_t         n_mutants = argc > 1 ? atoll(argv[1]) : 200000;
@@ -612,7 +613,7 @@ int main(int argc, char ** argv) {
     int64_t                n_done    = 0;
     for (size_t s = 0; s < seeds.size(); s++) {
         rng r(seeds[s]);
-        // the small vocabulary twice as often: faster
+        // two thirds have the small vocabulary, which is faster
         const seed_file base = make_seed(s % 4 == 3 ? 32 : 16, 1 + s % 2, seeds[s], s % 3 != 2, s % 2 == 1, s % 4 >= 2);
         const int64_t   n    = n_mutants / static_cast<int64_t>(seeds.size()) +
                           (s == 0 ? n_mutants % static_cast<int64_t>(seeds.size()) : 0);
@@ -620,7 +621,7 @@ int main(int argc, char ** argv) {
             const bytes   b          = make_mutant(r, base);
             const int64_t live       = mem_live;
             mem_peak                 = live;
-            const clock_t     before = clock(); // CPU time: a busy machine is not a hang
+            const clock_t     before = clock(); // CPU time, so that a busy machine does not look like an endless loop
             macko::model_file file;
             const int         status  = vet(memory_source(b), &file);
             const double      seconds = static_cast<double>(clock() - before) / CLOCKS_PER_SEC;

@@ -1,5 +1,6 @@
-// Writes GGUF files for the tests, valid ones and broken ones, with own scalar encoders: nothing here calls the library
-// that is under test. A file is a struct that a test may change before and after it is serialized.
+// Writes valid and invalid GGUF files for the tests, with slow encoders of its own: nothing in this file calls the
+// library under test. A file is a struct that a test may change before it is serialized, and bytes that it may change
+// afterwards.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +45,7 @@ template <typename T> void patch(bytes * out, size_t at, T value) { memcpy(out->
 struct key {
     std::string name;
     uint32_t    type;
-    bytes       value; // all that follows the type field
+    bytes       value; // the bytes that follow the type field
 };
 
 struct tensor {
@@ -52,7 +53,7 @@ struct tensor {
     std::vector<uint64_t> ne;
     uint32_t              type;
     bytes                 data;
-    uint64_t              hole = 0; // zeros behind data that serialize_header counts without writing them
+    uint64_t              hole = 0; // number of zeros behind data; serialize_header counts them without writing them
 };
 
 template <typename T> key scalar(const std::string & name, value_type type, T value) {
@@ -84,15 +85,15 @@ inline key texts(const std::string & name, const std::vector<std::string> & valu
     return k;
 }
 
-// where things stand in the serialized file, so that a test can patch them
+// Offsets of the fields in the serialized file, so that a test can change their bytes.
 struct layout {
     size_t              n_tensors_at = 8;
     size_t              n_keys_at    = 16;
-    std::vector<size_t> key_at;    // of each key's record
-    std::vector<size_t> tensor_at; // of each tensor's record
-    std::vector<size_t> dims_at;   // of its n_dims; then ne, type, offset
+    std::vector<size_t> key_at;    // of the record of each key
+    std::vector<size_t> tensor_at; // of the record of each tensor
+    std::vector<size_t> dims_at;   // of n_dims of each tensor, which ne, type and offset follow
     std::vector<size_t> offset_at;
-    std::vector<size_t> data_at; // of its data, from the start of the file
+    std::vector<size_t> data_at; // of the data of each tensor, from the start of the file
     size_t              table_end = 0;
 };
 
@@ -120,7 +121,7 @@ struct file {
         throw std::runtime_error("no tensor " + name);
     }
     tensor & at(const std::string & name) { return tensors[tensor_index(name)]; }
-    void     set(key k) { // replaces or appends
+    void     set(key k) { // replaces the key of that name, or appends it
         for (key & old : keys) {
             if (old.name == k.name) {
                 old = std::move(k);
@@ -146,7 +147,7 @@ inline void pad(bytes * out, uint64_t alignment) {
     }
 }
 
-// magic to the end of the tensor table; *file_size as if the data followed
+// The bytes from the magic to the end of the tensor table. *file_size is the size of the file with its data.
 inline bytes serialize_header(const file & f, layout * l, uint64_t * file_size) {
     bytes out;
     put<uint32_t>(&out, 0x46554747); // "GGUF"
@@ -203,7 +204,7 @@ inline bytes serialize(const file & f, layout * where = nullptr) {
 struct dense_matrix {
     std::string           name;
     std::vector<uint64_t> ne;
-    uint32_t              type; // F32, F16, BF16
+    uint32_t              type; // F32, F16 or BF16
     bytes                 data;
     uint64_t              value_nbytes() const { return type == TYPE_F32 ? 4 : 2; }
 };
@@ -213,7 +214,7 @@ struct components {
     uint64_t nnz = 0;
 };
 
-// FORMAT.md section 3, element by element
+// Encodes a matrix to MACKO element by element, as FORMAT.md section 3 describes it.
 inline components encode(const dense_matrix & m, uint32_t bits) {
     components            c;
     const uint64_t        nb       = m.value_nbytes();
@@ -256,7 +257,7 @@ inline components encode(const dense_matrix & m, uint32_t bits) {
     return c;
 }
 
-// the inverse, for arrays that were accepted; throws if they are not what section 3 says (tests only)
+// The inverse of encode, for arrays that the library has accepted. It throws if an entry is outside of the matrix.
 inline bytes decode(const bytes & values, const bytes & deltas, const bytes & row_ptr, uint64_t nb, uint64_t rows,
                     uint64_t cols, uint32_t bits) {
     bytes   out(rows * cols * nb);
@@ -279,13 +280,14 @@ inline bytes decode(const bytes & values, const bytes & deltas, const bytes & ro
     return out;
 }
 
-// FORMAT.md section 6, for narrow matrices: each row with non-zeros is one short block. cols <= 65536, at most 128
-// entries in a row
+// The components of an ec-csr matrix (FORMAT.md section 6).
 struct ec_components {
     bytes    values, deltas, bases, blk_ptr, rows, sets;
     uint64_t nnz = 0;
 };
 
+// Encodes a narrow matrix to ec-csr: each row with non-zeros becomes one short block. cols must be at most 65536, and a
+// row must have at most 128 entries.
 inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
     struct entry {
         uint16_t col;
@@ -333,7 +335,8 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
                      [](const block & a, const block & b) { return a.entries.size() > b.entries.size(); });
     int32_t n_cols = 0;
     put<int32_t>(&c.blk_ptr, 0);
-    for (const block & b : blocks) { // lane l has entries l * n/32 ...; entry k of lane l stands at k * 32 + l
+    // Lane l has the n / 32 entries from l * n / 32 on; entry k of lane l is stored at k * 32 + l.
+    for (const block & b : blocks) {
         const size_t per_lane = b.entries.size() / 32;
         const size_t first    = static_cast<size_t>(n_cols);
         n_cols += static_cast<int32_t>(b.entries.size());
@@ -359,7 +362,7 @@ inline ec_components encode_ec(const dense_matrix & m, uint32_t bits) {
     return c;
 }
 
-// the inverse, for accepted arrays whose blocks are all short
+// The inverse of encode_ec, for arrays that the library has accepted and whose blocks are all short.
 inline bytes decode_ec(const ec_components & c, uint64_t nb, uint64_t rows, uint64_t cols, uint32_t bits) {
     bytes      out(rows * cols * nb);
     const auto number = [](const bytes & b, size_t i) {
@@ -392,18 +395,19 @@ inline bytes decode_ec(const ec_components & c, uint64_t nb, uint64_t rows, uint
 // ---- models ----
 
 struct model {
-    file                      dense;  // the dense file
-    std::vector<dense_matrix> sparse; // those of its tensors that the sparse file stores sparse, in table order
+    file                      dense;  // the model as a dense file
+    std::vector<dense_matrix> sparse; // the tensors that sparse_file encodes, in the order of the table
     std::vector<uint32_t>     bits;
 };
 
-inline uint16_t half_of(float f) { // for small normal numbers
+// F16 bits of a number that is a normal F16 number; the mantissa is truncated.
+inline uint16_t half_of(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     return static_cast<uint16_t>((u >> 16 & 0x8000) | (((u >> 23 & 0xff) - 112) << 10) | (u >> 13 & 0x3ff));
 }
 
-// rows x cols random values with the given density; some rows stay empty, some gaps are wide
+// n random values in rows of cols, with the given density; some rows are empty and some gaps are wide.
 inline bytes random_data(std::mt19937_64 & rng, uint32_t type, uint64_t n, uint64_t cols, double density) {
     std::uniform_real_distribution<double> unit(0, 1);
     std::normal_distribution<float>        normal(0, 0.1f);
@@ -428,7 +432,7 @@ inline bytes random_data(std::mt19937_64 & rng, uint32_t type, uint64_t n, uint6
     return out;
 }
 
-// the tokens of a small SentencePiece vocabulary: specials, bytes, words
+// The tokens of a small SentencePiece vocabulary: special tokens, bytes and words.
 inline std::vector<std::string> spm_tokens() {
     std::vector<std::string> tokens = { "<unk>", "<s>", "</s>" };
     for (unsigned b = 0; b < 256; b++) {
@@ -492,7 +496,7 @@ inline void add_bpe_vocab(file * f) {
     f->keys.push_back(scalar<uint32_t>("tokenizer.ggml.eos_token_id", U32, 10));
 }
 
-// a llama model that llama.cpp can load: n_layer layers, 4 heads (2 KV heads), feed-forward 2 n_embd
+// A llama model that llama.cpp can load, with 4 heads, 2 KV heads and a feed-forward length of 2 n_embd.
 inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool bpe = false) {
     std::mt19937_64 rng(seed);
     model           m;
@@ -543,12 +547,13 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     return m;
 }
 
-// the sparse file of a model; with_ec: what has 4 or 8 delta bits is ec-csr
-// a packed matrix with a bitmap: plain values, or quantized ones of which only the places have to do with the matrix
+// The components of a packed matrix with a bitmap as its index.
 struct packed_components {
     bytes    values, index, row_ptr;
     uint64_t nnz, n_values;
 };
+
+// The values are plain, or quantized ones that are made up: only the places of the non-zeros are those of the matrix.
 inline packed_components encode_packed(const dense_matrix & m, uint32_t value_type) {
     packed_components c  = {};
     const uint64_t    nb = m.value_nbytes(), cols = m.ne[0], rows = m.data.size() / nb / cols;
@@ -580,7 +585,7 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     for (uint64_t block = 0; block < c.n_values / 32; block++) {
         const uint64_t n = value_type == TYPE_Q8_0 ? 32 : 16;
         c.values.insert(c.values.end(), { static_cast<uint8_t>(block * 37), static_cast<uint8_t>(0x20 + block % 8) });
-        if (value_type == TYPE_Q5_0) { // fifth bits: set where q is 0
+        if (value_type == TYPE_Q5_0) { // the fifth bits of 32 values; a set one with four bits 0 is the value 0
             c.values.insert(c.values.end(), 4, 0xff);
         }
         for (uint64_t i = 0; i < n; i++) {
@@ -595,7 +600,8 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
     return c;
 }
 
-// every third matrix is packed, plain or quantized; the fifth has Q4_NL values
+// The sparse file of a model. with_ec: matrices with delta_bits 4 or 8 are ec-csr. with_packed: every third matrix is
+// packed, with plain or quantized values, and the fifth has Q4_NL values.
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
@@ -616,7 +622,7 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
                                                  : next % 9 == 3  ? TYPE_Q4_0
                                                                   : t.type;
             const packed_components c          = encode_packed(m.sparse[next], value_type);
-            if (value_type == TYPE_Q4_NL) { // bytes
+            if (value_type == TYPE_Q4_NL) { // stored as bytes, because ggml has no such type
                 f.tensors.push_back({ t.name + ".values", { c.values.size() }, TYPE_I8, c.values, 0 });
             } else {
                 f.tensors.push_back({ t.name + ".values", { c.n_values }, value_type, c.values, 0 });

@@ -197,93 +197,133 @@ static void test_paper_example() {
           "bytes of the paper's example");
 }
 
-// one lie at a time in a valid matrix; the exact status must come back
-static void test_each_fault_is_refused() {
+// 3 x 600 values: rows 0 and 2 have five values each, with wide gaps, row 2 one more, row 1 none. n_stored is no
+// multiple of 8 for any delta_bits, so that there is padding to change.
+static std::vector<uint16_t> matrix_with_padding() {
     std::vector<uint16_t> dense(3 * 600, 0);
     for (const int64_t c : { 3, 19, 36, 90, 599 }) {
         dense[(size_t)c]          = 0x3c00;
         dense[(size_t)(1200 + c)] = 0x3c01;
     }
-    dense[1200] = 0x4000; // so that n_stored is no multiple of 8 for any delta_bits: there is padding to tamper with
+    dense[1200] = 0x4000;
+    return dense;
+}
+
+// Changes one thing in a valid matrix; validate and decode must both return the exact status.
+struct faults {
+    encoded good;
+    int     bits, n_threads;
+
+    template <typename F> void refused(const char * what, int status, F && edit) const {
+        encoded bad   = good;
+        bad.m.values  = bad.values.data();
+        bad.m.deltas  = bad.deltas.data();
+        bad.m.row_ptr = bad.row_ptr.data();
+        edit(bad);
+        const int got = bad.validate(n_threads);
+        CHECK(got == status, "b=%d %s: %s, wanted %s (%s)", bits, what, ggml_macko_status_name(got),
+              ggml_macko_status_name(status), ggml_macko_last_error());
+        std::vector<uint16_t> out(3 * 600, 0x1234);
+        CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode accepts what validate refuses", bits, what);
+    }
+};
+
+static void set_value(encoded & e, int64_t k, uint16_t bits16) { memcpy(e.values.data() + 2 * k, &bits16, 2); }
+
+static void set_code(encoded & e, int64_t k, int c) {
+    const int bits  = e.m.delta_bits;
+    uint8_t & byte  = e.deltas[(size_t)(k * bits / 8)];
+    const int shift = (int)(k * bits % 8), mask = (1 << bits) - 1;
+    byte = (uint8_t)((byte & ~(mask << shift)) | c << shift);
+}
+
+static void test_false_row_ptr_is_refused(const faults & f) {
+    const int64_t n = f.good.m.n_stored;
+    f.refused("row_ptr[0] not 0", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[0] = 1; });
+    f.refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = (int32_t)n + 1; });
+    f.refused("row_ptr negative", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = -4; });
+    f.refused("row_ptr ends past the values", GGML_MACKO_STATUS_BAD_ROW_PTR,
+              [&](encoded & e) { e.row_ptr[3] = (int32_t)n + 16; });
+    f.refused("row_ptr ends early", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) {
+        e.row_ptr[2] = e.row_ptr[1] = 0;
+        e.row_ptr[3]                = 1;
+    });
+}
+
+static void test_non_finite_value_is_refused(const faults & f) {
+    const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored;
+    f.refused("NaN", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { set_value(e, n_row0 - 1, 0x7e00); });
+    f.refused("-Inf", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { set_value(e, n - 1, 0xfc00); });
+}
+
+static void test_payload_that_is_not_canonical_is_refused(const faults & f) {
+    const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored;
+    f.refused("last entry of a row is a filler", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
+        e.row_ptr[1] = e.row_ptr[2] = (int32_t)n_row0 - 1; // row 0 now ends with the filler before column 599
+    });
+    f.refused("value behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { set_value(e, n, 1); });
+    f.refused("zero value with a small code", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
+        set_value(e, n_row0, 0); // row 2's first entry, column 0: code 0
+    });
+    f.refused("code behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { set_code(e, n, 1); });
+    f.refused("bits in the last byte of deltas", GGML_MACKO_STATUS_NOT_CANONICAL,
+              [&](encoded & e) { e.deltas.back() |= 0x80; });
+}
+
+static void test_column_past_the_last_is_refused(const faults & f) {
+    const int64_t n_row0 = f.good.row_ptr[1], n = f.good.m.n_stored, max_code = (1 << f.bits) - 1;
+    f.refused("walks past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](encoded & e) {
+        for (int64_t k = n_row0; k < n; k++) {
+            if (((e.deltas[(size_t)(k * f.bits / 8)] >> (k * f.bits % 8)) & max_code) < max_code) {
+                set_code(e, k, (int)max_code);
+            }
+        }
+    });
+}
+
+static void test_false_description_is_refused(const faults & f) {
+    f.refused("nnz too small", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz--; });
+    f.refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
+    f.refused("rows 0", GGML_MACKO_STATUS_BAD_SHAPE, [&](encoded & e) { e.m.rows = 0; });
+    f.refused("cols over the limit", GGML_MACKO_STATUS_LIMIT, [&](encoded & e) { e.m.cols = (1 << 24) + 1; });
+    f.refused("unknown type", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.type = 8; });
+    f.refused("delta_bits 3", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.delta_bits = 3; });
+    f.refused("deltas too long", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) {
+        e.deltas.resize(e.deltas.size() + 4);
+        e.m.deltas = e.deltas.data();
+    });
+    f.refused("row_ptr too short", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) { e.row_ptr.pop_back(); });
+    f.refused("null", GGML_MACKO_STATUS_BAD_ARGUMENT, [&](encoded & e) { e.m.values = nullptr; });
+}
+
+static void test_counts_of_another_matrix_are_refused(const faults & f, const std::vector<uint16_t> & dense) {
+    std::vector<uint16_t> other = dense;
+    other[700]                  = 1;
+    encoded again               = f.good;
+    again.m.values = again.values.data(), again.m.deltas = again.deltas.data(), again.m.row_ptr = again.row_ptr.data();
+    CHECK(macko::encode(other.data(), again.m, f.n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
+          "encode with another matrix's counts");
+}
+
+static void test_each_fault_is_refused() {
+    const std::vector<uint16_t> dense = matrix_with_padding();
     for (const int bits : { 1, 2, 4, 8 }) {
         for (const int n_threads : { 1, 2 }) {
-            const encoded good    = encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads);
-            const auto    refused = [&](const char * what, int status, auto && edit) {
-                encoded bad   = good;
-                bad.m.values  = bad.values.data();
-                bad.m.deltas  = bad.deltas.data();
-                bad.m.row_ptr = bad.row_ptr.data();
-                edit(bad);
-                const int got = bad.validate(n_threads);
-                CHECK(got == status, "b=%d %s: %s, wanted %s (%s)", bits, what, ggml_macko_status_name(got),
-                         ggml_macko_status_name(status), ggml_macko_last_error());
-                std::vector<uint16_t> out(3 * 600, 0x1234);
-                CHECK(bad.decode(out.data(), n_threads) == status, "b=%d %s: decode accepts what validate refuses",
-                         bits, what);
-            };
-            const auto value = [&](encoded & e, int64_t k, uint16_t bits16) {
-                memcpy(e.values.data() + 2 * k, &bits16, 2);
-            };
-            const auto code = [&](encoded & e, int64_t k, int c) {
-                uint8_t & byte  = e.deltas[(size_t)(k * bits / 8)];
-                const int shift = (int)(k * bits % 8), mask = (1 << bits) - 1;
-                byte = (uint8_t)((byte & ~(mask << shift)) | c << shift);
-            };
-            const int64_t n_row0 = good.row_ptr[1], n = good.m.n_stored, max_code = (1 << bits) - 1;
-            CHECK(n % 8 != 0, "b=%d: no padding to tamper with", bits);
-            refused("row_ptr[0] not 0", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[0] = 1; });
-            refused("row_ptr decreases", GGML_MACKO_STATUS_BAD_ROW_PTR,
-                    [&](encoded & e) { e.row_ptr[1] = (int32_t)n + 1; });
-            refused("row_ptr negative", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) { e.row_ptr[1] = -4; });
-            refused("row_ptr ends past the values", GGML_MACKO_STATUS_BAD_ROW_PTR,
-                    [&](encoded & e) { e.row_ptr[3] = (int32_t)n + 16; });
-            refused("row_ptr ends early", GGML_MACKO_STATUS_BAD_ROW_PTR, [&](encoded & e) {
-                e.row_ptr[2] = e.row_ptr[1] = 0;
-                e.row_ptr[3]                = 1;
-            });
-            refused("NaN", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { value(e, n_row0 - 1, 0x7e00); });
-            refused("-Inf", GGML_MACKO_STATUS_NOT_FINITE, [&](encoded & e) { value(e, n - 1, 0xfc00); });
-            refused("last entry of a row is a filler", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
-                e.row_ptr[1] = e.row_ptr[2] = (int32_t)n_row0 - 1; // row 0 now ends with the filler before column 599
-            });
-            refused("value behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL,
-                    [&](encoded & e) { value(e, n, 1); });
-            refused("nnz too small", GGML_MACKO_STATUS_BAD_NNZ, [&](encoded & e) { e.m.nnz--; });
-            refused("nnz more than the matrix has", GGML_MACKO_STATUS_BAD_NNZ,
-                    [&](encoded & e) { e.m.nnz = 3 * 600 + 1; });
-            refused("zero value with a small code", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) {
-                value(e, n_row0, 0); // row 2's first entry, column 0: code 0
-            });
-            refused("walks past the last column", GGML_MACKO_STATUS_BAD_COLUMN, [&](encoded & e) {
-                for (int64_t k = n_row0; k < n; k++) {
-                    if (((e.deltas[(size_t)(k * bits / 8)] >> (k * bits % 8)) & max_code) < max_code) {
-                        code(e, k, (int)max_code);
-                    }
-                }
-            });
-            refused("rows 0", GGML_MACKO_STATUS_BAD_SHAPE, [&](encoded & e) { e.m.rows = 0; });
-            refused("cols over the limit", GGML_MACKO_STATUS_LIMIT, [&](encoded & e) { e.m.cols = (1 << 24) + 1; });
-            refused("unknown type", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.type = 8; });
-            refused("delta_bits 3", GGML_MACKO_STATUS_BAD_FORMAT, [&](encoded & e) { e.m.delta_bits = 3; });
-            refused("deltas too long", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) {
-                e.deltas.resize(e.deltas.size() + 4);
-                e.m.deltas = e.deltas.data();
-            });
-            refused("row_ptr too short", GGML_MACKO_STATUS_BAD_COMPONENT, [&](encoded & e) { e.row_ptr.pop_back(); });
-            refused("null", GGML_MACKO_STATUS_BAD_ARGUMENT, [&](encoded & e) { e.m.values = nullptr; });
-            refused("code behind the last entry", GGML_MACKO_STATUS_NOT_CANONICAL, [&](encoded & e) { code(e, n, 1); });
-            refused("bits in the last byte of deltas", GGML_MACKO_STATUS_NOT_CANONICAL,
-                    [&](encoded & e) { e.deltas.back() |= 0x80; });
-            std::vector<uint16_t> other = dense;
-            other[700]                  = 1;
-            encoded again               = good;
-            again.m.values = again.values.data(), again.m.deltas = again.deltas.data(),
-            again.m.row_ptr = again.row_ptr.data();
-            CHECK(macko::encode(other.data(), again.m, n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
-                  "encode with another matrix's counts");
+            const faults f = { encode(dense.data(), GGML_MACKO_TYPE_F16, 3, 600, bits, n_threads), bits, n_threads };
+            CHECK(f.good.m.n_stored % 8 != 0, "b=%d: no padding to change", bits);
+            test_false_row_ptr_is_refused(f);
+            test_non_finite_value_is_refused(f);
+            test_payload_that_is_not_canonical_is_refused(f);
+            test_column_past_the_last_is_refused(f);
+            test_false_description_is_refused(f);
+            test_counts_of_another_matrix_are_refused(f, dense);
         }
     }
-    ggml_macko_count count;
+}
+
+static void test_count_refuses_bad_arguments() {
+    const std::vector<uint16_t> dense = matrix_with_padding();
+    ggml_macko_count            count;
     CHECK(ggml_macko_count_dense(dense.data(), GGML_MACKO_TYPE_F16, 1 << 20, 1 << 20, 1, &count) ==
               GGML_MACKO_STATUS_LIMIT,
           "2 TiB matrix");
@@ -372,6 +412,7 @@ int main(int argc, char ** argv) {
     test_round_trips<uint16_t>(GGML_MACKO_TYPE_BF16, 2);
     test_round_trips<uint32_t>(GGML_MACKO_TYPE_F32, 3);
     test_each_fault_is_refused();
+    test_count_refuses_bad_arguments();
     test_effective_density();
     return test_summary("test-codec");
 }

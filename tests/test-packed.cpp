@@ -309,87 +309,81 @@ static void test_reference_rounding() {
           "a scale beyond F16");
 }
 
-static void test_each_fault_is_refused() {
-    rng          r(3);
-    dense_matrix m = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
-    while (m.desc.nnz % 32 == 0) { // there is padding to spoil
-        m = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
-    }
-    const auto status_of = [&](int32_t value_type, int32_t bits, auto && change) {
-        packed_matrix p;
-        CHECK(pack(m.bytes.data(), { m.desc, value_type, bits }, 1, &p) == 0, "%s", ggml_macko_last_error());
-        packed_arrays a = p.arrays();
-        change(p, a);
-        packed_view view;
-        return check_packed(a, 2, &view);
-    };
-    const int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0,
+using P = packed_matrix;
+using A = packed_arrays;
+
+// Changes one thing in a valid matrix of 9 x 61 F16 values; check_packed must return the status.
+static void fault(const char * what, int want, int32_t value_type, int32_t index_bits, void (*change)(P &, A &)) {
+    static const dense_matrix m = [] {
+        rng          r(3);
+        dense_matrix with_padding = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
+        while (with_padding.desc.nnz % 32 == 0) {
+            with_padding = random_dense(r, GGML_MACKO_TYPE_F16, 9, 61, 0.4);
+        }
+        return with_padding;
+    }();
+    packed_matrix p;
+    CHECK(pack(m.bytes.data(), { m.desc, value_type, index_bits }, 1, &p) == 0, "%s", ggml_macko_last_error());
+    packed_arrays a = p.arrays();
+    change(p, a);
+    packed_view view;
+    const int   got = check_packed(a, 2, &view);
+    CHECK(got == want, "%s: %s, not %s", what, ggml_macko_status_name(got), ggml_macko_status_name(want));
+}
+
+constexpr int32_t F16 = GGML_MACKO_TYPE_F16, Q8 = GGML_MACKO_TYPE_Q8_0, Q5 = GGML_MACKO_TYPE_Q5_0,
                   Q4 = GGML_MACKO_TYPE_Q4_0, NL = GGML_MACKO_TYPE_Q4_NL;
-    const auto nnz = static_cast<size_t>(m.desc.nnz);
-    using P        = packed_matrix;
-    using A        = packed_arrays;
-    const struct {
-        const char * what;
-        int          want, got;
-    } cases[] = {
-        { "unchanged", 0, status_of(Q8, 0, [](P &, A &) {}) },
-        { "value type", GGML_MACKO_STATUS_BAD_FORMAT, status_of(Q8, 0, [](P &, A & a) { a.desc.value_type = 3; }) },
-        { "another dense type", GGML_MACKO_STATUS_BAD_FORMAT,
-          status_of(F16, 0, [](P &, A & a) { a.desc.value_type = GGML_MACKO_TYPE_BF16; }) },
-        { "index bits", GGML_MACKO_STATUS_BAD_FORMAT, status_of(Q8, 0, [](P &, A & a) { a.desc.index_bits = 1; }) },
-        { "nnz", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz += 32; }) },
-        { "nnz, same length", GGML_MACKO_STATUS_BAD_ROW_PTR,
-          status_of(Q8, 0, [](P &, A & a) { a.desc.dense.nnz -= 1; }) },
-        { "values", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_values += 32; }) },
-        { "row_ptr length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_row_ptr -= 1; }) },
-        { "bitmap length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 0, [](P &, A & a) { a.n_index -= 4; }) },
-        { "codes cut", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 4, [](P &, A & a) { a.n_index -= 4; }) },
-        { "codes odd length", GGML_MACKO_STATUS_BAD_COMPONENT, status_of(Q8, 4, [](P &, A & a) { a.n_index -= 1; }) },
-        { "codes too long", GGML_MACKO_STATUS_BAD_COMPONENT,
-          status_of(Q8, 4,
-                    [](P & p, A & a) {
-                        p.index.resize(p.index.size() + 4);
-                        a = p.arrays();
-                    }) },
-        { "rows decrease", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; }) },
-        { "rows from 1", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; }) },
-        { "a bit more", GGML_MACKO_STATUS_BAD_ROW_PTR, status_of(Q8, 0, [](P & p, A &) { p.index[8] ^= 1; }) },
-        { "a bit past cols", GGML_MACKO_STATUS_BAD_COLUMN, status_of(Q8, 0, [](P & p, A &) { p.index[7] |= 0x80; }) },
-        { "behind the rows", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(Q8, 8, [](P & p, A &) { p.index.back() |= 1; }) },
-        { "past the last column", GGML_MACKO_STATUS_BAD_COLUMN,
-          status_of(Q8, 4,
-                    [](P & p, A &) {
-                        for (size_t i = 0; i < 4; i++) {
-                            p.index[i] = 0xff;
-                        }
-                    }) },
-        { "scale Inf", GGML_MACKO_STATUS_NOT_FINITE, status_of(Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; }) },
-        { "scale NaN", GGML_MACKO_STATUS_NOT_FINITE, status_of(Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; }) },
-        { "padding Q8_0", GGML_MACKO_STATUS_NOT_CANONICAL, status_of(Q8, 0, [](P & p, A &) { p.values.back() = 1; }) },
-        { "scale of Q5_0", GGML_MACKO_STATUS_NOT_FINITE,
-          status_of(Q5, 0, [](P & p, A &) { p.values[22 + 1] = 0xfc; }) },
-        { "padding Q5_0", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(Q5, 0, [](P & p, A &) { p.values.back() = 0x10; }) },
-        { "padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(Q5, 0, [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; }) },
-        { "padding Q4_0", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(Q4, 0, [](P & p, A &) { p.values.back() = 0x08; }) },
-        { "scale of Q4_NL", GGML_MACKO_STATUS_NOT_FINITE,
-          status_of(NL, 0, [](P & p, A &) { p.values[18 + 1] = 0x7c; }) },
-        { "padding Q4_NL", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(NL, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
-        { "I8 as value type", GGML_MACKO_STATUS_BAD_FORMAT,
-          status_of(NL, 0, [](P &, A & a) { a.desc.value_type = 24; }) },
-        { "padding F16", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(F16, 0, [](P & p, A &) { p.values.back() = 0x80; }) },
-        { "a zero", GGML_MACKO_STATUS_NOT_CANONICAL,
-          status_of(F16, 0, [&](P & p, A &) { p.values[2 * nnz - 2] = p.values[2 * nnz - 1]   = 0; }) },
-        { "NaN", GGML_MACKO_STATUS_NOT_FINITE, status_of(F16, 0, [](P & p, A &) { p.values[1] = 0x7e; }) },
-    };
-    for (const auto & c : cases) {
-        CHECK(c.got == c.want, "%s: %s, not %s", c.what, ggml_macko_status_name(c.got), ggml_macko_status_name(c.want));
-    }
+
+static void test_false_type_or_length_is_refused() {
+    fault("unchanged", 0, Q8, 0, [](P &, A &) {});
+    fault("value type", GGML_MACKO_STATUS_BAD_FORMAT, Q8, 0, [](P &, A & a) { a.desc.value_type = 3; });
+    fault("another dense type", GGML_MACKO_STATUS_BAD_FORMAT, F16, 0,
+          [](P &, A & a) { a.desc.value_type = GGML_MACKO_TYPE_BF16; });
+    fault("index bits", GGML_MACKO_STATUS_BAD_FORMAT, Q8, 0, [](P &, A & a) { a.desc.index_bits = 1; });
+    fault("nnz", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 0, [](P &, A & a) { a.desc.dense.nnz += 32; });
+    fault("nnz, same length", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P &, A & a) { a.desc.dense.nnz -= 1; });
+    fault("values", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 0, [](P &, A & a) { a.n_values += 32; });
+    fault("row_ptr length", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 0, [](P &, A & a) { a.n_row_ptr -= 1; });
+    fault("bitmap length", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 0, [](P &, A & a) { a.n_index -= 4; });
+    fault("codes cut", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 4, [](P &, A & a) { a.n_index -= 4; });
+    fault("codes odd length", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 4, [](P &, A & a) { a.n_index -= 1; });
+    fault("codes too long", GGML_MACKO_STATUS_BAD_COMPONENT, Q8, 4, [](P & p, A & a) {
+        p.index.resize(p.index.size() + 4);
+        a = p.arrays();
+    });
+}
+
+static void test_false_row_ptr_or_index_is_refused() {
+    fault("rows decrease", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[3] = -1; });
+    fault("rows from 1", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.row_ptr[0] = 1; });
+    fault("a bit more", GGML_MACKO_STATUS_BAD_ROW_PTR, Q8, 0, [](P & p, A &) { p.index[8] ^= 1; });
+    fault("a bit past cols", GGML_MACKO_STATUS_BAD_COLUMN, Q8, 0, [](P & p, A &) { p.index[7] |= 0x80; });
+    fault("behind the rows", GGML_MACKO_STATUS_NOT_CANONICAL, Q8, 8, [](P & p, A &) { p.index.back() |= 1; });
+    fault("past the last column", GGML_MACKO_STATUS_BAD_COLUMN, Q8, 4, [](P & p, A &) {
+        for (size_t i = 0; i < 4; i++) {
+            p.index[i] = 0xff;
+        }
+    });
+}
+
+static void test_non_finite_scale_or_non_canonical_value_is_refused() {
+    fault("scale Inf", GGML_MACKO_STATUS_NOT_FINITE, Q8, 0, [](P & p, A &) { p.values[34 + 1] = 0x7c; });
+    fault("scale NaN", GGML_MACKO_STATUS_NOT_FINITE, Q4, 0, [](P & p, A &) { p.values[18 + 1] = 0xff; });
+    fault("padding Q8_0", GGML_MACKO_STATUS_NOT_CANONICAL, Q8, 0, [](P & p, A &) { p.values.back() = 1; });
+    fault("scale of Q5_0", GGML_MACKO_STATUS_NOT_FINITE, Q5, 0, [](P & p, A &) { p.values[22 + 1] = 0xfc; });
+    fault("padding Q5_0", GGML_MACKO_STATUS_NOT_CANONICAL, Q5, 0, [](P & p, A &) { p.values.back() = 0x10; });
+    fault("padding Q5_0, high", GGML_MACKO_STATUS_NOT_CANONICAL, Q5, 0,
+          [](P & p, A &) { p.values[p.values.size() - 17] &= 0x7f; });
+    fault("padding Q4_0", GGML_MACKO_STATUS_NOT_CANONICAL, Q4, 0, [](P & p, A &) { p.values.back() = 0x08; });
+    fault("scale of Q4_NL", GGML_MACKO_STATUS_NOT_FINITE, NL, 0, [](P & p, A &) { p.values[18 + 1] = 0x7c; });
+    fault("padding Q4_NL", GGML_MACKO_STATUS_NOT_CANONICAL, NL, 0, [](P & p, A &) { p.values.back() = 0x80; });
+    fault("I8 as value type", GGML_MACKO_STATUS_BAD_FORMAT, NL, 0, [](P &, A & a) { a.desc.value_type = 24; });
+    fault("padding F16", GGML_MACKO_STATUS_NOT_CANONICAL, F16, 0, [](P & p, A &) { p.values.back() = 0x80; });
+    fault("a zero", GGML_MACKO_STATUS_NOT_CANONICAL, F16, 0, [](P & p, A & a) {
+        const size_t nnz      = static_cast<size_t>(a.desc.dense.nnz);
+        p.values[2 * nnz - 2] = p.values[2 * nnz - 1] = 0;
+    });
+    fault("NaN", GGML_MACKO_STATUS_NOT_FINITE, F16, 0, [](P & p, A &) { p.values[1] = 0x7e; });
 }
 
 // bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
@@ -439,7 +433,9 @@ int main() {
     test_round_trip();
     test_smallest_index_is_chosen();
     test_reference_rounding();
-    test_each_fault_is_refused();
+    test_false_type_or_length_is_refused();
+    test_false_row_ptr_or_index_is_refused();
+    test_non_finite_scale_or_non_canonical_value_is_refused();
     test_mutants_are_refused_or_round_trip();
     return test_summary("test-packed");
 }

@@ -1,6 +1,6 @@
-// Strict reader of a GGUF v3 header. Order everywhere: count -> limit -> bytes left in the file -> read -> content, so
-// that no number of the file sizes an allocation before that many bytes are known to exist. Knows nothing of models or
-// sparse tensors.
+// Strict reader of a GGUF v3 header. Each count is compared with its limit and with the number of bytes that are left
+// in the file before the elements are read and checked, so that no number in the file determines the size of an
+// allocation before that many bytes are known to exist. This file knows nothing of models or sparse tensors.
 #include "gguf/header.h"
 
 #include <algorithm>
@@ -12,20 +12,20 @@ namespace macko {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "GGUF v3 files and this reader are little-endian");
 
-constexpr int64_t  CHUNK_MIN         = 64 << 10; // bytes per read; doubles with what is there already
-constexpr int64_t  CHUNK_MAX         = 4 << 20;
-constexpr uint64_t MAX_KEY_NAME      = 65535; // GGUF specification
-constexpr int64_t  KEY_NBYTES_MIN    = 8 + 1 + 4 + 1;
+constexpr int64_t  CHUNK_MIN      = 64 << 10; // of the first read; each further read doubles the bytes that are there
+constexpr int64_t  CHUNK_MAX      = 4 << 20;
+constexpr uint64_t MAX_KEY_NAME   = 65535; // limit of the GGUF specification
+constexpr int64_t  KEY_NBYTES_MIN = 8 + 1 + 4 + 1;
 constexpr int64_t  TENSOR_NBYTES_MIN = 8 + 1 + 4 + 8 + 4 + 8;
 constexpr int64_t  ALIGNMENT_DEFAULT = 32;
 
 struct ggml_type_info {
     int32_t type;
-    int16_t block;  // elements
-    int16_t nbytes; // of a block
+    int16_t block;  // elements per block
+    int16_t nbytes; // bytes per block
 };
 
-// the types of ggml 0.25.3; tests/test_hostile_files.py compares the table with the installed library
+// The types of ggml 0.25.3. tests/test_hostile_files.py compares this table with the installed library.
 static const ggml_type_info GGML_TYPES[] = {
     { 0, 1, 4 },      // F32
     { 1, 1, 2 },      // F16
@@ -73,7 +73,7 @@ static const ggml_type_info * find_ggml_type(int64_t type) {
     return nullptr;
 }
 
-// bytes of one value; 0 for strings, arrays and unknown types
+// Bytes of one value; 0 for strings, arrays and unknown types.
 static uint64_t scalar_nbytes(uint32_t type) {
     switch (type) {
         case GGUF_U8:
@@ -101,7 +101,8 @@ static bool is_printable_ascii(std::string_view s) {
     return std::all_of(s.begin(), s.end(), [](char c) { return c >= 0x20 && c < 0x7f; });
 }
 
-// index of an element that occurs twice, or -1. Sorting, because hashing would let a file choose its collisions.
+// Index of an element that occurs twice, or -1. It sorts instead of hashing, because a file could be made to have many
+// hash collisions.
 template <typename T> static int64_t find_duplicate(const std::vector<T> & items) {
     std::vector<size_t> order(items.size());
     for (size_t i = 0; i < order.size(); i++) {
@@ -125,9 +126,10 @@ struct reader {
     std::vector<uint8_t> & bytes;
     int64_t                pos = 0;
 
-    int64_t left() const { return source.size() - pos; } // in the file, read or not
+    // Bytes of the file behind pos, whether they have been read or not.
+    int64_t left() const { return source.size() - pos; }
 
-    // makes the next n bytes available at bytes[pos]
+    // Reads from the file until bytes holds n bytes from pos on.
     int need(uint64_t n, const char * what) {
         if (n > static_cast<uint64_t>(left())) {
             return fail(GGML_MACKO_STATUS_TRUNCATED,
@@ -191,7 +193,7 @@ static int read_bools(reader & r, uint64_t n, const gguf_key & key) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// n values of a type; leaves r behind them
+// Checks n values of a type and moves r behind them.
 static int read_values(reader & r, uint32_t type, uint64_t n, const gguf_key & key) {
     if (type == GGUF_STRING) {
         if (n > static_cast<uint64_t>(r.left()) / sizeof(uint64_t)) {
@@ -204,7 +206,7 @@ static int read_values(reader & r, uint32_t type, uint64_t n, const gguf_key & k
         }
         return GGML_MACKO_STATUS_OK;
     }
-    const uint64_t nbytes = n * scalar_nbytes(type); // n <= MAX_ARRAY: no overflow
+    const uint64_t nbytes = n * scalar_nbytes(type); // cannot overflow, because n <= MAX_ARRAY
     TRY(r.need(nbytes, "a key's value"));
     if (type == GGUF_BOOL) {
         TRY(read_bools(r, n, key));
@@ -310,8 +312,8 @@ static int read_tensor(reader & r, int64_t alignment, gguf_tensor * t, int64_t *
                     "%s: hole, overlap or misalignment (offset %" PRIu64 " vs %" PRId64 ")", text, offset,
                     *data_size_padded);
     }
-    t->offset = *data_size_padded; // read_gguf_header adds the start of the data section
-    // at most 2^16 tensors of 2^34 bytes: no overflow
+    t->offset = *data_size_padded; // relative to the data section; read_gguf_header adds its start
+    // The sum cannot overflow: there are at most 2^16 tensors of 2^34 bytes.
     *data_size        = t->offset + t->nbytes;
     *data_size_padded = (*data_size + alignment - 1) & ~(alignment - 1);
     return GGML_MACKO_STATUS_OK;
@@ -336,7 +338,7 @@ static int find_alignment(const gguf_header & header, int64_t * alignment) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// count of records, against its limit and against the bytes that are left for them
+// Compares a number of records with its limit and with the number of bytes that are left for them.
 static int read_count(uint64_t n, uint64_t limit, int64_t nbytes_min, int64_t left, const char * what) {
     if (n > limit) {
         return fail(GGML_MACKO_STATUS_LIMIT, "too many %s (%" PRIu64 " vs %" PRIu64 ")", what, n, limit);
@@ -402,9 +404,9 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
     for (gguf_tensor & t : header->tensors) {
         t.offset += header->data_offset;
     }
-    // without tensors there is no data section, and the file may end right behind the header
+    // A file without tensors has no data section, so it may end right behind the header.
     const int64_t end        = n_tensors == 0 ? r.pos : header->data_offset + data_size;
-    const int64_t end_padded = header->data_offset + data_size_padded; // >= end
+    const int64_t end_padded = header->data_offset + data_size_padded; // at least end
     if (header->file_size > end_padded) {
         return fail(GGML_MACKO_STATUS_TRAILING_DATA,
                     "data behind the last tensor (file of %" PRId64 " bytes vs %" PRId64 ")", header->file_size,
@@ -464,7 +466,7 @@ bool gguf_header::get_float(const gguf_key & key, uint64_t i, double * out) cons
     }
 }
 
-// a string at p, already known to lie in the header; *next is behind it
+// The string at p, which was already found to lie inside the header; *next points behind it.
 static std::string_view string_at(const std::vector<uint8_t> & bytes, size_t pos, size_t * next) {
     const size_t n = static_cast<size_t>(load_le<uint64_t>(bytes.data() + pos));
     *next          = pos + sizeof(uint64_t) + n;

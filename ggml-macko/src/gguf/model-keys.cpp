@@ -1,7 +1,8 @@
-// Vets the metadata and the tensor types that llama.cpp trusts: values on which it asserts, divides by zero, throws
-// through C, or computes NaN. Written against the llama.cpp of the pinned llama-cpp-python (pyproject.toml): only keys
-// that this version reads for these architectures are listed; it ignores all others, so they pass. Tensor shapes are
-// not checked: it refuses wrong ones cleanly.
+// Checks the metadata and the tensor types that llama.cpp uses without a check of its own: it refuses values on which
+// llama.cpp fails an assertion, divides by zero, throws an exception through its C API, or computes NaN. The rules are
+// those of the llama.cpp in the llama-cpp-python that pyproject.toml names: they list the keys that this version reads
+// for these architectures, and all other keys are accepted, because llama.cpp ignores them. Tensor shapes are not
+// checked here, because llama.cpp refuses wrong shapes with an error.
 #include "gguf/model-keys.h"
 
 #include <algorithm>
@@ -34,10 +35,10 @@ struct arch_rules {
     const char * name;
     arch_bit     bit;
     experts_rule experts;
-    // sliding-window attention: ALWAYS has a KV cache that asserts on at least one such layer
+    // Sliding-window attention. With WINDOW_ALWAYS the KV cache asserts that at least one layer has a window.
     window_rule window;
     bool        rope_is_head;   // the graph asserts that RoPE covers whole heads
-    bool        heads_are_embd; // query tensors are embedding_length wide, whatever the head size
+    bool        heads_are_embd; // the query matrix has embedding_length rows, whatever the head size is
 };
 
 static const arch_rules ARCHS[] = {
@@ -54,25 +55,26 @@ static const arch_rules ARCHS[] = {
 
 // ---- the table ----
 
-constexpr uint32_t REQUIRED  = 1u << 30; // flags beside the architectures
-constexpr uint32_t PER_LAYER = 1u << 29; // or an array of block_count elements, which must all be equal
+constexpr uint32_t REQUIRED  = 1u << 30; // flags in the same number as the bits of the architectures
+constexpr uint32_t PER_LAYER = 1u << 29; // may also be an array of block_count equal elements
 
-constexpr double MAX_LAYERS       = 512; // llama.cpp's arrays
-constexpr double MAX_EXPERTS      = 1024;
-constexpr double MAX_EXPERTS_USED = 16; // per token: two graph nodes each, and the graph has 8 per tensor
+constexpr double MAX_LAYERS  = 512; // the size of llama.cpp's arrays
+constexpr double MAX_EXPERTS = 1024;
+// Per token. Each needs two nodes of the graph, for which llama.cpp reserves 8 nodes per tensor.
+constexpr double MAX_EXPERTS_USED = 16;
 constexpr double MAX_U32          = 4294967295.0;
 constexpr double MAX_WIDTH        = 1 << 20;
 constexpr double MAX_HEAD         = 1 << 14;
 
 struct key_rule {
-    const char * name; // "%" is the architecture
+    const char * name; // "%" stands for the name of the architecture
     gguf_type    type;
-    double       min; // of numbers; inclusive; NaN never passes
+    double       min; // bounds of a number, both included; NaN is always refused
     double       max;
     uint32_t     flags;
 };
 
-// clang-format off: a table
+// clang-format off: the rules are aligned as a table
 static const key_rule RULES[] = {
     { "general.name",                            GGUF_STRING, 0, 0, ARCH_ALL },
     { "general.type",                            GGUF_STRING, 0, 0, ARCH_ALL },
@@ -97,7 +99,7 @@ static const key_rule RULES[] = {
     { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_ALL | PER_LAYER },
     { "%.expert_group_count",                    GGUF_U32,    0, 0, ARCH_ALL },
     { "%.expert_group_used_count",               GGUF_U32,    0, 0, ARCH_ALL },
-    // none, mean, cls, last; rank needs a classifier
+    // 0 none, 1 mean, 2 cls, 3 last; 4 rank is refused, because it needs a classifier
     { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_ALL },
     { "%.classifier.pooling_type",               GGUF_U32,    0, 3, ARCH_ALL },
     { "%.final_logit_softcapping",               GGUF_F32,    0, 1e6, ARCH_GEMMA2 | ARCH_GEMMA3 },
@@ -124,7 +126,7 @@ static const key_rule RULES[] = {
     { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_ALL },
     { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_ALL },
     { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_ALL },
-    // scales keys, which are kept as F16
+    // The keys of the attention are multiplied by this factor and stored as F16, which must not overflow.
     { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_ALL },
     { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_ALL },
     { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_ALL },
@@ -166,14 +168,14 @@ static int check_number(const gguf_header & header, const gguf_key & key, uint64
     } else if (!header.get_float(key, i, out)) {
         return wrong_type(key.name);
     }
-    if (!(*out >= rule.min && *out <= rule.max)) { // NaN fails too
+    if (!(*out >= rule.min && *out <= rule.max)) { // written so that NaN is refused
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is out of range (%g vs %g...%g)", key.name.c_str(), *out,
                     rule.min, rule.max);
     }
     return GGML_MACKO_STATUS_OK;
 }
 
-// layers of the model; 0 if the key is missing or wrong, which the rule of the key reports
+// Number of layers; 0 if the key is missing or has another type, which the rule of that key reports.
 static uint64_t block_count(const gguf_header & header, const arch_rules & arch) {
     const gguf_key * key = header.find(with_arch("%.block_count", arch).c_str());
     int64_t          n   = 0;
@@ -199,7 +201,7 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
         if (i == 0) {
             first = value;
         }
-        if (value != first) { // llama.cpp sizes these graphs by the first layer and asserts in the others
+        if (value != first) { // llama.cpp plans for the first layer and asserts that the others are equal
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s differs between layers (%g vs %g)", key.name.c_str(),
                         value, first);
         }
@@ -232,7 +234,7 @@ struct hparams {
     const arch_rules &  arch;
 
     bool has(const char * name) const { return header.find(with_arch(name, arch).c_str()) != nullptr; }
-    // first element of a key that the table has checked; otherwise a default
+    // The first element of a key, whose type the table has checked, or the default if the key is missing.
     int64_t get(const char * name, int64_t otherwise) const {
         const gguf_key * key   = header.find(with_arch(name, arch).c_str());
         int64_t          value = otherwise;
@@ -295,7 +297,8 @@ static int check_experts(const hparams & hp) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// true layers of %.attention.sliding_window_pattern; its scalar form p makes every p-th layer dense
+// Checks that at least one layer has a window according to %.attention.sliding_window_pattern. In its scalar form p,
+// every p-th layer has none.
 static int check_window(const hparams & hp) {
     const bool window = hp.arch.window == WINDOW_ALWAYS ||
                         (hp.arch.window == WINDOW_OPTIONAL && hp.get("%.attention.sliding_window", 0) > 0);
@@ -359,7 +362,7 @@ static int check_labels(const hparams & hp) {
 
 enum { TOKEN_TYPE_BYTE = 6, TOKEN_TYPE_MAX = 6 };
 
-// an array key; *out is null if it is absent and not required
+// Finds an array key; *out is null if the key is missing and not required.
 static int find_array(const gguf_header & header, const char * name, bool required,
                       std::initializer_list<gguf_type> types, const gguf_key ** out) {
     *out = header.find(name);
@@ -377,7 +380,8 @@ static int bad_token(uint64_t i, const std::string & token, const char * what) {
                 printable(token.c_str(), token.size()).text, what);
 }
 
-// llama.cpp cuts a token at a NUL and names an empty one; it asserts that no two are equal after that
+// llama.cpp cuts a token at its first NUL and gives an empty token a name of its own; then it asserts that no two
+// tokens are equal.
 static int check_tokens_differ(std::vector<std::string> tokens) {
     std::vector<size_t> order(tokens.size());
     for (size_t i = 0; i < tokens.size(); i++) {
@@ -440,7 +444,7 @@ static int check_scores(const gguf_header & header, uint64_t n_tokens) {
                     key->name.c_str(), key->n, n_tokens);
     }
     for (uint64_t i = 0; i < key->n; i++) {
-        double score = 0; // NaN would break the order of the tokenizer's heap
+        double score = 0; // the tokenizer keeps a heap ordered by score, and NaN has no order
         if (header.get_float(*key, i, &score) && !std::isfinite(score)) {
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s: score of token %" PRIu64 " is not finite",
                         key->name.c_str(), i);
@@ -449,7 +453,8 @@ static int check_scores(const gguf_header & header, uint64_t n_tokens) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// SentencePiece looks up bytes as <0xHH> or as one character, with at(): a missing one throws through llama_tokenize
+// The SentencePiece tokenizer looks up each byte as <0xHH> or as one character with std::unordered_map::at: if both are
+// missing, an exception passes through llama_tokenize.
 static int check_byte_fallback(std::vector<std::string> tokens) {
     std::sort(tokens.begin(), tokens.end());
     for (int byte = 0; byte < 256; byte++) {
@@ -464,8 +469,8 @@ static int check_byte_fallback(std::vector<std::string> tokens) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// tokenizer.ggml.*_token_id; the defaults of the first two must exist as well, because a missing one asserts when text
-// is tokenized
+// Checks tokenizer.ggml.*_token_id. The default values of the first two must be tokens, too, because llama.cpp asserts
+// that they exist when it tokenizes text.
 static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_tokens) {
     static const char * const names[] = { "bos",     "eos",     "eot",     "eom",     "unknown", "seperator",
                                           "padding", "cls",     "mask",    "fim_pre", "fim_suf", "fim_mid",
@@ -497,7 +502,7 @@ static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_t
 
 static int check_vocab(const gguf_header & header) {
     std::string model;
-    header.get_string(*header.find("tokenizer.ggml.model"), 0, &model); // required by the table
+    header.get_string(*header.find("tokenizer.ggml.model"), 0, &model); // the table requires this key
     const bool is_spm = model == "llama";
     if (!is_spm && model != "gpt2") {
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.model is not llama or gpt2 ('%s')",
@@ -595,7 +600,7 @@ int check_model_keys(const gguf_header & header) {
     return check_vocab(header);
 }
 
-// types that ggml-cpu multiplies with: floats, and quantized types that have a dot product
+// The types of matrices that ggml-cpu can multiply: floating-point types, and quantized types with a dot product.
 static bool is_matrix_type(int32_t type) {
     constexpr int32_t no_dot_product[] = { 9, 15, 24, 25, 26, 27, 28 }; // Q8_1, Q8_K, I8, I16, I32, I64, F64
     return std::find(std::begin(no_dot_product), std::end(no_dot_product), type) == std::end(no_dot_product);
@@ -611,15 +616,15 @@ int check_model_tensors(const std::vector<gguf_tensor> & tensors) {
     for (const gguf_tensor & t : tensors) {
         has_output |= t.name == "output.weight";
         has_output_scale |= t.name == "output.scale" || t.name == "output.input_scale";
-        // norms, biases, scales, RoPE factors: ggml-cpu aborts unless they are F32. Matrices end in .weight and have
-        // several rows.
+        // ggml-cpu aborts unless norms, biases, scales and RoPE factors are F32. Only a tensor of several rows whose
+        // name ends in .weight is a matrix.
         const bool is_matrix = t.ne[1] * t.ne[2] * t.ne[3] > 1 && ends_with(t.name, ".weight");
         if (is_matrix ? !is_matrix_type(t.type) : t.type != GGML_MACKO_TYPE_F32) {
             return fail(GGML_MACKO_STATUS_BAD_TYPE, "%s: llama.cpp cannot compute with this tensor's type (%d)",
                         t.name.c_str(), t.type);
         }
     }
-    if (has_output_scale && !has_output) { // asserts if the tied embedding is NVFP4
+    if (has_output_scale && !has_output) { // llama.cpp asserts if output.weight is the embedding and NVFP4
         return fail(GGML_MACKO_STATUS_MISSING_COMPONENT, "output.weight is missing, but its scale is there");
     }
     return GGML_MACKO_STATUS_OK;

@@ -16,7 +16,7 @@ static bool is_word(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
 }
 
-// finds X in blk.N.attn_X.weight or blk.N.ffn_X.weight
+// Finds X in blk.N.attn_X.weight or blk.N.ffn_X.weight.
 static bool block_part(std::string_view name, std::string_view * part) {
     constexpr std::string_view prefix = "blk.", suffix = ".weight";
     if (name.substr(0, prefix.size()) != prefix || name.size() < prefix.size() + suffix.size() ||
@@ -31,15 +31,15 @@ static bool block_part(std::string_view name, std::string_view * part) {
     name = name.substr(digits + 1);
     for (const std::string_view kind : { std::string_view("attn_"), std::string_view("ffn_") }) {
         if (name.size() > kind.size() && name.substr(0, kind.size()) == kind) {
-            *part = name.substr(kind.size() - 1); // with its underscore
+            *part = name.substr(kind.size() - 1); // begins with the underscore
             return std::all_of(name.begin(), name.end(), is_word);
         }
     }
     return false;
 }
 
-// Left out are norms and biases (1-D), token_embd (read row by row), routers (ffn_gate_inp: tiny, and they decide which
-// experts a token gets) and tables of relative positions (looked up).
+// Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
+// which single rows are read; and routers (ffn_gate_inp), which are small and choose the experts of a token.
 int weight_use(const std::string & name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
@@ -92,14 +92,14 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
     return GGML_MACKO_STATUS_OK;
 }
 
-// bytes in a file, with aligned components (FORMAT.md section 3)
+// Bytes of the three components in a file, each padded to the alignment (FORMAT.md section 3).
 static int64_t file_nbytes(const macko_desc & desc, int64_t n_stored, int32_t bits, int64_t alignment) {
     const auto align = [&](int64_t n) { return (n + alignment - 1) & ~(alignment - 1); };
     return align(n_padded(n_stored) * value_nbytes(desc.type)) + align(deltas_nbytes(n_padded(n_stored), bits)) +
            align(4 * (desc.rows + 1));
 }
 
-// index of the best delta_bits, or -1 if dense is as small
+// Index of the delta_bits that needs the fewest bytes, or -1 if no choice is smaller than the dense tensor.
 static int best_width(const macko_desc & desc, const ggml_macko_count & total, int64_t nbytes_dense,
                       int64_t alignment) {
     int     best   = -1;
@@ -114,11 +114,11 @@ static int best_width(const macko_desc & desc, const ggml_macko_count & total, i
     return best;
 }
 
-// Fills *m if the tensor shrinks; m->format stays nullptr if it does not.
+// Describes the compressed tensor in *m; m->format is nullptr if compression would not make the tensor smaller.
 static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab,
                        sparse_tensor_info * m) {
-    macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4,
-                        0 }; // read_gguf_header checked that this does not overflow
+    // The number of rows cannot overflow: read_gguf_header has checked the number of elements.
+    macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4, 0 };
     m->format       = nullptr;
     if (!is_value_type(t.type) || weight_use(t.name, t.n_dims) == GGML_MACKO_WEIGHT_OTHER ||
         check_desc(desc) != GGML_MACKO_STATUS_OK) {
@@ -169,13 +169,13 @@ static int find_matrices(const model_file & file, std::vector<sparse_tensor_info
     return file.check_unchanged();
 }
 
-// ---- the last result: llama.cpp opens a model several times to see how it fits into memory ----
+// ---- cache of the last result, because llama.cpp opens a model several times to find out what fits into memory ----
 
 namespace {
 
 struct found_matrices {
     std::mutex                      mutex;
-    std::vector<struct stat>        files; // that they were found in
+    std::vector<struct stat>        files; // the parts of the model that matrices was computed from
     std::vector<sparse_tensor_info> matrices;
 };
 

@@ -1,4 +1,5 @@
-// The dense GGUF as a list of segments: a rebuilt header, ranges of the sparse file, placeholders, and zeros.
+// The dense GGUF file as a list of segments: a header made from that of the sparse file, ranges of the sparse file,
+// placeholders of sparse tensors, and zeros.
 #include "load/dense-stream.h"
 #include "load/payload.h"
 
@@ -17,17 +18,18 @@ static_assert(sizeof(tensor_placeholder) == 24, "the placeholder is copied byte 
 
 namespace {
 
-// of stdio's buffer: it reads a stream in pieces of that size, whatever it is asked for; enough work for all threads
+// Size of stdio's buffer. stdio reads a stream in pieces of this size, whatever size fread is called with; a piece is
+// large enough that all threads have work.
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// UNREAD: the rest of a sparse tensor, behind its placeholder
+// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder.
 enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
-    int64_t      begin; // in the dense stream; a segment ends where the next one begins
+    int64_t      begin; // offset in the dense stream; a segment ends where the next one begins
     segment_kind kind;
-    int64_t      source; // HEADER: offset in header bytes; FILE: offset in the sparse file; PLACEHOLDER: matrix index
+    int64_t      source; // offset in the header or in the sparse file, or the index of the matrix
 };
 
 } // namespace
@@ -35,11 +37,11 @@ struct segment {
 struct dense_stream::impl {
     const model_file &   file;
     std::vector<uint8_t> header;
-    std::vector<segment> segments; // ascending, first at 0
+    std::vector<segment> segments; // in ascending order; the first one begins at 0
     int64_t              size      = 0;
     uint8_t              nonce[16] = {};
 
-    std::vector<std::unique_ptr<char[]>> stream_buffers; // stdio's, one per stream
+    std::vector<std::unique_ptr<char[]>> stream_buffers; // buffers for stdio, one per stream
 
     std::mutex  error_mutex;
     int         error_status = GGML_MACKO_STATUS_OK;
@@ -53,7 +55,7 @@ struct dense_stream::impl {
             size += n;
         }
     }
-    // the segment at offset; the first one starts at 0
+    // The segment that contains offset. There always is one, because the first segment begins at 0.
     std::vector<segment>::const_iterator find(int64_t offset) const {
         return std::upper_bound(segments.begin(), segments.end(), offset,
                                 [](int64_t at, const segment & s) { return at < s.begin; }) -
@@ -74,17 +76,17 @@ template <typename T> static void put(std::vector<uint8_t> * out, T value) {
     memcpy(out->data() + n, &value, sizeof(T));
 }
 
-// whether a key says how a file stores its model, and does not belong to the dense model
+// Whether a key describes how the file stores the model; the dense file must not contain such a key.
 static bool describes_storage(const std::string & key, bool split) {
     return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
            (split && key.compare(0, 6, "split.") == 0);
 }
 
-// The header of the dense file (FORMAT.md, end of section 2). offsets: of the tensors' data in the data section.
+// The header of the dense file (FORMAT.md, end of section 2). offsets are those of the tensors in the data section.
 static std::vector<uint8_t> dense_header(const model_file & file, const std::vector<gguf_tensor> & tensors,
                                          const std::vector<int64_t> & offsets) {
     const gguf_header &  h = file.header;
-    std::vector<uint8_t> out(h.bytes.begin(), h.bytes.begin() + 8); // magic, version
+    std::vector<uint8_t> out(h.bytes.begin(), h.bytes.begin() + 8); // magic and version
     out.reserve(h.bytes.size() + static_cast<size_t>(h.alignment));
     put<uint64_t>(&out, tensors.size());
     const size_t n_keys_at = out.size();
@@ -150,14 +152,14 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
     const int64_t                  alignment = file.header.alignment;
     const std::vector<gguf_tensor> tensors   = dense_tensors(file);
     std::vector<int64_t>           offsets;
-    int64_t                        offset = 0; // the sum is bounded by check_dense_size
+    int64_t                        offset = 0; // cannot overflow, because check_dense_size has checked the sum
     for (const gguf_tensor & t : tensors) {
         offsets.push_back(offset);
         offset = (offset + t.nbytes + alignment - 1) & ~(alignment - 1);
     }
     p->header = dense_header(file, tensors, offsets);
     p->append(SEGMENT_HEADER, 0, static_cast<int64_t>(p->header.size()));
-    size_t at = 0; // in the sparse file's table
+    size_t at = 0; // index in the tensor table of the sparse file
     for (const gguf_tensor & t : tensors) {
         const int64_t index = file.tensor_sparse_index[at];
         if (index >= 0) {
@@ -331,8 +333,8 @@ FILE * dense_stream::open_stream() {
         (void)fail(GGML_MACKO_STATUS_IO, "fopencookie: %s", strerror(errno));
         return nullptr;
     }
-    k.release();  // stream_close deletes it
-    if (buffer) { // without it stdio reads less at a time
+    k.release();  // from here on stream_close deletes it
+    if (buffer) { // without a buffer of our own, stdio reads smaller pieces
         setvbuf(stream, buffer, _IOFBF, STREAM_NBYTES);
     }
     return stream;

@@ -1,5 +1,5 @@
-// The files of a model: opening, reading across them, and the rest of a split model (llama-gguf-split:
-// NAME-00001-of-0000N.gguf, metadata in the first).
+// Opens the files of a model and reads across them. A model that llama-gguf-split has split consists of N files
+// NAME-00001-of-0000N.gguf, of which the first has the metadata.
 #include "load/model-file.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ int model_file::read(int64_t offset, void * dst, int64_t n) const {
     uint8_t * out = static_cast<uint8_t *>(dst);
     auto      it  = std::upper_bound(parts.begin(), parts.end(), offset,
                                      [](int64_t at, const file_part & part) { return at < part.begin; });
-    for (--it; n > 0; ++it) { // the first part begins at 0
+    for (--it; n > 0; ++it) { // upper_bound never finds the first part, which begins at 0
         const bool    last = it + 1 == parts.end();
         const int64_t len  = last ? n : std::min(n, (it + 1)->begin - offset);
         if (const int status = read_part(*it, offset - it->begin, out, len)) {
@@ -82,7 +82,7 @@ int model_file::open(const char * file_path) {
     parts.emplace_back();
     file_part & part = parts.back();
     part.path        = file_path;
-    // O_NONBLOCK: opening a FIFO without a writer must not hang
+    // Without O_NONBLOCK, opening a FIFO that has no writer would block.
     part.fd = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
     if (part.fd < 0 || fstat(part.fd, &part.opened) != 0) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
@@ -95,7 +95,7 @@ int model_file::open(const char * file_path) {
 
 // ---- split models ----
 
-// -1: there is no such key
+// *value is -1 if the key is missing.
 static int find_split_key(const gguf_header & header, const char * name, gguf_type type, int64_t * value) {
     const gguf_key * key = header.find(name);
     *value               = -1;
@@ -107,11 +107,11 @@ static int find_split_key(const gguf_header & header, const char * name, gguf_ty
 
 int split_count(const gguf_header & header, int64_t * count) {
     const int status = find_split_key(header, "split.count", GGUF_U16, count);
-    *count           = std::max<int64_t>(*count, 1); // 0: was split, and merged again
+    *count           = std::max<int64_t>(*count, 1); // llama-gguf-split writes 0 when it merges the parts again
     return status;
 }
 
-// part i of n opened, its header checked, its tensors appended
+// Opens part i of n, checks its header, and appends its tensors to those of the model.
 static int append_part(model_file * file, const std::string & path, int64_t i, int64_t n) {
     model_file part;
     int64_t    no = 0, count = 0;
@@ -146,7 +146,7 @@ static int append_part(model_file * file, const std::string & path, int64_t i, i
     file->header.file_size += part.header.file_size;
     part.parts[0].begin = begin;
     file->parts.push_back(std::move(part.parts[0]));
-    part.parts.clear(); // the descriptor is file's now
+    part.parts.clear(); // so that the destructor of part does not close the descriptor
     return GGML_MACKO_STATUS_OK;
 }
 

@@ -1,4 +1,5 @@
-// Opens GGUF models: which checks a file has to pass for which purpose, and which errors are left to llama.cpp.
+// Opens GGUF models. It decides which checks a file has to pass for which purpose, and with which errors a file is left
+// to llama.cpp.
 #include "load/model-file.h"
 #include "gguf/model-keys.h"
 #include "load/compress.h"
@@ -9,7 +10,8 @@
 
 namespace macko {
 
-// of the search for our keys in a file that could not be parsed: real headers have 20 MB at most
+// How far a file whose header could not be parsed is searched for the keys of a sparse file. Headers of published
+// models have 20 MB at most.
 constexpr int64_t CLAIM_SEARCH_NBYTES = 64 << 20;
 
 static int check_not_split(const gguf_header & header) {
@@ -36,7 +38,7 @@ int model_file_open(const char * path, bool require_model, std::unique_ptr<model
     if (status == GGML_MACKO_STATUS_OK) {
         status = read_gguf_header(*file, &file->header);
     }
-    // one part of a sparse model does not describe the model
+    // The header of one part of a split sparse model does not describe the whole model.
     if (status == GGML_MACKO_STATUS_OK && (require_model || file->header.find("macko.version") != nullptr)) {
         status = check_not_split(file->header);
     }
@@ -54,13 +56,13 @@ int model_file_open(const char * path, bool require_model, std::unique_ptr<model
     return GGML_MACKO_STATUS_OK;
 }
 
-// whether a file whose header could not be parsed has the bytes of our keys
+// Whether a file whose header could not be parsed contains the name of a key that only sparse files have.
 static bool claims_to_be_sparse(const model_file & file) {
-    static constexpr std::string_view keys[]  = { "macko.version", "macko.tensor." };
-    constexpr int64_t                 chunk   = 1 << 20;
-    constexpr int64_t                 overlap = 16; // no key is cut at the end of a chunk
-    std::vector<char>                 buffer(chunk + overlap);
-    const int64_t                     end = std::min(file.size(), CLAIM_SEARCH_NBYTES);
+    static constexpr std::string_view keys[] = { "macko.version", "macko.tensor." };
+    constexpr int64_t                 chunk  = 1 << 20;
+    constexpr int64_t overlap = 16; // at least the length of a name, so that none is cut at the end of a chunk
+    std::vector<char> buffer(chunk + overlap);
+    const int64_t     end = std::min(file.size(), CLAIM_SEARCH_NBYTES);
     for (int64_t at = 0; at < end; at += chunk) {
         const int64_t n = std::min(end - at, chunk + overlap);
         if (file.read(at, buffer.data(), n) != GGML_MACKO_STATUS_OK) {
@@ -75,12 +77,12 @@ static bool claims_to_be_sparse(const model_file & file) {
     return false;
 }
 
-// header and sparse description of a model that may be split
+// Reads the header and the description of the sparse tensors of a model that may be split.
 static int open_for_load(const char * path, bool compress, model_file * file) {
     if (const int status = read_gguf_header(*file, &file->header)) {
         return status;
     }
-    if (compress || file->header.find("macko.version") != nullptr) { // llama.cpp opens the parts of other models
+    if (compress || file->header.find("macko.version") != nullptr) { // llama.cpp itself opens the parts of dense models
         if (const int status = file->append_parts()) {
             return status;
         }

@@ -1,4 +1,5 @@
-// Reads the payload of one matrix, checks it, and hands it to a consumer.
+// Reads the payload of one sparse tensor in blocks of rows, checks each block, and passes it to a consumer. A tensor
+// that is compressed on load is encoded here.
 #include "load/payload.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
@@ -13,19 +14,20 @@
 
 namespace macko {
 
-// of payload: half of an L2 cache, and a few hundred microseconds of work
+// Bytes of payload per block: they fill half of a typical L2 cache, and take a few hundred microseconds to check.
 constexpr int64_t BLOCK_NBYTES = 512 << 10;
 
 namespace {
 
-// the error of the earliest block, whichever thread met it; blocks behind it are skipped
+// Keeps the error of the first block in the order of the file, whichever thread finds it. Blocks behind that one are
+// skipped.
 struct first_error {
     std::atomic<int64_t> block{ INT64_MAX };
     std::mutex           mutex;
     int                  status = GGML_MACKO_STATUS_OK;
     std::string          text;
 
-    bool any() const { return status != GGML_MACKO_STATUS_OK; } // to be asked after all threads are done
+    bool any() const { return status != GGML_MACKO_STATUS_OK; } // only valid after all threads have ended
 
     void set(int64_t b, int s) noexcept {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -41,16 +43,16 @@ struct first_error {
     }
 };
 
-// A sum over blocks. Not an OpenMP ordered region: libgomp ends one only where its thread takes the next iteration, so
-// that the rest of the loop body would wait for other threads, too.
+// A sum over the blocks in their order. It is not an OpenMP ordered region, because libgomp ends such a region only
+// when the thread takes its next iteration, so that the rest of the loop body would be serialized, too.
 class running_sum {
 public:
     void add(int64_t n) {
         const std::lock_guard<std::mutex> lock(mutex_);
         sum_ += n;
     }
-    // Adds n of block b and returns the sum of the blocks before it; waits until those were added. Waking up from that
-    // wait takes long.
+    // Adds n for block b and returns the sum of the blocks before it. It waits until those were added; waking up from
+    // the wait is slow.
     int64_t add_in_order(int64_t b, int64_t n) {
         std::unique_lock<std::mutex> lock(mutex_);
         turn_.wait(lock, [&] { return next_ == b; });
@@ -60,7 +62,7 @@ public:
         turn_.notify_all();
         return before;
     }
-    int64_t sum() const { return sum_; } // after the last block
+    int64_t sum() const { return sum_; } // of all blocks; only valid after the last one was added
 
 private:
     std::mutex              mutex_;
@@ -73,14 +75,14 @@ struct payload_reader {
     const gguf_header &        header;
     const sparse_tensor_info & m;
     std::vector<int32_t>       row_ptr;
-    std::vector<int64_t>       blocks;  // first row of each block, then rows
-    macko_matrix               recoded; // of another format: blocks of rows are taken from here, not from the file
+    std::vector<int64_t>       blocks;  // first row of each block, and the number of rows at the end
+    macko_matrix               recoded; // a matrix of another format, recoded; its blocks are not read from the file
 
     const gguf_tensor & component(size_t c) const { return header.tensors[m.first + c]; }
     int64_t             values_offset(int64_t entry) const {
         return component(MACKO_VALUES).offset + entry * value_nbytes(m.desc.type);
     }
-    // entry % 8 == 0
+    // Offset in the file of the deltas from an entry on, which must be a multiple of 8.
     int64_t deltas_offset(int64_t entry) const {
         return component(MACKO_DELTAS).offset + entry * m.desc.delta_bits / 8;
     }
@@ -98,7 +100,7 @@ struct payload_reader {
         const int64_t n_stored = row_ptr.back();
         const int64_t base     = n_stored & ~int64_t(7);
         const int64_t n_deltas = component(MACKO_DELTAS).nbytes;
-        // n_padded is 8 at least: <= 64 bytes
+        // These are at most 64 bytes.
         const int64_t      n_values_bytes = (m.n_padded - base) * value_nbytes(m.desc.type);
         const int64_t      n_deltas_bytes = n_deltas - base * m.desc.delta_bits / 8;
         alignas(8) uint8_t values[64];
@@ -112,7 +114,8 @@ struct payload_reader {
         return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
     }
 
-    // cuts the matrix into whole rows of about BLOCK_NBYTES; an empty row counts too, because a consumer works on it
+    // Divides the matrix into blocks of whole rows with about BLOCK_NBYTES each. An empty row counts as well, because a
+    // consumer has work for it, too.
     void make_blocks() {
         const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
         const int64_t row_nbytes     = m.is_encoded_on_load() ? m.desc.cols * value_nbytes(m.desc.type) : 16;
@@ -122,8 +125,8 @@ struct payload_reader {
             const int64_t n =
                 (row_ptr[static_cast<size_t>(r) + 1] - row_ptr[static_cast<size_t>(r)]) * bits_per_entry / 8 +
                 row_nbytes;
-            // A block that is encoded here lacks the deltas of its neighbours. Consumers copy whole bytes, so it must
-            // not share a byte with them.
+            // A block that is encoded on load does not contain the deltas of its neighbours. Because consumers copy
+            // whole bytes, it must not share a byte of deltas with them.
             const bool may_begin =
                 !m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0;
             if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
@@ -143,11 +146,11 @@ struct payload_reader {
                 { m.desc, row_begin, row_end, row_ptr.data(), 0, recoded.values.data(), recoded.deltas.data() }, view);
         }
         const int64_t base = row_ptr[static_cast<size_t>(row_begin)] & ~int64_t(7);
-        const int64_t end  = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // <= n_padded
-        // multiples of 8 entries:
+        const int64_t end  = (row_ptr[static_cast<size_t>(row_end)] + int64_t(7)) & ~int64_t(7); // at most n_padded
+        // Both are whole bytes, because base and end are multiples of 8.
         const int64_t n_values = (end - base) * value_nbytes(m.desc.type);
-        const int64_t n_deltas = (end - base) * m.desc.delta_bits / 8; // whole bytes
-        const size_t  slack    = 64;                                   // validate and consumers may load whole vectors
+        const int64_t n_deltas = (end - base) * m.desc.delta_bits / 8;
+        const size_t  slack    = 64; // because validate and consumers may load whole vectors
         if (buffer.size() < static_cast<size_t>(n_values + n_deltas) + 2 * slack) {
             buffer.resize(static_cast<size_t>(n_values + n_deltas) + 2 * slack);
         }
@@ -169,7 +172,7 @@ struct payload_reader {
         return validate(rows, view);
     }
 
-    // reads dense rows and encodes them
+    // Reads dense rows and encodes them.
     int encode_block(const macko_rows & rows, uint8_t * values, int64_t n_values, uint8_t * deltas,
                      int64_t n_deltas) const {
         const int64_t        row_nbytes = m.desc.cols * value_nbytes(m.desc.type);
@@ -183,7 +186,7 @@ struct payload_reader {
         return encode(dense.data(), rows, values, deltas);
     }
 
-    // hands out the matrix in `recoded`
+    // Passes the matrix in `recoded` to the consumer, in blocks of rows.
     int read_recoded(int n_team, payload_consumer & consumer) {
         row_ptr = std::move(recoded.row_ptr);
         make_blocks();
@@ -191,10 +194,11 @@ struct payload_reader {
     }
 
     int read_blocks(int n_max_team, payload_consumer & consumer) {
-        const int64_t        n_blocks = static_cast<int64_t>(blocks.size()) - 1;
-        first_error          error;
-        running_sum          nnz;
-        std::atomic<int64_t> next{ 0 }; // blocks are taken in order, so that none waits for one that no thread has
+        const int64_t n_blocks = static_cast<int64_t>(blocks.size()) - 1;
+        first_error   error;
+        running_sum   nnz;
+        // Threads take the blocks in order, so that running_sum never waits for a block that no thread has taken.
+        std::atomic<int64_t> next{ 0 };
         const int            n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
 
 #pragma omp parallel num_threads(n_team)
@@ -235,7 +239,8 @@ struct payload_reader {
 
 int team_of(int n_threads) { return n_threads > 0 ? n_threads : omp_get_max_threads(); }
 
-// Reads the whole matrix into private memory and checks it; a consumer that does not take its format gets MACKO rows.
+// Reads the whole matrix into memory that the file cannot change any more, and checks it. A consumer that does not
+// accept the format of the matrix gets it recoded to MACKO.
 int read_whole(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
                payload_consumer & consumer) {
     payload_reader reader = { source, header, m, {}, {}, {} };
@@ -244,7 +249,8 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
         std::unique_ptr<uint8_t[]> memory[GGML_MACKO_MAX_ARRAYS];
         for (size_t c = 0; c < m.n_tensors; c++) {
             const gguf_tensor & t = reader.component(c);
-            memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]); // not touched before it is read into
+            // The bytes are not initialized, so that the threads that read the file touch the pages first.
+            memory[c].reset(new uint8_t[static_cast<size_t>(t.nbytes)]);
             if (const int status = read_by_all(source, t.offset, memory[c].get(), t.nbytes, n_team)) {
                 return status;
             }
@@ -261,7 +267,7 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
         if (const int status = recode(*view, n_team, &reader.recoded)) {
             return status;
         }
-    } // the format's own arrays are freed before the rows are consumed
+    } // frees the arrays of the original format before the rows are consumed
     return reader.read_recoded(n_team, consumer);
 }
 

@@ -1,5 +1,6 @@
-// What a file says of its sparse tensors: the macko.* keys and the component tensors (FORMAT.md sections 1, 2 and 4).
-// Which components a matrix has and what they must be is its format's to say (codec/codec.h).
+// Reads and checks the description of the sparse tensors: the macko.* keys and the component tensors (FORMAT.md
+// sections 1, 2 and 4). The codec of each format (codec/codec.h) decides which components a matrix has, and their types
+// and sizes.
 #include "codec/registry.h"
 #include "load/model-file.h"
 
@@ -82,7 +83,7 @@ static int check_version(const gguf_header & header) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// finds an array key with n elements of a type; n = 0: any number of them but none
+// Finds an array key with n elements of a type; with n = 0, any number of elements but 0 is accepted.
 static int find_array(const gguf_header & header, const char * name, gguf_type type, uint64_t n,
                       const gguf_key ** out) {
     const gguf_key * key = header.find(name);
@@ -130,7 +131,7 @@ static int check_name(const std::string & name) {
                      name.size(), MAX_NAME - MAX_SUFFIX);
 }
 
-// matrix i of the macko.tensor.* arrays, without its components
+// The macko.tensor.* keys, parallel arrays with one entry per matrix (ne: four).
 struct sparse_keys {
     const gguf_key *format, *type, *ne, *delta_bits, *nnz;
     int64_t         min_reader;
@@ -152,14 +153,14 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     }
     int64_t type = 0;
     int64_t bits = 0;
-    header.get_int(*keys.type, i, &type); // cannot fail in u32 arrays
+    header.get_int(*keys.type, i, &type); // cannot fail, because the elements are u32
     header.get_int(*keys.delta_bits, i, &bits);
     if (type > INT32_MAX || bits > INT32_MAX) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "type %" PRId64 " or delta_bits %" PRId64 " is out of range", type,
                     bits);
     }
     m->desc.type       = static_cast<int32_t>(type);
-    m->value_type      = m->desc.type; // until the first component is known
+    m->value_type      = m->desc.type; // the type of the first component replaces it
     m->bits            = static_cast<int32_t>(bits);
     m->desc.delta_bits = m->format->recoded_bits(m->bits);
     m->n_tensors       = m->format->components().size();
@@ -172,7 +173,7 @@ static int read_matrix(const gguf_header & header, const sparse_keys & keys, uin
     if (const int status = m->format->check_desc(m->matrix())) {
         return status;
     }
-    m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // the limits of check_desc: <= 16 GiB
+    m->nbytes_dense = m->desc.rows * m->desc.cols * value_nbytes(m->desc.type); // at most 16 GiB, by check_desc
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -186,7 +187,7 @@ static int read_matrices(model_file * file) {
     if (const int status = find_array(header, "macko.tensor.name", GGUF_STRING, 0, &name)) {
         return status;
     }
-    if (name->n > MAX_TENSORS / 3) { // most formats have three components or more; it also bounds 4 n below
+    if (name->n > MAX_TENSORS / 3) { // most formats have at least three components; 4 n cannot overflow then
         return fail(GGML_MACKO_STATUS_LIMIT, "too many sparse tensors (%" PRIu64 " vs %" PRIu64 ")", name->n,
                     MAX_TENSORS / 3);
     }
@@ -206,7 +207,7 @@ static int read_matrices(model_file * file) {
         return status;
     }
     std::vector<std::string> names, formats;
-    header.get_strings(*name, &names); // cannot fail in string arrays
+    header.get_strings(*name, &names); // cannot fail, because the elements are strings
     header.get_strings(*keys.format, &formats);
     file->sparse.resize(names.size());
     for (size_t i = 0; i < names.size(); i++) {
@@ -221,7 +222,8 @@ static int read_matrices(model_file * file) {
 
 // ---- components ----
 
-// names and their indices, sorted: a hash table would let a file choose its collisions
+// Names and their indices, sorted by name. It is not a hash table, because a file could be made to have many hash
+// collisions.
 using name_index = std::vector<std::pair<std::string_view, size_t>>;
 
 static int64_t name_find(const name_index & index, std::string_view name) {
@@ -250,7 +252,7 @@ static int check_component(const gguf_tensor & t, const component_rule & rule) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// types and lengths of matrix m's components, which start at t, as far as its format can tell from the header
+// Checks the types and lengths of the components of matrix m, which begin at t, as far as the header describes them.
 static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_tensor_info * m) {
     m->value_type                = m->format->value_type_of(m->desc.type, t->type);
     const ggml_macko_matrix full = m->matrix(t);
@@ -265,7 +267,8 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
         prefix_error(m->name.c_str());
         return status;
     }
-    // a format may have no component with an element per row; what is made of a matrix has
+    // Not every format has a component with an element per row, but a recoded matrix has: its memory must be bounded by
+    // the size of the file.
     if (m->desc.rows / MAX_ROWS_PER_BYTE > file_size) {
         return fail(GGML_MACKO_STATUS_LIMIT,
                     "%s: %" PRId64 " rows from a file of %" PRId64 " bytes (limit %" PRId64 " x)", m->name.c_str(),
@@ -275,7 +278,7 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-// Binds the tensors from table entry t on to a matrix as its components.
+// Makes the tensors from table entry t on the components of a matrix.
 static int bind_components(model_file * file, size_t t, size_t index) {
     sparse_tensor_info & m       = file->sparse[index];
     const auto &         tensors = file->header.tensors;
@@ -291,7 +294,7 @@ static int bind_components(model_file * file, size_t t, size_t index) {
     return check_components_of(&tensors[t], file->header.file_size, &m);
 }
 
-// a tensor that is not a component must not look like one
+// The name of a dense tensor must not be that of a sparse tensor or of a component.
 static int check_not_component(const gguf_tensor & t, const name_index & sparse_names) {
     if (name_find(sparse_names, t.name) >= 0) {
         return fail(GGML_MACKO_STATUS_DUPLICATE_TENSOR, "%s is there both dense and sparse", t.name.c_str());
@@ -311,7 +314,7 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-// Value types that came later than the first format that has them: the version that a reader must have to know them.
+// Value types that are newer than the format they are used in, with the first version of a reader that knows them.
 struct value_type_version {
     int32_t      type;
     const char * name;
@@ -360,7 +363,7 @@ static int check_components(model_file * file) {
             }
         }
     }
-    size_t next = 0; // matrices stand in the order of macko.tensor.name
+    size_t next = 0; // components are stored in the order of macko.tensor.name
     for (size_t t = 0; t < tensors.size();) {
         if (next < file->sparse.size() &&
             tensors[t].name == file->sparse[next].name + file->sparse[next].format->components()[0]) {
@@ -375,12 +378,12 @@ static int check_components(model_file * file) {
             t++;
         }
     }
-    return check_value_versions(
-        *file); // all components exist, and each was bound or refused: next is the number of matrices
+    // Here next is the number of matrices: all components exist, and each was bound or refused.
+    return check_value_versions(*file);
 }
 
 static int check_dense_size(const model_file & file) {
-    int64_t total = 0; // <= 2^16 tensors of <= 2^34 bytes: no overflow
+    int64_t total = 0; // cannot overflow: at most 2^16 tensors of at most 2^34 bytes
     for (const gguf_tensor & t : dense_tensors(file)) {
         total += t.nbytes;
     }
@@ -403,8 +406,8 @@ int check_sparse_tensors(model_file * file) {
     if (!file->is_sparse) {
         return check_reserved_keys(file->header, false);
     }
-    if (const int status =
-            check_version(file->header)) { // first, because a newer format may have keys that are unknown here
+    // The version comes first, because a newer format may have keys that this version does not know.
+    if (const int status = check_version(file->header)) {
         return status;
     }
     if (const int status = check_reserved_keys(file->header, true)) {

@@ -1,9 +1,10 @@
-// LD_PRELOAD shim: lets any program that is linked to libllama.so open sparse GGUFs with llama_model_load_from_file.
-// Dense files go to the original function untouched. GGML_MACKO_PLUGIN is the path of libggml-macko.so (`macko run`
-// sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded. It has no library dependency
-// of its own: the plugin is opened by the ggml that the program runs, right after that has loaded its own backends, so
-// that the program's options know our devices (--list-devices, -dev MACKO0); at the latest when the first model is
-// loaded.
+// LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
+// llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
+// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
+//
+// This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
+// its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
+// first model is loaded if the program does not call ggml_backend_load_all.
 #define _GNU_SOURCE
 #include "ggml-macko.h"
 #include "llama.h"
@@ -27,7 +28,7 @@ static struct {
     load_begin_t load_begin;
     load_end_t   load_end;
     last_error_t last_error;
-} plugin; // all zero: no plugin, sparse files cannot be opened
+} plugin; // all null if there is no plugin; then only dense files can be opened
 
 static void load_plugin(void) {
     const char *   path         = getenv("GGML_MACKO_PLUGIN");
@@ -83,8 +84,8 @@ llama_model_load_from_file(const char * path, struct llama_model_params params) 
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
         return NULL;
     }
-    params.load_mode = LLAMA_LOAD_MODE_NONE; // there is no descriptor to map
-    // it would look at placeholders; the plugin always checks the real data
+    params.load_mode = LLAMA_LOAD_MODE_NONE; // the stream has no file descriptor that could be mapped
+    // llama.cpp would check placeholders instead of values; the plugin checks the values of every sparse tensor
     params.check_tensors       = false;
     struct llama_model * model = from_ptr(stream, params);
     if (plugin.load_end(load, model != NULL, !params.vocab_only && !params.no_alloc)) {

@@ -1,6 +1,6 @@
-// The registry entry that ggml_backend_load finds: the devices of this plugin. It refuses any ggml but the one that it
-// was built for, because backend structs carry no version of their own, and GGML_BACKEND_API_VERSION does not cover
-// their layout.
+// The backend registry that ggml_backend_load gets from this plugin: it lists the devices. It refuses every version of
+// ggml but the one that it was built for, because the structs of a backend have no version of their own, and
+// GGML_BACKEND_API_VERSION does not change with their layout.
 #include "cpu/device.h"
 #include "host/log.h"
 #ifdef GGML_MACKO_CUDA
@@ -18,7 +18,7 @@ namespace {
 
 const char * reg_get_name(ggml_backend_reg_t) { return "MACKO"; }
 
-// the GPUs, then the CPU
+// the GPUs first, then the CPU
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
     std::vector<ggml_backend_dev_t> devices;
 #ifdef GGML_MACKO_CUDA

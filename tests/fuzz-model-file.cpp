@@ -1,8 +1,8 @@
 // Fuzzer of sparse model files in one process. It mutates the header, the metadata, the tensor table, the description
 // of the sparse tensors and the payload, and it cuts and splices files. A mutant must be refused, or decode to the
 // values that a slow scalar decoder finds and encode to the same bytes again. The memory and the time for a mutant are
-// bounded. In addition, one twentieth of that number are read through the file system, as split models and as dense models whose
-// weights are compressed on load. A build with sanitizers (GGML_MACKO_SANITIZE=ON) finds more errors.
+// bounded. In addition, one twentieth of that number are read through the file system, as split models and as dense
+// models whose weights are compressed on load. A build with sanitizers (GGML_MACKO_SANITIZE=ON) finds more errors.
 //
 //     fuzz-model-file [mutants = 200000] [seed ...]     default seeds: fixed ones and one of the date
 #include "codec/ec-csr/ec-csr.h"

@@ -160,18 +160,34 @@ static double image_scale(const cuda_sparse_matrix & m, int64_t group) {
     return static_cast<double>(float_of_f16(bits));
 }
 
-// Each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of segments.
-static int64_t check_image(const test_matrix & t, const quantized_image & image, const std::string & name) {
-    const cuda_sparse_matrix & m     = image.matrix;
-    const int64_t              words = 32 * m.bank_width - 1, overshoot = m.overshoot;
-    std::vector<int64_t>       column_of(static_cast<size_t>(words), -1); // of a word, for its copy of x
+// The column of x that each word of shared memory holds; -1 for a word that holds none.
+static std::vector<int64_t> columns_of_words(const cuda_sparse_matrix & m, int64_t words) {
+    std::vector<int64_t> column_of(static_cast<size_t>(words), -1);
     for (int64_t place = 0; place < words; place++) {
         column_of[static_cast<size_t>(quantized_word(place, m.bank_width))] = place % (m.lanes * m.bank_width);
     }
-    bool          inside = true, same = true;
-    int64_t       n_outliers = 0, segments = 0; // of the rows so far
-    const int64_t end         = m.deltas - m.values,
-                  tile_nbytes = quantized_tile_nbytes(quantized_value_words(m.value_type), m.delta_bits);
+    return column_of;
+}
+
+// The number of the last group that is used, plus 1.
+static int64_t groups_end(const std::vector<int> & uses) {
+    int64_t group = static_cast<int64_t>(uses.size());
+    while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
+        group--;
+    }
+    return group;
+}
+
+// Checks each weight where a kernel would multiply it: by the words of x, not by columns. Returns the number of
+// segments.
+static int64_t check_image(const test_matrix & t, const quantized_image & image, const std::string & name) {
+    const cuda_sparse_matrix & m     = image.matrix;
+    const int64_t              words = 32 * m.bank_width - 1, overshoot = m.overshoot;
+    const std::vector<int64_t> column_of = columns_of_words(m, words);
+    bool                       inside = true, same = true;
+    int64_t                    n_outliers = 0, segments = 0; // of the rows so far
+    const int64_t              end = m.deltas - m.values,
+                  tile_nbytes      = quantized_tile_nbytes(quantized_value_words(m.value_type), m.delta_bits);
     std::vector<int> uses(static_cast<size_t>(end / tile_nbytes * CUDA_QUANTIZED_TILE), 0); // of groups of the image
     for (int64_t r = 0; r < m.rows; r++) {
         std::vector<double> row(static_cast<size_t>(m.cols), 0.0);
@@ -237,11 +253,9 @@ static int64_t check_image(const test_matrix & t, const quantized_image & image,
     }
     CHECK(inside, "%s: a word outside of x, or a group of nobody or of two rows", name.c_str());
     CHECK(same, "%s: the layout holds another matrix", name.c_str());
-    int64_t group = static_cast<int64_t>(uses.size()); // behind the last one
-    while (group > 0 && uses[static_cast<size_t>(group - 1)] == 0) {
-        group--;
-    }
-    CHECK((group + 31) / 32 * tile_nbytes + segments * static_cast<int64_t>(sizeof(cuda_quantized_segment)) <= end,
+    CHECK((groups_end(uses) + 31) / 32 * tile_nbytes +
+                  segments * static_cast<int64_t>(sizeof(cuda_quantized_segment)) <=
+              end,
           "%s: groups and segments overlap", name.c_str());
     return segments;
 }

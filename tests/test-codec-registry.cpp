@@ -349,6 +349,9 @@ static void test_c_api_serves_a_registered_format() {
     wrong = m;
     wrong.arrays[1].nbytes -= 1;
     CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_COMPONENT, "half an element");
+    wrong            = m;
+    wrong.value_type = GGML_MACKO_TYPE_Q8_0;
+    CHECK(ggml_macko_validate(&wrong, 1) == GGML_MACKO_STATUS_BAD_FORMAT, "values of a type that the format has not");
     ggml_macko_encoded_free(e);
 }
 

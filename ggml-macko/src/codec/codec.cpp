@@ -79,6 +79,10 @@ int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads
                         static_cast<long long>(a.nbytes), a.type);
         }
     }
+    if (m.value_type != format.value_type_of(m.type, m.arrays[0].type)) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d does not fit type %d in format '%s'", m.value_type,
+                    m.type, format.name());
+    }
     return format.open(m, n_threads, view);
 }
 

@@ -53,7 +53,9 @@ def test_prune_convert_verify_restore(tmp_path, tiny, capsys):
     with console.quiet():
         ggml_macko.prune(tiny, pruned, sparsity=0.7)
         plan = ggml_macko.convert(pruned, None, "auto")
-        done = ggml_macko.convert(pruned, sparse, "auto", overrides=[("attn_q", "packed"), ("attn_k", "dense")])
+        done = ggml_macko.convert(
+            pruned, sparse, "auto", overrides=[("attn_q", "packed"), ("attn_k", "dense")], keep_negative_zeros=True
+        )
         assert ggml_macko.verify(pruned, sparse).is_identical
         restored = ggml_macko.restore(sparse, dense)
     assert capsys.readouterr() == ("", "")

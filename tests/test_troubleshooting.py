@@ -449,7 +449,7 @@ def _(p):
     return p.convert({"blk.0.attn_q.weight": matrix(1.0), "blk.0.attn_k.weight": matrix(0.3)})
 
 
-@row("warning: <n> weights (<n>%) are -0.0")
+@row("<n> negative zeros (<n>% of the sparse tensors' weights) count as zeros")
 def _(p):
     bits = np.where(np.random.default_rng(0).random((32, 64)) < 0.3, np.uint16(0x3C00), np.uint16(0x8000))
     return p.convert({"blk.0.attn_q.weight": (bits, TYPE_F16)})

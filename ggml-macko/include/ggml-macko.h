@@ -181,6 +181,11 @@ struct ggml_macko_count {
 GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                                           struct ggml_macko_count * count);
 
+// Sets each -0.0 of n values (F32, F16 or BF16) to +0.0, in place; *count is how many there were. To the codecs a -0.0 is
+// a non-zero (FORMAT.md section 2): writers call this first, unless every bit is to be kept.
+GGML_MACKO_API int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads,
+                                                  int64_t * count);
+
 // Quantizes n values to Q4_NL: for each block of 32 the scale, of those tried, with the least sum of
 // weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not negative; NULL
 // weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
@@ -264,6 +269,8 @@ GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
 enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
     GGML_MACKO_LOAD_NO_ALLOC = 2, // params.no_alloc: llama.cpp asks for sizes and reads no weights
+    // with LOAD_COMPRESS: -0.0 stays a value, bit for bit and at the price of an entry; else it counts as zero
+    GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 4,
 };
 
 struct ggml_macko_load;

@@ -22,12 +22,19 @@ class Llama(llama_cpp.Llama):
     """
 
     def __init__(
-        self, model_path: str, *args: Any, compress: bool = False, verbose: bool = True, **kwargs: Any
+        self,
+        model_path: str,
+        *args: Any,
+        compress: bool = False,
+        keep_negative_zeros: bool = False,
+        verbose: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Loads a model.
 
         model_path: a GGUF model, dense or sparse; the first file of a split one.
         compress: encodes the weights of a dense model that are full of zeros while it is loaded; no new file is needed.
+        keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
@@ -37,5 +44,5 @@ class Llama(llama_cpp.Llama):
         self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
-        with compressing(compress):
+        with compressing(compress, keep_negative_zeros):
             super().__init__(model_path, *args, verbose=verbose, **kwargs)

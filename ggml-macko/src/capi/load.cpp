@@ -13,15 +13,19 @@ struct ggml_macko_load {
 
 int ggml_macko_load_begin(const char * path, int32_t flags, ggml_macko_load ** out, FILE ** stream) {
     return c_boundary([&]() -> int {
-        if (!path || !out || !stream || flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_NO_ALLOC)) {
+        constexpr int32_t known =
+            GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_NO_ALLOC | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS;
+        if (!path || !out || !stream || flags & ~known) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or an unknown flag");
         }
         if (load_session::current()) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another load is running on this thread", path);
         }
-        auto l = std::make_unique<ggml_macko_load>();
-        if (const int status = load_session::open(path, flags & GGML_MACKO_LOAD_COMPRESS,
-                                                  flags & GGML_MACKO_LOAD_NO_ALLOC, &l->session)) {
+        auto              l   = std::make_unique<ggml_macko_load>();
+        const compression how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
+                                : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
+                                                                              : compression::on;
+        if (const int status = load_session::open(path, how, flags & GGML_MACKO_LOAD_NO_ALLOC, &l->session)) {
             return status;
         }
         const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models

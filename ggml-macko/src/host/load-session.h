@@ -14,7 +14,8 @@ namespace macko {
 class load_session {
 public:
     // Opens and vets a file, or all files of a split model. The statuses are those of ggml_macko_load_begin.
-    [[nodiscard]] static int open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out);
+    [[nodiscard]] static int open(const char * path, compression how, bool no_alloc,
+                                  std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns.
     [[nodiscard]] int begin(FILE ** stream);
     // Closes the stream and ends the load; see ggml_macko_load_end.

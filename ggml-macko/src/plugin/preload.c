@@ -1,6 +1,7 @@
 // LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
-// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
+// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
+// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
 //
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
@@ -58,6 +59,11 @@ __attribute__((visibility("default"))) void ggml_backend_load_all(void) {
     }
 }
 
+static int is_set(const char * variable) {
+    const char * value = getenv(variable);
+    return value && strcmp(value, "1") == 0;
+}
+
 __attribute__((visibility("default"))) struct llama_model *
 llama_model_load_from_file(const char * path, struct llama_model_params params) {
     pthread_once(&once, load_plugin);
@@ -71,10 +77,10 @@ llama_model_load_from_file(const char * path, struct llama_model_params params) 
     if (!plugin.load_begin) {
         return original(path, params);
     }
-    struct ggml_macko_load * load     = NULL;
-    FILE *                   stream   = NULL;
-    const char *             compress = getenv("GGML_MACKO_COMPRESS");
-    const int                flags    = (compress && strcmp(compress, "1") == 0 ? GGML_MACKO_LOAD_COMPRESS : 0) |
+    struct ggml_macko_load * load   = NULL;
+    FILE *                   stream = NULL;
+    const int                flags  = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
+                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
                       (params.no_alloc ? GGML_MACKO_LOAD_NO_ALLOC : 0);
     const int begun = plugin.load_begin(path, flags, &load, &stream);
     if (begun == GGML_MACKO_STATUS_NOT_SPARSE) {

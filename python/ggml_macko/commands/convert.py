@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
         "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for "
-        "bit (quantized: within the type's error, zeros kept) before it gets its name."
+        "bit (quantized: within the type's error, zeros kept) before it gets its name. A -0.0, as W * mask leaves it, "
+        "becomes 0 in sparse tensors; a line says how many."
     )
     parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
@@ -44,9 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TYPE, or dense, for tensors in whose name REGEX is found; may be repeated, the first match counts",
     )
     parser.add_argument(
-        "--drop-negative-zeros",
+        "--keep-negative-zeros",
         action="store_true",
-        help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
+        help="store -0.0 like any other value: bit for bit the source, but larger and slower where pruning left many; "
+        "without it -0.0 counts as 0, with the same results (quantized, it always does)",
     )
     parser.add_argument(
         "--optimize",
@@ -108,7 +110,7 @@ def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "type": checked_type(args.type),
         "overrides": tuple(split_override(text) for text in args.tensor_type),
-        "drop_negative_zeros": args.drop_negative_zeros,
+        "keep_negative_zeros": args.keep_negative_zeros,
         "optimize": args.optimize,
         "granularity": args.granularity,
         "min_columns": args.min_columns,
@@ -177,10 +179,9 @@ def print_totals(done: ConversionReport) -> None:
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(done.tensors)} tensor(s) stay dense, see above")
-    n = sum(t.n_elements for t in done.tensors if t.density is not None)
-    negative = sum(t.n_negative_zeros for t in done.tensors)
-    if negative > n / 1000:  # masks leave them: w * 0 is -0.0 for a negative w
+    if done.n_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w
+        n = sum(t.n_elements for t in done.tensors if t.is_sparse)
         console.log(
-            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
-            "--drop-negative-zeros makes the file smaller"
+            f"{done.n_negative_zeros} negative zeros ({done.n_negative_zeros / n:.1%} of the sparse tensors' weights) "
+            "count as zeros; --keep-negative-zeros keeps them"
         )

@@ -24,7 +24,7 @@ from ..pruning.prune import prune
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
-DEFAULT_CONVERSION = "macko --drop-negative-zeros"
+DEFAULT_CONVERSION = "macko"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +126,7 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 
 def run(args: argparse.Namespace) -> int:
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
-        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1, --chunks not 0; -p and -n must not be negative")
+        raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
     n_threads = args.threads or len(os.sched_getaffinity(0))
     results = report(
         args.dense,

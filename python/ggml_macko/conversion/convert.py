@@ -40,7 +40,7 @@ class TensorConversion:
     is_sparse: bool
     density: float | None  # non-zeros over weights, if they were counted
     break_even_density: float | None  # of random non-zeros: from there on it would be as large as dense
-    n_negative_zeros: int  # -0.0 that are kept as values
+    n_negative_zeros: int  # -0.0 that became +0.0, because it is stored sparse
     nbytes_source: int
     nbytes: int  # in the new file
     n_elements: int
@@ -71,6 +71,11 @@ class ConversionReport:
         return sum(t.is_sparse for t in self.tensors)
 
     @property
+    def n_negative_zeros(self) -> int:
+        """-0.0 that became +0.0."""
+        return sum(t.n_negative_zeros for t in self.tensors)
+
+    @property
     def bits_per_weight(self) -> float:
         return self.nbytes * 8 / self.n_parameters
 
@@ -84,7 +89,7 @@ def convert(
     type: str = registry.default_type(),
     *,
     overrides: Overrides = (),
-    drop_negative_zeros: bool = False,
+    keep_negative_zeros: bool = False,
     optimize: str = "size",
     granularity: int = 16,
     min_columns: int = 0,
@@ -99,13 +104,15 @@ def convert(
     """Stores a pruned model sparse: weights of blocks and the output head where that is smaller, all else as it is.
 
     Lossless but for the quantized types: the result is read back and compared with the source, bit for bit or within
-    the type's error, before it gets its name.
+    the type's error, before it gets its name. A -0.0 of a tensor that is stored sparse becomes +0.0, with which
+    llama.cpp computes the same.
 
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
     type: a TYPE of `macko convert`: macko (MACKO paper, section 4), ec-csr (EC-SpMV paper, section 6), packed, auto for
     the smallest of these, or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
     overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
-    drop_negative_zeros: -0.0 becomes 0. optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).
+    keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
+    optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).
     granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
     the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
     output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
@@ -120,7 +127,7 @@ def convert(
         options = Options(
             type=checked_type(type),
             overrides=checked_overrides(overrides),
-            drop_negative_zeros=drop_negative_zeros,
+            keep_negative_zeros=keep_negative_zeros,
             settings=settings,
             imatrix=statistics,
             dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
@@ -135,7 +142,7 @@ def convert(
         with AtomicOutput(output, model.paths, force) as out, Spool(out.path.parent) as spool:
             plans = plan_model(model, options, spool)
             write_model(model, plans, out, options, spool)
-            quantized = check_and_commit(model, out, n_threads, drop_negative_zeros)
+            quantized = check_and_commit(model, out, n_threads, exact=keep_negative_zeros)
         return make_report(model, plans, out.path, quantized)
 
 
@@ -162,7 +169,7 @@ def _describe(p: TensorPlan) -> TensorConversion:
         is_sparse=p.is_sparse,
         density=p.density,
         break_even_density=p.break_even,
-        n_negative_zeros=0 if p.contents is None else p.contents.n_negative_zeros,
+        n_negative_zeros=p.contents.n_negative_zeros if p.contents is not None and p.is_sparse else 0,
         nbytes_source=t.nbytes,
         nbytes=p.nbytes,
         n_elements=t.n_elements,

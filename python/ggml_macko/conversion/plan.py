@@ -24,7 +24,7 @@ from ..conversion import bit_allocation
 from ..gguf import imatrix, tensor_rules
 from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
 from ..native import codec as native_codec
-from ..values import NEGATIVE_ZERO, Array
+from ..values import Array
 
 DENSE = "dense"
 """The override that leaves a tensor as it is."""
@@ -44,7 +44,7 @@ class Options:
 
     type: str = registry.default_type()
     overrides: tuple[Override, ...] = ()  # the first whose pattern is found decides, else `type`
-    drop_negative_zeros: bool = False
+    keep_negative_zeros: bool = False  # store -0.0 like any other value, else it counts as zero
     settings: Settings = field(default_factory=Settings)
     imatrix: imatrix.Imatrix | None = None  # how much the error of a quantized weight counts
     dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES
@@ -101,7 +101,7 @@ class Contents:
     """What was found in a tensor's data."""
 
     count: ElementCount
-    n_negative_zeros: int  # that are kept
+    n_negative_zeros: int  # that counted as zeros
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,11 @@ class Spool:
 
 
 def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[Array, int]:
-    """(bit patterns (rows, cols), number of -0.0 that are kept). Quantized, a -0.0 would only take room."""
+    """(bit patterns (rows, cols), how many -0.0 became +0.0). Quantized, a -0.0 would only take room."""
     bits = t.read_bits(options.n_threads)
-    negative = bits == NEGATIVE_ZERO[t.type]
-    n = int(np.count_nonzero(negative))
-    if n and (is_lossy or options.drop_negative_zeros):
-        bits[negative] = 0
-        n = 0
-    return bits, n
+    if options.keep_negative_zeros and not is_lossy:
+        return bits, 0
+    return bits, native_codec.drop_negative_zeros(bits, t.type, options.n_threads)
 
 
 def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> TensorPlan:
@@ -361,6 +358,7 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     """The types with the least error that keep the file within target_bpw bits per weight. All are tried; what is
     chosen is made again, so that no more than one form of a tensor is kept.
     """
+    n_elements = sum(t.n_elements for t in model.tensors)
     tried: list[list[tuple[Options, TensorPlan]]] = []
     for t in model.tensors:
         is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)

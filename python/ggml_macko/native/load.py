@@ -11,11 +11,19 @@ from .library import check, ffi, lib
 class Load:
     """A load in progress on this thread. `stream` is the address of the FILE that serves the dense GGUF."""
 
-    def __init__(self, path: str | os.PathLike[str] | bytes, compress: bool = False, no_alloc: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | bytes,
+        compress: bool = False,
+        no_alloc: bool = False,
+        keep_negative_zeros: bool = False,
+    ):
         out = ffi().new("struct ggml_macko_load **")
         stream = ffi().new("FILE **")
-        flags = (lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
-            lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0
+        flags = (
+            (lib().GGML_MACKO_LOAD_COMPRESS if compress else 0)
+            | (lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0)
+            | (lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if keep_negative_zeros else 0)
         )
         check(lib().ggml_macko_load_begin(os.fsencode(path), flags, out, stream))
         self._c: Any = out[0]

@@ -22,22 +22,27 @@ from ..native import bindings
 _lock = threading.Lock()
 _registered = False
 _compress = contextvars.ContextVar("compress", default=False)
+_keep_negative_zeros = contextvars.ContextVar("keep_negative_zeros", default=False)
 
 
 @contextlib.contextmanager
-def compressing(compress: bool) -> Iterator[None]:
-    """Dense models that are loaded inside, on this thread, are compressed on the way."""
-    token = _compress.set(compress)
+def compressing(compress: bool, keep_negative_zeros: bool = False) -> Iterator[None]:
+    """Dense models that are loaded inside, on this thread, are compressed on the way. A -0.0 counts as zero, unless it
+    is to be kept.
+    """
+    tokens = _compress.set(compress), _keep_negative_zeros.set(keep_negative_zeros)
     try:
         yield
     finally:
-        _compress.reset(token)
+        _compress.reset(tokens[0])
+        _keep_negative_zeros.reset(tokens[1])
 
 
 def register() -> None:
     """Safe to call any number of times, from any thread.
 
-    With GGML_MACKO_COMPRESS=1 in the environment, dense models are compressed while they are loaded.
+    With GGML_MACKO_COMPRESS=1 in the environment, dense models are compressed while they are loaded; with
+    GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
     Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
     """
     global _registered
@@ -89,8 +94,9 @@ def _replace_load_function() -> None:
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
         compress = _compress.get() or os.environ.get("GGML_MACKO_COMPRESS") == "1"
+        keep = _keep_negative_zeros.get() or os.environ.get("GGML_MACKO_KEEP_NEGATIVE_ZEROS") == "1"
         try:
-            load = bindings.Load(path_model, compress=compress, no_alloc=params.no_alloc)
+            load = bindings.Load(path_model, compress, params.no_alloc, keep)
         except errors.FileFormatError as e:
             if e.code != errors.NOT_SPARSE:
                 raise

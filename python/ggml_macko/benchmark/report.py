@@ -57,7 +57,7 @@ def report(
     n_ctx: int = N_CTX,
     n_prompt: int = 128,
     n_gen: int = 64,
-    n_gpu_layers: int = 0,
+    n_gpu_layers: int = -1,
     n_threads: int = 0,
     repetitions: int = 5,
     force: bool = False,
@@ -68,7 +68,7 @@ def report(
     tokens, spread evenly. models: variants of the model, sparse or dense with zeros. types: of llama-quantize, to make
     and compare with. prunings: ways to prune the dense model. conversions: ways to convert dense files with zeros.
     output: stem of the plot's files; force: replace them if they exist. n_prompt, n_gen: tokens that are timed, in each
-    of `repetitions` rounds. n_threads: 0 is all cores.
+    of `repetitions` rounds. n_gpu_layers: -1 is all, where there is a GPU. n_threads: 0 is all cores.
 
     Logs its progress. Raises MackoError or OSError.
     """
@@ -114,7 +114,7 @@ def perplexity_of(
     *,
     n_ctx: int = N_CTX,
     n_threads: int = 0,
-    n_gpu_layers: int = 0,
+    n_gpu_layers: int = -1,
 ) -> Estimate:
     """Perplexity on n_chunks chunks that are spread evenly over a text (-1: all of it). Raises MackoError or OSError.
 

@@ -127,7 +127,7 @@ def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def split_override(text: str) -> tuple[str, str]:
     pattern, equals, name = text.rpartition("=")
     if not equals or not pattern:
-        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {text}: expected REGEX=TYPE")
+        raise errors.usage_error(f"--tensor-type {text}: expected REGEX=TYPE")
     return pattern, name
 
 
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.output and registry.type_named(args.output):  # `convert IN macko --dry-run`
         args.output, args.type = None, args.output
     if not args.output and not args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
+        raise errors.usage_error("OUT is missing (or use --dry-run)")
     done = convert(args.input, None if args.dry_run else args.output, **keyword_arguments(args))
     if args.dry_run:
         print_tensors(done)

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
-    add_gpu_layers(parser, 0, "all: as many as there are (default: 0)")
+    add_gpu_layers(parser)
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
@@ -85,9 +85,9 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
     try:
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
+        raise errors.usage_error(f"{option} {text}: {e}") from e
     if unknown or args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+        raise errors.usage_error(f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
     return args
 
 

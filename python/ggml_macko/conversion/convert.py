@@ -135,6 +135,9 @@ def convert(
             optimize=optimize,
         )
         check_options(options)
+        for override in options.overrides:
+            text = f"--tensor-type {override.pattern.pattern}={override.type}"
+            tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
         if statistics is not None:
             statistics.check_model(model)
         if output is None:
@@ -191,7 +194,7 @@ def why_not_loadable(path: Path) -> str | None:
 
 def make_settings(granularity: int, min_columns: int, seed: int, n_threads: int) -> Settings:
     if not 0 <= seed < 2**64 or not all(0 <= n < 2**31 for n in (granularity, min_columns)):
-        raise errors.error(errors.BAD_ARGUMENT, "--seed, --granularity or --min-columns is out of range")
+        raise errors.usage_error("--seed, --granularity or --min-columns is out of range")
     return Settings(n_threads, {"max_granularity": granularity, "min_columns": min_columns, "seed": seed})
 
 
@@ -201,9 +204,17 @@ def checked_type(name: str, more: tuple[str, ...] = ()) -> str:
         return name.lower()
     found = registry.type_named(name)
     if found is None:
-        known = ", ".join((*registry.types(), *more))
-        raise errors.error(errors.BAD_ARGUMENT, f"unknown type '{name}'; known: {known}")
+        known = (*registry.types(), *more)
+        raise errors.usage_error(f"unknown type '{name}'{_type_hint(name.lower(), known)}; known: {', '.join(known)}")
     return found
+
+
+def _type_hint(name: str, known: Sequence[str]) -> str:
+    """What somebody may have meant by a TYPE that there is not: often the name of a type of llama-quantize."""
+    quantized = [kind for kind in known if kind == f"sparse-{name}"]
+    if quantized or not (name in ggml_quants.DENSE_TYPES or re.match(r"i?q\d", name)):
+        return errors.did_you_mean(quantized[0] if quantized else name, known)
+    return " (a dense type, of llama-quantize)"
 
 
 def checked_overrides(overrides: Overrides) -> tuple[Override, ...]:
@@ -213,7 +224,7 @@ def checked_overrides(overrides: Overrides) -> tuple[Override, ...]:
         try:
             out.append(Override(re.compile(pattern), checked_type(name, (DENSE,))))
         except re.error as e:
-            raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {pattern}={name}: {e}") from e
+            raise errors.usage_error(f"--tensor-type {pattern}={name}: {e}") from e
     return tuple(out)
 
 
@@ -226,7 +237,7 @@ def dense_types_of(model: Model, output: str | None, embedding: str | None) -> d
             continue
         if name.lower() not in ggml_quants.DENSE_TYPES:
             known = ", ".join(ggml_quants.DENSE_TYPES)
-            raise errors.error(errors.BAD_ARGUMENT, f"{option} {name}: unknown type; known: {known}")
+            raise errors.usage_error(f"{option} {name}: unknown type; known: {known}")
         is_head = option == "--output-tensor-type" and tensor_rules.HEAD in names
         out[tensor_rules.HEAD if is_head else tensor_rules.EMBEDDING] = name.lower()
     return out
@@ -236,6 +247,6 @@ def check_options(options: Options) -> None:
     """Raises MackoError for what does not fit together."""
     bpw = options.target_bpw
     if bpw is not None and (options.type != registry.AUTO or not 0 < bpw < 64):
-        raise errors.error(errors.BAD_ARGUMENT, f"--target-bpw {bpw:g}: needs type auto and a number above 0")
+        raise errors.usage_error(f"--target-bpw {bpw:g}: needs type auto and a number above 0")
     if options.optimize not in ("size", "speed"):
-        raise errors.error(errors.BAD_ARGUMENT, f"optimize is {options.optimize!r}, not 'size' or 'speed'")
+        raise errors.usage_error(f"optimize is {options.optimize!r}, not 'size' or 'speed'")

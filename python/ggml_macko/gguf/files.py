@@ -494,6 +494,8 @@ class AtomicOutput:
         self.magic = struct.pack("<I", os.getpid())
         self._force = force
         self._signature = signature
+        if not self.path.parent.is_dir():
+            raise errors.error(errors.IO, f"{path}: there is no folder {self.path.parent}")
         for source in inputs:
             if self.path.exists() and self.path.samefile(source):
                 raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")

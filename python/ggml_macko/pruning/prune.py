@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import console, errors
-from ..evaluation.text_model import N_CTX
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
 from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key, type_name
@@ -91,7 +92,7 @@ def prune(
     exclude: Sequence[str] = (),
     imatrix: str | os.PathLike[str] | None = None,
     text: str | os.PathLike[str] | None = None,
-    n_chunks: int = option_rules.N_CHUNKS,
+    n_chunks: int = N_CALIBRATION_CHUNKS,
     n_ctx: int = N_CTX,
     sequential: bool = False,
     damping: float = option_rules.DAMPING,
@@ -164,6 +165,7 @@ def prune_with(
         model = stack.enter_context(Model(source))
         pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
         tensors = tensors_to_prune(model, include, exclude)
+        _check_table(model, tensors, options.table)
         opened = None
         if output is not None:
             inputs = [*model.paths, *(Path(p) for p in (options.imatrix, options.text) if p is not None)]
@@ -196,6 +198,9 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
     """
     if model.is_sparse:
         raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: is a sparse file; use `macko restore` first")
+    for option, parts in (("--include-weights", include), ("--exclude-weights", exclude)):
+        for part in parts:
+            tensor_rules.check_pattern(f"{option} {part}", re.escape(part), (t.name for t in model.tensors))
     chosen = _select(model, include, exclude)
     refused = [s for s in chosen if s.obstacle]
     for t, obstacle in refused:
@@ -205,6 +210,14 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
         hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"
         raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
     return tensors
+
+
+def _check_table(model: Model, tensors: Sequence[Tensor], table: Iterable[TableEntry]) -> None:
+    """Raises MackoError (BAD_ARGUMENT) if an entry is for none of the tensors that are pruned."""
+    names, all_names = ([t.name for t in ts] for ts in (tensors, model.tensors))
+    for entry in table:
+        text = f"--tensor-sparsity {entry.regex.pattern}={float(entry.sparsity):g}"
+        tensor_rules.check_pattern(text, entry.regex.pattern, names, all_names, "is not pruned; see --include-weights")
 
 
 def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> list[_Selected]:

@@ -104,7 +104,8 @@ def usage_error(text: str) -> UsageError:
 def did_you_mean(name: str, known: Iterable[str], n: int = 1) -> str:
     """ "; did you mean ...?" with the known names nearest to one that is not known, or nothing if none is near."""
     nearest = difflib.get_close_matches(name, list(known), n, cutoff=0.6)
-    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+    names = " or ".join([", ".join(nearest[:-1]), nearest[-1]] if len(nearest) > 1 else nearest)
+    return f"; did you mean {names}?" if nearest else ""
 
 
 def one_line(error: BaseException) -> str:

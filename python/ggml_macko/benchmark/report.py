@@ -22,7 +22,7 @@ from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
-from ..evaluation.text_model import N_CTX, TextModel
+from ..evaluation.text_model import N_CTX, TextModel, read_text
 from ..gguf.files import AtomicOutput
 
 
@@ -84,6 +84,8 @@ def report(
         parent = Path(output).resolve().parent if output is not None else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-report-", dir=parent)))
         forms = Forms(dense, folder, n_threads, conversions)
+        forms.check(types, prunings, [Path(path) for path in models])
+        read_text(text)
         for name in types:
             forms.add_quantized(name)
         for pruning in prunings:

@@ -17,10 +17,11 @@ from ..commands import convert as convert_command
 from ..commands import prune as prune_command
 from ..commands.arguments import add_gpu_layers
 from ..commands.bench import add_speed_arguments
+from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
 from ..pruning.options import parse_how_many
-from ..pruning.prune import prune
+from ..pruning.prune import check_inputs, make_options, prune_with
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
@@ -103,10 +104,17 @@ def parse_pruning(text: str) -> Recipe:
     if args.sequential:
         label += " sequential"
 
-    def make(source: Path, output: Path) -> None:
-        prune(source, output, **prune_command.prune_arguments(args), force=True)
+    keywords = prune_command.prune_arguments(args)
+    names = {name: keywords.pop(name) for name in ("include", "exclude")}
+    options = make_options(**keywords)
 
-    return Recipe(label, make)
+    def make(source: Path, output: Path) -> None:
+        prune_with(options, source, output, **names, force=True)
+
+    def check(source: Path) -> None:
+        check_inputs(options, source, **names)
+
+    return Recipe(label, make, check)
 
 
 def parse_conversion(text: str, n_threads: int) -> Recipe:
@@ -118,7 +126,10 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
     def make(source: Path, output: Path) -> None:
         convert(source, output, **keywords)
 
-    return Recipe(f"{keywords['type']}{target}", make)
+    def check(source: Path) -> None:
+        check_conversion(source, **keywords)
+
+    return Recipe(f"{keywords['type']}{target}", make, check)
 
 
 # ---- the command ----

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 from .. import errors
 from ..codecs import ggml_quants, registry
@@ -121,25 +121,19 @@ def convert(
     Raises MackoError for options that do not fit together or the model, an invalid source, or an output that exists,
     and OSError if a file cannot be read or written. After an error there is no output.
     """
-    settings = make_settings(granularity, min_columns, seed, n_threads)
     with Model(source) as model:
-        statistics = imatrix_file.read(imatrix) if imatrix else None
-        options = Options(
-            type=checked_type(type),
-            overrides=checked_overrides(overrides),
+        options = make_options(
+            model,
+            type,
+            overrides,
+            settings=make_settings(granularity, min_columns, seed, n_threads),
+            imatrix=imatrix,
+            output_tensor_type=output_tensor_type,
+            token_embedding_type=token_embedding_type,
             keep_negative_zeros=keep_negative_zeros,
-            settings=settings,
-            imatrix=statistics,
-            dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
             target_bpw=target_bpw,
             optimize=optimize,
         )
-        check_options(options)
-        for override in options.overrides:
-            text = f"--tensor-type {override.pattern.pattern}={override.type}"
-            tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
-        if statistics is not None:
-            statistics.check_model(model)
         if output is None:
             return make_report(model, plan_model(model, options, Spool(None)), None, ())
         with AtomicOutput(output, model.paths, force) as out, Spool(out.path.parent) as spool:
@@ -190,6 +184,52 @@ def why_not_loadable(path: Path) -> str | None:
 
 
 # ---- options ----
+
+
+def check_inputs(
+    source: str | os.PathLike[str],
+    type: str,
+    *,
+    overrides: Overrides,
+    granularity: int,
+    min_columns: int,
+    seed: int,
+    n_threads: int = 0,
+    force: bool = False,
+    **more: Any,
+) -> None:
+    """Raises what convert() with these arguments would find wrong before it does any work."""
+    with Model(source) as model:
+        settings = make_settings(granularity, min_columns, seed, n_threads)
+        make_options(model, type, overrides, settings=settings, **more)
+
+
+def make_options(
+    model: Model,
+    type: str,
+    overrides: Overrides,
+    *,
+    imatrix: str | os.PathLike[str] | None,
+    output_tensor_type: str | None,
+    token_embedding_type: str | None,
+    **more: Any,
+) -> Options:
+    """The arguments of convert(), checked against each other and the model. Raises MackoError or OSError."""
+    statistics = imatrix_file.read(imatrix) if imatrix else None
+    options = Options(
+        type=checked_type(type),
+        overrides=checked_overrides(overrides),
+        imatrix=statistics,
+        dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
+        **more,
+    )
+    check_options(options)
+    for override in options.overrides:
+        text = f"--tensor-type {override.pattern.pattern}={override.type}"
+        tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
+    if statistics is not None:
+        statistics.check_model(model)
+    return options
 
 
 def make_settings(granularity: int, min_columns: int, seed: int, n_threads: int) -> Settings:

@@ -17,11 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import console, errors
+from ..evaluation import text_model
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
@@ -124,7 +125,44 @@ def prune(
     n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
     weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
     """
+    options = make_options(
+        sparsity=sparsity,
+        pattern=pattern,
+        method=method,
+        per=per,
+        allocation=allocation,
+        owl_m=owl_m,
+        owl_lambda=owl_lambda,
+        tensor_sparsity=tensor_sparsity,
+        imatrix=imatrix,
+        text=text,
+        n_chunks=n_chunks,
+        n_ctx=n_ctx,
+        sequential=sequential,
+        damping=damping,
+        hessian_memory=hessian_memory,
+        device=device,
+        n_threads=n_threads,
+    )
+    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+
+
+def make_options(
+    *,
+    sparsity: Sparsity | None,
+    pattern: str | None,
+    method: str,
+    per: str | None,
+    allocation: str,
+    owl_lambda: Sparsity,
+    tensor_sparsity: Iterable[tuple[str, Sparsity]],
+    imatrix: str | os.PathLike[str] | None,
+    text: str | os.PathLike[str] | None,
+    **more: Any,
+) -> PruneOptions:
+    """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
     option_rules.check_choice("--method", method, METHODS)
+    tensor_sparsity = list(tensor_sparsity)
     parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
         sparsity, pattern, other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None
     )
@@ -134,21 +172,26 @@ def prune(
         per=per or METHODS[method],
         pattern=parsed_pattern,
         allocation=allocation,
-        owl_m=owl_m,
         owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
-        n_chunks=n_chunks,
-        n_ctx=n_ctx,
-        sequential=sequential,
-        damping=damping,
-        hessian_memory=hessian_memory,
-        device=device,
-        n_threads=n_threads,
+        **more,
     )
     options.check()
-    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+    return options
+
+
+def check_inputs(
+    options: PruneOptions, source: str | os.PathLike[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> None:
+    """Raises what prune_with() would find wrong with the files and names that it gets, before any work is done."""
+    with Model(source) as model, console.quiet():
+        _check_table(model, tensors_to_prune(model, include, exclude), options.table)
+        if options.imatrix is not None:
+            imatrix_file.read(options.imatrix).check_model(model)
+    if options.text is not None:
+        text_model.read_text(options.text)
 
 
 def prune_with(

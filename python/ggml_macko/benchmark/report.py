@@ -120,8 +120,10 @@ def perplexity_of(
 
     The figure of llama-perplexity would be that of the first chunks, which may be a single document.
     """
-    with TextModel(path, n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as model:
-        chunks = model.read_chunks(text)
+    with TextModel.opened_with(path, text, n_ctx, -1, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as (
+        model,
+        chunks,
+    ):
         if 0 <= n_chunks < len(chunks):
             chunks = chunks[[i * len(chunks) // n_chunks for i in range(n_chunks)]]
         return likelihood.estimate(model, chunks)

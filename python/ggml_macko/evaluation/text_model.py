@@ -142,7 +142,9 @@ class TextModel:
 
         Raises MackoError if the text has fewer than two chunks, is empty or is not UTF-8, or OSError.
         """
-        text = read_text(text_path)
+        return self._chunks(read_text(text_path), text_path, n_chunks)
+
+    def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int) -> Chunks:
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -207,6 +209,23 @@ class TextModel:
             raise errors.error(
                 errors.LOAD_FAILED, f"{self.path}: llama.cpp could not evaluate a batch (status {status})"
             )
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened_with(
+        cls,
+        path: str | os.PathLike[str],
+        text_path: str | os.PathLike[str],
+        n_ctx: int,
+        n_chunks: int,
+        **options: Any,
+    ) -> Iterator[tuple[TextModel, Chunks]]:
+        """The model, and the first n_chunks chunks of a text for it, as read_chunks() makes them. A bad text is refused
+        before the model is loaded. options: of TextModel.
+        """
+        text = read_text(text_path)
+        with cls(path, n_ctx, **options) as model:
+            yield model, model._chunks(text, text_path, n_chunks)
 
     def close(self) -> None:
         self._stack.close()

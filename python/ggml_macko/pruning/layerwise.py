@@ -40,8 +40,10 @@ def gather(
 
     Returns the number of chunks. Raises MackoError or OSError.
     """
-    with TextModel(model, n_ctx=n_ctx, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as llama:
-        chunks = llama.read_chunks(text, n_chunks)
+    with TextModel.opened_with(model, text, n_ctx, n_chunks, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as (
+        llama,
+        chunks,
+    ):
         for _, batch in llama.batches(chunks):
             llama.evaluate(batch)
     return len(chunks)

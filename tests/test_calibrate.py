@@ -21,7 +21,8 @@ from ggml_macko import errors
 from ggml_macko.evaluation import activations
 from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.gguf import imatrix
-from ggml_macko.gguf.files import AtomicOutput, Model
+from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.outputs import AtomicOutput
 
 DEMO = generators.DEMO
 

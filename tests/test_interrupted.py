@@ -21,8 +21,8 @@ import pytest
 import fork_server as fork_server_module
 import generators
 from ggml_macko import errors
-from ggml_macko.gguf import files
-from ggml_macko.gguf.files import AtomicOutput
+from ggml_macko.gguf import outputs, writer
+from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 
 
@@ -187,7 +187,7 @@ def test_lock_on_a_file_that_was_renamed_is_not_used(tmp_path, monkeypatch):
         calls.append(fd)
         return lock(fd, how)
 
-    monkeypatch.setattr(files.fcntl, "flock", flock_after_the_owner_finished)
+    monkeypatch.setattr(outputs.fcntl, "flock", flock_after_the_owner_finished)
     with AtomicOutput(out, [], True) as second:
         second.write(b"other")
     assert len(calls) == 2 and out.read_bytes() == b"GGUFcomplete" and not second.partial.exists()
@@ -228,7 +228,7 @@ def test_input_that_changes_is_refused(tmp_path, tiny, macko, monkeypatch):
     def rewrite(*unused):
         tiny.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
-    plan = files.Writer.__init__
+    plan = writer.Writer.__init__
     for change in (append, shorten, rewrite):
         tiny.write_bytes(data)
 
@@ -236,7 +236,7 @@ def test_input_that_changes_is_refused(tmp_path, tiny, macko, monkeypatch):
             change()
             plan(self, *args)
 
-        monkeypatch.setattr(files.Writer, "__init__", change_then_write)
+        monkeypatch.setattr(writer.Writer, "__init__", change_then_write)
         done = macko("convert", tiny, tmp_path / "out.gguf")
         assert done.code == 1 and "while it was read" in done.err, (change, done.err)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .. import console, errors
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm"}
 """Suffix of each file that is written -> its first four bytes."""

@@ -23,7 +23,7 @@ from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
 from ..evaluation.text_model import N_CTX, TextModel
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from ..codecs import ggml_quants, registry
 from ..codecs.codec import Settings
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
-from ..gguf.files import AtomicOutput, Model, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
 from ..native import bindings
 from .plan import DENSE, Options, Override, Spool, TensorPlan, output_nbytes, plan_model
 from .verify import QuantizationError

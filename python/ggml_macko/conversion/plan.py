@@ -22,7 +22,8 @@ from ..codecs import ggml_quants, quantize, registry
 from ..codecs.codec import Candidate, Choice, ElementCount, Settings, Source
 from ..conversion import bit_allocation
 from ..gguf import imatrix, tensor_rules
-from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
+from ..gguf.files import MAX_NAME, Key, Model, Tensor, make_key, type_name
+from ..gguf.writer import NewTensor, align, file_nbytes
 from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, Array
 

@@ -25,7 +25,8 @@ from ..evaluation import text_model
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
 from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
-from ..gguf.files import AtomicOutput, Model, make_key
+from ..gguf.files import Model, make_key
+from ..gguf.outputs import AtomicOutput
 
 N_BATCH = 512
 """Tokens per evaluation: the default of llama-imatrix."""

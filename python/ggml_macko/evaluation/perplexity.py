@@ -13,7 +13,7 @@ from ..evaluation import likelihood, text_model
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
 __all__ = ["Divergence", "Estimate", "kl_divergence", "perplexity"]
 

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from .. import errors
-from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key
+from ..gguf.files import Key, Model, Tensor, make_key
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from ..values import TYPE_F32, Array
 
 SUMS, COUNTS = ".in_sum2", ".counts"

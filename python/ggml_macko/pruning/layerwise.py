@@ -19,7 +19,9 @@ from ..evaluation.activations import Consumer
 from ..evaluation.calibrate import SquareSums
 from ..evaluation.text_model import TextModel
 from ..gguf import imatrix
-from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer
+from ..gguf.files import Model, Tensor
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from ..pruning import allocation, array_backend, hessians, methods
 from ..pruning.allocation import Quotas
 from ..pruning.options import PruneOptions

@@ -24,7 +24,9 @@ from .. import console, errors
 from ..evaluation.text_model import N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
-from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key, type_name
+from ..gguf.files import Key, Model, Tensor, make_key, type_name
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from ..pruning import allocation, methods
 from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas

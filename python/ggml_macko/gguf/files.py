@@ -25,6 +25,7 @@ from ..codecs import registry
 from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
 from ..native.codec import EncodedMatrix
+from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
@@ -151,12 +152,10 @@ class _Shard:
     def __init__(self, path: Path):
         self.path = path
         with contextlib.ExitStack() as on_error:
-            before = _identity(path)
+            self.file = on_error.enter_context(open_regular(path))
+            self.opened = os.fstat(self.file.fileno())
             checked = on_error.enter_context(bindings.File(path))
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            on_error.callback(os.close, self.fd)
-            self.opened = os.fstat(self.fd)
-            if before != _identity(self.fd):  # then the checks were made on another file
+            if _identity(path) != _identity(self.opened):  # then the checks were made on another file
                 raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
             self.checked = checked
             self.is_sparse = checked.is_sparse
@@ -172,24 +171,20 @@ class _Shard:
 
     def close(self) -> None:
         self.checked.close()
-        os.close(self.fd)
+        self.file.close()
 
     def read(self, offset: int, nbytes: int) -> Array:
         out = np.empty(nbytes, dtype=np.uint8)
-        view = out.data
-        done = 0
-        while done < nbytes:
-            try:
-                n = os.preadv(self.fd, [view[done : done + (1 << 30)]], offset + done)
-            except OSError as e:
-                raise errors.error(errors.IO, f"{self.path}: {e.strerror}") from e
-            if n == 0:
-                raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
-            done += n
+        try:
+            n = read_at(self.file, offset, out.data)
+        except OSError as e:
+            raise errors.error(errors.IO, f"{self.path}: {e.strerror}") from e
+        if n != nbytes:
+            raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
         return out
 
     def check_unchanged(self) -> None:
-        if _identity(self.fd) != _identity(self.opened):
+        if _identity(self.file.fileno()) != _identity(self.opened):
             raise errors.error(errors.FILE_CHANGED, f"{self.path}: changed while it was read")
 
 
@@ -367,6 +362,24 @@ class Model:
         self.close()
 
 
+def _part_name(path: Path) -> re.Match[str] | None:
+    """Of a file that llama-gguf-split has made: its groups are the model's name, the part's number and their count."""
+    return re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+
+
+def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
+    """no: from 0 on."""
+    return path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf")
+
+
+def part_paths(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a model that exist, as far as their names tell; no file is opened."""
+    path = Path(path)
+    name = _part_name(path)
+    paths = [path] if name is None else [_part_path(path, name, no) for no in range(int(name[3]))]
+    return [p for p in paths if p.exists()]
+
+
 def _open_shards(path: Path) -> Iterator[_Shard]:
     first = _Shard(path)
     yield first
@@ -374,14 +387,14 @@ def _open_shards(path: Path) -> Iterator[_Shard]:
     count = numbers.get("split.count", 1)
     if count in (0, 1):  # 0: llama-gguf-split merged it
         return
-    name = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    name = _part_name(path)
     if not name or int(name[3]) != count or not isinstance(count, int) or not 1 < count <= 99999:
         raise errors.error(errors.SPLIT_FILE, f"{path}: part of a split model, but not named NAME-00001-of-0000N.gguf")
     if numbers.get("split.no") != 0 or int(name[2]) != 1:
         raise errors.error(errors.SPLIT_FILE, f"{path}: is not the first part; give {name[1]}-00001-of-{name[3]}.gguf")
     n_tensors = len(first.tensors)
     for no in range(1, count):
-        shard = _Shard(path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf"))
+        shard = _Shard(_part_path(path, name, no))
         yield shard
         n_tensors += len(shard.tensors)
         found = {k.name: k.value() for k in shard.keys if k.name.startswith("split.")}

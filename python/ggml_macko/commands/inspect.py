@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from .. import console, errors
+from ..benchmark.plot import save_figure
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 
 HELP = "show what a model file holds"
@@ -116,5 +117,5 @@ def plot(report: ModelReport, path: str) -> None:
     axes.legend(fontsize="small", ncol=2)
     axes.set_title(str(report.metadata.get("general.name", report.path)), parse_math=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, [report.path])
     pyplot.close(figure)

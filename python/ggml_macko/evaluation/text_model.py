@@ -21,6 +21,7 @@ import numpy.typing as npt
 from .. import errors
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
+from ..regular_files import read_bytes
 
 N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
 
@@ -239,7 +240,7 @@ class TextModel:
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
-    text = Path(path).read_bytes()
+    text = read_bytes(path)
     if not text:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
     if len(text) > MAX_TEXT:

@@ -1098,6 +1098,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
     cuda_ok(cudaMalloc(&ctx.counters, N_COUNTERS * sizeof(unsigned)), "counters");
     cuda_ok(cudaMemset(ctx.counters, 0, N_COUNTERS * sizeof(unsigned)), "counters");
     cuda_ok(op_compute_capability(&ctx.cc), "compute capability");
+    printf("test-cuda-ops: code for compute capability %d\n", ctx.cc);
     ctx.n_sm          = prop.multiProcessorCount;
     ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
     const auto cublas = cublas_open();

@@ -119,9 +119,10 @@ def prune_in_passes(
         offset = {t.name: t.offset for t in copy.tensors}
     n_chunks = 0
     todo = passes(tensors, options)
-    with open(path, "r+b") as f:
+    n_weights = sum(t.n_elements for t in tensors)
+    with open(path, "r+b") as f, console.progress("pruning", n_weights, "weights") as advance:
         for i, group in enumerate(todo):
-            console.log(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
+            console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
             source = path if options.sequential else model.path
             if options.method == "wanda":
                 statistics = statistics_of_text(source, group, options)
@@ -137,6 +138,7 @@ def prune_in_passes(
                 pruner(bits, t)
                 f.seek(offset[t.name])
                 f.write(bits.data)
+                advance(t.n_elements)
             f.flush()
     return n_chunks
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import console
 from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        code = int(args.run(args))
+        with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import console, errors
 from ..benchmark.plot import save_figure
+from ..commands.arguments import add_quiet
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 
 HELP = "show what a model file holds"
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="FILE.png", help="also draw the density of each weight by layer (needs matplotlib)"
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -250,7 +250,7 @@ def _measure(
                 checkpoint.save(sums, chunks[:done])
                 saved = done
             now = time.monotonic()
-            if i == start or now - logged >= _LOG_SECONDS or done == len(chunks):
+            if not console.shows_progress() and (i == start or now - logged >= _LOG_SECONDS or done == len(chunks)):
                 logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
     except (KeyboardInterrupt, SystemExit):

@@ -351,6 +351,23 @@ class Divergence:
         """Percentiles of the change of the probability of single tokens. percents: from 0 to 100."""
         return _percentiles(self._all_p_change, percents)
 
+    def as_json(self) -> dict[str, object]:
+        """Means with their standard errors, and the largest divergence of a token; NaN is None, as JSON has none."""
+        found = {
+            "ppl": self.ppl,
+            "ppl_base": self.ppl_base,
+            "log_ratio": self.log_ratio,
+            "kld": self.kld,
+            "p_change": self.p_change,
+            "p_change_rms": self.p_change_rms,
+            "same_top": self.same_top,
+        }
+        numbers: dict[str, object] = {"n_tokens": self.n_tokens}
+        for name, (value, error) in found.items():
+            numbers[name] = value if math.isfinite(value) else None
+            numbers[f"{name}_error"] = error if math.isfinite(error) else None
+        return {**numbers, "kld_max": self.kld_percentiles([100])[0]}
+
     def line(self) -> str:
         """llama-perplexity's line for a chunk, without its number."""
         return (

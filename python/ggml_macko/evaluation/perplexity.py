@@ -124,12 +124,16 @@ def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Est
         if base is not None:
             (rows,) = more
             base.write(rows.data)
-        progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
+        if console.shows_progress():
+            console.note(f"PPL = {so_far.ppl:.4f}")
+        else:
+            progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
 
     if base is not None:
         base.write(base.magic + header(model.n_ctx, model.n_vocab, chunks)[len(base.magic) :])
     estimate = likelihood.estimate(model, chunks, encode if base is not None else None, on_chunk)
-    console.log("")
+    if not console.shows_progress():
+        console.log("")
     return estimate
 
 

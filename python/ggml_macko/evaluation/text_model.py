@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import errors
+from .. import console, errors
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
 from ..regular_files import read_bytes
@@ -159,9 +159,9 @@ class TextModel:
         return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
 
     def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
-        """Cuts chunks into batches for evaluate(), from chunk `start` on."""
-        for i in range(start, len(chunks), self.n_seq):
-            yield Batch(i, chunks[i : i + self.n_seq])
+        """Cuts chunks into batches for evaluate(), from chunk `start` on. Shows how many are done."""
+        batches = [Batch(i, chunks[i : i + self.n_seq]) for i in range(start, len(chunks), self.n_seq)]
+        return console.tracked(batches, self.path.name, lambda b: len(b.chunks), "chunks", start)
 
     def evaluate(self, chunks: Chunks, first: int = 0) -> Logits:
         """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.

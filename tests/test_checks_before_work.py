@@ -51,7 +51,7 @@ def test_convert_refuses_a_pattern_that_no_name_matches(tmp_path, tiny, macko):
         "convert", tiny, tmp_path / "out.gguf", "--tensor-type", "attn_q=macko", "--tensor-type", "ffn_pu=dense"
     )
     assert done.code == 1 and not (tmp_path / "out.gguf").exists()
-    assert "--tensor-type ffn_pu=dense: no tensor has such a name; did you mean ffn_up_exps" in done.err
+    assert "--tensor-type ffn_pu=dense: no tensor has such a name; did you mean ffn_up?" in done.err
     with pytest.raises(errors.ArgumentError, match="no tensor has such a name"):
         convert(tiny, None, overrides={"ffn_pu": "dense"})
     with pytest.raises(errors.ArgumentError, match="no tensor has such a name"):

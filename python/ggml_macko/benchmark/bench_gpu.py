@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import console, errors
+from ..benchmark.plot import save_figure
 from ..native import bindings
 
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
@@ -154,7 +155,7 @@ def plot(results: list[dict[str, Any]], path: str) -> None:
         xlabel="MB read", ylabel="of measured read bandwidth", xscale="log", ylim=(0, 1), title=results[0]["date"]
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

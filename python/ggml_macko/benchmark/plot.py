@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import console, errors
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm"}
 """Suffix of each file that is written -> its first four bytes."""
@@ -115,6 +116,17 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
                 break
             text.remove()
         taken.append(box)
+
+
+def save_figure(figure: Figure, path: str, inputs: Sequence[str | os.PathLike[str]] = ()) -> None:
+    """Writes a figure in the format that its suffix names, or not at all; an old file is replaced, but no input."""
+    data = io.BytesIO()
+    figure.savefig(data, format=Path(path).suffix[1:].lower() or "png", dpi=120)
+    image = data.getvalue()
+    with AtomicOutput(path, inputs, force=True, signature=image[:4]) as output:
+        output.write(output.magic + image[4:])
+        output.seal()
+        output.commit()
 
 
 def save(figure: Figure, stem: Path, outputs: Mapping[str, AtomicOutput]) -> None:

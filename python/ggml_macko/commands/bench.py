@@ -13,7 +13,7 @@ from .. import console, errors
 from ..benchmark import bench_gpu
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.arguments import add_gpu_layers
+from ..commands.arguments import add_gpu_layers, add_quiet
 from ..native import bindings
 
 HELP = "measure speed on this machine"
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser)
     _add_matrix_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
+    add_quiet(parser)
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,7 @@
 """The `macko` command: `macko SUBCOMMAND ...`.
 
-Exit codes: 0 done, 1 an error (one line on stderr), 2 a command line that is wrong whatever the files hold, 130 and 143
-after Ctrl-C and SIGTERM.
+Exit codes: 0 done, 1 an error (one line on stderr), 2 a command line that is wrong whatever the files hold; 130, 143
+and 129 after Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .. import errors
+from .. import console, errors
 from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
@@ -134,20 +134,23 @@ def make_parser() -> Parser:
     return parser
 
 
-def on_sigterm(*unused: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)  # unwinds, so that partial files go
+def on_signal(number: int, *unused: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, so that partial files go
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = None
     try:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGTERM, on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
         args = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
         if args.command is None:
             parser.print_help()
             return 0
-        code = int(args.run(args))
+        with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

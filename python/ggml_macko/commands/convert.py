@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import console, errors
 from ..codecs import ggml_quants, registry
+from ..commands.arguments import add_quiet
 from ..conversion.convert import ConversionReport, checked_type, convert
 from ..conversion.verify import error_line
 
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     add_block_arguments(parser)
     add_quantization_arguments(parser)
+    add_quiet(parser)
 
 
 def add_block_arguments(parser: argparse.ArgumentParser) -> None:

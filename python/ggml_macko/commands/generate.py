@@ -47,12 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..evaluation.text_model import read_text
     from ..llama import Llama
 
     prompt = args.prompt
     if prompt is None:
-        with open(args.file, encoding="utf-8") as f:
-            prompt = f.read()
+        prompt = read_text(args.file).decode("utf-8")
     llama = Llama(
         args.model,
         n_ctx=args.ctx_size,

@@ -8,6 +8,8 @@ import re
 from typing import Any
 
 from .. import console, errors
+from ..benchmark.plot import save_figure
+from ..commands.arguments import add_quiet
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 
 HELP = "show what a model file holds"
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot", metavar="FILE.png", help="also draw the density of each weight by layer (needs matplotlib)"
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,5 +119,5 @@ def plot(report: ModelReport, path: str) -> None:
     axes.legend(fontsize="small", ncol=2)
     axes.set_title(str(report.metadata.get("general.name", report.path)), parse_math=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, [report.path])
     pyplot.close(figure)

@@ -15,7 +15,7 @@ from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
-from ..commands.arguments import add_gpu_layers
+from ..commands.arguments import add_gpu_layers, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import convert
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
-
-# ---- options that hold the arguments of another command ----
+    # ---- options that hold the arguments of another command ----
+    add_quiet(parser)
 
 
 def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Namespace:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import console
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 
@@ -94,7 +95,10 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
             format_version=version.value() if version else None,
             metadata=keys,
             nbytes=model.nbytes,
-            tensors=tuple(inspect_tensor(t, n_threads) for t in model.tensors),
+            tensors=tuple(
+                inspect_tensor(t, n_threads)
+                for t in console.tracked(model.tensors, "reading", lambda t: t.nbytes_stored, "B")
+            ),
         )
 
 

@@ -13,7 +13,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..evaluation import text_model
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
-from ..gguf.files import AtomicOutput, Model, make_key
+from ..gguf.files import Model, make_key, part_paths
+from ..gguf.outputs import AtomicOutput
 
 N_BATCH = 512
 """Tokens per evaluation: the default of llama-imatrix."""
@@ -79,40 +79,43 @@ def calibrate(
     if n_chunks == 0 or checkpoint_every < 1:
         raise errors.usage_error("--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
-    with AtomicOutput(output, [model, text], force) as opened:
-        text_model.read_text(text)  # refuses a bad text before the model is loaded
-        with TextModel(
+    inputs: list[str | os.PathLike[str]] = [*part_paths(model), text]
+    with (
+        AtomicOutput(output, inputs, force) as opened,
+        TextModel.opened_with(
             model,
+            text,
             n_ctx,
+            -1,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             consumer=sums,
             verbose=verbose,
-        ) as llama:
-            whole = llama.read_chunks(text)
-            settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
-            checkpoint = Checkpoint(opened.path, model, settings)
-            done = checkpoint.load(sums, whole)
-            chunks = whole if n_chunks < 0 else whole[: max(n_chunks, done)]
-            if done > n_chunks >= 0:
-                console.log(f"{checkpoint.path}: {done} chunks are measured already, more than --chunks {n_chunks}")
-            elif done:
-                console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
-            _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
-            found = imatrix.Imatrix(
-                path=opened.path,
-                entries=sums.entries(),
-                datasets=[os.fspath(text)],
-                chunk_count=len(chunks),
-                chunk_size=n_ctx,
-            )
-            imatrix.write(found, opened)
-            opened.seal()
-            _check_written(found, opened)
-            opened.commit()
-            checkpoint.remove()
+        ) as (llama, whole),
+    ):
+        settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
+        checkpoint = Checkpoint(opened.path, model, settings, inputs)
+        done = checkpoint.load(sums, whole)
+        chunks = whole if n_chunks < 0 else whole[: max(n_chunks, done)]
+        if done > n_chunks >= 0:
+            console.log(f"{checkpoint.path}: {done} chunks are measured already, more than --chunks {n_chunks}")
+        elif done:
+            console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
+        _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
+        found = imatrix.Imatrix(
+            path=opened.path,
+            entries=sums.entries(),
+            datasets=[os.fspath(text)],
+            chunk_count=len(chunks),
+            chunk_size=n_ctx,
+        )
+        imatrix.write(found, opened)
+        opened.seal()
+        _check_written(found, opened)
+        opened.commit()
+        checkpoint.remove()
     return Calibration(path=found.path, entries=found.entries, n_chunks=found.chunk_count, n_ctx=found.chunk_size)
 
 
@@ -158,8 +161,16 @@ class Checkpoint:
     settings: option -> value, as far as they change the sums.
     """
 
-    def __init__(self, output: Path, model_path: str | os.PathLike[str], settings: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        model_path: str | os.PathLike[str],
+        settings: Mapping[str, object],
+        inputs: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        """inputs: files that the checkpoint must not replace."""
         self.path = output.with_name(output.name + ".checkpoint")
+        self._inputs = inputs
         self._run = {"model": _model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
 
     def save(self, sums: SquareSums, chunks: Chunks) -> None:
@@ -171,7 +182,7 @@ class Checkpoint:
         ]
         arrays: dict[str, npt.NDArray[Any]] = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
         arrays.update({name + imatrix.COUNTS: c for name, c in sums.counts.items()})
-        with AtomicOutput(self.path, [], force=True) as output:
+        with AtomicOutput(self.path, self._inputs, force=True) as output:
             imatrix.write_arrays(arrays, keys, output)
             output.seal()
             output.commit()
@@ -245,7 +256,7 @@ def _measure(
                 checkpoint.save(sums, chunks[:done])
                 saved = done
             now = time.monotonic()
-            if i == start or now - logged >= _LOG_SECONDS or done == len(chunks):
+            if not console.shows_progress() and (i == start or now - logged >= _LOG_SECONDS or done == len(chunks)):
                 logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
     except (KeyboardInterrupt, SystemExit):

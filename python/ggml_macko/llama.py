@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import llama_cpp
 from llama_cpp._logger import set_verbose
 
+from .errors import MackoError
+from .native import bindings
 from .native.loader import compressing, register
 
 
@@ -38,11 +41,28 @@ class Llama(llama_cpp.Llama):
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
-        Raises FileFormatError for a damaged sparse file, VersionMismatchError if another llama-cpp-python is installed
-        than the plugin was built for, and else what llama_cpp.Llama raises, ValueError above all.
+        Raises FileFormatError for a damaged file and for one that is no GGUF, VersionMismatchError if another
+        llama-cpp-python is installed than the plugin was built for, and else what llama_cpp.Llama raises, ValueError
+        above all.
         """
         self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         with compressing(compress, keep_negative_zeros):
-            super().__init__(model_path, *args, verbose=verbose, **kwargs)
+            try:
+                super().__init__(model_path, *args, verbose=verbose, **kwargs)
+            except ValueError as e:
+                _say_what_is_wrong(model_path, e)
+                raise
+
+
+def _say_what_is_wrong(path: str, error: ValueError) -> None:
+    """Raises MackoError with the reason if llama.cpp did not load a file that is no GGUF, or a damaged one: its own
+    words are "Failed to load model from file".
+    """
+    if isinstance(error, MackoError) or not os.path.exists(path):
+        return
+    try:
+        bindings.File(path).close()
+    except MackoError as found:
+        raise type(found)(found.code, f"Failed to load model from file: {found}") from error

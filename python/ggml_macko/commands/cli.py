@@ -102,7 +102,7 @@ class PrintCompletion(argparse.Action):
             import shtab
         except ImportError as e:
             raise errors.error(
-                errors.BAD_ARGUMENT, "--print-completion needs shtab: pip install ggml-macko[completion]"
+                errors.BAD_ARGUMENT, "--print-completion needs shtab: pip install 'ggml-macko[completion]'"
             ) from e
         for command in parser._actions:
             subparsers = command.choices.values() if isinstance(command, argparse._SubParsersAction) else ()

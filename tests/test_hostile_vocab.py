@@ -1,0 +1,135 @@
+"""Vocabularies and templates that cost llama.cpp or Jinja far more than their bytes: refused, or harmless.
+
+Each file loads in a process with 3 GB of address space and some seconds: without the check it dies or hangs.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+import subprocess
+import sys
+
+import pytest
+
+import gguf_bytes as gb
+import tiny_models
+
+LIMIT = 22
+MASK = 2**64 - 1
+MURMUR = 0xC6A4A7935BD1E995  # libstdc++'s std::hash<std::string>: MurmurHash64A
+MURMUR_INVERSE = pow(MURMUR, -1, 2**64)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """name of a tokenizer -> the GGUF of a sparse model that has it"""
+    folder = tmp_path_factory.mktemp("bases")
+    found = {}
+    for tokenizer, arch in (("llama", "llama"), ("gpt2", "qwen2")):
+        dense, sparse = folder / f"{arch}.gguf", folder / f"{arch}-sparse.gguf"
+        dense.write_bytes(gb.write(tiny_models.make(arch)))
+        command = [sys.executable, "-m", "ggml_macko.commands.cli", "convert", str(dense), str(sparse)]
+        subprocess.run(command, check=True, capture_output=True)
+        found[tokenizer] = sparse.read_bytes()
+    return found
+
+
+LOAD = """
+import sys, ggml_macko
+try:
+    llama = ggml_macko.Llama(sys.argv[1], n_ctx=32, n_threads=1, verbose=False)
+    print(0)
+except ggml_macko.errors.MackoError as e:
+    print(e.code, e)
+"""
+
+
+def load(data: bytes, tmp_path, timeout: int = 20) -> str:
+    """ "0", or the code and the message of the refusal."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(data)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)),
+    )
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-1000:]}"
+    return done.stdout.strip()
+
+
+def with_tokens(f: gb.GGUF, more: list, kind: int = 1) -> gb.GGUF:
+    """The file with more tokens at the end of its vocabulary; its embedding has no rows for them."""
+    for name, value in (("tokens", more), ("scores", [0.0] * len(more)), ("token_type", [kind] * len(more))):
+        key = f.key("tokenizer.ggml." + name)
+        if key is not None:
+            key.value = list(key.value) + value
+    return f
+
+
+def with_merges(f: gb.GGUF, more: list) -> gb.GGUF:
+    key = f.key("tokenizer.ggml.merges")
+    key.value = list(key.value) + more
+    return f
+
+
+def colliding(n: int) -> list:
+    """n strings of 16 bytes that have one hash value in libstdc++, and no NUL."""
+
+    def unmix(k: int) -> int:  # inverse of: k *= m; k ^= k >> 47; k *= m
+        k = k * MURMUR_INVERSE & MASK
+        return (k ^ k >> 47) * MURMUR_INVERSE & MASK
+
+    def mix(k: int) -> int:
+        k = k * MURMUR & MASK
+        return (k ^ k >> 47) * MURMUR & MASK
+
+    start = 0xC70F6907 ^ 16 * MURMUR & MASK
+    found, i = [], 0x0101010101010101
+    while len(found) < n:
+        i += 0x9E3779B97F4A7C15
+        first = i & MASK
+        state = (start ^ mix(first)) * MURMUR & MASK
+        text = struct.pack("<QQ", first, unmix(0x1234567890ABCDEF ^ state))
+        if 0 not in text:
+            found.append(text)
+    return found
+
+
+MANY = [b"x%d" % i for i in range(70_000)]
+CASES = {  # tokenizer, change, part of the message
+    "long token": ("gpt2", lambda f: with_tokens(f, [b"\x01" * 47_000]), "is too long (47000 vs 4096 bytes)"),
+    "long tokens": (
+        "gpt2",
+        lambda f: with_tokens(f, [b"\x01" * 4000 + b"%d" % i for i in range(100)]),
+        "too many long tokens",
+    ),
+    "long merge": ("gpt2", lambda f: with_merges(f, [b"a " + b"b" * 9000]), "is too long (9002 vs 8193 bytes)"),
+    "tokens of one hash": ("gpt2", lambda f: with_tokens(f, colliding(60_000)), "tokens: too many strings with equal"),
+    "tokens of one hash, spm": ("llama", lambda f: with_tokens(f, colliding(60_000)), "tokens: too many strings"),
+    "merges of one hash": (
+        "gpt2",
+        lambda f: with_merges(f, [b"a " + text for text in colliding(60_000) if b" " not in text]),
+        "merges: too many strings with equal",
+    ),
+    "special tokens": ("llama", lambda f: with_tokens(f, MANY, kind=3), "too many special tokens (70003 vs 65536)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vocabulary_that_costs_more_than_its_bytes_is_refused(name, bases, tmp_path):
+    tokenizer, change, message = CASES[name]
+    f = change(gb.read(bases[tokenizer]))
+    answer = load(gb.write(f), tmp_path)
+    assert answer.startswith(f"{LIMIT} ") and message in answer, answer
+
+
+@pytest.mark.parametrize("tokenizer", ["llama", "gpt2"])
+def test_vocabulary_within_the_limits_is_accepted(tokenizer, bases, tmp_path):
+    """as llama.cpp then sees it: only the embedding has too few rows"""
+    more = [b"y%d" % i for i in range(100_000)] + [b"\x01" * 4096, b"z" * 4096]
+    f = with_tokens(gb.read(bases[tokenizer]), more)
+    assert "llama.cpp could not load the model" in load(gb.write(f), tmp_path)
+    assert load(bases[tokenizer], tmp_path) == "0"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import errors
-from ..native import bindings
+from ..native import bindings, chat_template
 
 _lock = threading.RLock()
 _registered = False
@@ -49,6 +49,7 @@ def register() -> None:
         _check_versions()
         _load_plugin()
         _replace_load_function()
+        chat_template.install()
         _registered = True
 
 

@@ -10,10 +10,13 @@ import struct
 import subprocess
 import sys
 
+import jinja2
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import gguf_bytes as gb
 import tiny_models
+from ggml_macko.native import chat_template
 
 LIMIT = 22
 MASK = 2**64 - 1
@@ -133,3 +136,63 @@ def test_vocabulary_within_the_limits_is_accepted(tokenizer, bases, tmp_path):
     f = with_tokens(gb.read(bases[tokenizer]), more)
     assert "llama.cpp could not load the model" in load(gb.write(f), tmp_path)
     assert load(bases[tokenizer], tmp_path) == "0"
+
+
+TEMPLATES = [
+    "{% set x = 7**(7**9) %}",
+    "{{ 7**(7**9) }}",
+    "{{ 'x' * 10000000000 }}",
+    "{{ 'x'|center(10000000000) }}",
+    "{{ '%10000000000d'|format(1) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ ['x' * 10000000000]|join }}",
+    "{{ [0] * 10000000000 }}",
+    "{{ ('x' * 10000000000) ~ 'y' }}",
+    "{% if 7**(7**9) > 1 %}a{% endif %}",
+    "{% for i in [0] * 10000000000 %}a{% endfor %}",
+    "{{ 'x'.__class__('y' * 10000000000) }}",
+    "{% filter center(7**(7**9)) %}a{% endfilter %}",
+    "{% set x %}{{ 'x' * 10000000000 }}{% endset %}",
+    "{% macro m(a='x' * 10000000000) %}{{ a }}{% endmacro %}",
+]
+
+
+def test_template_is_not_evaluated_while_loading(bases, tmp_path):
+    """All in one process: each would hang or exceed its memory."""
+    f = gb.read(bases["llama"])
+    f.set("tokenizer.chat_template", gb.STRING, TEMPLATES[0].encode())
+    for i, template in enumerate(TEMPLATES[1:]):
+        f.set(f"tokenizer.chat_template.t{i}", gb.STRING, template.encode())
+    assert load(gb.write(f), tmp_path) == "0"
+
+
+def test_autoescape_of_an_expression_and_a_huge_template_are_refused(bases, tmp_path):
+    f = gb.read(bases["llama"])
+    f.set("tokenizer.chat_template", gb.STRING, b"x" * ((1 << 18) + 1))
+    assert load(gb.write(f), tmp_path) == "22 chat template: 262145 characters; the limit is 262144"
+    environment = chat_template.Environment()
+    assert environment.from_string("{% autoescape true %}{{ a }}{% endautoescape %}").render(a="<") == "&lt;"
+    with pytest.raises(jinja2.TemplateSyntaxError, match="true or false"):
+        environment.from_string("{% autoescape 7**(7**9) %}{% endautoescape %}")
+
+
+def test_templates_render_as_without_the_check():
+    """constants of each kind, and the templates that llama-cpp-python knows"""
+    from llama_cpp import llama_chat_format as known
+
+    messages = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "ho"}]
+    templates = [value for name, value in vars(known).items() if name.endswith("_TEMPLATE") and isinstance(value, str)]
+    assert len(templates) > 2
+    templates += [
+        "{{ 1 + 2 }}{{ 'a' * 3 }}{{ 'b' ~ 4 }}{{ '%03d' % 7 }}{{ 'x'|upper }}{{ [1, 2]|join('-') }}{{ 7 // 2 }}",
+        "{{ 'c' if true else 'd' }}{{ none is none }}{{ not false }}{{ 1 < 2 <= 3 }}{{ {'a': 1}['a'] }}{{ -3 }}",
+        "{% for m in messages %}{{ loop.index0 ~ m.content|trim }}{% if loop.last %}{{ '!' }}{% endif %}{% endfor %}",
+    ]
+    for template in templates:
+        values = {"messages": messages, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True}
+        options = {"trim_blocks": True, "lstrip_blocks": True}
+        results = [
+            environment(**options).from_string(template).render(raise_exception=str, **values)
+            for environment in (ImmutableSandboxedEnvironment, chat_template.Environment)
+        ]
+        assert results[0] == results[1], template

@@ -79,7 +79,8 @@ def report(
         if output is not None:
             plot.figure_class()  # refuses a missing matplotlib before anything is measured
             inputs = [dense, text, *map(Path, models)]
-            for suffix, signature in plot.SIGNATURES.items():
+            for suffix in plot.REPORT_SUFFIXES:
+                signature = plot.SIGNATURES[suffix]
                 outputs[suffix] = stack.enter_context(AtomicOutput(output + suffix, inputs, force, signature))
         parent = Path(output).resolve().parent if output is not None else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-report-", dir=parent)))
@@ -103,7 +104,7 @@ def report(
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]
         if output is not None:
             title = f"{results[0].model}: perplexity on {text.name} against size and speed, {n_threads} threads"
-            plot.save(plot.draw(_panels(results, n_gen), title), Path(output), outputs)
+            plot.save(plot.draw(_panels(results, n_gen), title), outputs)
     return results
 
 

@@ -16,6 +16,7 @@ RESULTS = {
     "restore": "RestorationReport",
     "verify": "Verification",
     "inspect": "ModelReport",
+    "plan": "ModelPlan",
     "prune": "PruneReport",
     "calibrate": "Calibration",
     "perplexity": "Estimate",

@@ -5,7 +5,7 @@
     convert("pruned.gguf", "sparse.gguf")
     llama = Llama("sparse.gguf")
 
-`Llama` opens sparse models; `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
+`Llama` opens sparse models; `plan`, `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
 `kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy arrays.
 
 Importing the package is cheap: the C library and llama_cpp are loaded with the first name that needs them.
@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .conversion.advice import ModelPlan, plan
     from .conversion.convert import ConversionReport, convert
     from .conversion.inspect import ModelReport, inspect
     from .conversion.restore import RestorationReport, restore
@@ -35,6 +36,8 @@ _HOME = {
     "Llama": "llama",
     "register": "native.loader",
     "SparseMatrix": "sparse_matrix",
+    "plan": "conversion.advice",
+    "ModelPlan": "conversion.advice",
     "convert": "conversion.convert",
     "ConversionReport": "conversion.convert",
     "restore": "conversion.restore",
@@ -65,6 +68,7 @@ __all__ = [
     "FileFormatError",
     "Llama",
     "MackoError",
+    "ModelPlan",
     "ModelReport",
     "PruneReport",
     "RestorationReport",
@@ -76,6 +80,7 @@ __all__ = [
     "inspect",
     "kl_divergence",
     "perplexity",
+    "plan",
     "prune",
     "register",
     "restore",

@@ -26,6 +26,7 @@ COMMANDS = {
     "restore": "commands.restore",
     "verify": "commands.verify",
     "inspect": "commands.inspect",
+    "plan": "commands.plan",
     "generate": "commands.generate",
     "bench": "commands.bench",
     "report": "commands.report",

@@ -19,6 +19,7 @@ RESULTS = {
     "plan": "ModelPlan",
     "prune": "PruneReport",
     "calibrate": "Calibration",
+    "decompress": "Decompression",
     "perplexity": "Estimate",
     "kl_divergence": "Divergence",
 }

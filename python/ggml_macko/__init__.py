@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .evaluation.kl_divergence import Divergence
     from .evaluation.likelihood import Estimate
     from .evaluation.perplexity import kl_divergence, perplexity
+    from .huggingface.decompress import Decompression, decompress
     from .llama import Llama
     from .native.loader import register
     from .pruning.prune import PruneReport, prune
@@ -48,6 +49,8 @@ _HOME = {
     "ModelReport": "conversion.inspect",
     "prune": "pruning.prune",
     "PruneReport": "pruning.prune",
+    "decompress": "huggingface.decompress",
+    "Decompression": "huggingface.decompress",
     "calibrate": "evaluation.calibrate",
     "Calibration": "evaluation.calibrate",
     "perplexity": "evaluation.perplexity",
@@ -63,6 +66,7 @@ _HOME = {
 __all__ = [
     "Calibration",
     "ConversionReport",
+    "Decompression",
     "Divergence",
     "Estimate",
     "FileFormatError",
@@ -77,6 +81,7 @@ __all__ = [
     "VersionMismatchError",
     "calibrate",
     "convert",
+    "decompress",
     "inspect",
     "kl_divergence",
     "perplexity",

@@ -22,6 +22,7 @@ COMMANDS = {
     "calibrate": "commands.calibrate",
     "perplexity": "commands.perplexity",
     "prune": "commands.prune",
+    "decompress": "commands.decompress",
     "convert": "commands.convert",
     "restore": "commands.restore",
     "verify": "commands.verify",

@@ -23,7 +23,7 @@ import gguf_bytes
 import test_gpu
 import test_split_and_edited_files
 import upstream
-from ggml_macko.gguf.files import AtomicOutput
+from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_F16
 

@@ -11,7 +11,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from .. import console, errors
 from ..benchmark.bench_worker import Sample
 from ..conversion.restore import restore
 from ..gguf.files import Model
+from ..gguf.outputs import scratch_folder
 
 
 class LabelledModel(NamedTuple):
@@ -116,10 +116,10 @@ def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None
         with Model(path) as model:
             if not model.is_sparse:
                 continue
-            with tempfile.TemporaryDirectory(prefix=".macko-bench-", dir=path.resolve().parent) as folder:
+            with scratch_folder(path.resolve().parent, ".macko-bench-") as folder:
                 console.log(f"restoring {label} ...")
                 with console.quiet():
-                    done = restore(path, Path(folder) / "dense.gguf")
+                    done = restore(path, folder / "dense.gguf")
                 yield LabelledModel(f"{label} (dense)", done.path)
                 return
     yield None

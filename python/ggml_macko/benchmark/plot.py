@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import console, errors
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm", ".pdf": b"%PDF"}
 """Suffix of a plot's file -> the first four bytes of its format."""
@@ -221,24 +222,29 @@ def draw_products(products: Sequence[Product], means: Sequence[tuple[float, floa
 # ---- writing ----
 
 
-def check_output(path: str, force: bool) -> None:
+Inputs = Sequence["str | os.PathLike[str]"]
+
+
+def check_output(path: str, force: bool, inputs: Inputs = ()) -> None:
     """Refuses before anything is measured: no matplotlib, a file that exists, an unknown suffix. Raises MackoError."""
     figure_class()
-    with output_of(path, force):
+    with output_of(path, force, inputs):
         pass
 
 
-def output_of(path: str, force: bool) -> AtomicOutput:
-    """The file of a plot. Raises MackoError if its suffix is none of SIGNATURES, or if it exists without force."""
+def output_of(path: str, force: bool, inputs: Inputs = ()) -> AtomicOutput:
+    """The file of a plot. Raises MackoError if its suffix is none of SIGNATURES, if it exists without force, or if it
+    is one of the inputs.
+    """
     signature = SIGNATURES.get(Path(path).suffix.lower())
     if signature is None:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: a plot ends in {', '.join(SIGNATURES)}")
-    return AtomicOutput(path, [], force, signature)
+    return AtomicOutput(path, inputs, force, signature)
 
 
-def save_as(figure: Figure, path: str, force: bool = False) -> None:
-    """Writes the figure into one file. Raises MackoError if it exists without force."""
-    with output_of(path, force) as output:
+def save_as(figure: Figure, path: str, force: bool = False, inputs: Inputs = ()) -> None:
+    """Writes the figure into one file. Raises MackoError if it exists without force, or is one of the inputs."""
+    with output_of(path, force, inputs) as output:
         save(figure, {Path(path).suffix.lower(): output})
 
 

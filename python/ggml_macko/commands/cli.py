@@ -1,6 +1,6 @@
 """The `macko` command: `macko SUBCOMMAND ...`.
 
-Exit codes: 0 done, 1 any error (one line on stderr), 130 and 143 after Ctrl-C and SIGTERM.
+Exit codes: 0 done, 1 any error (one line on stderr), 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ def make_parser() -> Parser:
     return parser
 
 
-def on_sigterm(*unused: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)  # unwinds, so that partial files go
+def on_signal(number: int, *unused: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, so that partial files go
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = None
     try:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGTERM, on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
         args = parser.parse_args(argv)
         if args.command is None:

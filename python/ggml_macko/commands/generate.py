@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..evaluation.text_model import read_text
     from ..huggingface.hub import download
     from ..llama import Llama
 
     prompt = args.prompt
     if prompt is None:
-        with open(args.file, encoding="utf-8") as f:
-            prompt = f.read()
+        prompt = read_text(args.file).decode("utf-8")
     llama = Llama(
         str(download(args.hf)) if args.hf is not None else args.model,
         n_ctx=args.ctx_size,

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.plot:
-        plot.check_output(args.plot, args.force)
+        plot.check_output(args.plot, args.force, [args.model])
     report = inspect(args.model, n_threads=args.threads)
     if args.plot:
         draw(report, args.plot, args.force)
@@ -137,4 +137,4 @@ def draw(report: ModelReport, path: str, force: bool) -> None:
     if not cells:
         raise errors.error(errors.BAD_ARGUMENT, "--plot: the file has no block weights of a type with zeros")
     name = report.metadata.get("general.name", Path(report.path).name)
-    plot.save_as(plot.draw_density(cells, f"{name}: density of the weights of each layer"), path, force)
+    plot.save_as(plot.draw_density(cells, f"{name}: density of the weights of each layer"), path, force, [report.path])

@@ -18,7 +18,8 @@ from .. import console, errors
 from ..codecs import registry
 from ..codecs.codec import Choice, Settings, Source
 from ..gguf import tensor_rules
-from ..gguf.files import Model, Tensor, align, type_name
+from ..gguf.files import Model, Tensor, type_name
+from ..gguf.writer import align
 from ..native import bindings
 from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, TYPE_F16, Array, bits_dtype

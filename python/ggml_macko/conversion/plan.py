@@ -6,6 +6,7 @@ in a `Spool` for the second pass.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Union
+from typing import Union
 
 import numpy as np
 
@@ -22,8 +23,10 @@ from ..codecs import ggml_quants, quantize, registry
 from ..codecs.codec import Candidate, Choice, ElementCount, Settings, Source
 from ..conversion import bit_allocation
 from ..gguf import imatrix, tensor_rules
-from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
+from ..gguf.files import MAX_NAME, Key, Model, Tensor, make_key, type_name
+from ..gguf.writer import NewTensor, align, file_nbytes
 from ..native import codec as native_codec
+from ..regular_files import named, read_at, write_at
 from ..values import NEGATIVE_ZERO, Array
 
 DENSE = "dense"
@@ -159,17 +162,20 @@ class TensorPlan:
 
 
 class Spool:
-    """Arrays between the two passes: a file without a name, in the folder of the output. Without a folder nothing is
-    kept.
+    """Arrays between the two passes: a file without a name, in the folder of the output. Without an output nothing is
+    kept. An OSError names the output.
     """
 
-    def __init__(self, folder: Path | None):
-        self._folder = folder
-        self._file: IO[bytes] | None = None
+    def __init__(self, output: Path | None):
+        self._output = output
+        self._file: io.FileIO | None = None
+        self._end = 0
 
     def __enter__(self) -> Spool:
-        if self._folder is not None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)
+        if self._output is not None:
+            with named(self._output, always=True):
+                # unbuffered, so that closing it has nothing left to write
+                self._file = tempfile.TemporaryFile(dir=self._output.parent, buffering=0)
         return self
 
     def __exit__(
@@ -180,19 +186,28 @@ class Spool:
 
     def put(self, arrays: Sequence[Array]) -> int:
         """Keeps them, one behind the other; returns where, or -1 if nothing is kept."""
-        if self._file is None:
+        if self._file is None or self._output is None:
             return -1
-        at = self._file.seek(0, 2)
-        for array in arrays:
-            self._file.write(array.data.cast("B"))
-        return at
+        begin = self._end
+        with named(self._output):
+            for array in arrays:
+                write_at(self._file, self._end, array.data.cast("B"))
+                self._end += array.nbytes
+        return begin
 
     def get(self, at: int, nbytes: Sequence[int]) -> list[Array]:
         """uint8 arrays of these lengths."""
-        if self._file is None:
+        if self._file is None or self._output is None:
             raise RuntimeError("nothing was kept")
-        self._file.seek(at)
-        return [np.frombuffer(self._file.read(n), np.uint8) for n in nbytes]
+        arrays = []
+        with named(self._output):
+            for n in nbytes:
+                array = np.empty(n, dtype=np.uint8)
+                if read_at(self._file, at, array.data) != n:
+                    raise errors.error(errors.FILE_CHANGED, f"{self._output}: its temporary file became shorter")
+                arrays.append(array)
+                at += n
+        return arrays
 
 
 # ---- planning ----

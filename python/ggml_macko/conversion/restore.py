@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import console
-from ..gguf.files import AtomicOutput, Model, NewTensor, Writer, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from .write import check_and_commit
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from .. import console, errors
 from ..codecs.codec import Source
-from ..gguf.files import AtomicOutput, Model, Writer, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import Writer
 from ..native.codec import EncodedMatrix
 from ..values import Array
 from .plan import Options, QuantizedDense, Spool, StoredSparse, TensorPlan, new_tensors, read_weights, sparse_keys

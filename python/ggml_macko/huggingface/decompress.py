@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from .. import console, errors
+from ..gguf.outputs import scratch_folder
+from ..regular_files import check_regular, read_bytes
 from ..values import Array
 from . import bitmask, tensor_files
 from .tensor_files import NewTensor, TensorEntry, TensorFile
@@ -60,16 +61,13 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(TensorFile(path)) for path in shard_paths(folder)]
         checkpoint = _Checkpoint(folder, files, _is_24(folder, config))
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        try:
-            _write(checkpoint, config, partial)
-            if output.exists():
-                raise errors.error(errors.BAD_ARGUMENT, f"{output}: exists; name a folder that does not")
-            os.chmod(partial, 0o755)
-            os.rename(partial, output)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        scratch = stack.enter_context(scratch_folder(output.parent, f".{output.name}."))
+        partial = scratch / output.name
+        partial.mkdir()
+        _write(checkpoint, config, partial)
+        if output.exists():
+            raise errors.error(errors.BAD_ARGUMENT, f"{output}: exists; name a folder that does not")
+        os.rename(partial, output)
     return Decompression(
         path=output,
         n_tensors=len(checkpoint.weights),
@@ -84,10 +82,11 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises MackoError unless it is a JSON object of a reasonable size, or OSError."""
+    check_regular(path)
     if path.stat().st_size > _MAX_JSON:
         raise errors.error(errors.LIMIT, f"{path}: more than {_MAX_JSON} bytes")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise errors.error(errors.BAD_FORMAT, f"{path}: is not valid JSON: {errors.one_line(e)[:200]}") from e
     if not isinstance(found, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import struct
 import zlib
 from collections import Counter
@@ -22,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from .. import errors
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
+from ..regular_files import named, open_regular, read_at
 from ..values import Array
 
 MAX_HEADER = 100_000_000  # bytes of the JSON; the limit of the safetensors package
@@ -57,7 +57,8 @@ class TensorFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with named(path):
+            self._file = open_regular(path)
         try:
             self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in self._read_header()}
         except BaseException:
@@ -68,14 +69,12 @@ class TensorFile:
         return errors.error(errors.BAD_FORMAT, f"{self.path}: {what}")
 
     def _read_header(self) -> list[TensorEntry]:
-        info = os.fstat(self._fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise errors.error(errors.IO, f"{self.path}: is not a regular file")
-        if info.st_size < 8:
-            raise self._bad(f"has {info.st_size} bytes: not a safetensors file")
+        nbytes = os.fstat(self._file.fileno()).st_size
+        if nbytes < 8:
+            raise self._bad(f"has {nbytes} bytes: not a safetensors file")
         (n,) = struct.unpack("<Q", self._read_at(0, 8).tobytes())
-        if n > min(MAX_HEADER, info.st_size - 8):
-            raise self._bad(f"a header of {n} bytes in a file of {info.st_size}: not a safetensors file, or cut off")
+        if n > min(MAX_HEADER, nbytes - 8):
+            raise self._bad(f"a header of {n} bytes in a file of {nbytes}: not a safetensors file, or cut off")
         try:
             header = json.loads(self._read_at(8, n).tobytes().decode("utf-8"), object_pairs_hook=_without_twins)
         except (ValueError, RecursionError) as e:
@@ -88,8 +87,8 @@ class TensorFile:
             if t.begin != at:
                 raise self._bad(f"{t.name}: its data begin at byte {t.begin}, where {at} is expected")
             at += t.nbytes
-        if at != info.st_size:
-            raise self._bad(f"the data end at byte {at}, the file at {info.st_size}")
+        if at != nbytes:
+            raise self._bad(f"the data end at byte {at}, the file at {nbytes}")
         return entries
 
     def _entry(self, name: str, value: Any, data_at: int) -> TensorEntry:
@@ -109,12 +108,9 @@ class TensorFile:
 
     def _read_at(self, offset: int, nbytes: int) -> Array:
         out = np.empty(nbytes, dtype=np.uint8)
-        done = 0
-        while done < nbytes:
-            n = os.preadv(self._fd, [out.data[done : done + (1 << 30)]], offset + done)
-            if n == 0:
+        with named(self.path):
+            if read_at(self._file, offset, out.data) < nbytes:
                 raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
-            done += n
         return out
 
     def read(self, name: str) -> Array:
@@ -123,9 +119,7 @@ class TensorFile:
         return self._read_at(t.begin, t.nbytes)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import console, errors
+from ..gguf.outputs import scratch_folder
 from .decompress import decompress, has_packed_weights, read_config
 
 VARIABLE = "GGML_MACKO_CONVERT_HF"
@@ -69,15 +70,15 @@ def as_gguf(
         yield path
         return
     find_converter()  # before anything is written
-    parent = None if near is None else Path(os.path.realpath(near)).parent
-    if parent is not None and not parent.is_dir():
+    parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
+    if not os.path.isdir(parent):
         raise errors.error(errors.IO, f"{parent}: is not a folder")
     read_config(path)
-    with tempfile.TemporaryDirectory(prefix=".macko-hf-", dir=parent) as folder:
+    with scratch_folder(parent, ".macko-hf-") as folder:
         dense = path
         if has_packed_weights(path):
-            dense = decompress(path, Path(folder) / path.resolve().name).path
-        gguf = Path(folder) / "model.gguf"
+            dense = decompress(path, folder / path.resolve().name).path
+        gguf = folder / "model.gguf"
         to_gguf(dense, gguf, outtype)
         if dense != path:
             shutil.rmtree(dense)  # its disk space, before the next step needs more

@@ -86,8 +86,9 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
         raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
-    if unknown or args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+    if unknown or args.dry_run or getattr(args, "hf", None):
+        what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {what}: not here")
     return args
 
 

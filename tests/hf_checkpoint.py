@@ -24,6 +24,12 @@ NAMES = {
 }  # fmt: skip
 
 
+AS_PROGRAM = (
+    f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport hf_checkpoint\nhf_checkpoint.main()\n"
+)
+"""The lines of a program that calls main()."""
+
+
 def hf_name(name: str) -> str:
     """Of a tensor of a GGUF."""
     *block, role, _ = name.split(".")

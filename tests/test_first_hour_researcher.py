@@ -28,12 +28,8 @@ class Shell:
         self.folder.mkdir()
         programs = folder / "bin"
         programs.mkdir()
-        tests = Path(__file__).parent
         (programs / "macko").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ggml_macko.commands.cli "$@"\n')
-        (programs / "convert_hf_to_gguf.py").write_text(
-            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(tests)!r})\nimport hf_checkpoint\n"
-            "hf_checkpoint.main()\n"
-        )
+        (programs / "convert_hf_to_gguf.py").write_text(f"#!{sys.executable}\n{hf_checkpoint.AS_PROGRAM}")
         for program in programs.iterdir():
             program.chmod(0o755)
         self.programs = programs

@@ -67,9 +67,9 @@ def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):
     assert done.code == 1 and done.err == "error: /no/such/program: No such file or directory\n"
 
 
-@pytest.mark.parametrize("option", ["-hf", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])
+@pytest.mark.parametrize("option", ["-hx", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])
 def test_option_that_does_not_exist_is_never_another_one_with_a_value(macko, option):
-    """argparse takes -hf for -h -f, and -cnv for -c nv."""
+    """argparse takes -hx for -h -x, and -cnv for -c nv."""
     for args in ((option,), ("generate", "-m", "x.gguf", "-p", "hi", option), ("convert", option, "a", "b")):
         done = macko(*args)
         assert done.code == 2 and done.out == "" and done.err.startswith(f"error: unknown option {option}"), done

@@ -58,6 +58,7 @@ def commands(model, text, folder):
         "writing": ["convert", model, folder / "c.gguf"],
         "comparing": ["verify", model, model],
         "reading": ["inspect", model],
+        "looking at weights": ["plan", model],
         "pruning": ["prune", model, pruned, "--sparsity", 0.5],
         "columns": ["prune", model, folder / "gpt.gguf", *sparsegpt],
         "comparing scores": ["prune", model, folder / "m.gguf", "--sparsity", 0.5, "--per", "model"],
@@ -67,7 +68,7 @@ def commands(model, text, folder):
 
 
 NAMES = [
-    "restoring", "writing", "comparing", "reading", "pruning", "columns", "comparing scores",
+    "restoring", "writing", "comparing", "reading", "looking at weights", "pruning", "columns", "comparing scores",
     "model.gguf", "PPL = ",
 ]  # fmt: skip
 

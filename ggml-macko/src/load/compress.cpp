@@ -2,11 +2,11 @@
 #include "codec/macko/encode.h"
 #include "codec/negative-zeros.h"
 #include "codec/registry.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <mutex>
-#include <omp.h>
 #include <string_view>
 
 namespace macko {
@@ -41,7 +41,7 @@ static bool block_part(std::string_view name, std::string_view * part) {
 
 // Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
 // which single rows are read; and routers (ffn_gate_inp), which are small and choose the experts of a token.
-int weight_use(const std::string & name, int n_dims) {
+int weight_use(std::string_view name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
     }
@@ -85,11 +85,11 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
             return status;
         }
+        const int n_threads = threads_for(0, n * desc.cols);
         if (!bit_exact) {
-            count->n_negative_zeros +=
-                drop_negative_zeros(slab.data(), desc.type, n * desc.cols, omp_get_max_threads());
+            count->n_negative_zeros += drop_negative_zeros(slab.data(), desc.type, n * desc.cols, n_threads);
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c,
+        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, n_threads, &c,
                                            &count->rows[static_cast<size_t>(row)])) {
             return status;
         }

@@ -10,6 +10,11 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show no progress, logs and warnings, only errors")
 
 
+def add_hub(group: argparse._ActionsContainer, what: str) -> None:
+    """llama.cpp's option for a repository of the Hugging Face hub; args.hf holds REPO[:FILE]."""
+    group.add_argument("-hf", "--hf-repo", dest="hf", metavar="REPO[:FILE]", help=what)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of everything that runs a model, with llama.cpp's names."""
     parser.add_argument(

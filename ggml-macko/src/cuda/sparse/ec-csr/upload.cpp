@@ -2,6 +2,7 @@
 
 #include "codec/ec-csr/cost.h"
 #include "codec/macko/encode.h"
+#include "codec/team.h"
 #include "cuda/lib/common.cuh"
 
 #include <algorithm>
@@ -21,20 +22,17 @@ int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_t
     }
     constexpr int64_t ROWS = 256; // at a time
     std::atomic<int>  failed{ GGML_MACKO_STATUS_OK };
-#pragma omp parallel for schedule(dynamic, 1) num_threads(n_threads)
-    for (int64_t r = 0; r < m.desc.rows; r += ROWS) {
+    parallel_parts(n_threads, m.desc.rows, ROWS, [&](int64_t begin, int64_t end, int) {
         macko_view view;
         int        status = failed.load();
         if (!status) {
-            status = validate(
-                { m.desc, r, std::min(m.desc.rows, r + ROWS), m.row_ptr.data(), 0, m.values.data(), m.deltas.data() },
-                &view);
+            status = validate({ m.desc, begin, end, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view);
             status = status ? status : uploader.rows(view);
         }
         if (status) {
             failed = status;
         }
-    }
+    });
     return failed ? fail(failed, "a matrix could not be copied to the GPU") : uploader.finish(out);
 }
 

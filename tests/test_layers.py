@@ -29,11 +29,12 @@ PYTHON = {
     "gguf": {"native", "codecs"},
     "llama": {"native"},
     "sparse_matrix": {"native", "codecs"},
+    "huggingface": {"native", "codecs", "gguf"},
     "conversion": {"native", "codecs", "gguf"},
     "evaluation": {"native", "codecs", "gguf", "llama"},
     "pruning": {"native", "codecs", "gguf", "evaluation"},
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
-    "server": {"native"},
+    "server": {"native", "huggingface"},
 }
 ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
 

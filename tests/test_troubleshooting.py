@@ -153,7 +153,7 @@ def _(p):
     return p.python("import sys; sys.modules['uvicorn'] = None; from ggml_macko import server; sys.exit(server.main())")
 
 
-@row("--plot needs matplotlib")
+@row("a plot needs matplotlib")
 def _(p):
     p.monkeypatch.setitem(sys.modules, "matplotlib", None)
     return p.macko("inspect", p.tiny, "--plot", p.tmp_path / "plot.png")

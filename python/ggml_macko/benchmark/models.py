@@ -56,10 +56,12 @@ def bench_models(
     Raises MackoError with the last line of a run that failed.
     """
     samples: dict[str, list[Sample]] = {m.label: [] for m in models}
-    for i in range(repetitions):
-        for label, path in models:
+    runs = [(i, m) for i in range(repetitions) for m in models]
+    for i, (label, path) in console.tracked(runs, "measuring speed", unit="runs"):
+        console.note(label)
+        if not console.shows_progress():
             console.log(f"round {i + 1}/{repetitions}: {label}")
-            samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
+        samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
     return [_summary(m, samples[m.label]) for m in models]
 
 

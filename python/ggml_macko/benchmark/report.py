@@ -80,7 +80,8 @@ def report(
         if output is not None:
             plot.figure_class()  # refuses a missing matplotlib before anything is measured
             inputs = [*(part for model in (dense, *models) for part in part_paths(model)), text]
-            for suffix, signature in plot.SIGNATURES.items():
+            for suffix in plot.REPORT_SUFFIXES:
+                signature = plot.SIGNATURES[suffix]
                 outputs[suffix] = stack.enter_context(AtomicOutput(output + suffix, inputs, force, signature))
         parent = Path(output).resolve().parent if output is not None else tempfile.gettempdir()
         folder = stack.enter_context(scratch_folder(parent, ".macko-report-"))
@@ -104,7 +105,7 @@ def report(
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]
         if output is not None:
             title = f"{results[0].model}: perplexity on {text.name} against size and speed, {n_threads} threads"
-            plot.save(plot.draw(_panels(results, n_gen), title), Path(output), outputs)
+            plot.save(plot.draw(_panels(results, n_gen), title), outputs)
     return results
 
 
@@ -121,8 +122,10 @@ def perplexity_of(
 
     The figure of llama-perplexity would be that of the first chunks, which may be a single document.
     """
-    with TextModel(path, n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as model:
-        chunks = model.read_chunks(text)
+    with TextModel.opened_with(path, text, n_ctx, -1, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as (
+        model,
+        chunks,
+    ):
         if 0 <= n_chunks < len(chunks):
             chunks = chunks[[i * len(chunks) // n_chunks for i in range(n_chunks)]]
         return likelihood.estimate(model, chunks)

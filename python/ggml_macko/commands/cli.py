@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import console
 from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
@@ -21,10 +22,12 @@ COMMANDS = {
     "calibrate": "commands.calibrate",
     "perplexity": "commands.perplexity",
     "prune": "commands.prune",
+    "decompress": "commands.decompress",
     "convert": "commands.convert",
     "restore": "commands.restore",
     "verify": "commands.verify",
     "inspect": "commands.inspect",
+    "plan": "commands.plan",
     "generate": "commands.generate",
     "bench": "commands.bench",
     "report": "commands.report",
@@ -87,12 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
-        args = parser.parse_args(argv)
-        if args.command is None:
+        parsed = parser.parse_args(argv)
+        if parsed.command is None:
             parser.print_help()
             return 0
-        before = _identity_of_output(args)
-        code = int(args.run(args))
+        before = _identity_of_output(parsed)
+        args = parsed
+        with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import io
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -263,7 +263,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", contents)
     dense_twin = chosen.codec.value_name(chosen.value_type)
-    if asked is None and not options.measure and _dense_nbytes(t, dense_twin) <= nbytes:
+    if asked is None and not options.measure and dense_nbytes(t, dense_twin) <= nbytes:
         # the index of a head, or of a layer that was not pruned, would say nothing
         return plan_dense(t, str(dense_twin), options, alignment, spool)
     error = 0.0
@@ -305,7 +305,7 @@ def try_choices(t: Tensor, source: Source, choices: Sequence[Choice], options: O
     return found, refusal
 
 
-def _dense_nbytes(t: Tensor, name: str | None) -> float:
+def dense_nbytes(t: Tensor, name: str | None) -> float:
     """Of the tensor in a quantized ggml type; infinite if there is no such type, or its blocks do not fit the rows."""
     type_id = None if name is None else ggml_quants.DENSE_TYPES.get(name)
     return float("inf") if type_id is None else ggml_quants.nbytes(type_id, t.rows, t.cols)
@@ -369,7 +369,11 @@ def plan_model(model: Model, options: Options, spool: Spool) -> list[TensorPlan]
     """In the order of the model's tensors."""
     if options.target_bpw is not None:
         return plan_for_target(model, options, options.target_bpw, spool)
-    return [plan_tensor(t, options, model.alignment, spool) for t in model.tensors]
+    return [plan_tensor(t, options, model.alignment, spool) for t in _tracked(model.tensors, "planning")]
+
+
+def _tracked(tensors: Sequence[Tensor], what: str) -> Iterator[Tensor]:
+    return console.tracked(tensors, what, lambda t: t.nbytes, "B")
 
 
 def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Spool) -> list[TensorPlan]:
@@ -377,10 +381,8 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     chosen is made again, so that no more than one form of a tensor is kept.
     """
     tried: list[list[tuple[Options, TensorPlan]]] = []
-    for t in model.tensors:
+    for t in _tracked(model.tensors, "trying types"):
         is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
-        if is_free:
-            console.log(f"{t.name}: trying types ..")
         names = registry.mixed_types() if is_free else (options.type,)
         each = [replace(options, type=name, measure=True) for name in names]
         tried.append([(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each])
@@ -396,7 +398,10 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
         raise errors.error(
             errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {least:.3f}"
         )
-    return [plan_tensor(plans[i][1].tensor, plans[i][0], model.alignment, spool) for plans, i in zip(tried, chosen)]
+    return [
+        plan_tensor(t, plans[i][0], model.alignment, spool)
+        for t, plans, i in zip(_tracked(model.tensors, "planning"), tried, chosen)
+    ]
 
 
 def output_nbytes(model: Model, plans: Sequence[TensorPlan]) -> int:

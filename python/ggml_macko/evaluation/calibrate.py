@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..evaluation import text_model
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
 from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
@@ -79,37 +78,39 @@ def calibrate(
         raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
     inputs: list[str | os.PathLike[str]] = [*part_paths(model), text]
-    with AtomicOutput(output, inputs, force) as opened:
-        text_model.read_text(text)  # refuses a bad text before the model is loaded
-        with TextModel(
+    with (
+        AtomicOutput(output, inputs, force) as opened,
+        TextModel.opened_with(
             model,
+            text,
             n_ctx,
+            n_chunks,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             consumer=sums,
             verbose=verbose,
-        ) as llama:
-            chunks = llama.read_chunks(text, n_chunks)
-            settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
-            checkpoint = Checkpoint(opened.path, model, settings, inputs)
-            done = checkpoint.load(sums, chunks)
-            if done:
-                console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
-            _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
-            found = imatrix.Imatrix(
-                path=opened.path,
-                entries=sums.entries(),
-                datasets=[os.fspath(text)],
-                chunk_count=len(chunks),
-                chunk_size=n_ctx,
-            )
-            imatrix.write(found, opened)
-            opened.seal()
-            _check_written(found, opened)
-            opened.commit()
-            checkpoint.remove()
+        ) as (llama, chunks),
+    ):
+        settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
+        checkpoint = Checkpoint(opened.path, model, settings, inputs)
+        done = checkpoint.load(sums, chunks)
+        if done:
+            console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
+        _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
+        found = imatrix.Imatrix(
+            path=opened.path,
+            entries=sums.entries(),
+            datasets=[os.fspath(text)],
+            chunk_count=len(chunks),
+            chunk_size=n_ctx,
+        )
+        imatrix.write(found, opened)
+        opened.seal()
+        _check_written(found, opened)
+        opened.commit()
+        checkpoint.remove()
     return Calibration(path=found.path, entries=found.entries, n_chunks=found.chunk_count, n_ctx=found.chunk_size)
 
 
@@ -249,7 +250,7 @@ def _measure(
                 checkpoint.save(sums, chunks[:done])
                 saved = done
             now = time.monotonic()
-            if i == start or now - logged >= _LOG_SECONDS or done == len(chunks):
+            if not console.shows_progress() and (i == start or now - logged >= _LOG_SECONDS or done == len(chunks)):
                 logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
     except (KeyboardInterrupt, SystemExit):

@@ -19,6 +19,7 @@ import math
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -193,15 +194,17 @@ class Measured(NamedTuple):
     error: float
 
 
+@dataclass(frozen=True)
 class _Sum:
     """The sums of values and of their squares."""
 
-    def __init__(self) -> None:
-        self.total = self.total2 = 0.0
+    total: float = 0.0
+    total2: float = 0.0
 
-    def add(self, values: Array, squares: Array) -> None:
-        self.total += float(values.sum(dtype=np.float64))
-        self.total2 += float(squares.sum(dtype=np.float64))
+    def plus(self, values: Array, squares: Array) -> _Sum:
+        return _Sum(
+            self.total + float(values.sum(dtype=np.float64)), self.total2 + float(squares.sum(dtype=np.float64))
+        )
 
     def mean(self, n: int) -> Measured:
         """Of n values; no error is estimated from ten or fewer."""
@@ -237,30 +240,36 @@ _KLD_PERCENTS = (100, 99.9, 99, 95, 90, 50, 10, 5, 1, 0.1, 0)
 _P_CHANGE_PERCENTS = (100, 99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1, 0)
 
 
+@dataclass(frozen=True, eq=False)
 class Divergence:
     """Statistics of the comparisons of all scored tokens, chunk after chunk."""
 
-    def __init__(self) -> None:
-        self.n_tokens = 0
-        self._n_same_top = 0
-        self._nll, self._nll_base, self._nll_product = _Sum(), _Sum(), 0.0
-        self._kld, self._p_change, self._p_change2 = _Sum(), _Sum(), _Sum()
-        self._all_kld: list[npt.NDArray[np.float32]] = []
-        self._all_p_change: list[npt.NDArray[np.float32]] = []
+    n_tokens: int = 0
+    _n_same_top: int = field(default=0, repr=False)
+    _nll: _Sum = field(default=_Sum(), repr=False)
+    _nll_base: _Sum = field(default=_Sum(), repr=False)
+    _nll_product: float = field(default=0.0, repr=False)
+    _kld: _Sum = field(default=_Sum(), repr=False)
+    _p_change: _Sum = field(default=_Sum(), repr=False)
+    _p_change2: _Sum = field(default=_Sum(), repr=False)
+    _all_kld: tuple[npt.NDArray[np.float32], ...] = field(default=(), repr=False)  # of each chunk
+    _all_p_change: tuple[npt.NDArray[np.float32], ...] = field(default=(), repr=False)
 
-    def add(self, found: Comparison) -> None:
-        """Adds the comparisons of a chunk."""
+    def plus(self, found: Comparison) -> Divergence:
+        """With the comparisons of one more chunk."""
         squares = (found.p_change * found.p_change).astype(np.float64)
-        self._nll.add(found.nll, found.nll * found.nll)
-        self._nll_base.add(found.nll_base, found.nll_base * found.nll_base)
-        self._nll_product += float((found.nll * found.nll_base).sum(dtype=np.float64))
-        self._kld.add(found.kld, found.kld * found.kld)
-        self._p_change.add(found.p_change, squares)
-        self._p_change2.add(squares, squares**2)
-        self.n_tokens += len(found.nll)
-        self._n_same_top += int(np.count_nonzero(found.same_top))
-        self._all_kld.append(found.kld.astype(np.float32))
-        self._all_p_change.append(found.p_change)
+        return Divergence(
+            n_tokens=self.n_tokens + len(found.nll),
+            _n_same_top=self._n_same_top + int(np.count_nonzero(found.same_top)),
+            _nll=self._nll.plus(found.nll, found.nll * found.nll),
+            _nll_base=self._nll_base.plus(found.nll_base, found.nll_base * found.nll_base),
+            _nll_product=self._nll_product + float((found.nll * found.nll_base).sum(dtype=np.float64)),
+            _kld=self._kld.plus(found.kld, found.kld * found.kld),
+            _p_change=self._p_change.plus(found.p_change, squares),
+            _p_change2=self._p_change2.plus(squares, squares**2),
+            _all_kld=(*self._all_kld, found.kld.astype(np.float32)),
+            _all_p_change=(*self._all_p_change, found.p_change),
+        )
 
     @property
     def _log_ppl(self) -> Measured:
@@ -342,6 +351,23 @@ class Divergence:
         """Percentiles of the change of the probability of single tokens. percents: from 0 to 100."""
         return _percentiles(self._all_p_change, percents)
 
+    def as_json(self) -> dict[str, object]:
+        """Means with their standard errors, and the largest divergence of a token; NaN is None, as JSON has none."""
+        found = {
+            "ppl": self.ppl,
+            "ppl_base": self.ppl_base,
+            "log_ratio": self.log_ratio,
+            "kld": self.kld,
+            "p_change": self.p_change,
+            "p_change_rms": self.p_change_rms,
+            "same_top": self.same_top,
+        }
+        numbers: dict[str, object] = {"n_tokens": self.n_tokens}
+        for name, (value, error) in found.items():
+            numbers[name] = value if math.isfinite(value) else None
+            numbers[f"{name}_error"] = error if math.isfinite(error) else None
+        return {**numbers, "kld_max": self.kld_percentiles([100])[0]}
+
     def line(self) -> str:
         """llama-perplexity's line for a chunk, without its number."""
         return (
@@ -414,7 +440,7 @@ def divergence(
         return (base.rows(chunk),)
 
     for i, result in enumerate(scored(model, chunks, compare, rows_of)):
-        found.add(Comparison(*result))
+        found = found.plus(Comparison(*result))
         if on_chunk is not None:
             on_chunk(i + 1, found)
     return found

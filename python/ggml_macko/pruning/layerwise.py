@@ -44,8 +44,10 @@ def gather(
 
     Returns the number of chunks. Raises MackoError or OSError.
     """
-    with TextModel(model, n_ctx=n_ctx, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as llama:
-        chunks = llama.read_chunks(text, n_chunks)
+    with TextModel.opened_with(model, text, n_ctx, n_chunks, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as (
+        llama,
+        chunks,
+    ):
         for _, batch in llama.batches(chunks):
             llama.evaluate(batch)
     return len(chunks)
@@ -123,9 +125,10 @@ def prune_in_passes(
         offset = {t.name: t.offset for t in copy.tensors}
     n_chunks = 0
     todo = passes(tensors, options)
-    with io.FileIO(path, "r+") as f:
+    n_weights = sum(t.n_elements for t in tensors)
+    with io.FileIO(path, "r+") as f, console.progress("pruning", n_weights, "weights") as advance:
         for i, group in enumerate(todo):
-            console.log(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
+            console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
             source = path if options.sequential else model.path
             if options.method == "wanda":
                 statistics = statistics_of_text(source, group, options)
@@ -141,6 +144,7 @@ def prune_in_passes(
                 pruner(bits, t)
                 with named(path):
                     write_at(f, offset[t.name], bits.data.cast("B"))
+                advance(t.n_elements)
     return n_chunks
 
 

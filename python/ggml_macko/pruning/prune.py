@@ -327,7 +327,7 @@ def write_model(
         keys = [k for k in model.keys if not k.name.startswith("macko.prune.")] + keys
         tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
         writer = Writer(output, keys, tensors, model.alignment)
-    for i, t in enumerate(model.tensors):
+    for i, t in enumerate(console.tracked(model.tensors, "pruning", lambda t: t.nbytes, "B")):
         blocks: Iterable[Bits]
         if t.name in names:
             bits, pruned = _prune_tensor(t, pruner)
@@ -339,7 +339,7 @@ def write_model(
             blocks = t.blocks()
         if writer is not None:
             writer.write(blocks)
-        console.progress(i + 1, len(model.tensors), t.name, t.ne, type_name(t.type), what)
+        console.tensor_line(i + 1, len(model.tensors), t.name, t.ne, type_name(t.type), what)
     if writer is not None:
         writer.finish()
         model.check_unchanged()
@@ -394,7 +394,7 @@ def check_pruned(model: Model, output: AtomicOutput, pruned: Iterable[PrunedTens
     """
     expected = {p.name: p for p in pruned}
     with Model(output.partial) as written:
-        for source, result in zip(model.tensors, written.tensors):
+        for source, result in zip(console.tracked(model.tensors, "checking", lambda t: t.nbytes, "B"), written.tensors):
             n_zeros, checksum = 0, 0
             same = (source.name, source.type, source.ne) == (result.name, result.type, result.ne)
             for a, b in zip(source.blocks(), result.blocks()):

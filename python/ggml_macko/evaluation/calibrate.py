@@ -76,18 +76,21 @@ def calibrate(
     if n_chunks == 0 or checkpoint_every < 1:
         raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
-    with AtomicOutput(output, [model, text], force) as opened, TextModel.opened_with(
-        model,
-        text,
-        n_ctx,
-        n_chunks,
-        n_batch=n_batch,
-        n_ubatch=n_ubatch,
-        n_threads=n_threads,
-        n_gpu_layers=n_gpu_layers,
-        consumer=sums,
-        verbose=verbose,
-    ) as (llama, chunks):
+    with (
+        AtomicOutput(output, [model, text], force) as opened,
+        TextModel.opened_with(
+            model,
+            text,
+            n_ctx,
+            n_chunks,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            consumer=sums,
+            verbose=verbose,
+        ) as (llama, chunks),
+    ):
         settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
         checkpoint = Checkpoint(opened.path, model, settings)
         done = checkpoint.load(sums, chunks)

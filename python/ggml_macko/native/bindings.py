@@ -11,7 +11,9 @@ from .codec import (
     decode,
     encode,
     gpu_cost,
+    measure_error,
     quantize_q4_nl,
+    round_to_scales,
     validate,
 )
 from .cpu import CpuMatrix, cpu_kernels
@@ -31,6 +33,6 @@ from .load import Load
 __all__ = [
     "LIBRARY_PATH", "PRELOAD_PATH", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count", "CpuMatrix",
     "EncodedMatrix", "File", "FileSparse", "FileTensor", "Load", "built_for_ggml", "built_for_llama_cpp_python",
-    "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "encode", "gpu_cost", "gpus", "quantize_q4_nl",
-    "status_name", "validate", "version", "weight_use",
+    "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "encode", "gpu_cost", "gpus", "measure_error",
+    "quantize_q4_nl", "round_to_scales", "status_name", "validate", "version", "weight_use",
 ]  # fmt: skip

@@ -16,8 +16,10 @@ RESULTS = {
     "restore": "RestorationReport",
     "verify": "Verification",
     "inspect": "ModelReport",
+    "plan": "ModelPlan",
     "prune": "PruneReport",
     "calibrate": "Calibration",
+    "decompress": "Decompression",
     "perplexity": "Estimate",
     "kl_divergence": "Divergence",
 }

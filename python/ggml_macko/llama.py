@@ -8,7 +8,7 @@ from typing import Any
 import llama_cpp
 from llama_cpp._logger import set_verbose
 
-from .native.loader import compressing, register
+from .native.loader import register, run_compressing
 
 
 class Llama(llama_cpp.Llama):
@@ -20,6 +20,8 @@ class Llama(llama_cpp.Llama):
     A sparse model is never memory-mapped: use_mmap and use_mlock have no effect on it. n_gpu_layers=-1 puts all layers
     on the GPU, if the plugin was built with one; the default, as in llama_cpp, is 0.
     """
+
+    _stack = contextlib.ExitStack()  # what llama_cpp.Llama.__del__ closes if __init__ has not begun
 
     def __init__(
         self, model_path: str, *args: Any, compress: bool = False, verbose: bool = True, **kwargs: Any
@@ -37,5 +39,5 @@ class Llama(llama_cpp.Llama):
         self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
-        with compressing(compress):
-            super().__init__(model_path, *args, verbose=verbose, **kwargs)
+        init = super().__init__
+        run_compressing(compress, lambda: init(model_path, *args, verbose=verbose, **kwargs))

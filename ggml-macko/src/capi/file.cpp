@@ -1,5 +1,5 @@
 // The C API over GGUF files. Checks arguments, calls one function, and keeps exceptions inside.
-#include "capi/threads.h"
+#include "codec/team.h"
 #include "load/compress.h"
 #include "load/payload.h"
 

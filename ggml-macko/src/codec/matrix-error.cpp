@@ -1,6 +1,7 @@
 #include "codec/matrix-error.h"
 #include "codec/nonzero.h"
 #include "codec/quants.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cmath>
@@ -35,15 +36,16 @@ dense_source<T> count_nonzeros(const T * elements, const macko_desc & desc, int6
     for (const T significant : { static_cast<T>(~T(0)), NOT_SIGN<T> }) {
         s.significant = significant;
         s.first.assign(static_cast<size_t>(desc.rows) + 1, 0);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-        for (int64_t r = 0; r < desc.rows; r++) {
-            const T * row = elements + r * desc.cols;
-            int64_t   n   = 0;
-            for (int64_t c = 0; c < desc.cols; c++) {
-                n += (row[c] & significant) != 0;
+        parallel_ranges(n_threads, desc.rows, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) {
+                const T * row = elements + r * desc.cols;
+                int64_t   n   = 0;
+                for (int64_t c = 0; c < desc.cols; c++) {
+                    n += (row[c] & significant) != 0;
+                }
+                s.first[static_cast<size_t>(r) + 1] = n;
             }
-            s.first[static_cast<size_t>(r) + 1] = n;
-        }
+        });
         for (size_t r = 1; r < s.first.size(); r++) {
             s.first[r] += s.first[r - 1];
         }

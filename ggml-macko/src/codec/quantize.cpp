@@ -2,9 +2,11 @@
 // (python/ggml_macko/codecs/packed.py) get the same bytes.
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 
 namespace macko {
 
@@ -154,13 +156,6 @@ static uint16_t search_block(const float * x, const float * weights, int64_t n, 
     return scale;
 }
 
-// bad: the first block whose scale is Inf or NaN, or n_blocks
-static int check_scales(int64_t bad, int64_t n_blocks) {
-    return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
-                                 static_cast<long long>(bad))
-                          : static_cast<int>(GGML_MACKO_STATUS_OK);
-}
-
 // x: values begin ... begin + n - 1
 static void load_floats(const void * values, int32_t value_type, int64_t begin, int64_t n, float * x) {
     for (int64_t k = 0; k < n; k++) {
@@ -170,12 +165,27 @@ static void load_floats(const void * values, int32_t value_type, int64_t begin, 
     }
 }
 
+// Calls f(i) for n blocks, in threads; NOT_FINITE for the first whose scale, which f returns, is Inf or NaN.
+template <typename F> static int for_each_block(int64_t n, int n_threads, F && f) {
+    int64_t    bad = n;
+    std::mutex bad_mutex;
+    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            if ((f(i) & 0x7c00) == 0x7c00) {
+                const std::lock_guard<std::mutex> lock(bad_mutex);
+                bad = std::min(bad, i);
+            }
+        }
+    });
+    return bad < n ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
+                          static_cast<long long>(bad))
+                   : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
 int quantize(const void * values, int32_t value_type, const float * weights, int64_t n, int32_t type, int n_threads,
              uint8_t * blocks) {
-    const int64_t n_blocks = packed_n_values(n) / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
-    int64_t       bad = n_blocks;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : bad)
-    for (int64_t i = 0; i < n_blocks; i++) {
+    const int64_t nbytes = quant_block_nbytes(type);
+    return for_each_block(packed_n_values(n) / QUANT_BLOCK, n_threads, [&](int64_t i) {
         const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
         float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
         load_floats(values, value_type, i * QUANT_BLOCK, there, x);
@@ -187,11 +197,8 @@ int quantize(const void * values, int32_t value_type, const float * weights, int
         const uint16_t scale =
             type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
         memcpy(block, &scale, 2);
-        if ((scale & 0x7c00) == 0x7c00) {
-            bad = std::min(bad, i);
-        }
-    }
-    return check_scales(bad, n_blocks);
+        return scale;
+    });
 }
 
 static void round_block_to_scale(const float * x, int32_t type, uint8_t * block) {
@@ -207,20 +214,16 @@ static void round_block_to_scale(const float * x, int32_t type, uint8_t * block)
 }
 
 int round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads, uint8_t * blocks) {
-    const int64_t n_blocks = n / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
-    int64_t       bad = n_blocks;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : bad)
-    for (int64_t i = 0; i < n_blocks; i++) {
-        uint8_t * block = blocks + i * nbytes;
-        if ((quant_scale_bits(block) & 0x7c00) == 0x7c00) {
-            bad = std::min(bad, i);
-        } else {
-            float x[QUANT_BLOCK];
-            load_floats(values, value_type, i * QUANT_BLOCK, QUANT_BLOCK, x);
+    return for_each_block(n / QUANT_BLOCK, n_threads, [&](int64_t i) {
+        float     x[QUANT_BLOCK];
+        uint8_t * block = blocks + i * quant_block_nbytes(type);
+        load_floats(values, value_type, i * QUANT_BLOCK, QUANT_BLOCK, x);
+        const uint16_t scale = quant_scale_bits(block);
+        if ((scale & 0x7c00) != 0x7c00) {
             round_block_to_scale(x, type, block);
         }
-    }
-    return check_scales(bad, n_blocks);
+        return scale;
+    });
 }
 
 } // namespace macko

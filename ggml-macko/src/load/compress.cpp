@@ -1,11 +1,11 @@
 #include "load/compress.h"
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <mutex>
-#include <omp.h>
 #include <string_view>
 
 namespace macko {
@@ -83,7 +83,7 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
             return status;
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c,
+        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, threads_for(0, n * desc.cols), &c,
                                            &count->rows[static_cast<size_t>(row)])) {
             return status;
         }

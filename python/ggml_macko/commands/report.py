@@ -15,7 +15,7 @@ from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
-from ..commands.arguments import add_gpu_layers
+from ..commands.arguments import add_gpu_layers, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
-
-# ---- options that hold the arguments of another command ----
+    # ---- options that hold the arguments of another command ----
+    add_quiet(parser)
 
 
 def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Namespace:
@@ -86,8 +86,9 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
         raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
-    if unknown or args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+    if unknown or args.dry_run or getattr(args, "hf", None):
+        what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {what}: not here")
     return args
 
 

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from .. import errors
 from ..evaluation.likelihood import MIN_CTX, Array, Tokens, n_scored, scored, sum_exp
 from ..evaluation.text_model import Chunks, Logits, TextModel
+from ..regular_files import named, open_regular, read_at
 
 SIGNATURE = b"_logits_"
 
@@ -84,16 +85,17 @@ class BaseFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115
+        self._file = open_regular(self.path)
         try:
-            self._read_header()
+            with named(self.path):
+                self._read_header()
         except BaseException:
             self._file.close()
             raise
 
     def _read_header(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        data = self._file.read(_HEADER.size)
+        data = self._read(0, _HEADER.size)
         if not data.startswith(SIGNATURE):
             raise self._bad("does not look like a file of log-probabilities (--kl-divergence-base writes one)")
         if len(data) < _HEADER.size:
@@ -108,10 +110,20 @@ class BaseFile:
         if size != self._data_at + n_chunk * self._chunk_nbytes:
             expected = self._data_at + n_chunk * self._chunk_nbytes
             raise self._bad(f"has {size} bytes, but {n_chunk} chunks take {expected}: it is truncated or damaged")
-        tokens = np.frombuffer(self._file.read(4 * self.n_ctx * n_chunk), np.dtype("<i4"))
+        stored = self._read(_HEADER.size, 4 * self.n_ctx * n_chunk)
+        if len(stored) != 4 * self.n_ctx * n_chunk:
+            raise self._bad("became shorter while it was read")
+        tokens = np.frombuffer(stored, np.dtype("<i4"))
         if tokens.min() < 0 or tokens.max() >= self.n_vocab:
             raise self._bad(f"holds a token outside 0 ... {self.n_vocab - 1}")
         self.chunks: Chunks = tokens.reshape(n_chunk, self.n_ctx)
+
+    def _read(self, offset: int, nbytes: int) -> bytearray:
+        """Fewer bytes at the end of the file."""
+        data = bytearray(nbytes)
+        with named(self.path):
+            del data[read_at(self._file, offset, memoryview(data)) :]
+        return data
 
     def _bad(self, text: str) -> errors.MackoError:
         return errors.error(errors.BAD_ARGUMENT, f"{self.path}: {text}")
@@ -123,8 +135,7 @@ class BaseFile:
 
     def rows(self, chunk: int) -> Rows:
         """The rows of the scored positions of a chunk. Raises MackoError if they are damaged."""
-        self._file.seek(self._data_at + chunk * self._chunk_nbytes)
-        data = self._file.read(self._chunk_nbytes)
+        data = self._read(self._data_at + chunk * self._chunk_nbytes, self._chunk_nbytes)
         if len(data) != self._chunk_nbytes:
             raise self._bad("became shorter while it was read")
         rows: Rows = np.frombuffer(data, np.dtype("<u2")).reshape(n_scored(self.n_ctx), -1)
@@ -339,6 +350,23 @@ class Divergence:
     def p_change_percentiles(self, percents: Sequence[float]) -> list[float]:
         """Percentiles of the change of the probability of single tokens. percents: from 0 to 100."""
         return _percentiles(self._all_p_change, percents)
+
+    def as_json(self) -> dict[str, object]:
+        """Means with their standard errors, and the largest divergence of a token; NaN is None, as JSON has none."""
+        found = {
+            "ppl": self.ppl,
+            "ppl_base": self.ppl_base,
+            "log_ratio": self.log_ratio,
+            "kld": self.kld,
+            "p_change": self.p_change,
+            "p_change_rms": self.p_change_rms,
+            "same_top": self.same_top,
+        }
+        numbers: dict[str, object] = {"n_tokens": self.n_tokens}
+        for name, (value, error) in found.items():
+            numbers[name] = value if math.isfinite(value) else None
+            numbers[f"{name}_error"] = error if math.isfinite(error) else None
+        return {**numbers, "kld_max": self.kld_percentiles([100])[0]}
 
     def line(self) -> str:
         """llama-perplexity's line for a chunk, without its number."""

@@ -13,7 +13,8 @@ from ..evaluation import likelihood
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel
-from ..gguf.files import AtomicOutput
+from ..gguf.files import part_paths
+from ..gguf.outputs import AtomicOutput
 
 __all__ = ["Divergence", "Estimate", "kl_divergence", "perplexity"]
 
@@ -62,7 +63,7 @@ def perplexity(
 
     if kl_divergence_base is None:
         return measure(None)
-    with AtomicOutput(kl_divergence_base, [model, text], force, SIGNATURE[:4]) as base:
+    with AtomicOutput(kl_divergence_base, [*part_paths(model), text], force, SIGNATURE[:4]) as base:
         estimate = measure(base)
         base.seal()
         with BaseFile(base.partial):  # its header and size are as a reader expects them
@@ -123,12 +124,16 @@ def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Est
         if base is not None:
             (rows,) = more
             base.write(rows.data)
-        progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
+        if console.shows_progress():
+            console.note(f"PPL = {so_far.ppl:.4f}")
+        else:
+            progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
 
     if base is not None:
         base.write(base.magic + header(model.n_ctx, model.n_vocab, chunks)[len(base.magic) :])
     estimate = likelihood.estimate(model, chunks, encode if base is not None else None, on_chunk)
-    console.log("")
+    if not console.shows_progress():
+        console.log("")
     return estimate
 
 

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import errors
+from .. import console, errors
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
+from ..regular_files import read_bytes
 
 N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
 
@@ -158,9 +159,9 @@ class TextModel:
         return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
 
     def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
-        """Cuts chunks into batches for evaluate(), from chunk `start` on."""
-        for i in range(start, len(chunks), self.n_seq):
-            yield Batch(i, chunks[i : i + self.n_seq])
+        """Cuts chunks into batches for evaluate(), from chunk `start` on. Shows how many are done."""
+        batches = [Batch(i, chunks[i : i + self.n_seq]) for i in range(start, len(chunks), self.n_seq)]
+        return console.tracked(batches, self.path.name, lambda b: len(b.chunks), "chunks", start)
 
     def evaluate(self, chunks: Chunks, first: int = 0) -> Logits:
         """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.
@@ -239,7 +240,7 @@ class TextModel:
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
-    text = Path(path).read_bytes()
+    text = read_bytes(path)
     if not text:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
     if len(text) > MAX_TEXT:

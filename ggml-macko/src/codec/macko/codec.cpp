@@ -1,8 +1,10 @@
 // MACKO as a row of the registry (FORMAT.md section 3).
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
+#include "codec/team.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 
 namespace macko {
@@ -42,9 +44,8 @@ int open_macko(const ggml_macko_matrix & m, macko_matrix_view * view) {
 int macko_matrix_view::for_each_range(int n_threads, const std::function<int(const macko_view &)> & f) const {
     std::vector<int>         status(static_cast<size_t>(n_threads), GGML_MACKO_STATUS_OK);
     std::vector<std::string> text(static_cast<size_t>(n_threads)); // messages belong to threads: they are carried over
-    int64_t                  nnz = 0;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz)
-    for (int t = 0; t < n_threads; t++) {
+    std::atomic<int64_t>     nnz{ 0 };
+    parallel_parts(n_threads, n_threads, 1, [&](int64_t t, int64_t, int) {
         const macko_rows rows = {
             desc_, desc_.rows * t / n_threads, desc_.rows * (t + 1) / n_threads, row_ptr_, 0, values_, deltas_
         };
@@ -58,7 +59,7 @@ int macko_matrix_view::for_each_range(int n_threads, const std::function<int(con
         if (result) {
             text[static_cast<size_t>(t)] = ggml_macko_last_error();
         }
-    }
+    });
     for (size_t t = 0; t < status.size(); t++) {
         if (status[t]) {
             return fail(status[t], "%s", text[t].c_str());

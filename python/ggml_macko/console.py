@@ -11,6 +11,8 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from .errors import printable
+
 MIB = 1024 * 1024
 
 _is_quiet = contextvars.ContextVar("is_quiet", default=False)
@@ -28,7 +30,7 @@ def quiet() -> Iterator[None]:
 
 def log(text: str, end: str = "\n") -> None:
     if not _is_quiet.get():
-        print(text, end=end, file=sys.stderr, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), end=end, file=sys.stderr, flush=True)
 
 
 def progress(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:
@@ -57,7 +59,8 @@ def table(rows: Sequence[Sequence[object]], headers: Sequence[str], number_forma
     """A table in Markdown."""
     from tabulate import tabulate
 
-    return str(tabulate(rows, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False))
+    cells = [[printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    return str(tabulate(cells, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False))
 
 
 def print_json(value: object) -> None:

@@ -208,7 +208,7 @@ static void check_product(rng & random, const test_matrix & w, const on_device &
     p.x                          = x.data();
     p.ldx                        = ldx;
     p.n                          = n;
-    p.programmatic               = random.range(0, 1);
+    p.programmatic               = random.range(0, 1) && has_programmatic_launch();
     outputs out(random, { &d.matrix }, o, p);
     CUDA_CHECK(cuda_sparse_mul_mat(p, nullptr));
     out.get(name);
@@ -300,6 +300,7 @@ int main(int argc, char ** argv) {
         printf("test-cuda-ec-csr: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
         return n_failed ? 1 : 77;
     }
+    print_code_path("test-cuda-ec-csr");
     std::unique_ptr<cuda_sparse_uploader> uploader;
     STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
     const int n_cases = argc > 1 ? atoi(argv[1]) : 200; // fewer under a sanitizer

@@ -585,6 +585,7 @@ int main(int argc, char ** argv) {
     }
     cuda_device_info device;
     CUDA_CHECK(cuda_current_device(&device));
+    print_code_path("test-cuda-packed");
     std::unique_ptr<cuda_sparse_uploader> uploader;
     STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
     if (small) {

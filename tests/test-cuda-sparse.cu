@@ -643,6 +643,7 @@ int main(int argc, char ** argv) {
         printf("test-cuda-sparse: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
         return n_failed ? 1 : 77;
     }
+    print_code_path("test-cuda-sparse");
     std::unique_ptr<cuda_sparse_uploader> uploader;
     STATUS_CHECK(cuda_sparse_uploader::create(0, &uploader));
     const int n_cases = argc > 1 ? atoi(argv[1]) : 400; // fewer under a sanitizer

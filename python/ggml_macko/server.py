@@ -1,5 +1,5 @@
 """llama_cpp.server with sparse models: `python -m ggml_macko.server --model sparse.gguf`, with llama_cpp.server's
-options.
+options, and -hf REPO[:FILE] for a GGUF of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -9,9 +9,22 @@ from typing import Any
 
 import llama_cpp
 
+from . import errors
 from .errors import ArgumentError, one_line
+from .huggingface.hub import download
 from .llama import Llama
 from .native.loader import register
+
+
+def with_download(arguments: list[str]) -> list[str]:
+    """-hf REPO[:FILE] becomes --model with the file that it names. Raises MackoError."""
+    names = ("-hf", "--hf-repo")
+    at = next((i for i, argument in enumerate(arguments) if argument in names), None)
+    if at is None:
+        return arguments
+    if at + 1 == len(arguments):
+        raise errors.error(errors.BAD_ARGUMENT, f"{arguments[at]}: expected USER/NAME or USER/NAME:FILE")
+    return [*arguments[:at], "--model", str(download(arguments[at + 1])), *arguments[at + 2 :]]
 
 
 def _answer_bad_arguments() -> None:
@@ -31,6 +44,7 @@ def _answer_bad_arguments() -> None:
 def main() -> int:
     try:
         register()
+        sys.argv[1:] = with_download(sys.argv[1:])
         setattr(llama_cpp, "Llama", Llama)  # noqa: B010  what the server makes: its checks hold for all requests
         from llama_cpp.server.__main__ import main as serve
 

@@ -80,7 +80,7 @@ def _load_plugin() -> None:
     logger = logging.getLogger("llama-cpp-python")
     level = logger.level
     if level == logging.NOTSET:  # no Llama yet, so nobody said how verbose to be
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(logging.ERROR)  # llama_cpp takes ggml's level of information for a warning
     try:
         if not ggml.ggml_backend_load(str(bindings.LIBRARY_PATH).encode()):
             raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {bindings.LIBRARY_PATH}")

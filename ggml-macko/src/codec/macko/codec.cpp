@@ -164,7 +164,7 @@ public:
 
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
-        macko_desc desc = { shape.rows, shape.cols, shape.type, option_bits(options[0]), 0 };
+        macko_desc desc = { shape.rows, shape.cols, shape.type, int32_option(options[0]), 0 };
         if (const int status = macko::check_desc(
                 options[0] == SMALLEST ? macko_desc{ desc.rows, desc.cols, desc.type, 4, 0 } : desc)) {
             return status;
@@ -189,8 +189,6 @@ public:
 
 private:
     static constexpr int64_t SMALLEST = 0; // option delta_bits: the width that takes the fewest bytes
-
-    static int32_t option_bits(int64_t value) { return value < 0 || value > 8 ? -1 : static_cast<int32_t>(value); }
 
     static int32_t smallest_delta_bits(const ggml_macko_count & count, int32_t type) {
         int32_t best   = 0;

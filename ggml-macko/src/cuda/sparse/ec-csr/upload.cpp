@@ -116,6 +116,8 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             std::vector<uint8_t> image(static_cast<size_t>(b.nbytes_arrays), 0);
             cuda_ec_csr_fill(view, all, n_threads, cuda_ec_csr_bind(view, all, image.data()));
             CUDA_OK(cudaMemcpy(at, image.data(), image.size(), cudaMemcpyHostToDevice));
+            // cudaMemcpy may return before the data has arrived, and other streams do not wait for the default stream
+            CUDA_OK(cudaStreamSynchronize(nullptr));
             *part     = std::make_unique<ec_csr_part>(cuda_ec_csr_bind(view, all, at));
             out->part = part->get();
             return GGML_MACKO_STATUS_OK;

@@ -40,7 +40,7 @@ static bool block_part(std::string_view name, std::string_view * part) {
 
 // Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
 // which single rows are read; and routers (ffn_gate_inp), which are small and choose the experts of a token.
-int weight_use(const std::string & name, int n_dims) {
+int weight_use(std::string_view name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
     }

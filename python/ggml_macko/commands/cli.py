@@ -74,8 +74,17 @@ def on_signal(number: int, *unused: object) -> NoReturn:
     raise SystemExit(128 + number)  # unwinds, so that partial files go
 
 
+def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Which file has the name of the output; an output appears under its name only when it is complete."""
+    try:
+        found = os.stat(args.output)
+    except (AttributeError, TypeError, OSError):  # this command has none, or not yet
+        return None
+    return found.st_dev, found.st_ino
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = None
+    args, before = None, None
     try:
         signal.signal(signal.SIGTERM, on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
@@ -85,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
+        before = _identity_of_output(args)
         with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
             code = int(args.run(args))
         sys.stdout.flush()
@@ -97,8 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if args is not None and args.debug:
             raise
+        note = ""
+        if args is not None and _identity_of_output(args) != before and "is complete" not in one_line(e):
+            note = f" ({args.output} is complete)"  # only what came after it failed
         with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
-            print(f"error: {one_line(e)}", file=sys.stderr)
+            print(f"error: {one_line(e)}{note}", file=sys.stderr)
         return 1
 
 

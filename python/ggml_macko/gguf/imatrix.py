@@ -20,7 +20,7 @@ from .. import errors
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
-from ..regular_files import named, open_regular
+from ..regular_files import named, open_regular, read_at
 from ..values import TYPE_F32, Array
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -108,7 +108,8 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     """Raises MackoError naming file, tensor, place and value, or OSError."""
     path = Path(path)
     with named(path), open_regular(path) as f:
-        if f.read(4) not in (b"GGUF", b""):
+        magic = bytearray(4)
+        if read_at(f, 0, memoryview(magic)) and magic != b"GGUF":
             raise errors.error(
                 errors.BAD_ARGUMENT,
                 f"{path}: is not a GGUF file; an imatrix in the old format becomes one with llama-imatrix --in-file",

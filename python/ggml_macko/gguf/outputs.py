@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Callable, TypeVar
 
 from .. import console, errors
-from ..regular_files import check_regular, named
+from ..regular_files import check_regular, named, write_at
 
 _MAX_NAME = 200  # bytes of an output's name that its partial file repeats; the rest of 255 is ours
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # what link() says on such a file system
@@ -215,9 +215,9 @@ class AtomicOutput:
     def seal(self) -> None:
         """All data is written: make it durable, then turn it into a file of its format."""
         with named(self.path):
+            assert self._file is not None
             os.fsync(self._fd)
-            if os.pwrite(self._fd, self._signature, 0) != 4:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            write_at(self._file, 0, memoryview(self._signature))
             os.fsync(self._fd)
 
     def commit(self) -> None:

@@ -35,7 +35,7 @@ def texts_and_models(folder: Path) -> list:
         (["-m", model, "-f", short], [short, "tokens; at least 1024 are needed", "-c"]),
         (["-m", model, "-f", latin], [latin, f"is not UTF-8 text: byte {len(SAMPLE.read_bytes()) + 3} is 0xe9"]),
         (["-m", model, "-f", missing], [missing, "No such file"]),
-        (["-m", model, "-f", folder], [folder, "Is a directory"]),
+        (["-m", model, "-f", folder], [folder, "is a directory, not a regular file"]),
         (["-m", missing, "-f", SAMPLE], [missing, "No such file"]),
         (["-m", SAMPLE, "-f", SAMPLE], [SAMPLE, "GGUF"]),
         (["-m", torn, "-f", SAMPLE], [torn]),

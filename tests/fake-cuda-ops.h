@@ -110,10 +110,10 @@ cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & p, cudaStream
     return error;
 }
 
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                                void * dst, int64_t ld, cudaStream_t stream) {
-    return add("densify " + fake::matrix_names[&w], row_begin, row_end, static_cast<int>(type),
-               static_cast<const void *>(dst), ld, static_cast<const void *>(stream));
+cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
+                                int64_t ld, cudaStream_t stream) {
+    return add("densify " + fake::matrix_names[&w], row_begin, row_end, static_cast<const void *>(dst), ld,
+               static_cast<const void *>(stream));
 }
 
 // ---- predicates ----
@@ -154,17 +154,16 @@ bool op_rope_attention_supported(const rope_params &, const op_tensor &, const o
 // ---- sizes and choices ----
 
 size_t  op_mul_mat_scratch_nbytes(const op_tensor &, const op_tensor &) { return 1; }
-size_t  op_mul_mat_x16_nbytes(const op_tensor &) { return 2; }
+size_t  op_mul_mat_16_scratch_nbytes(const op_tensor &, const op_tensor &) { return 2; }
+bool    op_mul_mat_has_units(const op_context &, tensor_type) { return true; }
 size_t  op_mul_mat_id_scratch_nbytes(const op_tensor &, const op_tensor &, const op_tensor &) { return 3; }
 size_t  op_attention_scratch_nbytes(const attention_params &) { return 4; }
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes) {
     const int64_t most = panel_nbytes / (cols * 2);
     return rows < most ? rows : most > 0 ? most : rows;
 }
-tensor_type op_mul_mat_16_type(const op_context &, tensor_type weights) {
-    return weights == TYPE_F16 ? TYPE_F16 : TYPE_BF16;
-}
-bool op_mul_mat_wants_x16(const op_context &, const op_tensor & w, const op_tensor & x) {
+tensor_type op_mul_mat_16_type(tensor_type weights) { return weights == TYPE_F16 ? TYPE_F16 : TYPE_BF16; }
+bool        op_mul_mat_wants_x16(const op_context &, const op_tensor & w, const op_tensor & x) {
     return w.type != TYPE_F32 && x.ne[1] >= 16 && x.ne[2] * x.ne[3] == 1;
 }
 
@@ -230,9 +229,10 @@ cudaError_t op_mul_mat(const op_context &, const op_tensor & w, const op_tensor 
 cudaError_t op_mul_mat_x16(const op_context &, tensor_type type, const op_tensor & x, char * x16) {
     return add("x16", type, x, address(x16));
 }
-cudaError_t op_mul_mat_16(const op_context &, tensor_type type, const void * w, int64_t ldw, int64_t rows,
-                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
-    return add("mul_mat_16", type, w, ldw, rows, x, address(x16), dst, first_row);
+cudaError_t op_mul_mat_16(const op_context &, tensor_type type, char * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row,
+                          char * scratch) {
+    return add("mul_mat_16", type, w, ldw, rows, x, address(x16), dst, first_row, address(scratch));
 }
 cudaError_t op_mul_mat_id(const op_context &, const op_tensor & w, const op_tensor & x, const op_tensor & ids,
                           const op_tensor & dst, char * scratch) {

@@ -16,7 +16,7 @@ import time
 from ggml_macko.commands import cli
 from ggml_macko.native import bindings
 
-OPERATIONS = ("write", "pwrite", "fsync", "ftruncate", "rename")
+OPERATIONS = ("write", "pwrite", "fsync", "link", "rename", "unlink")
 
 
 def die_at(operation: int, before: bool) -> None:

@@ -687,6 +687,35 @@ void test_products_keep_nan_and_survive_infinities() {
     }
 }
 
+// rows and columns of any magnitude that BF16 has, also where tensor cores take F16 only (cc 7.5)
+void test_products_of_bf16_keep_its_range() {
+    for (const int64_t n : { 9, 70 }) {
+        for (const int64_t cols : { 77, 264, 520 }) {
+            const int64_t rows = 300;
+            auto          w = make(TYPE_BF16, { cols, rows }), x = make(TYPE_F32, { cols, n });
+            auto          y     = make(TYPE_F32, { rows, n });
+            const auto    power = [](int64_t i) { return std::exp2(static_cast<double>(i * 37 % 111 - 55)); };
+            w->random(), x->random();
+            w->each([&](int64_t i, int64_t row, int64_t, int64_t) { w->set(w->get(i, row) * power(row), i, row); });
+            x->each([&](int64_t i, int64_t col, int64_t, int64_t) { x->set(x->get(i, col) * power(col), i, col); });
+            w->upload(), x->upload();
+            char * scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_mul_mat_scratch_nbytes(w->t, x->t) + 256), "scratch");
+            check("mul_mat of any magnitude, " + std::to_string(cols) + " columns, n " + std::to_string(n),
+                  op_mul_mat(ctx, w->t, x->t, y->t, scratch), *y, [&](int64_t row, int64_t col, int64_t, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t i = 0; i < cols; i++) {
+                          sum += w->get(i, row) * x->get(i, col);
+                          size += std::fabs(w->get(i, row) * x->get(i, col));
+                      }
+                      return std::make_pair(
+                          sum, size * (2.01 * U_BF16 + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))));
+                  });
+            cudaFree(scratch);
+        }
+    }
+}
+
 void test_expert_products_with_strided_ids() {
     for (const tensor_type type : { TYPE_F16, TYPE_F32, TYPE_BF16, TYPE_Q8_0, TYPE_Q4_K, TYPE_MXFP4 }) {
         for (const int64_t tokens : { 1, 4, 9, 70 }) {
@@ -966,8 +995,8 @@ struct two_caches {
           want(make(TYPE_F32, { c.head_dim, c.heads, 1 })),
           got(make(TYPE_F32, { c.head_dim, c.heads, 1 })) {
         k_cache->random(), v_cache->random();
-        cuda_ok(cudaMemcpy(k_cache2->t.data, k_cache->t.data, k_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
-        cuda_ok(cudaMemcpy(v_cache2->t.data, v_cache->t.data, v_cache->nbytes, cudaMemcpyDeviceToDevice), "copy");
+        k_cache2->host = k_cache->host, v_cache2->host = v_cache->host;
+        k_cache2->upload(), v_cache2->upload();
     }
     void check_equal(const new_row_case & c) const {
         want->download("rope, attention"), got->download("rope and attention");
@@ -1089,6 +1118,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "products", test_products_of_every_type },
         { "quantized-columns", test_quantized_columns_read_no_more_than_their_rows },
         { "nan", test_products_keep_nan_and_survive_infinities },
+        { "range", test_products_of_bf16_keep_its_range },
         { "experts", test_expert_products_with_strided_ids },
         { "attention", test_attention_masks_groups_and_splits },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },

@@ -245,7 +245,7 @@ void check_densified(const cuda_sparse_matrix & w, int64_t ld, const std::string
     uint8_t *            dst;
     CUDA_CHECK(cudaMalloc(&dst, host.size()));
     CUDA_CHECK(cudaMemset(dst, 0x7b, host.size()));
-    CUDA_CHECK(cuda_sparse_densify(w, begin, w.rows, w.type, dst, ld, nullptr));
+    CUDA_CHECK(cuda_sparse_densify(w, begin, w.rows, dst, ld, nullptr));
     CUDA_CHECK(cudaMemcpy(host.data(), dst, host.size(), cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaFree(dst));
     bool same = true, kept = true;

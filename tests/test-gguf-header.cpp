@@ -1766,7 +1766,7 @@ static void test_open_sparse() {
     expect("no GGUF", S(NOT_SPARSE), open_content({ 'P', 'K' }));
     std::unique_ptr<macko::model_file> file;
     expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", false, &file));
-    expect("directory", S(NOT_SPARSE), macko::model_file_open_sparse("/", false, &file));
+    expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", false, &file));
 }
 
 // A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with

@@ -4,6 +4,7 @@ changes.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import resource
@@ -20,6 +21,7 @@ import llama_logits
 import tiny_models
 from ggml_macko import errors
 from ggml_macko.native import bindings
+from llama_functions import as_c
 from llama_logits import logits
 
 MAKE = generators.ROOT / "tools" / "make_random_llama.py"
@@ -44,23 +46,27 @@ def save(llama, path):
     return {t.name: t.data.tobytes() for t in gguf.GGUFReader(path).tensors}
 
 
-def compressed_names(path):
-    """What convert would store sparse, and what compress chose: seen from the devices' side, by size."""
+def compress_log(path):
+    """What the plugin says of a dense file that is to be compressed; llama.cpp does not load it."""
     import llama_cpp
+    import llama_cpp.llama_cpp as api
 
     log = []
+    nothing = as_c(lambda stream, params: None)
+    address = ctypes.cast(nothing, ctypes.c_void_p).value
+    params = api.llama_model_default_params()
     llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
     try:
-        bindings.Load(path, compress=True).end(False, True)
-    except errors.MackoError as e:
-        if e.code == errors.NOT_SPARSE:
-            return "", str(e)
+        functions = bindings.LlamaFunctions(address, address, address)
+        bindings.load_model(path, ctypes.addressof(params), functions, compress=True)
+    except errors.LoadError:
+        pass
     finally:
         from llama_cpp._logger import llama_log_callback
 
         llama_cpp.llama_log_set(llama_log_callback, None)
     del callback
-    return b"".join(log).decode(), ""
+    return b"".join(log).decode()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-moe", "gemma3", "phi3", "gpt-oss"])
@@ -79,7 +85,7 @@ def test_weights_in_memory_are_the_bits_on_file(type_name, macko, tmp_path):
     dense, sparse = make(tmp_path / "dense.gguf", "--density", "0.4", "--type", type_name), tmp_path / "sparse.gguf"
     assert macko("convert", dense, sparse).code == 0
     n = len(bindings.File(sparse).sparse())
-    log, _ = compressed_names(dense)
+    log = compress_log(dense)
     assert f"compressing {n} of" in log
     held = save(open_model(dense, compress=True), tmp_path / "saved.gguf")
     for t in gguf.GGUFReader(dense).tensors:
@@ -127,7 +133,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"""
 
 def test_dense_model_without_zeros_loads(tmp_path):
     path = make(tmp_path / "full.gguf", "--density", "1")
-    assert "no weight would shrink" in compressed_names(path)[1]
+    assert "no weight would shrink" in compress_log(path)
     a, b = open_model(path, compress=True), open_model(path)
     tokens = tokens_of(a)
     np.testing.assert_array_equal(logits(a, tokens), logits(b, tokens))
@@ -149,7 +155,7 @@ def test_weight_with_nan_stays_dense(tmp_path):
     path.write_bytes(gb.write(f))
     whole = tmp_path / "whole.gguf"
     whole.write_bytes(gb.write(tiny_models.make("llama")))
-    counts = [int(compressed_names(p)[0].split("compressing ")[1].split(" of")[0]) for p in (path, whole)]
+    counts = [int(compress_log(p).split("compressing ")[1].split(" of")[0]) for p in (path, whole)]
     assert counts[0] == counts[1] - 1
 
 
@@ -157,11 +163,11 @@ def test_other_architecture_or_broken_file_is_a_clear_error(tmp_path):
     f = tiny_models.make("llama")
     f.set("general.architecture", gb.STRING, b"mamba")
     (tmp_path / "mamba.gguf").write_bytes(gb.write(f))
-    assert "mamba" in compressed_names(tmp_path / "mamba.gguf")[1]
+    assert "mamba" in compress_log(tmp_path / "mamba.gguf")
     data = gb.write(tiny_models.make("llama"))
     for name, content in (("short", data[:-5000]), ("magic", b"GGML" + data[4:]), ("header", data[:100])):
         (tmp_path / name).write_bytes(content)
-        assert compressed_names(tmp_path / name)[1]
+        assert "not compressed" in compress_log(tmp_path / name)
         with pytest.raises(ValueError, match="Failed to load model"):  # llama.cpp's own refusal, as without compress
             open_model(tmp_path / name, compress=True)
 
@@ -179,7 +185,7 @@ def test_file_that_changes_after_it_was_counted_is_refused(tmp_path, monkeypatch
         path.write_bytes(gb.write(f))  # the same inode and size
         return real(stream, params)
 
-    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", change_and_load)
+    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", as_c(change_and_load))
     with pytest.raises(errors.MackoError, match="has changed since|changed while") as e:
         open_model(path, compress=True)
     assert e.value.code == errors.FILE_CHANGED
@@ -200,7 +206,7 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import compressing, register
+    from ggml_macko.native.loader import register, run_compressing
 
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
@@ -210,11 +216,12 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for path, compress in ((sparse, False), (generators.DEMO, True)):
         for _ in range(3):
-            with compressing(compress):
-                model = api.llama_model_load_from_file(str(path).encode(), params)
-            assert model
-            context = api.llama_init_from_model(model, api.llama_context_default_params())
+            models = []
+            load = api.llama_model_load_from_file
+            run_compressing(compress, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
+            assert models[0]
+            context = api.llama_init_from_model(models[0], api.llama_context_default_params())
             assert context
             api.llama_free(context)
-            api.llama_model_free(model)
+            api.llama_model_free(models[0])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10

@@ -456,7 +456,7 @@ def test_plot_is_a_picture(tmp_path, macko):
 def test_plot_without_matplotlib_is_one_line(tmp_path, macko, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     done = macko("inspect", generators.DEMO, "--plot", tmp_path / "p.png")
-    assert done.code == 1 and "pip install ggml-macko[plot]" in done.err
+    assert done.code == 1 and "pip install 'ggml-macko[plot]'" in done.err
 
 
 # ---- real models ----

@@ -19,6 +19,7 @@ import gguf_bytes
 import lora_files
 import tiny_models
 from ggml_macko.benchmark import bench_gpu
+from ggml_macko.native import devices
 from llama_logits import logits, logits_one_by_one
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +35,9 @@ NMSE = 1e-4
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu():
-    if not bench_gpu.is_built() and not bench_gpu.devices():
+    if not bench_gpu.is_built() and not devices.gpus():
         pytest.skip("this build has no GPU support")
-    if not bench_gpu.devices():
+    if not devices.gpus():
         pytest.skip("no NVIDIA GPU was found")
 
 
@@ -114,9 +115,9 @@ def test_gpu_writes_the_text_of_the_cpu(demo, kind, flash):
 
 def test_layers_are_in_gpu_memory(demo):
     def taken() -> int:
-        before = bench_gpu.devices()[0][2]
+        before = devices.gpus()[0].free
         llama = open_model(demo["sparse"])
-        after = bench_gpu.devices()[0][2]
+        after = devices.gpus()[0].free
         llama.close()
         return before - after
 
@@ -346,12 +347,12 @@ def test_two_models_do_not_affect_each_other(demo, experts):
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
 def test_two_gpus_give_the_bits_of_one(demo, kind):
-    free = [device[2] for device in bench_gpu.devices()]
+    free = [device[2] for device in devices.gpus()]
     if len(free) < 2:
         pytest.skip("there is one GPU only")
     kwargs = {"flash_attn": True, "logits_all": True}
     two = open_model(demo[kind], tensor_split=[0.5, 0.5], **kwargs)
-    assert all(was - device[2] >= 1 << 20 for was, device in zip(free[:2], bench_gpu.devices()))
+    assert all(was - device[2] >= 1 << 20 for was, device in zip(free[:2], devices.gpus()))
     one = open_model(demo[kind], split_mode=0, **kwargs)
     tokens = one.tokenize(SAMPLE.read_bytes(), add_bos=False)
     for n in (1, 13, 300):
@@ -363,7 +364,7 @@ FULL_GPU = """
 import ctypes, sys
 sys.path.insert(0, {tests!r})
 from test_gpu import *
-bench_gpu.devices()
+devices.gpus()
 ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
 for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_buffer_type, base.ggml_backend_buft_alloc_buffer):
     f.restype = ctypes.c_void_p
@@ -452,7 +453,7 @@ for i in range({n}):
     del llama
     gc.collect()
     counts = [len(os.listdir("/proc/self/" + what)) for what in ("fd", "task")]
-    seen.append((rss(), bench_gpu.devices()[0][2] >> 10, *counts))
+    seen.append((rss(), devices.gpus()[0].free >> 10, *counts))
 print(json.dumps(seen))
 """
 

@@ -266,28 +266,27 @@ DURING_LOAD = """
 import os, sys
 import ggml_macko, llama_cpp.llama_cpp as api
 from ggml_macko import errors
-from ggml_macko.native import bindings
+from llama_functions import as_c
 ggml_macko.register()
 path, action = sys.argv[1], sys.argv[2]
-load = bindings.Load(path.encode())
-if action == "truncate":
-    os.truncate(path, os.path.getsize(path) // 3)
-elif action == "replace":
-    os.rename(path + ".other", path)
-elif action == "touch":
-    os.utime(path, ns=(1, 1))
-elif action == "remove":
-    os.remove(path)
-params = api.llama_model_default_params()
-params.load_mode = api.LLAMA_LOAD_MODE_NONE
-model = api.llama_model_load_from_file_ptr(load.stream, params)
+real = api.llama_model_load_from_file_ptr
+def change_and_load(stream, params):
+    if action == "truncate":
+        os.truncate(path, os.path.getsize(path) // 3)
+    elif action == "replace":
+        os.rename(path + ".other", path)
+    elif action == "touch":
+        os.utime(path, ns=(1, 1))
+    elif action == "remove":
+        os.remove(path)
+    return real(stream, params)
+api.llama_model_load_from_file_ptr = as_c(change_and_load)
 try:
-    load.end(bool(model), True)
+    model = api.llama_model_load_from_file(path.encode(), api.llama_model_default_params())
     print("loaded" if model else "nothing")
+    api.llama_model_free(model)
 except errors.MackoError as e:
     print(e.code)
-if model:
-    api.llama_model_free(model)
 """
 
 
@@ -306,7 +305,11 @@ def test_file_that_changes_while_it_loads_is_refused(action, answers, sparse_pat
     path.write_bytes(sparse_path.read_bytes())
     (tmp_path / "model.gguf.other").write_bytes(struct.pack("<I", 0) * 1000)
     done = subprocess.run(
-        [sys.executable, "-c", DURING_LOAD, str(path), action], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", DURING_LOAD, str(path), action],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1] in answers, done.stderr[-1000:]

@@ -17,22 +17,24 @@ PACKAGE = generators.ROOT / "python" / "ggml_macko"
 SOURCES = generators.ROOT / "ggml-macko" / "src"
 
 # package -> what it may import, besides itself and what needs nothing of the package
-BASE = {"errors", "console", "values"}
+BASE = {"errors", "console", "values", "regular_files"}
 PYTHON = {
     "errors": set(),
     "console": set(),
     "values": set(),
+    "regular_files": set(),
     "_ffi": set(),
     "native": {"_ffi"},
     "codecs": {"native"},
     "gguf": {"native", "codecs"},
     "llama": {"native"},
     "sparse_matrix": {"native", "codecs"},
+    "huggingface": {"native", "codecs", "gguf"},
     "conversion": {"native", "codecs", "gguf"},
     "evaluation": {"native", "codecs", "gguf", "llama"},
     "pruning": {"native", "codecs", "gguf", "evaluation"},
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
-    "server": {"native"},
+    "server": {"native", "llama", "huggingface"},
 }
 ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
 

@@ -14,4 +14,4 @@ def test_pre_commit_uses_the_versions_of_pyproject():
     hooks = set(PIN.findall((generators.ROOT / ".pre-commit-config.yaml").read_text()))
     assert hooks <= pinned
     # mypy and its stubs run in .venv, where tools/dev.py installs what pyproject.toml says
-    assert {name.split("==")[0] for name in pinned - hooks} == {"mypy", "types-tabulate"}
+    assert {name.split("==")[0] for name in pinned - hooks} == {"mypy", "types-tabulate", "types-tqdm"}

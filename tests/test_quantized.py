@@ -23,7 +23,8 @@ from ggml_macko.codecs import packed, quantize
 from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix
-from ggml_macko.gguf.files import AtomicOutput, Model
+from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, greedy, open_model

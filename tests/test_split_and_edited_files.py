@@ -18,6 +18,7 @@ import generators
 import gguf_bytes as gb
 import llama_logits
 from ggml_macko import errors
+from llama_functions import as_c
 from llama_logits import logits
 
 open_model = functools.partial(llama_logits.open_model, n_ctx=256, logits_all=True)
@@ -148,7 +149,7 @@ def test_part_that_changes_while_loading_is_refused(sparse, tmp_path, monkeypatc
         os.utime(paths[1])
         return model
 
-    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", load_and_change)
+    monkeypatch.setattr(api, "llama_model_load_from_file_ptr", as_c(load_and_change))
     with pytest.raises(errors.MackoError, match="00002-of-00002.gguf: the file changed") as e:
         open_model(paths[0])
     assert e.value.code == errors.FILE_CHANGED

@@ -23,7 +23,7 @@ import gguf_bytes
 import test_gpu
 import test_split_and_edited_files
 import upstream
-from ggml_macko.gguf.files import AtomicOutput
+from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 from ggml_macko.values import TYPE_F16
 
@@ -153,7 +153,7 @@ def _(p):
     return p.python("import sys; sys.modules['uvicorn'] = None; from ggml_macko import server; sys.exit(server.main())")
 
 
-@row("--plot needs matplotlib")
+@row("a plot needs matplotlib")
 def _(p):
     p.monkeypatch.setitem(sys.modules, "matplotlib", None)
     return p.macko("inspect", p.tiny, "--plot", p.tmp_path / "plot.png")

@@ -873,8 +873,8 @@ struct spmv_bench {
         CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * m.s.cols * 2)));
         const double t = time_us(stream, m.count(), [&](int i) {
             for (int64_t r = 0; r < m.s.rows; r += panel) {
-                CHECKED(cuda_sparse_densify(m.w[static_cast<size_t>(i)], r, std::min(m.s.rows, r + panel), m.w[0].type,
-                                            dst, m.s.cols, stream));
+                CHECKED(cuda_sparse_densify(m.w[static_cast<size_t>(i)], r, std::min(m.s.rows, r + panel), dst,
+                                            m.s.cols, stream));
             }
         });
         printf("%s %s density %.2f: unpack %.1f us, %.0f G elements/s\n", m.shape_name().c_str(), m.type, m.density, t,

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from ggml_macko import console
 from ggml_macko.benchmark import report
-from ggml_macko.gguf.files import AtomicOutput, Model
+from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.pruning import hessians, layerwise, methods
 from ggml_macko.pruning import prune as pruning
 from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, parse_pattern, parse_sparsity

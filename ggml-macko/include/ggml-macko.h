@@ -259,24 +259,25 @@ enum ggml_macko_weight_use {
 GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
 
 // ---- loading into llama.cpp ----
-// begin -> llama_model_load_from_file_ptr(stream, params with load_mode NONE) -> end, all on one thread.
 
-enum ggml_macko_load_flags {
-    GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
-    GGML_MACKO_LOAD_NO_ALLOC = 2, // params.no_alloc: llama.cpp asks for sizes and reads no weights
+struct llama_model;
+struct llama_model_params;
+// functions of the process's libllama, which this library is not linked to, cast to a type that cffi can bind
+struct ggml_macko_llama {
+    void (*load_from_file)(void);     // llama_model_load_from_file
+    void (*load_from_file_ptr)(void); // llama_model_load_from_file_ptr
+    void (*model_free)(void);         // llama_model_free
 };
 
-struct ggml_macko_load;
-// Vets the file (of a split model the first; the others lie beside it) and makes it the current load of this thread.
-// *stream is the dense GGUF that the file stands for; the load owns it. NOT_SPARSE: the file is not sparse, or has
-// nothing to compress, or is broken without claiming to be sparse; call llama_model_load_from_file instead.
-GGML_MACKO_API int ggml_macko_load_begin(const char * path, int32_t flags, struct ggml_macko_load ** out,
-                                         FILE ** stream);
-// Closes the stream and ends the current load. model_loaded: llama.cpp returned a model; with_weights: false for
-// params.vocab_only and no_alloc. On an error free the model, if there is one, and report the message: it is the first
-// error of a callback, or names a matrix that was not placed on a device of this plugin; LOAD_FAILED if there is no
-// model.
-GGML_MACKO_API int ggml_macko_load_end(struct ggml_macko_load * load, bool model_loaded, bool with_weights);
+// llama_model_load_from_file for files dense and sparse. A sparse file (of a split model the first; the others lie
+// beside it) is vetted and given to load_from_file_ptr as the dense GGUF that it stands for, never memory-mapped;
+// check_tensors has no effect on it. Any other regular file is load_from_file's to judge. compress: of a dense model,
+// encode the weights that shrink while they are read. A progress callback may load other models.
+// *model is what llama.cpp returned: with OK it is null if llama.cpp refused a file that is not sparse. On an error it
+// is null, and the message is the first error of a device, or names a matrix that was not placed on a device of this
+// plugin; LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
+GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, bool compress,
+                                         const struct ggml_macko_llama * llama, struct llama_model ** model);
 // OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
 // naming both, if not
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);

@@ -5,7 +5,7 @@
     convert("pruned.gguf", "sparse.gguf")
     llama = Llama("sparse.gguf")
 
-`Llama` opens sparse models; `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
+`Llama` opens sparse models; `plan`, `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
 `kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy arrays.
 
 Importing the package is cheap: the C library and llama_cpp are loaded with the first name that needs them.
@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .conversion.advice import ModelPlan, plan
     from .conversion.convert import ConversionReport, convert
     from .conversion.inspect import ModelReport, inspect
     from .conversion.restore import RestorationReport, restore
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .evaluation.kl_divergence import Divergence
     from .evaluation.likelihood import Estimate
     from .evaluation.perplexity import kl_divergence, perplexity
+    from .huggingface.decompress import Decompression, decompress
     from .llama import Llama
     from .native.loader import register
     from .pruning.prune import PruneReport, prune
@@ -35,6 +37,8 @@ _HOME = {
     "Llama": "llama",
     "register": "native.loader",
     "SparseMatrix": "sparse_matrix",
+    "plan": "conversion.advice",
+    "ModelPlan": "conversion.advice",
     "convert": "conversion.convert",
     "ConversionReport": "conversion.convert",
     "restore": "conversion.restore",
@@ -45,6 +49,8 @@ _HOME = {
     "ModelReport": "conversion.inspect",
     "prune": "pruning.prune",
     "PruneReport": "pruning.prune",
+    "decompress": "huggingface.decompress",
+    "Decompression": "huggingface.decompress",
     "calibrate": "evaluation.calibrate",
     "Calibration": "evaluation.calibrate",
     "perplexity": "evaluation.perplexity",
@@ -60,11 +66,13 @@ _HOME = {
 __all__ = [
     "Calibration",
     "ConversionReport",
+    "Decompression",
     "Divergence",
     "Estimate",
     "FileFormatError",
     "Llama",
     "MackoError",
+    "ModelPlan",
     "ModelReport",
     "PruneReport",
     "RestorationReport",
@@ -73,9 +81,11 @@ __all__ = [
     "VersionMismatchError",
     "calibrate",
     "convert",
+    "decompress",
     "inspect",
     "kl_divergence",
     "perplexity",
+    "plan",
     "prune",
     "register",
     "restore",

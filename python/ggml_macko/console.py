@@ -1,19 +1,30 @@
-"""How the tools talk: progress on stderr in the line style of llama-quantize, results on stdout.
+"""How the tools talk: logs and progress on stderr, results on stdout.
 
-Library functions report progress through `log` and `progress` and print nothing else; `quiet()` silences them.
+Library functions log lines in the style of llama-quantize (`log`, `tensor_line`) and show how far they are on a
+terminal (`progress`); they print nothing else. `quiet()` silences them, `brief()` leaves out details.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
+
+if TYPE_CHECKING:
+    from tqdm import tqdm as Tqdm
 
 MIB = 1024 * 1024
 
+T = TypeVar("T")
+
 _is_quiet = contextvars.ContextVar("is_quiet", default=False)
+_is_brief = contextvars.ContextVar("is_brief", default=False)
+_bars: list[Tqdm[Any]] = []  # those that are on the terminal, the outermost first
 
 
 @contextlib.contextmanager
@@ -26,15 +37,113 @@ def quiet() -> Iterator[None]:
         _is_quiet.reset(token)
 
 
+@contextlib.contextmanager
+def brief() -> Iterator[None]:
+    """Details, such as a line for each tensor, are not shown: for what is one step of a longer task."""
+    token = _is_brief.set(True)
+    try:
+        yield
+    finally:
+        _is_brief.reset(token)
+
+
 def log(text: str, end: str = "\n") -> None:
-    if not _is_quiet.get():
+    if _is_quiet.get():
+        return
+    with _bars_cleared():
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def progress(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:
+def detail(text: str) -> None:
+    """Logs what brief() leaves out."""
+    if not _is_brief.get():
+        log(text)
+
+
+def tensor_line(i: int, n: int, name: str, ne: Sequence[int], type_name: str, what: str) -> None:
     """Tensor i of n is done. ne: its shape, ggml order."""
     shape = ", ".join(f"{x:5d}" for x in (*ne, 1, 1, 1, 1)[:4])
-    log(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
+    detail(f"[{i:4d}/{n:4d}] {name:36s} - [{shape}], type = {type_name:>6s}, {what}")
+
+
+# ---- progress on a terminal ----
+
+
+@contextlib.contextmanager
+def progress(what: str, total: float, unit: str = "", initial: float = 0) -> Iterator[Callable[[float], object]]:
+    """Shows at the bottom of a terminal how far a task is and how long the rest will take; gives a function that says
+    how many more units are done.
+
+    total: in units; "B" and "weights" are shown in thousands and millions. initial: what was done before. Nothing is
+    shown where stderr is no terminal, nor within quiet().
+    """
+    if not shows_progress():
+        yield lambda n: None
+        return
+    bar = _bar_class()(
+        total=total,
+        initial=initial,
+        desc=what,
+        unit=unit,
+        unit_scale=unit in ("B", "weights"),
+        file=sys.stderr,
+        dynamic_ncols=True,
+        leave=False,
+    )
+    _bars.append(bar)
+    try:
+        yield bar.update
+    finally:
+        _bars.remove(bar)
+        bar.close()
+
+
+def tracked(
+    items: Sequence[T], what: str, size: Callable[[T], float] = lambda item: 1, unit: str = "", initial: float = 0
+) -> Iterator[T]:
+    """The items, one after another, with progress(): an item is done when the next one is asked for. size: of an item,
+    in units.
+    """
+    with progress(what, sum(map(size, items)) + initial, unit, initial) as advance:
+        for item in items:
+            yield item
+            advance(size(item))
+
+
+def shows_progress() -> bool:
+    """Whether progress() shows anything now."""
+    return not _is_quiet.get() and sys.stderr.isatty()
+
+
+def note(text: str) -> None:
+    """Says something behind the progress that is shown, such as the result so far."""
+    if _bars:
+        _bars[-1].set_postfix_str(text)
+
+
+@functools.cache
+def _bar_class() -> type[Tqdm[Any]]:
+    """tqdm without its watching thread and without locks between processes: a child of fork() must not wait for one."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]  # it takes parameters in its stubs only
+        monitor_interval = 0
+
+    Bar.set_lock(threading.RLock())
+    return Bar
+
+
+@contextlib.contextmanager
+def _bars_cleared() -> Iterator[None]:
+    """Takes the bars away while a line is printed."""
+    for bar in _bars:
+        bar.clear()
+    yield
+    for bar in _bars:
+        bar.refresh()
+
+
+# ---- lines ----
 
 
 def eta(done: int, total: int, seconds: float, n: int) -> str:

@@ -49,6 +49,7 @@ OUT_OF_MEMORY = 2
 VERSION_MISMATCH = 3
 LOAD_FAILED = 5
 IO = 10
+NOT_A_FILE = 11
 FILE_CHANGED = 13
 LIMIT = 22
 BAD_KEY_VALUE = 26
@@ -97,6 +98,8 @@ def one_line(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     elif isinstance(error, MemoryError):
         text = "out of memory"
+    elif isinstance(error, SystemError):  # NumPy often sets no exception when an allocation fails
+        text = f"internal error of Python or NumPy, perhaps out of memory: {error}"
     else:
         text = str(error) or type(error).__name__
     return " ".join(text.split())

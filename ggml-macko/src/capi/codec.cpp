@@ -1,9 +1,9 @@
 // The C API over the codecs, and the version of the library. Checks arguments, calls one function of a codec, and keeps
 // exceptions inside.
-#include "capi/threads.h"
 #include "codec/macko/encode.h"
 #include "codec/quantize.h"
 #include "codec/registry.h"
+#include "codec/team.h"
 
 using namespace macko;
 

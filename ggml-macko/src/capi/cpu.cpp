@@ -1,8 +1,8 @@
 // The C API over the CPU kernels: products of plain arrays, without ggml.
-#include "capi/threads.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
 #include "codec/registry.h"
+#include "codec/team.h"
 #include "cpu/codecs.h"
 #include "cpu/kernels.h"
 
@@ -135,10 +135,11 @@ int ggml_macko_cpu_mul_mat(const ggml_macko_cpu_matrix * m, const float * x, flo
             xs[static_cast<size_t>(j)] = x + j * w.cols;
             ys[static_cast<size_t>(j)] = y + j * w.rows;
         }
-        const auto           scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
-        const mul_mat_params p       = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get() };
-#pragma omp parallel num_threads(threads_for(n_threads, w.rows * w.cols))
-        mul_mat_thread(p, omp_get_thread_num(), omp_get_num_threads());
+        const auto scratch = aligned_memory(mul_mat_scratch_nbytes(w.cols, n));
+        run_team(threads_for(n_threads, w.rows * w.cols), [&](int ith, int nth, team_barrier & barrier) {
+            const mul_mat_params p = { w, 0, w.rows, n, xs.data(), ys.data(), false, scratch.get(), &barrier };
+            mul_mat_thread(p, ith, nth);
+        });
         return GGML_MACKO_STATUS_OK;
     });
 }

@@ -1,17 +1,12 @@
 // The C API over GGUF files. Checks arguments, calls one function, and keeps exceptions inside.
-#include "capi/threads.h"
+#include "codec/team.h"
 #include "load/compress.h"
 #include "load/payload.h"
 
 using namespace macko;
 
 int ggml_macko_weight_use_of(const char * name, int32_t n_dims) {
-    int       use    = GGML_MACKO_WEIGHT_OTHER;
-    const int status = c_boundary([&] { // a name that does not fit into memory has no use
-        use = name ? weight_use(name, n_dims) : use;
-        return GGML_MACKO_STATUS_OK;
-    });
-    return status ? GGML_MACKO_WEIGHT_OTHER : use;
+    return name ? weight_use(name, n_dims) : GGML_MACKO_WEIGHT_OTHER;
 }
 
 struct ggml_macko_file {

@@ -117,6 +117,11 @@ public:
         (void)component_type;
         return dense_type;
     }
+    // the format version that readers need where the values have a type, for types that came later than the format
+    virtual int64_t version_of(int32_t value_type) const {
+        (void)value_type;
+        return version();
+    }
     // what each component must be; the length of one may follow from that of an earlier one
     virtual void component_rules(const ggml_macko_matrix & m, component_rule * rules) const = 0;
     // whether the components, which obey the rules, have room for nnz values
@@ -149,6 +154,11 @@ private:
 // m as MACKO rows, from what its format says of it
 inline macko_desc rows_desc(const codec & format, const ggml_macko_matrix & m) {
     return { m.rows, m.cols, m.type, format.recoded_bits(m.bits), m.nnz };
+}
+
+// An option that is a number of 32 bits; one that does not fit becomes INT32_MIN, which no option accepts.
+constexpr int32_t int32_option(int64_t value) {
+    return value < INT32_MIN || value > INT32_MAX ? INT32_MIN : static_cast<int32_t>(value);
 }
 
 // Encodes with options by name; those not given have their defaults. BAD_ARGUMENT for a name that the format lacks.

@@ -2,9 +2,11 @@
 // (python/ggml_macko/codecs/packed.py) get the same bytes.
 #include "codec/quantize.h"
 #include "codec/packed/packed.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cmath>
+#include <mutex>
 
 namespace macko {
 
@@ -149,23 +151,26 @@ static uint16_t search_block(const float * x, const float * weights, int64_t n, 
 int quantize(const float * values, const float * weights, int64_t n, int32_t type, int n_threads, uint8_t * blocks) {
     const int64_t n_blocks = packed_n_values(n) / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
     int64_t       bad = n_blocks;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : bad)
-    for (int64_t i = 0; i < n_blocks; i++) {
-        const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
-        float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
-        for (int64_t k = 0; k < there; k++) {
-            x[k] = values[i * QUANT_BLOCK + k];
-            w[k] = weights ? weights[i * QUANT_BLOCK + k] : 1;
+    std::mutex    bad_mutex;
+    parallel_ranges(n_threads, n_blocks, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
+            float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
+            for (int64_t k = 0; k < there; k++) {
+                x[k] = values[i * QUANT_BLOCK + k];
+                w[k] = weights ? weights[i * QUANT_BLOCK + k] : 1;
+            }
+            uint8_t * block = blocks + i * nbytes;
+            memset(block, 0, static_cast<size_t>(nbytes));
+            const uint16_t scale =
+                type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
+            memcpy(block, &scale, 2);
+            if ((scale & 0x7c00) == 0x7c00) {
+                const std::lock_guard<std::mutex> lock(bad_mutex);
+                bad = std::min(bad, i);
+            }
         }
-        uint8_t * block = blocks + i * nbytes;
-        memset(block, 0, static_cast<size_t>(nbytes));
-        const uint16_t scale =
-            type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
-        memcpy(block, &scale, 2);
-        if ((scale & 0x7c00) == 0x7c00) {
-            bad = std::min(bad, i);
-        }
-    }
+    });
     return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
                                  static_cast<long long>(bad))
                           : static_cast<int>(GGML_MACKO_STATUS_OK);

@@ -1,5 +1,6 @@
 // Fills a bitmap_matrix from encoded weights, and turns its rows back into dense ones (bitmap.h).
 #include "cpu/bitmap.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cstring>
@@ -149,14 +150,15 @@ static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values
     const int32_t   type     = a.desc.value_type;
     const int64_t   n_blocks = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(type), n = n_groups(a.desc.dense);
     const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t g = 0; g < n; g++) {
-        for (int half = 0; half < 2; half++) {
-            const int64_t block = 2 * g + half;
-            put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half,
-                      values + g * quant_group_nbytes(type));
+    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
+        for (int64_t g = begin; g < end; g++) {
+            for (int half = 0; half < 2; half++) {
+                const int64_t block = 2 * g + half;
+                put_block(block < n_blocks ? blocks + block * nbytes : nullptr, type, half,
+                          values + g * quant_group_nbytes(type));
+            }
         }
-    }
+    });
 }
 
 static double sum_of_row(const packed_arrays & a, int64_t row) {
@@ -191,22 +193,23 @@ template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, i
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
     const packed_arrays & a     = view.arrays();
     const int64_t         words = mask_words(dst.cols);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t r = 0; r < dst.rows; r++) {
-        uint64_t * mask = dst.masks + r * words;
-        dst.row_off[r]  = static_cast<uint32_t>(a.row_ptr[r]);
-        mask[words - 1] = 0;
-        if (a.desc.index_bits == INDEX_BITMAP) {
-            const int64_t nbytes = bitmap_row_nbytes(dst.cols);
-            memcpy(mask, a.index + r * nbytes, static_cast<size_t>(nbytes)); // little-endian words
-        } else {
-            memset(mask, 0, static_cast<size_t>(words) * 8);
-            view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
+    parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            uint64_t * mask = dst.masks + r * words;
+            dst.row_off[r]  = static_cast<uint32_t>(a.row_ptr[r]);
+            mask[words - 1] = 0;
+            if (a.desc.index_bits == INDEX_BITMAP) {
+                const int64_t nbytes = bitmap_row_nbytes(dst.cols);
+                memcpy(mask, a.index + r * nbytes, static_cast<size_t>(nbytes)); // little-endian words
+            } else {
+                memset(mask, 0, static_cast<size_t>(words) * 8);
+                view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
+            }
+            if (dst.row_sums) {
+                dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
+            }
         }
-        if (dst.row_sums) {
-            dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
-        }
-    }
+    });
     dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);
     const auto nbytes     = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
     if (is_quant_type(dst.type)) {

@@ -5,6 +5,7 @@
 // of ggml's CPU backend. So its results lie in ordinary host memory: it needs no compute buffers, the scheduler copies
 // nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
 #include "cpu/device.h"
+#include "codec/team.h"
 #include "cpu/codecs.h"
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
@@ -15,7 +16,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <omp.h>
 #include <sys/mman.h>
 
 namespace macko::cpu {
@@ -42,7 +42,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         bool wants_first_value() const override { return true; }
         bool takes(const codec & format) const override { return cpu_takes(format); }
         int  consume_matrix(const codec_view & view) override {
-            cpu_pack(view, omp_get_max_threads(), bitmap);
+            cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), bitmap);
             return GGML_MACKO_STATUS_OK;
         }
     };

@@ -136,6 +136,14 @@ static int * part_counter(const mul_mat_params & p) {
                                    COUNTER_NBYTES);
 }
 
+static void wait_for_all(const mul_mat_params & p) {
+    if (p.barrier) {
+        p.barrier->wait();
+        return;
+    }
+#pragma omp barrier
+}
+
 void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (p.n <= 0 || p.row_begin >= p.row_end) {
         return; // on all threads, since they have the same params; so none waits at a barrier
@@ -146,7 +154,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
         *counter = 0;
     }
     set.prepare(p, layout, ith, nth);
-#pragma omp barrier
+    wait_for_all(p);
     // There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
     // fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are
     // larger. A small matrix has few parts, since handing them out would take longer than computing them.
@@ -160,7 +168,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
     }
-#pragma omp barrier
+    wait_for_all(p);
 }
 
 // After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.

@@ -2,6 +2,7 @@
 // is chosen at run time. No ggml here.
 #pragma once
 
+#include "codec/team.h"
 #include "cpu/bitmap.h"
 
 namespace macko::cpu {
@@ -17,12 +18,14 @@ struct mul_mat_params {
     // 1, x may be rounded to multiples of max |x| / 32767, which is finer than the 8 bits that ggml gives 32 columns.
     bool   round_x;
     void * scratch; // mul_mat_scratch_nbytes(w.cols, n) bytes, aligned to 64
+    // of the team that calls; null: the threads are those of an OpenMP parallel region
+    team_barrier * barrier = nullptr;
 };
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 
-// All nth threads of an OpenMP parallel region call this with the same params: it has barriers, and returns when y is
-// complete. The result is the same for each nth, bit for bit.
+// All nth threads of a team or an OpenMP parallel region call this with the same params: it has barriers, and returns
+// when y is complete. The result is the same for each nth, bit for bit.
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
 // The name of the kernel set in use: that of GGML_MACKO_FORCE, which is read once, or the fastest that this CPU

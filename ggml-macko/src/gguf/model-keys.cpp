@@ -4,6 +4,7 @@
 // for these architectures, and all other keys are accepted, because llama.cpp ignores them. Tensor shapes are not
 // checked here, because llama.cpp refuses wrong shapes with an error.
 #include "gguf/model-keys.h"
+#include "gguf/vocab-limits.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -360,7 +361,7 @@ static int check_labels(const hparams & hp) {
 
 // ---- the vocabulary ----
 
-enum { TOKEN_TYPE_BYTE = 6, TOKEN_TYPE_MAX = 6 };
+enum { TOKEN_TYPE_UNKNOWN = 2, TOKEN_TYPE_USER_DEFINED = 4, TOKEN_TYPE_BYTE = 6, TOKEN_TYPE_MAX = 6 };
 
 // Finds an array key; *out is null if the key is missing and not required.
 static int find_array(const gguf_header & header, const char * name, bool required,
@@ -417,6 +418,7 @@ static int check_token_types(const gguf_header & header, const std::vector<std::
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s has one element per token (%" PRIu64 " vs %zu)",
                     key->name.c_str(), key->n, tokens.size());
     }
+    int64_t n_special = 0; // llama.cpp searches every text for each of them
     for (uint64_t i = 0; i < key->n; i++) {
         int64_t type = 0;
         if (!header.get_int(*key, i, &type) || type < 0 || type > TOKEN_TYPE_MAX) {
@@ -427,6 +429,11 @@ static int check_token_types(const gguf_header & header, const std::vector<std::
         if (type == TOKEN_TYPE_BYTE && !is_byte_token(tokens[i])) {
             return bad_token(i, tokens[i], "is a byte token, but not of the form <0xHH>");
         }
+        n_special += type >= TOKEN_TYPE_UNKNOWN && type <= TOKEN_TYPE_USER_DEFINED;
+    }
+    if (n_special > MAX_SPECIAL_TOKENS) {
+        return fail(GGML_MACKO_STATUS_LIMIT, "key %s: too many special tokens (%" PRId64 " vs %" PRId64 ")",
+                    key->name.c_str(), n_special, MAX_SPECIAL_TOKENS);
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -517,6 +524,9 @@ static int check_vocab(const gguf_header & header) {
     }
     std::vector<std::string> tokens;
     header.get_strings(*key, &tokens);
+    if (const int status = check_token_limits(tokens)) {
+        return status;
+    }
     if (const int status = check_tokens_differ(tokens)) {
         return status;
     }
@@ -531,6 +541,12 @@ static int check_vocab(const gguf_header & header) {
     }
     if (const int status = find_array(header, "tokenizer.ggml.merges", !is_spm, { GGUF_STRING }, &key)) {
         return status;
+    }
+    std::vector<std::string> merges;
+    if (key != nullptr && header.get_strings(*key, &merges)) {
+        if (const int status = check_merge_limits(merges)) {
+            return status;
+        }
     }
     if (const int status =
             find_array(header, "tokenizer.ggml.precompiled_charsmap", false, { GGUF_U8, GGUF_I8 }, &key)) {
@@ -580,6 +596,9 @@ int check_model_keys(const gguf_header & header) {
     if (type && header.get_string(*type, 0, &type_name) && type_name != "model") {
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key general.type is not model ('%s')",
                     printable(type_name.c_str(), type_name.size()).text);
+    }
+    if (const int status = check_name_limits(header)) {
+        return status;
     }
     const hparams hp = { header, *arch };
     if (const int status = check_heads(hp)) {

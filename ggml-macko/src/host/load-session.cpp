@@ -3,13 +3,16 @@
 
 #include <cstdarg>
 #include <cstring>
-#include <omp.h>
 
 namespace macko {
 
 static thread_local load_session * current_session = nullptr;
 
 load_session * load_session::current() { return current_session; }
+
+load_session::none_current::none_current() : outer_(current_session) { current_session = nullptr; }
+
+load_session::none_current::~none_current() { current_session = outer_; }
 
 const sparse_tensor_info * load_session::find(const ggml_tensor * tensor) const {
     const auto it = by_name_.find(tensor->name);
@@ -29,7 +32,7 @@ int load_session::receive(const ggml_tensor * tensor, const void * data, size_t 
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
         }
-        if (const int bad = read_payload(*file_, file_->header, *matrix, omp_get_max_threads(), consumer)) {
+        if (const int bad = read_payload(*file_, file_->header, *matrix, 0, consumer)) {
             return bad;
         }
         loaded_[static_cast<size_t>(index)] = true;
@@ -102,13 +105,21 @@ int load_session::begin(FILE ** stream) {
         return GGML_MACKO_STATUS_IO;
     }
     *stream         = stream_;
+    outer_          = current_session;
     current_session = this;
     return GGML_MACKO_STATUS_OK;
 }
 
+void load_session::stop() {
+    if (stream_) {
+        current_session = outer_;
+        fclose(stream_); // here, because an exit handler that closes it would call hooks of a library that is gone
+        stream_ = nullptr;
+    }
+}
+
 int load_session::end(bool model_loaded, bool with_weights) {
-    current_session = nullptr;
-    fclose(stream_); // here, because an exit handler that closes it would call hooks of a library that is gone
+    stop();
     const std::string & path = file_->path;
     if (status_) {
         return fail(status_, "%s: %s", path.c_str(), error_.c_str());

@@ -1,6 +1,5 @@
 // The load that is running on a thread: which file, which sparse tensors, and the first error. Devices ask it what a
-// tensor is. One load per thread at a time; nothing is keyed by tensor name outside a load, so that models with equal
-// names never mix.
+// tensor is. Nothing is keyed by tensor name outside a load, so that models with equal names never mix.
 #pragma once
 
 #include "ggml.h"
@@ -13,15 +12,31 @@ namespace macko {
 
 class load_session {
 public:
-    // Opens and vets a file, or all files of a split model. The statuses are those of ggml_macko_load_begin.
+    // Opens and vets a file, or all files of a split model. NOT_SPARSE: the file is not sparse, or has nothing to
+    // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it.
     [[nodiscard]] static int open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns.
     [[nodiscard]] int begin(FILE ** stream);
-    // Closes the stream and ends the load; see ggml_macko_load_end.
+    // Closes the stream and ends the load, and says what was wrong with it. model_loaded: llama.cpp returned a model;
+    // with_weights: it was to have its weights.
     [[nodiscard]] int end(bool model_loaded, bool with_weights);
+    ~load_session() { stop(); }
+    load_session(const load_session &)             = delete;
+    load_session & operator=(const load_session &) = delete;
 
     // the load running on this thread, or nullptr
     static load_session * current();
+    // while it lives, no load is current on this thread
+    class none_current {
+    public:
+        none_current();
+        ~none_current();
+        none_current(const none_current &)             = delete;
+        none_current & operator=(const none_current &) = delete;
+
+    private:
+        load_session * outer_;
+    };
 
     // the sparse tensor that a tensor of the dense model stands for (same name, type and shape), or nullptr
     const sparse_tensor_info *              find(const ggml_tensor * tensor) const;
@@ -43,7 +58,9 @@ public:
 
 private:
     load_session() = default;
+    void stop();
 
+    load_session *                                              outer_ = nullptr; // current before this one began
     std::unique_ptr<model_file>                                 file_;
     std::unique_ptr<dense_stream>                               dense_;
     FILE *                                                      stream_   = nullptr;

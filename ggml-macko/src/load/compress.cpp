@@ -1,11 +1,11 @@
 #include "load/compress.h"
 #include "codec/macko/encode.h"
 #include "codec/registry.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <mutex>
-#include <omp.h>
 #include <string_view>
 
 namespace macko {
@@ -40,7 +40,7 @@ static bool block_part(std::string_view name, std::string_view * part) {
 
 // Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
 // which single rows are read; and routers (ffn_gate_inp), which are small and choose the experts of a token.
-int weight_use(const std::string & name, int n_dims) {
+int weight_use(std::string_view name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
     }
@@ -83,7 +83,7 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
             return status;
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, omp_get_max_threads(), &c,
+        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, threads_for(0, n * desc.cols), &c,
                                            &count->rows[static_cast<size_t>(row)])) {
             return status;
         }

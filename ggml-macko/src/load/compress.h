@@ -5,10 +5,12 @@
 
 #include "load/model-file.h"
 
+#include <string_view>
+
 namespace macko {
 
-// What llama.cpp does with a weight of a name: enum ggml_macko_weight_use.
-int weight_use(const std::string & name, int n_dims);
+// What llama.cpp does with a weight of a name: enum ggml_macko_weight_use. Allocates nothing, so it cannot fail.
+int weight_use(std::string_view name, int n_dims);
 
 // Fills sparse and tensor_sparse_index of a dense model with each multiplied weight of F16, BF16 or F32 that is finite
 // and takes fewer bytes as MACKO, with the best delta_bits for it, as `macko convert` chooses. NOT_SPARSE if there is

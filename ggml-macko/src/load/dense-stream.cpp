@@ -1,6 +1,7 @@
 // The dense GGUF file as a list of segments: a header made from that of the sparse file, ranges of the sparse file,
 // placeholders of sparse tensors, and zeros.
 #include "load/dense-stream.h"
+#include "codec/team.h"
 #include "load/payload.h"
 
 #include <algorithm>
@@ -9,7 +10,6 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <omp.h>
 #include <sys/random.h>
 
 namespace macko {
@@ -182,7 +182,7 @@ int dense_stream::impl::read_segment(const segment & s, int64_t skip, uint8_t * 
         case SEGMENT_HEADER:
             memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
             return GGML_MACKO_STATUS_OK;
-        case SEGMENT_FILE:        return read_by_all(file, s.source + skip, dst, n, omp_get_max_threads());
+        case SEGMENT_FILE:        return read_by_all(file, s.source + skip, dst, n, default_threads());
         case SEGMENT_PLACEHOLDER: {
             tensor_placeholder placeholder;
             memcpy(placeholder.nonce, nonce, sizeof(nonce));

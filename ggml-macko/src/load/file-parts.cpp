@@ -83,11 +83,12 @@ int model_file::open(const char * file_path) {
     file_part & part = parts.back();
     part.path        = file_path;
     // Without O_NONBLOCK, opening a FIFO that has no writer would block.
-    part.fd = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    if (part.fd < 0 || fstat(part.fd, &part.opened) != 0) {
+    part.fd              = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    const bool is_socket = part.fd < 0 && errno == ENXIO; // or a device that has no driver
+    if (!is_socket && (part.fd < 0 || fstat(part.fd, &part.opened) != 0)) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
     }
-    if (!S_ISREG(part.opened.st_mode)) {
+    if (is_socket || !S_ISREG(part.opened.st_mode)) {
         return fail(GGML_MACKO_STATUS_NOT_A_FILE, "not a regular file");
     }
     return GGML_MACKO_STATUS_OK;

@@ -99,8 +99,8 @@ int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<mod
     auto file   = std::make_unique<model_file>();
     int  status = file->open(path);
     if (status != GGML_MACKO_STATUS_OK) {
-        prefix_error(path);
-        return GGML_MACKO_STATUS_NOT_SPARSE;
+        prefix_error(path); // a FIFO or device is not left to llama.cpp, which would wait for its bytes or its end
+        return status == GGML_MACKO_STATUS_NOT_A_FILE ? status : static_cast<int>(GGML_MACKO_STATUS_NOT_SPARSE);
     }
     status    = open_for_load(path, compress, file.get());
     bool ours = file->is_sparse;

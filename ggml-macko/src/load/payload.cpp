@@ -3,6 +3,7 @@
 #include "load/payload.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <atomic>
@@ -10,7 +11,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
-#include <omp.h>
 
 namespace macko {
 
@@ -43,8 +43,7 @@ struct first_error {
     }
 };
 
-// A sum over the blocks in their order. It is not an OpenMP ordered region, because libgomp ends such a region only
-// when the thread takes its next iteration, so that the rest of the loop body would be serialized, too.
+// A sum over the blocks in their order.
 class running_sum {
 public:
     void add(int64_t n) {
@@ -194,37 +193,33 @@ struct payload_reader {
     }
 
     int read_blocks(int n_max_team, payload_consumer & consumer) {
-        const int64_t n_blocks = static_cast<int64_t>(blocks.size()) - 1;
-        first_error   error;
-        running_sum   nnz;
+        const int64_t                     n_blocks = static_cast<int64_t>(blocks.size()) - 1;
+        first_error                       error;
+        running_sum                       nnz;
+        const int                         n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
+        std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_team));
         // Threads take the blocks in order, so that running_sum never waits for a block that no thread has taken.
-        std::atomic<int64_t> next{ 0 };
-        const int            n_team = static_cast<int>(std::min<int64_t>(n_max_team, n_blocks));
-
-#pragma omp parallel num_threads(n_team)
-        {
-            std::vector<uint8_t> buffer;
-            for (int64_t b; (b = next++) < n_blocks;) {
-                macko_view view;
-                int        status = GGML_MACKO_STATUS_OK;
-                const bool run    = b < error.block;
-                if (run) {
-                    status = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
-                }
-                int64_t first_value = 0;
-                if (consumer.wants_first_value()) {
-                    first_value = nnz.add_in_order(b, view.nnz());
-                } else {
-                    nnz.add(view.nnz());
-                }
-                if (run && status == GGML_MACKO_STATUS_OK) {
-                    status = c_boundary([&] { return consumer.consume(view, first_value); });
-                }
-                if (status != GGML_MACKO_STATUS_OK) {
-                    error.set(b, status);
-                }
+        parallel_parts(n_team, n_blocks, 1, [&](int64_t b, int64_t, int thread) {
+            macko_view view;
+            int        status = GGML_MACKO_STATUS_OK;
+            const bool run    = b < error.block;
+            if (run) {
+                std::vector<uint8_t> & buffer = buffers[static_cast<size_t>(thread)];
+                status = c_boundary([&] { return read_block(static_cast<size_t>(b), buffer, &view); });
             }
-        }
+            int64_t first_value = 0;
+            if (consumer.wants_first_value()) {
+                first_value = nnz.add_in_order(b, view.nnz());
+            } else {
+                nnz.add(view.nnz());
+            }
+            if (run && status == GGML_MACKO_STATUS_OK) {
+                status = c_boundary([&] { return consumer.consume(view, first_value); });
+            }
+            if (status != GGML_MACKO_STATUS_OK) {
+                error.set(b, status);
+            }
+        });
         if (error.any()) {
             return fail(error.status, "%s", error.text.c_str());
         }
@@ -236,8 +231,6 @@ struct payload_reader {
         return GGML_MACKO_STATUS_OK;
     }
 };
-
-int team_of(int n_threads) { return n_threads > 0 ? n_threads : omp_get_max_threads(); }
 
 // Reads the whole matrix into memory that the file cannot change any more, and checks it. A consumer that does not
 // accept the format of the matrix gets it recoded to MACKO.
@@ -276,22 +269,20 @@ int read_whole(const byte_source & source, const gguf_header & header, const spa
 int read_by_all(const byte_source & source, int64_t offset, uint8_t * dst, int64_t n, int n_team) {
     constexpr int64_t PIECE = 256 << 10;
     first_error       error;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(n_team) if (n > PIECE)
-    for (int64_t at = 0; at < n; at += PIECE) {
+    parallel_parts(n_team, n, PIECE, [&](int64_t at, int64_t end, int) {
         if (at < error.block) {
-            if (const int status =
-                    c_boundary([&] { return source.read(offset + at, dst + at, std::min(PIECE, n - at)); })) {
+            if (const int status = source.read(offset + at, dst + at, end - at)) {
                 error.set(at, status);
             }
         }
-    }
+    });
     return error.any() ? fail(error.status, "%s", error.text.c_str()) : static_cast<int>(GGML_MACKO_STATUS_OK);
 }
 
 int read_payload(const byte_source & source, const gguf_header & header, const sparse_tensor_info & matrix,
                  int n_threads, payload_consumer & consumer) {
     const int status = c_boundary([&]() -> int {
-        const int n_team = team_of(n_threads);
+        const int n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
         if (!matrix.format->streams_rows()) {
             return read_whole(source, header, matrix, n_team, consumer);
         }

@@ -314,26 +314,15 @@ static int check_not_component(const gguf_tensor & t, const name_index & sparse_
     return GGML_MACKO_STATUS_OK;
 }
 
-// Value types that are newer than the format they are used in, with the first version of a reader that knows them.
-struct value_type_version {
-    int32_t      type;
-    const char * name;
-    int64_t      reader;
-};
-static constexpr value_type_version LATER_VALUE_TYPES[] = { { GGML_MACKO_TYPE_Q5_0, "Q5_0", 4 },
-                                                            { GGML_MACKO_TYPE_Q4_NL, "Q4_NL", 5 } };
-
 static int check_value_versions(const model_file & file) {
     int64_t min_reader = 0;
     if (const int status = find_u32(file.header, "macko.min_reader_version", &min_reader)) {
         return status;
     }
     for (const sparse_tensor_info & m : file.sparse) {
-        for (const value_type_version & v : LATER_VALUE_TYPES) {
-            if (m.value_type == v.type && min_reader < v.reader) {
-                return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: %s values in a file for readers of version %" PRId64,
-                            m.name.c_str(), v.name, min_reader);
-            }
+        if (min_reader < m.format->version_of(m.value_type)) {
+            return fail(GGML_MACKO_STATUS_BAD_FORMAT, "%s: values of type %d in a file for readers of version %" PRId64,
+                        m.name.c_str(), m.value_type, min_reader);
         }
     }
     return GGML_MACKO_STATUS_OK;

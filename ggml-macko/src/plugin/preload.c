@@ -16,17 +16,15 @@
 #include <string.h>
 
 typedef struct llama_model * (*load_from_file_t)(const char *, struct llama_model_params);
-typedef struct llama_model * (*load_from_file_ptr_t)(FILE *, struct llama_model_params);
-typedef void (*model_free_t)(struct llama_model *);
+typedef void (*function_t)(void);
 typedef void (*backend_load_all_t)(void);
 typedef void * (*backend_load_t)(const char *);
-typedef int (*load_begin_t)(const char *, int32_t, struct ggml_macko_load **, FILE **);
-typedef int (*load_end_t)(struct ggml_macko_load *, bool, bool);
+typedef int (*load_model_t)(const char *, const struct llama_model_params *, bool, const struct ggml_macko_llama *,
+                            struct llama_model **);
 typedef const char * (*last_error_t)(void);
 
 static struct {
-    load_begin_t load_begin;
-    load_end_t   load_end;
+    load_model_t load_model;
     last_error_t last_error;
 } plugin; // all null if there is no plugin; then only dense files can be opened
 
@@ -44,8 +42,7 @@ static void load_plugin(void) {
         return;
     }
     plugin.last_error = (last_error_t)dlsym(library, "ggml_macko_last_error");
-    plugin.load_end   = (load_end_t)dlsym(library, "ggml_macko_load_end");
-    plugin.load_begin = (load_begin_t)dlsym(library, "ggml_macko_load_begin");
+    plugin.load_model = (load_model_t)dlsym(library, "ggml_macko_load_model");
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -61,39 +58,22 @@ __attribute__((visibility("default"))) void ggml_backend_load_all(void) {
 __attribute__((visibility("default"))) struct llama_model *
 llama_model_load_from_file(const char * path, struct llama_model_params params) {
     pthread_once(&once, load_plugin);
-    const load_from_file_t     original  = (load_from_file_t)dlsym(RTLD_NEXT, "llama_model_load_from_file");
-    const load_from_file_ptr_t from_ptr  = (load_from_file_ptr_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr");
-    const model_free_t         free_func = (model_free_t)dlsym(RTLD_NEXT, "llama_model_free");
-    if (!original || !from_ptr || !free_func) {
+    const struct ggml_macko_llama llama = {
+        (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file"),
+        (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr"),
+        (function_t)dlsym(RTLD_NEXT, "llama_model_free"),
+    };
+    if (!llama.load_from_file || !llama.load_from_file_ptr || !llama.model_free) {
         fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
         return NULL;
     }
-    if (!plugin.load_begin) {
-        return original(path, params);
+    if (!plugin.load_model) {
+        return ((load_from_file_t)llama.load_from_file)(path, params);
     }
-    struct ggml_macko_load * load     = NULL;
-    FILE *                   stream   = NULL;
-    const char *             compress = getenv("GGML_MACKO_COMPRESS");
-    const int                flags    = (compress && strcmp(compress, "1") == 0 ? GGML_MACKO_LOAD_COMPRESS : 0) |
-                      (params.no_alloc ? GGML_MACKO_LOAD_NO_ALLOC : 0);
-    const int begun = plugin.load_begin(path, flags, &load, &stream);
-    if (begun == GGML_MACKO_STATUS_NOT_SPARSE) {
-        return original(path, params);
-    }
-    if (begun) {
+    const char *         compress = getenv("GGML_MACKO_COMPRESS");
+    struct llama_model * model    = NULL;
+    if (plugin.load_model(path, &params, compress && strcmp(compress, "1") == 0, &llama, &model)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
-        return NULL;
-    }
-    params.load_mode = LLAMA_LOAD_MODE_NONE; // the stream has no file descriptor that could be mapped
-    // llama.cpp would check placeholders instead of values; the plugin checks the values of every sparse tensor
-    params.check_tensors       = false;
-    struct llama_model * model = from_ptr(stream, params);
-    if (plugin.load_end(load, model != NULL, !params.vocab_only && !params.no_alloc)) {
-        fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
-        if (model) {
-            free_func(model);
-        }
-        return NULL;
     }
     return model;
 }

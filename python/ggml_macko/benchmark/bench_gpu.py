@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import console, errors
+from ..benchmark import plot
 from ..native import bindings
 
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
@@ -72,33 +73,6 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
         return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def devices() -> list[tuple[str, str, int, int]]:
-    """The plugin's GPUs, as (name, description, free bytes, total bytes)."""
-    from ..native.loader import register
-
-    register()
-    ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
-    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
-    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
-    for function in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
-        function.restype = ctypes.c_char_p
-        function.argtypes = [ctypes.c_void_p]
-    base.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
-    size_p = ctypes.POINTER(ctypes.c_size_t)
-    base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
-    base.ggml_backend_dev_memory.restype = None
-    found = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(i)
-        name = base.ggml_backend_dev_name(device).decode()
-        if name.startswith("MACKO") and base.ggml_backend_dev_type(device) == 1:  # GGML_BACKEND_DEVICE_TYPE_GPU
-            free, total = ctypes.c_size_t(), ctypes.c_size_t()
-            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            found.append((name, base.ggml_backend_dev_description(device).decode(), free.value, total.value))
-    return found
-
-
 def geometric_means(results: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(density, geometric mean of the speedup over the shapes)"""
     by_density: dict[float, list[float]] = {}
@@ -131,31 +105,16 @@ def print_matrices(results: list[dict[str, Any]]) -> None:
         print(f"density {density:g}: {mean:.2f}x cuBLAS, geometric mean of the shapes")
 
 
-def plot(results: list[dict[str, Any]], path: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise errors.error(errors.LOAD_FAILED, "--plot needs matplotlib: pip install 'ggml-macko[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, bandwidth) = pyplot.subplots(1, 2, figsize=(12, 5))
-    for shape in sorted({(r["rows"], r["cols"]) for r in results}):
-        own = sorted((r["density"], r["speedup"]) for r in results if (r["rows"], r["cols"]) == shape)
-        speed.plot(*zip(*own), color="tab:blue", alpha=0.25, linewidth=1)
-    speed.plot(*zip(*sorted(geometric_means(results))), color="tab:blue", marker="o", label="geometric mean")
-    speed.axhline(1, color="gray", linewidth=1, linestyle="--")
-    speed.set(xlabel="density", ylabel="speed relative to cuBLAS, F16", yscale="log", title=results[0]["gpu"])
-    speed.legend()
-    nbytes, share = [r["nbytes"] / 1e6 for r in results], [r["bandwidth"] / r["read_bandwidth"] for r in results]
-    dots = bandwidth.scatter(nbytes, share, s=12, c=[r["density"] for r in results])
-    figure.colorbar(dots, ax=bandwidth, label="density")
-    bandwidth.set(
-        xlabel="MB read", ylabel="of measured read bandwidth", xscale="log", ylim=(0, 1), title=results[0]["date"]
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def draw(results: list[dict[str, Any]], path: str, force: bool = False) -> None:
+    """Draws speed and bandwidth into a file. Raises MackoError if it exists without force."""
+    products = [
+        plot.Product(
+            (r["rows"], r["cols"]), r["density"], r["speedup"], r["nbytes"], r["bandwidth"] / r["read_bandwidth"]
+        )
+        for r in results
+    ]
+    title = f"sparse products, {results[0]['gpu']}, {results[0]['date']}"
+    plot.save_as(plot.draw_products(products, geometric_means(results), title), path, force)
 
 
 if __name__ == "__main__":

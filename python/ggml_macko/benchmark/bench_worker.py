@@ -36,11 +36,11 @@ def peak_rss() -> int:
 
 def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> Sample:
     """Loads a model, then times n_prompt tokens in one batch and n_gen tokens one by one. gpu_layers: -1 is all."""
-    from ..benchmark import bench_gpu
     from ..llama import Llama
+    from ..native import devices
 
     def gpu_free() -> int:
-        return sum(free for _, _, free, _ in bench_gpu.devices()) if gpu_layers else 0
+        return sum(gpu.free for gpu in devices.gpus()) if gpu_layers else 0
 
     free_before = gpu_free()
     begin = time.perf_counter()

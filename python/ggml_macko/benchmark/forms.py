@@ -81,14 +81,18 @@ class Forms:
             return
         for conversion in self._conversions:
             converted = self._folder / f"sparse-{len(self.list)}.gguf"
-            conversion.make(path, converted)
+            console.log(f"converting {label} to {conversion.label} ...")
+            with console.brief():
+                conversion.make(path, converted)
             shown = f"{label} {conversion.label}" if len(self._conversions) > 1 else label
             self._add(shown, sparse_kind(converted, path), converted)
 
     def add_pruned(self, pruning: Recipe) -> None:
         """Prunes the dense model and adds the result, converted."""
         path = self._folder / "pruned.gguf"
-        pruning.make(self._dense, path)
+        console.log(f"pruning: {pruning.label} ...")
+        with console.brief():
+            pruning.make(self._dense, path)
         self.add_file(path, pruning.label)
         path.unlink()
 

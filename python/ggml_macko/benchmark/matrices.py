@@ -109,7 +109,7 @@ def bench_matrices(
 ) -> list[MatrixResult]:
     """One product y = W x of random F16 matrices, sparse and dense. shapes: (rows, cols). Logs its progress."""
     results = []
-    for rows, cols in shapes:
+    for rows, cols in console.tracked(shapes, "measuring", lambda shape: shape[0] * shape[1], "weights"):
         console.log(f"{rows}x{cols} ...")
         results += _bench_shape(rows, cols, densities, n_threads, repetitions)
     return results

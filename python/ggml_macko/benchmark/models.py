@@ -11,7 +11,6 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from .. import console, errors
 from ..benchmark.bench_worker import Sample
 from ..conversion.restore import restore
 from ..gguf.files import Model
+from ..gguf.outputs import scratch_folder
 
 
 class LabelledModel(NamedTuple):
@@ -56,10 +56,12 @@ def bench_models(
     Raises MackoError with the last line of a run that failed.
     """
     samples: dict[str, list[Sample]] = {m.label: [] for m in models}
-    for i in range(repetitions):
-        for label, path in models:
+    runs = [(i, m) for i in range(repetitions) for m in models]
+    for i, (label, path) in console.tracked(runs, "measuring speed", unit="runs"):
+        console.note(label)
+        if not console.shows_progress():
             console.log(f"round {i + 1}/{repetitions}: {label}")
-            samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
+        samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
     return [_summary(m, samples[m.label]) for m in models]
 
 
@@ -114,10 +116,10 @@ def dense_twin(models: Sequence[LabelledModel]) -> Iterator[LabelledModel | None
         with Model(path) as model:
             if not model.is_sparse:
                 continue
-            with tempfile.TemporaryDirectory(prefix=".macko-bench-", dir=path.resolve().parent) as folder:
+            with scratch_folder(path.resolve().parent, ".macko-bench-") as folder:
                 console.log(f"restoring {label} ...")
                 with console.quiet():
-                    done = restore(path, Path(folder) / "dense.gguf")
+                    done = restore(path, folder / "dense.gguf")
                 yield LabelledModel(f"{label} (dense)", done.path)
                 return
     yield None

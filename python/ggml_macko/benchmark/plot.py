@@ -1,21 +1,31 @@
-"""The plot of a report: perplexity over size, and over speed. The only module here that uses matplotlib."""
+"""Plots: perplexity over size and speed, density of weights, speed of products. The only module that uses matplotlib.
+
+All have a white ground of their own, so that they can be read on light and dark pages alike.
+"""
 
 from __future__ import annotations
 
 import io
+import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import console, errors
 from ..benchmark.forms import DENSE, QUANTIZED, SPARSE, SPARSE_QUANTIZED
-from ..gguf.files import AtomicOutput
+from ..gguf.outputs import AtomicOutput
 
-SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm"}
-"""Suffix of each file that is written -> its first four bytes."""
+SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xm", ".pdf": b"%PDF"}
+"""Suffix of a plot's file -> the first four bytes of its format."""
+
+REPORT_SUFFIXES = (".png", ".svg")
+"""What a report writes."""
 
 _COLORS = {DENSE: "black", QUANTIZED: "tab:orange", SPARSE: "tab:blue", SPARSE_QUANTIZED: "tab:green"}
 _MARKERS = {DENSE: "s", QUANTIZED: "o", SPARSE: "D", SPARSE_QUANTIZED: "^"}
+
+_NO_DATE: Mapping[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 Figure = Any
 Axes = Any
@@ -38,37 +48,31 @@ class Panel(NamedTuple):
     points: Sequence[Point]
 
 
-class _Place(NamedTuple):
-    """Where a label may stand, relative to its marker, in typographic points."""
-
-    dx: int
-    dy: int
-    align: str
-
-
-_LABEL_PLACES = tuple(
-    _Place(*place)
-    for place in (
-        *((0, 6, "center"), (0, -12, "center"), (6, -3, "left"), (-6, -3, "right")),
-        *((4, 14, "left"), (-4, 14, "right"), (4, -20, "left"), (-4, -20, "right"), (0, 24, "center")),
-    )
-)
+def _directions() -> list[tuple[float, float]]:
+    """Where a label may stand, relative to its marker, in typographic points: nearest first, on either side first."""
+    out = []
+    for radius in (10, 20, 32, 46, 62, 80):
+        for degrees in (90, 270, 0, 180, 45, 135, 315, 225, 20, 160, 340, 200):
+            angle = math.radians(degrees)
+            out.append((radius * math.cos(angle), radius * math.sin(angle)))
+    return out
 
 
 def figure_class() -> type[Any]:
     """matplotlib's Figure. Raises MackoError if matplotlib is not installed."""
     try:
+        import matplotlib  # noqa: F401
         from matplotlib.figure import Figure as MatplotlibFigure
     except ImportError:
         raise errors.error(
-            errors.BAD_ARGUMENT, "the plot needs matplotlib: pip install 'ggml-macko[plot]', or leave out -o"
+            errors.BAD_ARGUMENT, "a plot needs matplotlib: pip install 'ggml-macko[plot]', or leave the plot out"
         ) from None
     return MatplotlibFigure
 
 
 def draw(panels: Sequence[Panel], title: str) -> Figure:
     """A figure of perplexity (y, logarithmic) over one quantity per panel. The first point is the dense model."""
-    figure = figure_class()(figsize=(11, 4.4), layout="constrained")
+    figure = figure_class()(figsize=(6.5 * len(panels) + 2.5, 5.2), layout="constrained", facecolor="white")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(all_axes, panels):
         for kind in _COLORS:
@@ -82,11 +86,12 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
         axes.set_xlabel(panel.title)
-        axes.margins(x=0.12)
+        axes.margins(x=0.12, y=0.12)
         axes.grid(alpha=0.25, which="both")
     figure.axes[0].set_ylabel("perplexity (log), lower is better")
-    figure.axes[0].legend()
-    figure.suptitle(title, fontsize=10)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     figure.draw_without_rendering()  # lays the figure out, so that places are known from here on
     for axes, panel in zip(all_axes, panels):
         _label_points(axes, panel.points)
@@ -94,30 +99,164 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
 
 
 def _label_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Writes each label where it covers neither a marker nor another label, if there is such a place."""
+    """Writes each label where it covers no marker, no other label and no axis, with a line to its marker if it stands
+    apart from it.
+    """
     from matplotlib.transforms import Bbox
 
-    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in (axes.transData.transform((p.x, p.y)) for p in points)]
-    for p in points:
-        for place in _LABEL_PLACES:
-            text = axes.annotate(
-                p.label,
-                (p.x, p.y),
-                xytext=(place.dx, place.dy),
-                textcoords="offset points",
-                ha=place.align,
-                fontsize=7,
+    def marker_box(p: Point) -> Any:
+        x, y = axes.transData.transform((p.x, p.y))
+        return Bbox.from_bounds(x - 5, y - 5, 10, 10)
+
+    def gap(box: Any, p: Point) -> float:
+        """Pixels between a label and a marker."""
+        x, y = axes.transData.transform((p.x, p.y))
+        return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
+
+    def badness(box: Any, own: Point, place: int) -> float:
+        """Pixels of what would be covered; where nothing is, how many other markers the label could belong to as well,
+        and then the nearest place first.
+        """
+        beyond = (axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, axes.bbox.y0 - box.y0, box.y1 - axes.bbox.y1)
+        overlaps = [Bbox.intersection(box, other) for other in taken]
+        covered = sum(max(0.0, n + 3) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
+        n_nearer = sum(gap(box, p) < gap(box, own) + 6 for p in points if p is not own)
+        return float(1000 * covered + 30 * n_nearer + place)
+
+    taken = [marker_box(p) for p in points]
+    for p in sorted(points, key=lambda p: -p.y):
+        text = axes.annotate(
+            p.label,
+            (p.x, p.y),
+            xytext=(0, 0),
+            textcoords="offset points",
+            fontsize=8,
+            ha="center",
+            va="center",
+            zorder=3,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},  # on the lines of others
+        )
+        box = text.get_window_extent()
+        points_per_pixel = 72 / axes.figure.dpi
+        half = box.width / 2 * points_per_pixel
+        best = (math.inf, 0.0, 0.0, box)
+        for i, (dx, dy) in enumerate(_directions()):
+            dx += half * (abs(dx) > 3) * math.copysign(1, dx)  # beside the marker, not across it
+            moved = box.translated(dx / points_per_pixel, dy / points_per_pixel)
+            best = min(best, (badness(moved, p, i), dx, dy, moved), key=lambda found: found[0])
+        _, dx, dy, moved = best
+        text.set_position((dx, dy))
+        taken.append(moved)
+        line = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+        axes.annotate("", (p.x, p.y), xytext=(dx, dy), textcoords="offset points", arrowprops=line, zorder=1)
+
+
+# ---- density of weights ----
+
+
+class Cell(NamedTuple):
+    """A weight of a model."""
+
+    layer: int
+    matrix: str  # such as ffn_down
+    density: float
+
+
+def draw_density(cells: Sequence[Cell], title: str) -> Figure:
+    """A heatmap of densities: layers from left to right, matrices from top to bottom."""
+    import numpy as np
+
+    matrices = list(dict.fromkeys(cell.matrix for cell in cells))
+    n_layers = max(cell.layer for cell in cells) + 1
+    grid = np.full((len(matrices), n_layers), np.nan)
+    for cell in cells:
+        grid[matrices.index(cell.matrix), cell.layer] = cell.density
+    size = (min(16.0, 3.5 + 0.42 * n_layers), 1.8 + 0.36 * len(matrices))
+    figure = figure_class()(figsize=size, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="viridis_r", aspect="auto", interpolation="nearest")
+    axes.set_yticks(range(len(matrices)), matrices, fontsize=8)
+    axes.set_xticks(range(0, n_layers, max(1, n_layers // 16)))
+    axes.set_xlabel("layer")
+    if n_layers <= 40:
+        for row, column in np.argwhere(np.isfinite(grid)):
+            value = grid[row, column]
+            shown = f"{value:.2f}".lstrip("0") if value < 0.995 else "1"
+            axes.text(
+                column, row, shown, ha="center", va="center", fontsize=7, color="white" if value > 0.5 else "black"
             )
-            box = text.get_window_extent()
-            inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1)
-            last = place is _LABEL_PLACES[-1]
-            if last or (inside and not any(box.overlaps(other) for other in taken)):
-                break
-            text.remove()
-        taken.append(box)
+    figure.colorbar(image, ax=axes, label="density: non-zeros / weights", fraction=0.05)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    return figure
 
 
-def save(figure: Figure, stem: Path, outputs: Mapping[str, AtomicOutput]) -> None:
+# ---- products on a GPU ----
+
+
+class Product(NamedTuple):
+    """A product of a sparse matrix and a vector that was timed."""
+
+    shape: tuple[int, int]  # rows, columns
+    density: float
+    speedup: float  # over cuBLAS
+    nbytes: float
+    bandwidth: float  # share of the read bandwidth that was measured
+
+
+def draw_products(products: Sequence[Product], means: Sequence[tuple[float, float]], title: str) -> Figure:
+    """Speed over density, and bandwidth over size. means: density, geometric mean of the speed."""
+    figure = figure_class()(figsize=(12, 5), layout="constrained", facecolor="white")
+    speed, bandwidth = figure.subplots(1, 2)
+    for shape in sorted({p.shape for p in products}):
+        own = sorted((p.density, p.speedup) for p in products if p.shape == shape)
+        speed.plot(*zip(*own), color="tab:blue", alpha=0.25, linewidth=1)
+    speed.plot(*zip(*sorted(means)), color="tab:blue", marker="o", label="geometric mean of the shapes")
+    speed.axhline(1, color="gray", linewidth=1, linestyle="--", label="cuBLAS")
+    speed.set(xlabel="density: non-zeros / weights", ylabel="speed relative to cuBLAS, F16", yscale="log")
+    speed.yaxis.set_major_formatter("{x:g}")
+    speed.yaxis.set_minor_formatter("{x:g}")
+    speed.set_title("matrix times vector: a line for each shape", fontsize=10)
+    speed.legend()
+    densities = [p.density for p in products]
+    dots = bandwidth.scatter([p.nbytes / 1e6 for p in products], [p.bandwidth for p in products], s=12, c=densities)
+    figure.colorbar(dots, ax=bandwidth, label="density")
+    bandwidth.set(xlabel="MB read", ylabel="share of the read bandwidth measured", xscale="log", ylim=(0, 1))
+    bandwidth.xaxis.set_major_formatter("{x:g}")
+    bandwidth.set_title("how much of the memory bandwidth is used", fontsize=10)
+    figure.suptitle(title, fontsize=11, parse_math=False)
+    return figure
+
+
+# ---- writing ----
+
+
+Inputs = Sequence["str | os.PathLike[str]"]
+
+
+def check_output(path: str, force: bool, inputs: Inputs = ()) -> None:
+    """Refuses before anything is measured: no matplotlib, a file that exists, an unknown suffix. Raises MackoError."""
+    figure_class()
+    with output_of(path, force, inputs):
+        pass
+
+
+def output_of(path: str, force: bool, inputs: Inputs = ()) -> AtomicOutput:
+    """The file of a plot. Raises MackoError if its suffix is none of SIGNATURES, if it exists without force, or if it
+    is one of the inputs.
+    """
+    signature = SIGNATURES.get(Path(path).suffix.lower())
+    if signature is None:
+        raise errors.error(errors.BAD_ARGUMENT, f"{path}: a plot ends in {', '.join(SIGNATURES)}")
+    return AtomicOutput(path, inputs, force, signature)
+
+
+def save_as(figure: Figure, path: str, force: bool = False, inputs: Inputs = ()) -> None:
+    """Writes the figure into one file. Raises MackoError if it exists without force, or is one of the inputs."""
+    with output_of(path, force, inputs) as output:
+        save(figure, {Path(path).suffix.lower(): output})
+
+
+def save(figure: Figure, outputs: Mapping[str, AtomicOutput]) -> None:
     """Writes the figure into open outputs, by suffix, and gives them their names."""
     from matplotlib import rc_context
 
@@ -125,9 +264,9 @@ def save(figure: Figure, stem: Path, outputs: Mapping[str, AtomicOutput]) -> Non
         data = io.BytesIO()
         # text stays text, and there are no dates and random ids: the same figures give the same file
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "macko"}):
-            figure.savefig(data, format=suffix[1:], dpi=110, metadata={"Date": None} if suffix == ".svg" else {})
+            figure.savefig(data, format=suffix[1:], dpi=110, metadata=_NO_DATE.get(suffix, {}))
         output.write(output.magic + data.getvalue()[4:])
         output.seal()
     for output in outputs.values():
         output.commit()
-    console.log(f"plot: {', '.join(str(stem) + suffix for suffix in outputs)}")
+    console.log(f"plot: {', '.join(str(output.path) for output in outputs.values())}")

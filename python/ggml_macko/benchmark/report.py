@@ -23,7 +23,8 @@ from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
 from ..evaluation.text_model import N_CTX, TextModel
-from ..gguf.files import AtomicOutput
+from ..gguf.files import part_paths
+from ..gguf.outputs import AtomicOutput, scratch_folder
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,12 @@ def report(
         outputs = {}
         if output is not None:
             plot.figure_class()  # refuses a missing matplotlib before anything is measured
-            inputs = [dense, text, *map(Path, models)]
-            for suffix, signature in plot.SIGNATURES.items():
+            inputs = [*(part for model in (dense, *models) for part in part_paths(model)), text]
+            for suffix in plot.REPORT_SUFFIXES:
+                signature = plot.SIGNATURES[suffix]
                 outputs[suffix] = stack.enter_context(AtomicOutput(output + suffix, inputs, force, signature))
-        parent = Path(output).resolve().parent if output is not None else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-report-", dir=parent)))
+        parent = Path(output).resolve().parent if output is not None else tempfile.gettempdir()
+        folder = stack.enter_context(scratch_folder(parent, ".macko-report-"))
         forms = Forms(dense, folder, n_threads, conversions)
         for name in types:
             forms.add_quantized(name)
@@ -103,7 +105,7 @@ def report(
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]
         if output is not None:
             title = f"{results[0].model}: perplexity on {text.name} against size and speed, {n_threads} threads"
-            plot.save(plot.draw(_panels(results, n_gen), title), Path(output), outputs)
+            plot.save(plot.draw(_panels(results, n_gen), title), outputs)
     return results
 
 
@@ -120,8 +122,10 @@ def perplexity_of(
 
     The figure of llama-perplexity would be that of the first chunks, which may be a single document.
     """
-    with TextModel(path, n_ctx, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as model:
-        chunks = model.read_chunks(text)
+    with TextModel.opened_with(path, text, n_ctx, -1, n_threads=n_threads, n_gpu_layers=n_gpu_layers) as (
+        model,
+        chunks,
+    ):
         if 0 <= n_chunks < len(chunks):
             chunks = chunks[[i * len(chunks) // n_chunks for i in range(n_chunks)]]
         return likelihood.estimate(model, chunks)

@@ -253,6 +253,28 @@ class Codec(ABC):
         return np.zeros(m.nnz, dtype=np.float64)
 
 
+class DeltaCodec(Codec):
+    """A format that stores the distances between columns in one of several widths, which is chosen per matrix."""
+
+    widths: ClassVar[tuple[int, ...]]
+    """Bits of a distance."""
+
+    width_mark: ClassVar[str] = ""
+    """What the TYPE has in front of the width."""
+
+    def types(self) -> Mapping[str, tuple[Choice, ...]]:
+        return {self.name: self.automatic(), **{self._type_of(b): (Choice(self, b),) for b in self.widths}}
+
+    def automatic(self) -> tuple[Choice, ...]:
+        return tuple(Choice(self, b) for b in self.widths)
+
+    def storage_name(self, bits: int, value_type: int) -> str:
+        return self._type_of(bits)
+
+    def _type_of(self, bits: int) -> str:
+        return f"{self.name}-{self.width_mark}{bits}"
+
+
 def nbytes(m: EncodedMatrix) -> int:
     """Bytes of the arrays, without alignment."""
     return sum(a.nbytes for a in m.arrays)

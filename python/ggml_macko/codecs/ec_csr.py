@@ -7,7 +7,7 @@ blocks a matrix is cut into is for the C library to decide (ggml-macko/src/codec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,7 +17,7 @@ from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits_dtype, value_bits
-from .codec import Choice, Codec, GpuCost, Settings, Source, StoredArrays
+from .codec import DeltaCodec, GpuCost, Settings, Source, StoredArrays
 from .macko import break_even_density
 
 LANES = 32
@@ -313,25 +313,17 @@ def assemble(dense: Array, type_id: int, delta_bits: int, parts: Sequence[Part])
 # ---- codec ----
 
 
-class EcCsrCodec(Codec):
+class EcCsrCodec(DeltaCodec):
     """The width of the deltas is chosen per matrix; encoding compares all rows with each other, which takes seconds."""
 
     name: ClassVar[str] = "ec-csr"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "bases", "blk_ptr", "rows", "sets")
     options: ClassVar[tuple[str, ...]] = ("max_granularity", "min_columns", "clip", "seed")
     note: ClassVar[str | None] = "looking for blocks .."
-
-    def types(self) -> Mapping[str, tuple[Choice, ...]]:
-        return {"ec-csr": self.automatic(), **{f"ec-csr-{b}": (Choice(self, b),) for b in DELTA_BITS}}
-
-    def automatic(self) -> tuple[Choice, ...]:
-        return tuple(Choice(self, b) for b in DELTA_BITS)
+    widths: ClassVar[tuple[int, ...]] = DELTA_BITS
 
     def version(self, value_type: int) -> int:
         return 2
-
-    def storage_name(self, bits: int, value_type: int) -> str:
-        return f"ec-csr-{bits}"
 
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         """Blocks of one row cost about as much as MACKO; random non-zeros have few of several rows."""

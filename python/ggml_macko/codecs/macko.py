@@ -17,7 +17,7 @@ from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I32, Array, bits_dtype, value_bits
-from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays
+from .codec import Candidate, Choice, Component, DeltaCodec, Settings, Source, StoredArrays
 
 DELTA_BITS = (1, 2, 4, 8)
 MAX_STORED = 2**31 - 513  # entries of a matrix (FORMAT.md section 4)
@@ -206,25 +206,18 @@ def break_even_density(cols: int, delta_bits: int, bits_value: int) -> float:
 # ---- codec ----
 
 
-class MackoCodec(Codec):
+class MackoCodec(DeltaCodec):
     """The width of the deltas is chosen per matrix. Its size follows from a count; nothing is encoded to plan."""
 
     name: ClassVar[str] = "macko"
     components: ClassVar[tuple[str, ...]] = ("values", "deltas", "row_ptr")
     keeps_rows: ClassVar[bool] = True
     mixed_types: ClassVar[tuple[str, ...]] = ("macko",)
-
-    def types(self) -> Mapping[str, tuple[Choice, ...]]:
-        return {"macko": self.automatic(), **{f"macko-d{b}": (Choice(self, b),) for b in DELTA_BITS}}
-
-    def automatic(self) -> tuple[Choice, ...]:
-        return tuple(Choice(self, b) for b in DELTA_BITS)
+    widths: ClassVar[tuple[int, ...]] = DELTA_BITS
+    width_mark: ClassVar[str] = "d"
 
     def version(self, value_type: int) -> int:
         return 1
-
-    def storage_name(self, bits: int, value_type: int) -> str:
-        return f"macko-d{bits}"
 
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
         widths = (bits,) if bits else DELTA_BITS

@@ -5,6 +5,16 @@ from __future__ import annotations
 import argparse
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Of every command that takes more than a moment; commands/cli.py obeys it."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress, logs and warnings, only errors")
+
+
+def add_hub(group: argparse._ActionsContainer, what: str) -> None:
+    """llama.cpp's option for a repository of the Hugging Face hub; args.hf holds REPO[:FILE]."""
+    group.add_argument("-hf", "--hf-repo", dest="hf", metavar="REPO[:FILE]", help=what)
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of everything that runs a model, with llama.cpp's names."""
     parser.add_argument(

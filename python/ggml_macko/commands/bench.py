@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import console, errors
-from ..benchmark import bench_gpu
+from ..benchmark import bench_gpu, plot
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.arguments import add_gpu_layers
-from ..native import bindings
+from ..commands.arguments import add_gpu_layers, add_quiet
+from ..native import bindings, devices
 
 HELP = "measure speed on this machine"
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser)
     _add_matrix_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
+    add_quiet(parser)
 
 
 def add_speed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +79,9 @@ def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --gpu: how the non-zeros are stored, plain or packed and quantized (default: f16)",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (PNG, PDF, SVG)"
+        "--plot", metavar="FILE", help="with --gpu: draw speed and bandwidth into this file (.png, .svg or .pdf)"
     )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         raise errors.error(errors.BAD_ARGUMENT, "--plot, --cusparse and --values are for --gpu without -m")
     about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
     if args.gpu:
-        about["devices"] = [description for _, description, _, _ in bench_gpu.devices()]
+        about["devices"] = [gpu.description for gpu in devices.gpus()]
         if not about["devices"]:
             raise errors.error(errors.LOAD_FAILED, f"--gpu needs a GPU, and there is {bindings.gpus()}")
     if args.model:
@@ -223,12 +225,14 @@ def print_matrices(results: Sequence[MatrixResult]) -> None:
 
 def _run_gpu_matrices(args: argparse.Namespace, about: dict[str, Any]) -> None:
     shapes, densities = args.shapes or "paper", args.densities or bench_gpu.DENSITIES
+    if args.plot:
+        plot.check_output(args.plot, args.force)
     if shapes != "paper":
         parse_shapes(shapes)  # refuses bad ones before the program starts
     parse_densities(densities)
     results = bench_gpu.bench_matrices(shapes, densities, args.cusparse, args.values)
     if args.plot:
-        bench_gpu.plot(results, args.plot)
+        bench_gpu.draw(results, args.plot, args.force)
     if args.json:
         console.print_json({**about, "matrices": results})
     else:

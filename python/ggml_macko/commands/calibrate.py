@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console
+from ..commands.arguments import add_quiet
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.calibrate import N_BATCH, calibrate
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--process-output", action="store_true", help="measure output.weight too")
     parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:

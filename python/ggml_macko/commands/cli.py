@@ -1,6 +1,6 @@
 """The `macko` command: `macko SUBCOMMAND ...`.
 
-Exit codes: 0 done, 1 any error (one line on stderr), 130 and 143 after Ctrl-C and SIGTERM.
+Exit codes: 0 done, 1 any error (one line on stderr), 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .. import console
 from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
@@ -21,10 +22,12 @@ COMMANDS = {
     "calibrate": "commands.calibrate",
     "perplexity": "commands.perplexity",
     "prune": "commands.prune",
+    "decompress": "commands.decompress",
     "convert": "commands.convert",
     "restore": "commands.restore",
     "verify": "commands.verify",
     "inspect": "commands.inspect",
+    "plan": "commands.plan",
     "generate": "commands.generate",
     "bench": "commands.bench",
     "report": "commands.report",
@@ -67,20 +70,33 @@ def make_parser() -> Parser:
     return parser
 
 
-def on_sigterm(*unused: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)  # unwinds, so that partial files go
+def on_signal(number: int, *unused: object) -> NoReturn:
+    raise SystemExit(128 + number)  # unwinds, so that partial files go
+
+
+def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Which file has the name of the output; an output appears under its name only when it is complete."""
+    try:
+        found = os.stat(args.output)
+    except (AttributeError, TypeError, OSError):  # this command has none, or not yet
+        return None
+    return found.st_dev, found.st_ino
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = None
+    args, before = None, None
     try:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        signal.signal(signal.SIGTERM, on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
         args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return 0
-        code = int(args.run(args))
+        before = _identity_of_output(args)
+        with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -91,8 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if args is not None and args.debug:
             raise
+        note = ""
+        if args is not None and _identity_of_output(args) != before and "is complete" not in one_line(e):
+            note = f" ({args.output} is complete)"  # only what came after it failed
         with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
-            print(f"error: {one_line(e)}", file=sys.stderr)
+            print(f"error: {one_line(e)}{note}", file=sys.stderr)
         return 1
 
 

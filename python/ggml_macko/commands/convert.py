@@ -8,8 +8,11 @@ from typing import Any
 
 from .. import console, errors
 from ..codecs import ggml_quants, registry
+from ..commands.arguments import add_hub, add_quiet
 from ..conversion.convert import ConversionReport, checked_type, convert
 from ..conversion.verify import error_line
+from ..huggingface.hub import download
+from ..huggingface.to_gguf import OUTTYPES, as_gguf
 
 HELP = "store a pruned model sparse"
 
@@ -20,7 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for "
         "bit (quantized: within the type's error, zeros kept) before it gets its name."
     )
-    parser.add_argument("input", metavar="IN", help="GGUF model; the first file of a split one")
+    parser.add_argument(
+        "input",
+        metavar="IN",
+        nargs="?",
+        help="GGUF model; the first file of a split one; or the folder of a Hugging Face checkpoint, where llama.cpp's "
+        "convert_hf_to_gguf.py is installed",
+    )
     parser.add_argument("output", metavar="OUT", nargs="?", help="sparse GGUF to write (not needed with --dry-run)")
     parser.add_argument(
         "type",
@@ -36,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "q4_0. The older names macko-q8_0 ... macko-q4_0 are accepted too",
     )
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
+    add_hub(parser, "in place of IN: a GGUF or a checkpoint of a repository on the Hugging Face hub")
+    parser.add_argument(
+        "--hf-outtype",
+        choices=OUTTYPES,
+        default="auto",
+        help="of a checkpoint: the type of its dense weights in the GGUF (default: auto, what convert_hf_to_gguf.py "
+        "takes from the checkpoint)",
+    )
     parser.add_argument(
         "--tensor-type",
         metavar="REGEX=TYPE",
@@ -59,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     add_block_arguments(parser)
     add_quantization_arguments(parser)
+    add_quiet(parser)
 
 
 def add_block_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,13 +147,32 @@ def split_override(text: str) -> tuple[str, str]:
     return pattern, name
 
 
+def shift_positional(args: argparse.Namespace) -> None:
+    """With -hf there is no IN: the first argument is OUT, the second TYPE, the third the number of threads."""
+    has_type = args.output is not None
+    if args.type != registry.default_type():
+        try:
+            args.nthreads = int(args.type)
+        except ValueError:
+            raise errors.error(
+                errors.BAD_ARGUMENT, f"-hf stands for IN, and {args.type!r} is one argument too many"
+            ) from None
+    args.input, args.output, args.type = None, args.input, args.output if has_type else registry.default_type()
+
+
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
+    if args.hf is not None:
+        shift_positional(args)
+    elif args.input is None:
+        raise errors.error(errors.BAD_ARGUMENT, "IN is missing (or use -hf)")
     if args.dry_run and args.output and registry.type_named(args.output):  # `convert IN macko --dry-run`
         args.output, args.type = None, args.output
     if not args.output and not args.dry_run:
         raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
-    done = convert(args.input, None if args.dry_run else args.output, **keyword_arguments(args))
+    output = None if args.dry_run else args.output
+    with as_gguf(args.input if args.hf is None else download(args.hf), output, args.hf_outtype) as source:
+        done = convert(source, output, **keyword_arguments(args))
     if args.dry_run:
         print_tensors(done)
     print_totals(done)

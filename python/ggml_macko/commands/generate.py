@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from .. import errors
-from .arguments import add_model_arguments
+from .arguments import add_hub, add_model_arguments
 
 HELP = "write text with a model"
 
@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Continues a prompt with a GGUF model, dense or sparse. The text goes to stdout, everything else to stderr."
     )
-    parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("-m", "--model", metavar="FNAME", help="GGUF model")
+    add_hub(model, "GGUF of a repository on the Hugging Face hub, downloaded once")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="text to continue")
     prompt.add_argument("-f", "--file", metavar="FNAME", help="file with the text to continue")
@@ -47,14 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..evaluation.text_model import read_text
+    from ..huggingface.hub import download
     from ..llama import Llama
 
     prompt = args.prompt
     if prompt is None:
-        with open(args.file, encoding="utf-8") as f:
-            prompt = f.read()
+        prompt = read_text(args.file).decode("utf-8")
     llama = Llama(
-        args.model,
+        str(download(args.hf)) if args.hf is not None else args.model,
         n_ctx=args.ctx_size,
         n_threads=args.threads or None,
         n_threads_batch=args.threads or None,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 from .. import console, errors
+from ..benchmark import plot
+from ..commands.arguments import add_quiet
 from ..conversion.inspect import ModelReport, TensorReport, inspect
 
 HELP = "show what a model file holds"
@@ -16,21 +19,29 @@ HELP = "show what a model file holds"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, "
-        "effective density (bytes here over bytes of the dense tensor), bytes and bits per weight; of EC-CSR tensors "
-        "the block sets, with the share of stored values that each covers; then totals of the file."
+        "effective density (bytes here over bytes of the dense tensor), bytes, bits per weight, and the break-even "
+        "density: from there on random non-zeros would take as much room as dense. Of EC-CSR tensors also the block "
+        "sets, with the share of stored values that each covers; then totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--plot", metavar="FILE.png", help="also draw the density of each weight by layer (needs matplotlib)"
+        "--plot",
+        metavar="FILE",
+        help="also draw a map of the densities, layers by matrices, into this file (.png, .svg or .pdf; needs "
+        "matplotlib)",
     )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plot:
+        plot.check_output(args.plot, args.force, [args.model])
     report = inspect(args.model, n_threads=args.threads)
     if args.plot:
-        plot(report, args.plot)
+        draw(report, args.plot, args.force)
     if args.json:
         console.print_json(as_json(report))
     else:
@@ -66,6 +77,7 @@ def _tensor_as_json(t: TensorReport) -> dict[str, Any]:
         "nbytes": t.nbytes,
         "nbytes_dense": t.nbytes_dense,
         "bits_per_weight": t.bits_per_weight,
+        "break_even_density": t.break_even_density,
     }
     if t.sets is not None:
         out["sets"] = [dataclasses.asdict(s) for s in t.sets]
@@ -76,8 +88,32 @@ def print_report(report: ModelReport) -> None:
     rows = []
     for t in report.tensors:
         shape, bpw = "x".join(map(str, t.shape)), round(t.bits_per_weight, 2)
-        rows.append([t.name, shape, t.type, t.storage, t.density, t.padding, t.effective_density, t.nbytes, bpw])
-    headers = ["tensor", "shape", "type", "storage", "density", "padding", "effective density", "bytes", "BPW"]
+        rows.append(
+            [
+                t.name,
+                shape,
+                t.type,
+                t.storage,
+                t.density,
+                t.padding,
+                t.effective_density,
+                t.nbytes,
+                bpw,
+                t.break_even_density,
+            ]
+        )
+    headers = [
+        "tensor",
+        "shape",
+        "type",
+        "storage",
+        "density",
+        "padding",
+        "effective density",
+        "bytes",
+        "BPW",
+        "break-even density",
+    ]
     print(console.table(rows, headers))
     print()
     sets = [[t.name, *dataclasses.astuple(s)] for t in report.tensors for s in t.sets or ()]
@@ -91,30 +127,14 @@ def print_report(report: ModelReport) -> None:
     print(console.model_line("dense size", report.nbytes_dense, report.n_parameters))
 
 
-def plot(report: ModelReport, path: str) -> None:
-    """Density of each kind of weight over the layers."""
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise errors.error(errors.BAD_ARGUMENT, "--plot needs matplotlib: pip install ggml-macko[plot]") from e
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    kinds: dict[str, list[tuple[int, float]]] = {}
+def draw(report: ModelReport, path: str, force: bool) -> None:
+    """The density of each weight of a block, as a heatmap of layers and matrices."""
+    cells = []
     for t in report.tensors:
         name = re.fullmatch(r"blk\.(\d+)\.(.+)\.weight", t.name)
         if name and len(t.shape) >= 2 and t.density is not None:
-            kinds.setdefault(name[2], []).append((int(name[1]), t.density))
-    if not kinds:
+            cells.append(plot.Cell(int(name[1]), name[2], t.density))
+    if not cells:
         raise errors.error(errors.BAD_ARGUMENT, "--plot: the file has no block weights of a type with zeros")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for kind, points in kinds.items():
-        axes.plot(*zip(*sorted(points)), marker=".", label=kind)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("density (non-zeros / weights)")
-    axes.set_ylim(0, 1.02)
-    axes.legend(fontsize="small", ncol=2)
-    axes.set_title(str(report.metadata.get("general.name", report.path)), parse_math=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    name = report.metadata.get("general.name", Path(report.path).name)
+    plot.save_as(plot.draw_density(cells, f"{name}: density of the weights of each layer"), path, force, [report.path])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .. import errors
+from .. import console, errors
+from ..commands.arguments import add_quiet
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.perplexity import kl_divergence, perplexity
 from ..evaluation.text_model import N_BATCH
@@ -27,14 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare with the model that wrote the file of --kl-divergence-base",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.kl_divergence:
         if args.kl_divergence_base is None:
             raise errors.error(errors.BAD_ARGUMENT, "--kl-divergence-base is missing: the file to compare with")
-        print(kl_divergence(args.model, args.kl_divergence_base, **text_arguments(args)).text())
+        found = kl_divergence(args.model, args.kl_divergence_base, **text_arguments(args))
+        if args.json:
+            console.print_json(found.as_json())
+        else:
+            print(found.text())
         return 0
     if args.file is None:
         raise errors.error(errors.BAD_ARGUMENT, "-f is missing: the text to measure on")
@@ -46,5 +53,9 @@ def run(args: argparse.Namespace) -> int:
         force=args.force,
         **text_arguments(args),
     )
+    if args.json:
+        values = {"ppl": estimate.ppl, "error": estimate.error, "nll": estimate.nll, "n_tokens": estimate.n_tokens}
+        console.print_json({"model": args.model, "text": args.file, **values})
+        return 0
     print(f"Final estimate: PPL = {estimate.ppl:.4f} +/- {estimate.error:.5f}")
     return 0

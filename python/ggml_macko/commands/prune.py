@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .. import console, errors
+from ..commands.arguments import add_quiet
 from ..evaluation.text_model import N_CTX
 from ..gguf.files import type_name
 from ..pruning import options
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be done")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_quiet(parser)
 
 
 def _add_how_many(group: argparse._ArgumentGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -10,15 +11,19 @@ from pathlib import Path
 from types import ModuleType
 
 from .. import console, errors
+from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
-from ..commands.arguments import add_gpu_layers
+from ..commands.arguments import add_gpu_layers, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
+from ..gguf.files import part_paths
+from ..gguf.outputs import AtomicOutput
+from ..native import bindings
 from ..pruning.options import parse_how_many
 from ..pruning.prune import prune
 
@@ -59,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--imatrix imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: {DEFAULT_CONVERSION})",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
-    parser.add_argument("--force", action="store_true", help="replace them if they exist")
+    parser.add_argument(
+        "--card",
+        metavar="FILE.md",
+        help="also write a README for a model hub: sizes, perplexities, commands, where the model comes from by its "
+        "metadata, and what was not measured",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what -o and --card name")
     parser.add_argument(
         "--chunks",
         type=int,
@@ -74,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
-
-# ---- options that hold the arguments of another command ----
+    # ---- options that hold the arguments of another command ----
+    add_quiet(parser)
 
 
 def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Namespace:
@@ -86,8 +97,9 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
         raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
-    if unknown or args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {' '.join(unknown) or '--dry-run'}: not here")
+    if unknown or args.dry_run or getattr(args, "hf", None):
+        what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
+        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {what}: not here")
     return args
 
 
@@ -128,7 +140,28 @@ def run(args: argparse.Namespace) -> int:
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
         raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1, --chunks not 0; -p and -n must not be negative")
     n_threads = args.threads or len(os.sched_getaffinity(0))
-    results = report(
+    with contextlib.ExitStack() as stack:
+        opened = None
+        if args.card:
+            inputs = [*(part for model in (args.dense, *args.models) for part in part_paths(model)), args.file]
+            opened = stack.enter_context(AtomicOutput(args.card, inputs, args.force, card.SIGNATURE))
+        results = measure(args, n_threads)
+        if opened is not None:
+            write_card(args, n_threads, results, opened)
+    if args.json:
+        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+        console.print_json({**about, "models": [as_json(r) for r in results]})
+        return 0
+    print_table(results, args.n_prompt, args.n_gen)
+    print(
+        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
+        f"{args.repetitions} interleaved runs, each in its own process"
+    )
+    return 0
+
+
+def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
+    return report(
         args.dense,
         args.file,
         args.models,
@@ -145,16 +178,30 @@ def run(args: argparse.Namespace) -> int:
         repetitions=args.repetitions,
         force=args.force,
     )
-    if args.json:
-        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
-        console.print_json({**about, "models": [as_json(r) for r in results]})
-        return 0
-    print_table(results, args.n_prompt, args.n_gen)
-    print(
-        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
-        f"{args.repetitions} interleaved runs, each in its own process"
+
+
+def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormResult], output: AtomicOutput) -> None:
+    """Writes the card into an open output, and gives it its name."""
+    how = card.Measurement(
+        text=Path(args.file).name,
+        n_chunks=args.chunks,
+        n_ctx=args.ctx_size,
+        n_prompt=args.n_prompt,
+        n_gen=args.n_gen,
+        repetitions=args.repetitions,
+        n_threads=n_threads,
+        n_gpu_layers=args.gpu_layers,
+        kernels=bindings.cpu_kernels(),
+        version=bindings.version(),
+        llama_cpp_python=bindings.built_for_llama_cpp_python(),
     )
-    return 0
+    dense, *models = (card.read_model(path, n_threads) for path in (args.dense, *args.models))
+    plot = os.path.relpath(f"{args.output}.png", output.path.parent) if args.output else ""
+    text = card.model_card(dense, models, results, how, plot).encode("utf-8")
+    output.write(output.magic + text[len(output.magic) :])
+    output.seal()
+    output.commit()
+    console.log(f"card: {output.path}")
 
 
 def print_table(results: Sequence[FormResult], n_prompt: int, n_gen: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import console
+from ..commands.arguments import add_quiet
 from ..conversion.restore import restore
 
 HELP = "turn a sparse model back into a dense one"
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT", help="dense GGUF to write")
     parser.add_argument("nthreads", nargs="?", type=int, default=0, help="threads (default: all cores)")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:

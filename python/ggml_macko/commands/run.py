@@ -7,6 +7,8 @@ import os
 import signal
 
 from .. import errors
+from ..commands.arguments import add_hub
+from ..huggingface.hub import download
 from ..native import bindings
 
 HELP = "run a llama.cpp program with sparse models"
@@ -39,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " --version` names it)."
     )
     add_compress_argument(parser)
+    add_hub(
+        parser, "adds -m with a GGUF of a repository on the Hugging Face hub, downloaded once, to PROGRAM's arguments"
+    )
     parser.add_argument(
         "program", metavar="-- PROGRAM ARGS", nargs=argparse.REMAINDER, help="for example: -- llama-cli -m sparse.gguf"
     )
@@ -48,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         raise errors.error(errors.BAD_ARGUMENT, "PROGRAM is missing: macko run -- PROGRAM ARGS")
+    if args.hf is not None:
+        program = [*program, "-m", str(download(args.hf))]
     environment = {**os.environ, **variables(args.compress)}
     if os.environ.get("LD_PRELOAD"):
         environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"

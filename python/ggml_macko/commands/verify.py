@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from .. import console
+from ..commands.arguments import add_quiet
 from ..conversion.verify import error_line, verify
 
 HELP = "compare two models bit for bit"
@@ -21,11 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="another")
     parser.add_argument("--no-metadata", action="store_true", help="compare tensors only")
     parser.add_argument("--equal-zeros", action="store_true", help="count -0.0 and 0.0 as equal")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     found = verify(args.a, args.b, metadata=not args.no_metadata, equal_zeros=args.equal_zeros, n_threads=args.threads)
+    if args.json:
+        console.print_json({"identical": found.is_identical, "equal": found.is_equal, **dataclasses.asdict(found)})
+        return 0 if found.is_equal else 1
     if found.difference is not None:
         print(found.difference)
         return 1

@@ -18,7 +18,8 @@ from ..codecs import ggml_quants, registry
 from ..codecs.codec import Settings
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
-from ..gguf.files import AtomicOutput, Model, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
 from ..native import bindings
 from .plan import DENSE, Options, Override, Spool, TensorPlan, output_nbytes, plan_model
 from .verify import QuantizationError
@@ -132,7 +133,8 @@ def convert(
             statistics.check_model(model)
         if output is None:
             return make_report(model, plan_model(model, options, Spool(None)), None, ())
-        with AtomicOutput(output, model.paths, force) as out, Spool(out.path.parent) as spool:
+        inputs = model.paths if statistics is None else [*model.paths, statistics.path]
+        with AtomicOutput(output, inputs, force) as out, Spool(out.path) as spool:
             plans = plan_model(model, options, spool)
             write_model(model, plans, out, options, spool)
             quantized = check_and_commit(model, out, n_threads, drop_negative_zeros)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from .. import console
+from ..codecs import registry
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 
@@ -37,6 +39,8 @@ class TensorReport:
     nbytes: int  # as stored
     nbytes_dense: int
     n_elements: int
+    break_even_density: float | None  # of random non-zeros, from which on this format, or the default one of a dense
+    # tensor that could be stored sparse, is as large as dense
     sets: tuple[BlockSet, ...] | None = None  # of a format in blocks
 
     @property
@@ -94,7 +98,10 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
             format_version=version.value() if version else None,
             metadata=keys,
             nbytes=model.nbytes,
-            tensors=tuple(inspect_tensor(t, n_threads) for t in model.tensors),
+            tensors=tuple(
+                inspect_tensor(t, n_threads)
+                for t in console.tracked(model.tensors, "reading", lambda t: t.nbytes_stored, "B")
+            ),
         )
 
 
@@ -122,5 +129,14 @@ def inspect_tensor(t: Tensor, n_threads: int = 0) -> TensorReport:
         nbytes=t.nbytes_stored,
         nbytes_dense=t.nbytes,
         n_elements=t.n_elements,
+        break_even_density=_break_even(t),
         sets=sets,
     )
+
+
+def _break_even(t: Tensor) -> float | None:
+    if t.codec is not None and t.sparse is not None:
+        return t.codec.break_even_density(t.cols, t.type, t.sparse.bits, t.sparse.value_type)
+    if tensor_rules.is_value_type(t.type) and tensor_rules.is_multiplied(t.name, len(t.ne)):
+        return registry.CODECS[0].break_even_density(t.cols, t.type, None, t.type)
+    return None

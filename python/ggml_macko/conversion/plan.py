@@ -6,14 +6,15 @@ in a `Spool` for the second pass.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Union
+from typing import Union
 
 import numpy as np
 
@@ -22,8 +23,10 @@ from ..codecs import ggml_quants, quantize, registry
 from ..codecs.codec import Candidate, Choice, ElementCount, Settings, Source
 from ..conversion import bit_allocation
 from ..gguf import imatrix, tensor_rules
-from ..gguf.files import MAX_NAME, Key, Model, NewTensor, Tensor, align, file_nbytes, make_key, type_name
+from ..gguf.files import MAX_NAME, Key, Model, Tensor, make_key, type_name
+from ..gguf.writer import NewTensor, align, file_nbytes
 from ..native import codec as native_codec
+from ..regular_files import named, read_at, write_at
 from ..values import NEGATIVE_ZERO, Array
 
 DENSE = "dense"
@@ -159,17 +162,20 @@ class TensorPlan:
 
 
 class Spool:
-    """Arrays between the two passes: a file without a name, in the folder of the output. Without a folder nothing is
-    kept.
+    """Arrays between the two passes: a file without a name, in the folder of the output. Without an output nothing is
+    kept. An OSError names the output.
     """
 
-    def __init__(self, folder: Path | None):
-        self._folder = folder
-        self._file: IO[bytes] | None = None
+    def __init__(self, output: Path | None):
+        self._output = output
+        self._file: io.FileIO | None = None
+        self._end = 0
 
     def __enter__(self) -> Spool:
-        if self._folder is not None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)
+        if self._output is not None:
+            with named(self._output, always=True):
+                # unbuffered, so that closing it has nothing left to write
+                self._file = tempfile.TemporaryFile(dir=self._output.parent, buffering=0)
         return self
 
     def __exit__(
@@ -180,19 +186,28 @@ class Spool:
 
     def put(self, arrays: Sequence[Array]) -> int:
         """Keeps them, one behind the other; returns where, or -1 if nothing is kept."""
-        if self._file is None:
+        if self._file is None or self._output is None:
             return -1
-        at = self._file.seek(0, 2)
-        for array in arrays:
-            self._file.write(array.data.cast("B"))
-        return at
+        begin = self._end
+        with named(self._output):
+            for array in arrays:
+                write_at(self._file, self._end, array.data.cast("B"))
+                self._end += array.nbytes
+        return begin
 
     def get(self, at: int, nbytes: Sequence[int]) -> list[Array]:
         """uint8 arrays of these lengths."""
-        if self._file is None:
+        if self._file is None or self._output is None:
             raise RuntimeError("nothing was kept")
-        self._file.seek(at)
-        return [np.frombuffer(self._file.read(n), np.uint8) for n in nbytes]
+        arrays = []
+        with named(self._output):
+            for n in nbytes:
+                array = np.empty(n, dtype=np.uint8)
+                if read_at(self._file, at, array.data) != n:
+                    raise errors.error(errors.FILE_CHANGED, f"{self._output}: its temporary file became shorter")
+                arrays.append(array)
+                at += n
+        return arrays
 
 
 # ---- planning ----
@@ -248,7 +263,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         density = count.nnz / t.n_elements
         return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", contents)
     dense_twin = chosen.codec.value_name(chosen.value_type)
-    if asked is None and not options.measure and _dense_nbytes(t, dense_twin) <= nbytes:
+    if asked is None and not options.measure and dense_nbytes(t, dense_twin) <= nbytes:
         # the index of a head, or of a layer that was not pruned, would say nothing
         return plan_dense(t, str(dense_twin), options, alignment, spool)
     error = 0.0
@@ -290,7 +305,7 @@ def try_choices(t: Tensor, source: Source, choices: Sequence[Choice], options: O
     return found, refusal
 
 
-def _dense_nbytes(t: Tensor, name: str | None) -> float:
+def dense_nbytes(t: Tensor, name: str | None) -> float:
     """Of the tensor in a quantized ggml type; infinite if there is no such type, or its blocks do not fit the rows."""
     type_id = None if name is None else ggml_quants.DENSE_TYPES.get(name)
     return float("inf") if type_id is None else ggml_quants.nbytes(type_id, t.rows, t.cols)
@@ -354,7 +369,11 @@ def plan_model(model: Model, options: Options, spool: Spool) -> list[TensorPlan]
     """In the order of the model's tensors."""
     if options.target_bpw is not None:
         return plan_for_target(model, options, options.target_bpw, spool)
-    return [plan_tensor(t, options, model.alignment, spool) for t in model.tensors]
+    return [plan_tensor(t, options, model.alignment, spool) for t in _tracked(model.tensors, "planning")]
+
+
+def _tracked(tensors: Sequence[Tensor], what: str) -> Iterator[Tensor]:
+    return console.tracked(tensors, what, lambda t: t.nbytes, "B")
 
 
 def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Spool) -> list[TensorPlan]:
@@ -362,10 +381,8 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     chosen is made again, so that no more than one form of a tensor is kept.
     """
     tried: list[list[tuple[Options, TensorPlan]]] = []
-    for t in model.tensors:
+    for t in _tracked(model.tensors, "trying types"):
         is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
-        if is_free:
-            console.log(f"{t.name}: trying types ..")
         names = registry.mixed_types() if is_free else (options.type,)
         each = [replace(options, type=name, measure=True) for name in names]
         tried.append([(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each])
@@ -381,7 +398,10 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
         raise errors.error(
             errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {least:.3f}"
         )
-    return [plan_tensor(plans[i][1].tensor, plans[i][0], model.alignment, spool) for plans, i in zip(tried, chosen)]
+    return [
+        plan_tensor(t, plans[i][0], model.alignment, spool)
+        for t, plans, i in zip(_tracked(model.tensors, "planning"), tried, chosen)
+    ]
 
 
 def output_nbytes(model: Model, plans: Sequence[TensorPlan]) -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import console
-from ..gguf.files import AtomicOutput, Model, NewTensor, Writer, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from .write import check_and_commit
 
 
@@ -50,9 +52,9 @@ def write_dense(model: Model, output: AtomicOutput, n_threads: int = 0) -> None:
     """Writes all of the dense file into an open output."""
     tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
     writer = Writer(output, model.keys, tensors, model.alignment)
-    for i, t in enumerate(model.tensors):
+    for i, t in enumerate(console.tracked(model.tensors, "restoring", lambda t: t.nbytes, "B")):
         writer.write(t.blocks(n_threads))
         what = f"size = {console.size(t.nbytes_stored)} -> {console.size(t.nbytes)}"
-        console.progress(i + 1, len(tensors), t.name, t.ne, type_name(t.type), what)
+        console.tensor_line(i + 1, len(tensors), t.name, t.ne, type_name(t.type), what)
     writer.finish()
     model.check_unchanged()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 
+from .. import console
 from ..codecs import registry
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
@@ -111,7 +112,7 @@ class Comparison:
         for name in [*tensors_a, *tensors_b]:
             if name not in tensors_a or name not in tensors_b:
                 return f"{name}: only in {a.path if name in tensors_a else b.path}"
-        for t in a.tensors:
+        for t in console.tracked(a.tensors, "comparing", lambda t: t.nbytes, "B"):
             difference = self.tensor_difference(t, tensors_b[t.name])
             if difference is not None:
                 return difference

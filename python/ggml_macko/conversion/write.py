@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from .. import console, errors
 from ..codecs.codec import Source
-from ..gguf.files import AtomicOutput, Model, Writer, type_name
+from ..gguf.files import Model, type_name
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import Writer
 from ..native.codec import EncodedMatrix
 from ..values import Array
 from .plan import Options, QuantizedDense, Spool, StoredSparse, TensorPlan, new_tensors, read_weights, sparse_keys
@@ -18,7 +20,7 @@ def write_model(
 ) -> None:
     """Writes all of the file into an open output; sealing it is left to the caller."""
     writer = Writer(output, [*model.keys, *sparse_keys(plans)], new_tensors(plans), model.alignment)
-    for i, p in enumerate(plans):
+    for i, p in enumerate(console.tracked(plans, "writing", lambda p: p.tensor.nbytes, "B")):
         t = p.tensor
         if isinstance(p.storage, (QuantizedDense, StoredSparse)):
             arrays = _new_arrays(model, p, p.storage, options, spool)
@@ -30,7 +32,7 @@ def write_model(
         else:
             writer.write(t.blocks())
             what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
-        console.progress(i + 1, len(plans), t.name, t.ne, type_name(t.type), what)
+        console.tensor_line(i + 1, len(plans), t.name, t.ne, type_name(t.type), what)
     writer.finish()
     model.check_unchanged()
 

@@ -109,11 +109,11 @@ def _ggml() -> _Ggml:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delays Ctrl-C and SIGTERM to the end of the block, or of the outermost such block."""
+    """Delays Ctrl-C, SIGTERM and SIGHUP to the end of the block, or of the outermost such block."""
     held: list[tuple[int, FrameType | None]] = []
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread gets signals
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, lambda *caught: held.append(caught))
     try:
         yield

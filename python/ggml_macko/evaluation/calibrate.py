@@ -12,7 +12,7 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..evaluation import text_model
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
 from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
-from ..gguf.files import AtomicOutput, Model, make_key
+from ..gguf.files import Model, make_key, part_paths
+from ..gguf.outputs import AtomicOutput
 
 N_BATCH = 512
 """Tokens per evaluation: the default of llama-imatrix."""
@@ -77,37 +77,40 @@ def calibrate(
     if n_chunks == 0 or checkpoint_every < 1:
         raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
-    with AtomicOutput(output, [model, text], force) as opened:
-        text_model.read_text(text)  # refuses a bad text before the model is loaded
-        with TextModel(
+    inputs: list[str | os.PathLike[str]] = [*part_paths(model), text]
+    with (
+        AtomicOutput(output, inputs, force) as opened,
+        TextModel.opened_with(
             model,
+            text,
             n_ctx,
+            n_chunks,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             consumer=sums,
             verbose=verbose,
-        ) as llama:
-            chunks = llama.read_chunks(text, n_chunks)
-            settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
-            checkpoint = Checkpoint(opened.path, model, settings)
-            done = checkpoint.load(sums, chunks)
-            if done:
-                console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
-            _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
-            found = imatrix.Imatrix(
-                path=opened.path,
-                entries=sums.entries(),
-                datasets=[os.fspath(text)],
-                chunk_count=len(chunks),
-                chunk_size=n_ctx,
-            )
-            imatrix.write(found, opened)
-            opened.seal()
-            _check_written(found, opened)
-            opened.commit()
-            checkpoint.remove()
+        ) as (llama, chunks),
+    ):
+        settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
+        checkpoint = Checkpoint(opened.path, model, settings, inputs)
+        done = checkpoint.load(sums, chunks)
+        if done:
+            console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
+        _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
+        found = imatrix.Imatrix(
+            path=opened.path,
+            entries=sums.entries(),
+            datasets=[os.fspath(text)],
+            chunk_count=len(chunks),
+            chunk_size=n_ctx,
+        )
+        imatrix.write(found, opened)
+        opened.seal()
+        _check_written(found, opened)
+        opened.commit()
+        checkpoint.remove()
     return Calibration(path=found.path, entries=found.entries, n_chunks=found.chunk_count, n_ctx=found.chunk_size)
 
 
@@ -153,8 +156,16 @@ class Checkpoint:
     settings: option -> value, as far as they change the sums.
     """
 
-    def __init__(self, output: Path, model_path: str | os.PathLike[str], settings: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        model_path: str | os.PathLike[str],
+        settings: Mapping[str, object],
+        inputs: Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
+        """inputs: files that the checkpoint must not replace."""
         self.path = output.with_name(output.name + ".checkpoint")
+        self._inputs = inputs
         self._run = {"model": _model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
 
     def save(self, sums: SquareSums, chunks: Chunks) -> None:
@@ -166,7 +177,7 @@ class Checkpoint:
         ]
         arrays: dict[str, npt.NDArray[Any]] = {name + imatrix.SUMS: s for name, s in sums.sums.items()}
         arrays.update({name + imatrix.COUNTS: c for name, c in sums.counts.items()})
-        with AtomicOutput(self.path, [], force=True) as output:
+        with AtomicOutput(self.path, self._inputs, force=True) as output:
             imatrix.write_arrays(arrays, keys, output)
             output.seal()
             output.commit()
@@ -239,7 +250,7 @@ def _measure(
                 checkpoint.save(sums, chunks[:done])
                 saved = done
             now = time.monotonic()
-            if i == start or now - logged >= _LOG_SECONDS or done == len(chunks):
+            if not console.shows_progress() and (i == start or now - logged >= _LOG_SECONDS or done == len(chunks)):
                 logged = now
                 console.log(console.eta(done, len(chunks), now - begin, done - start))
     except (KeyboardInterrupt, SystemExit):

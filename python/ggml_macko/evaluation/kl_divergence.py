@@ -19,6 +19,7 @@ import math
 import os
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from .. import errors
 from ..evaluation.likelihood import MIN_CTX, Array, Tokens, n_scored, scored, sum_exp
 from ..evaluation.text_model import Chunks, Logits, TextModel
+from ..regular_files import named, open_regular, read_at
 
 SIGNATURE = b"_logits_"
 
@@ -83,16 +85,17 @@ class BaseFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115
+        self._file = open_regular(self.path)
         try:
-            self._read_header()
+            with named(self.path):
+                self._read_header()
         except BaseException:
             self._file.close()
             raise
 
     def _read_header(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        data = self._file.read(_HEADER.size)
+        data = self._read(0, _HEADER.size)
         if not data.startswith(SIGNATURE):
             raise self._bad("does not look like a file of log-probabilities (--kl-divergence-base writes one)")
         if len(data) < _HEADER.size:
@@ -107,10 +110,20 @@ class BaseFile:
         if size != self._data_at + n_chunk * self._chunk_nbytes:
             expected = self._data_at + n_chunk * self._chunk_nbytes
             raise self._bad(f"has {size} bytes, but {n_chunk} chunks take {expected}: it is truncated or damaged")
-        tokens = np.frombuffer(self._file.read(4 * self.n_ctx * n_chunk), np.dtype("<i4"))
+        stored = self._read(_HEADER.size, 4 * self.n_ctx * n_chunk)
+        if len(stored) != 4 * self.n_ctx * n_chunk:
+            raise self._bad("became shorter while it was read")
+        tokens = np.frombuffer(stored, np.dtype("<i4"))
         if tokens.min() < 0 or tokens.max() >= self.n_vocab:
             raise self._bad(f"holds a token outside 0 ... {self.n_vocab - 1}")
         self.chunks: Chunks = tokens.reshape(n_chunk, self.n_ctx)
+
+    def _read(self, offset: int, nbytes: int) -> bytearray:
+        """Fewer bytes at the end of the file."""
+        data = bytearray(nbytes)
+        with named(self.path):
+            del data[read_at(self._file, offset, memoryview(data)) :]
+        return data
 
     def _bad(self, text: str) -> errors.MackoError:
         return errors.error(errors.BAD_ARGUMENT, f"{self.path}: {text}")
@@ -122,8 +135,7 @@ class BaseFile:
 
     def rows(self, chunk: int) -> Rows:
         """The rows of the scored positions of a chunk. Raises MackoError if they are damaged."""
-        self._file.seek(self._data_at + chunk * self._chunk_nbytes)
-        data = self._file.read(self._chunk_nbytes)
+        data = self._read(self._data_at + chunk * self._chunk_nbytes, self._chunk_nbytes)
         if len(data) != self._chunk_nbytes:
             raise self._bad("became shorter while it was read")
         rows: Rows = np.frombuffer(data, np.dtype("<u2")).reshape(n_scored(self.n_ctx), -1)
@@ -182,15 +194,17 @@ class Measured(NamedTuple):
     error: float
 
 
+@dataclass(frozen=True)
 class _Sum:
     """The sums of values and of their squares."""
 
-    def __init__(self) -> None:
-        self.total = self.total2 = 0.0
+    total: float = 0.0
+    total2: float = 0.0
 
-    def add(self, values: Array, squares: Array) -> None:
-        self.total += float(values.sum(dtype=np.float64))
-        self.total2 += float(squares.sum(dtype=np.float64))
+    def plus(self, values: Array, squares: Array) -> _Sum:
+        return _Sum(
+            self.total + float(values.sum(dtype=np.float64)), self.total2 + float(squares.sum(dtype=np.float64))
+        )
 
     def mean(self, n: int) -> Measured:
         """Of n values; no error is estimated from ten or fewer."""
@@ -226,30 +240,36 @@ _KLD_PERCENTS = (100, 99.9, 99, 95, 90, 50, 10, 5, 1, 0.1, 0)
 _P_CHANGE_PERCENTS = (100, 99.9, 99, 95, 90, 75, 50, 25, 10, 5, 1, 0.1, 0)
 
 
+@dataclass(frozen=True, eq=False)
 class Divergence:
     """Statistics of the comparisons of all scored tokens, chunk after chunk."""
 
-    def __init__(self) -> None:
-        self.n_tokens = 0
-        self._n_same_top = 0
-        self._nll, self._nll_base, self._nll_product = _Sum(), _Sum(), 0.0
-        self._kld, self._p_change, self._p_change2 = _Sum(), _Sum(), _Sum()
-        self._all_kld: list[npt.NDArray[np.float32]] = []
-        self._all_p_change: list[npt.NDArray[np.float32]] = []
+    n_tokens: int = 0
+    _n_same_top: int = field(default=0, repr=False)
+    _nll: _Sum = field(default=_Sum(), repr=False)
+    _nll_base: _Sum = field(default=_Sum(), repr=False)
+    _nll_product: float = field(default=0.0, repr=False)
+    _kld: _Sum = field(default=_Sum(), repr=False)
+    _p_change: _Sum = field(default=_Sum(), repr=False)
+    _p_change2: _Sum = field(default=_Sum(), repr=False)
+    _all_kld: tuple[npt.NDArray[np.float32], ...] = field(default=(), repr=False)  # of each chunk
+    _all_p_change: tuple[npt.NDArray[np.float32], ...] = field(default=(), repr=False)
 
-    def add(self, found: Comparison) -> None:
-        """Adds the comparisons of a chunk."""
+    def plus(self, found: Comparison) -> Divergence:
+        """With the comparisons of one more chunk."""
         squares = (found.p_change * found.p_change).astype(np.float64)
-        self._nll.add(found.nll, found.nll * found.nll)
-        self._nll_base.add(found.nll_base, found.nll_base * found.nll_base)
-        self._nll_product += float((found.nll * found.nll_base).sum(dtype=np.float64))
-        self._kld.add(found.kld, found.kld * found.kld)
-        self._p_change.add(found.p_change, squares)
-        self._p_change2.add(squares, squares**2)
-        self.n_tokens += len(found.nll)
-        self._n_same_top += int(np.count_nonzero(found.same_top))
-        self._all_kld.append(found.kld.astype(np.float32))
-        self._all_p_change.append(found.p_change)
+        return Divergence(
+            n_tokens=self.n_tokens + len(found.nll),
+            _n_same_top=self._n_same_top + int(np.count_nonzero(found.same_top)),
+            _nll=self._nll.plus(found.nll, found.nll * found.nll),
+            _nll_base=self._nll_base.plus(found.nll_base, found.nll_base * found.nll_base),
+            _nll_product=self._nll_product + float((found.nll * found.nll_base).sum(dtype=np.float64)),
+            _kld=self._kld.plus(found.kld, found.kld * found.kld),
+            _p_change=self._p_change.plus(found.p_change, squares),
+            _p_change2=self._p_change2.plus(squares, squares**2),
+            _all_kld=(*self._all_kld, found.kld.astype(np.float32)),
+            _all_p_change=(*self._all_p_change, found.p_change),
+        )
 
     @property
     def _log_ppl(self) -> Measured:
@@ -331,6 +351,23 @@ class Divergence:
         """Percentiles of the change of the probability of single tokens. percents: from 0 to 100."""
         return _percentiles(self._all_p_change, percents)
 
+    def as_json(self) -> dict[str, object]:
+        """Means with their standard errors, and the largest divergence of a token; NaN is None, as JSON has none."""
+        found = {
+            "ppl": self.ppl,
+            "ppl_base": self.ppl_base,
+            "log_ratio": self.log_ratio,
+            "kld": self.kld,
+            "p_change": self.p_change,
+            "p_change_rms": self.p_change_rms,
+            "same_top": self.same_top,
+        }
+        numbers: dict[str, object] = {"n_tokens": self.n_tokens}
+        for name, (value, error) in found.items():
+            numbers[name] = value if math.isfinite(value) else None
+            numbers[f"{name}_error"] = error if math.isfinite(error) else None
+        return {**numbers, "kld_max": self.kld_percentiles([100])[0]}
+
     def line(self) -> str:
         """llama-perplexity's line for a chunk, without its number."""
         return (
@@ -403,7 +440,7 @@ def divergence(
         return (base.rows(chunk),)
 
     for i, result in enumerate(scored(model, chunks, compare, rows_of)):
-        found.add(Comparison(*result))
+        found = found.plus(Comparison(*result))
         if on_chunk is not None:
             on_chunk(i + 1, found)
     return found

@@ -9,11 +9,12 @@ import os
 import time
 
 from .. import console, errors
-from ..evaluation import likelihood, text_model
+from ..evaluation import likelihood
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel
-from ..gguf.files import AtomicOutput
+from ..gguf.files import part_paths
+from ..gguf.outputs import AtomicOutput
 
 __all__ = ["Divergence", "Estimate", "kl_divergence", "perplexity"]
 
@@ -47,21 +48,22 @@ def perplexity(
     _check_chunks(n_chunks)
 
     def measure(base: AtomicOutput | None) -> Estimate:
-        text_model.read_text(text)  # refuses a bad text before the model is loaded
-        with TextModel(
+        with TextModel.opened_with(
             model,
+            text,
             n_ctx,
+            n_chunks,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             verbose=verbose,
-        ) as llama:
-            return _measure(llama, llama.read_chunks(text, n_chunks), base)
+        ) as (llama, chunks):
+            return _measure(llama, chunks, base)
 
     if kl_divergence_base is None:
         return measure(None)
-    with AtomicOutput(kl_divergence_base, [model, text], force, SIGNATURE[:4]) as base:
+    with AtomicOutput(kl_divergence_base, [*part_paths(model), text], force, SIGNATURE[:4]) as base:
         estimate = measure(base)
         base.seal()
         with BaseFile(base.partial):  # its header and size are as a reader expects them
@@ -122,12 +124,16 @@ def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Est
         if base is not None:
             (rows,) = more
             base.write(rows.data)
-        progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
+        if console.shows_progress():
+            console.note(f"PPL = {so_far.ppl:.4f}")
+        else:
+            progress.show(done, f"[{done}]{so_far.ppl:.4f},", end="")
 
     if base is not None:
         base.write(base.magic + header(model.n_ctx, model.n_vocab, chunks)[len(base.magic) :])
     estimate = likelihood.estimate(model, chunks, encode if base is not None else None, on_chunk)
-    console.log("")
+    if not console.shows_progress():
+        console.log("")
     return estimate
 
 

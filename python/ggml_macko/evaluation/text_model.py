@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import errors
+from .. import console, errors
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
+from ..regular_files import read_bytes
 
 N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
 
@@ -142,7 +143,9 @@ class TextModel:
 
         Raises MackoError if the text has fewer than two chunks, is empty or is not UTF-8, or OSError.
         """
-        text = read_text(text_path)
+        return self._chunks(read_text(text_path), text_path, n_chunks)
+
+    def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int) -> Chunks:
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -156,9 +159,9 @@ class TextModel:
         return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
 
     def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
-        """Cuts chunks into batches for evaluate(), from chunk `start` on."""
-        for i in range(start, len(chunks), self.n_seq):
-            yield Batch(i, chunks[i : i + self.n_seq])
+        """Cuts chunks into batches for evaluate(), from chunk `start` on. Shows how many are done."""
+        batches = [Batch(i, chunks[i : i + self.n_seq]) for i in range(start, len(chunks), self.n_seq)]
+        return console.tracked(batches, self.path.name, lambda b: len(b.chunks), "chunks", start)
 
     def evaluate(self, chunks: Chunks, first: int = 0) -> Logits:
         """Logits (len(chunks), n_ctx - first, n_vocab) of positions first ... n_ctx - 1.
@@ -208,6 +211,23 @@ class TextModel:
                 errors.LOAD_FAILED, f"{self.path}: llama.cpp could not evaluate a batch (status {status})"
             )
 
+    @classmethod
+    @contextlib.contextmanager
+    def opened_with(
+        cls,
+        path: str | os.PathLike[str],
+        text_path: str | os.PathLike[str],
+        n_ctx: int,
+        n_chunks: int,
+        **options: Any,
+    ) -> Iterator[tuple[TextModel, Chunks]]:
+        """The model, and the first n_chunks chunks of a text for it, as read_chunks() makes them. A bad text is refused
+        before the model is loaded. options: of TextModel.
+        """
+        text = read_text(text_path)
+        with cls(path, n_ctx, **options) as model:
+            yield model, model._chunks(text, text_path, n_chunks)
+
     def close(self) -> None:
         self._stack.close()
 
@@ -220,7 +240,7 @@ class TextModel:
 
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
-    text = Path(path).read_bytes()
+    text = read_bytes(path)
     if not text:
         raise errors.error(errors.BAD_ARGUMENT, f"{path}: is empty")
     if len(text) > MAX_TEXT:

@@ -1,4 +1,4 @@
-"""Reading and writing GGUF model files for the tools: dense or sparse, whole or split, one tensor in memory at a time.
+"""Reading GGUF model files for the tools: dense or sparse, whole or split, one tensor in memory at a time.
 
 Every file first passes the C library's header checks; after that this module walks the (now known to be well-formed)
 header for the metadata. Keys are copied as raw records, so nothing about them can change: empty arrays, NaNs and types
@@ -10,13 +10,10 @@ error, not SIGBUS.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
-import stat
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from ..codecs import registry
 from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
 from ..native.codec import EncodedMatrix
+from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype
 
 MAX_NAME = 63  # bytes of a tensor name; FORMAT.md section 4
@@ -105,9 +103,9 @@ def _walk_keys(header: bytes) -> list[Key]:
 
 def make_key(name: str, kind: str, value: Any) -> Key:
     """kind: "u32", "f32", "str", "[u32", "[u64" or "[str"."""
-    prefix = _pack_string(name)
+    prefix = pack_string(name)
     if kind == "str":
-        kind_id, body = _STRING, _pack_string(value)
+        kind_id, body = _STRING, pack_string(value)
     elif kind == "u32":
         kind_id, body = _U32, struct.pack("<I", value)
     elif kind == "f32":
@@ -117,13 +115,13 @@ def make_key(name: str, kind: str, value: Any) -> Key:
         element = {"[u32": _U32, "[u64": _U64, "[str": _STRING}[kind]
         body = struct.pack("<IQ", element, len(value))
         if element == _STRING:
-            body += b"".join(_pack_string(v) for v in value)
+            body += b"".join(pack_string(v) for v in value)
         else:
             body += struct.pack(f"<{len(value)}{'I' if element == _U32 else 'Q'}", *value)
     return Key(name, kind_id, prefix + struct.pack("<I", kind_id) + body, len(prefix) + 4)
 
 
-def _pack_string(text: object) -> bytes:
+def pack_string(text: object) -> bytes:
     data = str(text).encode("utf-8")
     return struct.pack("<Q", len(data)) + data
 
@@ -154,12 +152,10 @@ class _Shard:
     def __init__(self, path: Path):
         self.path = path
         with contextlib.ExitStack() as on_error:
-            before = _identity(path)
+            self.file = on_error.enter_context(open_regular(path))
+            self.opened = os.fstat(self.file.fileno())
             checked = on_error.enter_context(bindings.File(path))
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            on_error.callback(os.close, self.fd)
-            self.opened = os.fstat(self.fd)
-            if before != _identity(self.fd):  # then the checks were made on another file
+            if _identity(path) != _identity(self.opened):  # then the checks were made on another file
                 raise errors.error(errors.FILE_CHANGED, f"{path}: changed while it was opened")
             self.checked = checked
             self.is_sparse = checked.is_sparse
@@ -175,24 +171,20 @@ class _Shard:
 
     def close(self) -> None:
         self.checked.close()
-        os.close(self.fd)
+        self.file.close()
 
     def read(self, offset: int, nbytes: int) -> Array:
         out = np.empty(nbytes, dtype=np.uint8)
-        view = out.data
-        done = 0
-        while done < nbytes:
-            try:
-                n = os.preadv(self.fd, [view[done : done + (1 << 30)]], offset + done)
-            except OSError as e:
-                raise errors.error(errors.IO, f"{self.path}: {e.strerror}") from e
-            if n == 0:
-                raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
-            done += n
+        try:
+            n = read_at(self.file, offset, out.data)
+        except OSError as e:
+            raise errors.error(errors.IO, f"{self.path}: {e.strerror}") from e
+        if n != nbytes:
+            raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
         return out
 
     def check_unchanged(self) -> None:
-        if _identity(self.fd) != _identity(self.opened):
+        if _identity(self.file.fileno()) != _identity(self.opened):
             raise errors.error(errors.FILE_CHANGED, f"{self.path}: changed while it was read")
 
 
@@ -370,6 +362,24 @@ class Model:
         self.close()
 
 
+def _part_name(path: Path) -> re.Match[str] | None:
+    """Of a file that llama-gguf-split has made: its groups are the model's name, the part's number and their count."""
+    return re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+
+
+def _part_path(path: Path, name: re.Match[str], no: int) -> Path:
+    """no: from 0 on."""
+    return path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf")
+
+
+def part_paths(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a model that exist, as far as their names tell; no file is opened."""
+    path = Path(path)
+    name = _part_name(path)
+    paths = [path] if name is None else [_part_path(path, name, no) for no in range(int(name[3]))]
+    return [p for p in paths if p.exists()]
+
+
 def _open_shards(path: Path) -> Iterator[_Shard]:
     first = _Shard(path)
     yield first
@@ -377,14 +387,14 @@ def _open_shards(path: Path) -> Iterator[_Shard]:
     count = numbers.get("split.count", 1)
     if count in (0, 1):  # 0: llama-gguf-split merged it
         return
-    name = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    name = _part_name(path)
     if not name or int(name[3]) != count or not isinstance(count, int) or not 1 < count <= 99999:
         raise errors.error(errors.SPLIT_FILE, f"{path}: part of a split model, but not named NAME-00001-of-0000N.gguf")
     if numbers.get("split.no") != 0 or int(name[2]) != 1:
         raise errors.error(errors.SPLIT_FILE, f"{path}: is not the first part; give {name[1]}-00001-of-{name[3]}.gguf")
     n_tensors = len(first.tensors)
     for no in range(1, count):
-        shard = _Shard(path.with_name(f"{name[1]}-{no + 1:05d}-of-{name[3]}.gguf"))
+        shard = _Shard(_part_path(path, name, no))
         yield shard
         n_tensors += len(shard.tensors)
         found = {k.name: k.value() for k in shard.keys if k.name.startswith("split.")}
@@ -404,179 +414,3 @@ def _dense_view(shard: _Shard) -> Iterator[Tensor]:
         sparse = shard.sparse[t.sparse_index]
         if shard.tensors[sparse.tensor_index[0]] is t:  # once, at the place of the first component
             yield Tensor(sparse.name, sparse.type, sparse.ne, sparse.nbytes_dense, shard, -1, sparse)
-
-
-# ---- writing ----
-
-
-@dataclass(frozen=True)
-class NewTensor:
-    """An entry of the tensor table of a file that is being written."""
-
-    name: str
-    type: int
-    ne: tuple[int, ...]  # ggml order
-    nbytes: int
-
-
-def build_header(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> bytes:
-    """Everything before the data, padded to where the data starts."""
-    keys = list(keys)
-    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
-    for key in keys:
-        header += key.record
-    offset = 0
-    for t in tensors:
-        header += _pack_string(t.name) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.type, offset)
-        offset += align(t.nbytes, alignment)
-    return bytes(header.ljust(align(len(header), alignment), b"\0"))
-
-
-def file_nbytes(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> int:
-    """The exact size of the file that Writer will write."""
-    return len(build_header(keys, tensors, alignment)) + sum(align(t.nbytes, alignment) for t in tensors)
-
-
-class Writer:
-    """Writes a GGUF front to back into an open output: header first, then the data of each tensor in table order."""
-
-    def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int):
-        self._output = output
-        self._alignment = alignment
-        self._left = [t.nbytes for t in tensors]
-        output.write(output.magic + build_header(keys, tensors, alignment)[4:])
-
-    def write(self, blocks: Iterable[Array]) -> None:
-        """The data of the next tensor."""
-        nbytes = self._left.pop(0)
-        written = 0
-        for block in blocks:
-            data = np.ascontiguousarray(block).data.cast("B")
-            self._output.write(data)
-            written += len(data)
-        if written != nbytes:
-            raise RuntimeError(f"wrote {written} bytes of a tensor of {nbytes}")
-        self._output.write(bytes(align(nbytes, self._alignment) - nbytes))
-
-    def finish(self) -> None:
-        if self._left:
-            raise RuntimeError(f"{len(self._left)} tensors were not written")
-
-
-def align(n: int, alignment: int) -> int:
-    return (n + alignment - 1) // alignment * alignment
-
-
-class AtomicOutput:
-    """A file that appears under its final name complete, checked and durable, or not at all.
-
-        with AtomicOutput("out.gguf", inputs, force) as out:
-            ... out.write(data) ...
-            out.seal()           # complete, on disk, still under the partial name
-            ... verify out.partial ...
-            out.commit()
-
-    The data goes to `.NAME.partial` in the same folder, locked with flock. Its first four bytes are this process's id
-    until seal() writes the signature (the GGUF magic, or that of another format), so that no reader takes an incomplete
-    file for a model. Leaving the block without commit() removes the partial file; after kill -9 or a power cut it
-    stays, and the next run that writes the same output takes it over.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        inputs: Iterable[str | os.PathLike[str]],
-        force: bool = False,
-        signature: bytes = b"GGUF",
-    ):
-        self.path = Path(os.path.realpath(path))
-        self.partial = self.path.with_name(f".{self.path.name}.partial")
-        self.magic = struct.pack("<I", os.getpid())
-        self._force = force
-        self._signature = signature
-        for source in inputs:
-            if self.path.exists() and self.path.samefile(source):
-                raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
-        self._check_free()
-        self._fd = -1
-
-    def _check_free(self) -> None:
-        try:
-            mode = os.stat(self.path).st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISREG(mode):
-            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: is not a regular file")
-        if not self._force:
-            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: exists; use --force to replace it")
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Adds the path of the output to an OSError that names none, as that of a full disk."""
-        try:
-            yield
-        except OSError as e:
-            if e.filename is not None:
-                raise
-            raise OSError(e.errno, e.strerror, str(self.path)) from e
-
-    def __enter__(self) -> AtomicOutput:
-        while True:
-            fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # between open and flock its owner may have renamed it to a final name: never touch that file
-                same = os.path.exists(self.partial) and os.path.samestat(os.fstat(fd), os.stat(self.partial))
-            except OSError as e:
-                owner = os.pread(fd, 4, 0)
-                os.close(fd)
-                if e.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                unknown = len(owner) < 4 or owner == self._signature
-                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
-                raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
-            if same:
-                break
-            os.close(fd)
-        self._fd = fd
-        try:
-            with self._named():
-                os.ftruncate(fd, 0)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._fd >= 0:  # not committed
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.partial)
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data)
-        with self._named():
-            while len(view):
-                view = view[os.write(self._fd, view[: 1 << 30]) :]
-
-    def seal(self) -> None:
-        """All data is written: make it durable, then turn it into a file of its format."""
-        with self._named():
-            os.fsync(self._fd)
-            if os.pwrite(self._fd, self._signature, 0) != 4:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            os.fsync(self._fd)
-
-    def commit(self) -> None:
-        self._check_free()  # the output may have appeared meanwhile
-        with self._named():
-            os.rename(self.partial, self.path)
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with self._named():
-                os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from .. import errors
-from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key
+from ..gguf.files import Key, Model, Tensor, make_key
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
+from ..regular_files import named, open_regular, read_at
 from ..values import TYPE_F32, Array
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -104,8 +107,9 @@ def _shape(a: Array) -> str:
 def read(path: str | os.PathLike[str]) -> Imatrix:
     """Raises MackoError naming file, tensor, place and value, or OSError."""
     path = Path(path)
-    with open(path, "rb") as f:
-        if f.read(4) not in (b"GGUF", b""):
+    with named(path), open_regular(path) as f:
+        magic = bytearray(4)
+        if read_at(f, 0, memoryview(magic)) and magic != b"GGUF":
             raise errors.error(
                 errors.BAD_ARGUMENT,
                 f"{path}: is not a GGUF file; an imatrix in the old format becomes one with llama-imatrix --in-file",

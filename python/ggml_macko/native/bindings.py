@@ -26,11 +26,11 @@ from .library import (
     status_name,
     version,
 )
-from .load import Load
+from .load import LlamaFunctions, load_model
 
 __all__ = [
     "LIBRARY_PATH", "PRELOAD_PATH", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count", "CpuMatrix",
-    "EncodedMatrix", "File", "FileSparse", "FileTensor", "Load", "built_for_ggml", "built_for_llama_cpp_python",
-    "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "encode", "gpu_cost", "gpus", "quantize_q4_nl",
-    "status_name", "validate", "version", "weight_use",
+    "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "built_for_ggml",
+    "built_for_llama_cpp_python", "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "encode", "gpu_cost",
+    "gpus", "load_model", "quantize_q4_nl", "status_name", "validate", "version", "weight_use",
 ]  # fmt: skip

@@ -2,12 +2,11 @@
 
 The modules of this package are thin functions over ggml-macko.h, one module per area of it, and the only ones that
 touch cffi. They check what C cannot check (dtype, contiguity, array lengths), allocate results, and turn status codes
-into exceptions. They take and return NumPy arrays and dataclasses; no cdata leaves the package but `Load.stream`.
+into exceptions. They take and return NumPy arrays and dataclasses; no cdata leaves the package.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import threading
 from pathlib import Path
@@ -19,7 +18,8 @@ PACKAGE = Path(__file__).parent.parent
 LIBRARY_PATH = PACKAGE / "libggml-macko.so"
 PRELOAD_PATH = PACKAGE / "libggml-macko-preload.so"
 
-_load_lock = threading.Lock()
+_load_lock = threading.RLock()
+_library: Any = None
 
 
 def ffi() -> Any:
@@ -37,7 +37,6 @@ def _not_built(name: str) -> errors.MackoError:
     return errors.error(errors.IO, f"{folder} has no {name}: it was not built; pip install ggml-macko from its sources")
 
 
-@functools.cache
 def _open_library() -> Any:
     # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp
     # loads it
@@ -48,13 +47,17 @@ def _open_library() -> Any:
 
 def lib() -> Any:
     """The functions of the library."""
+    global _library
+    if _library is not None:
+        return _library
     with _load_lock:
         if not LIBRARY_PATH.exists():
             raise _not_built(LIBRARY_PATH.name)
         try:
-            return _open_library()
+            _library = _open_library()
         except OSError as e:
             raise errors.error(errors.VERSION_MISMATCH, f"cannot load {LIBRARY_PATH}: {e}") from e
+    return _library
 
 
 def text(c_string: Any) -> str:

@@ -1,27 +1,45 @@
-"""Loads into llama.cpp: begin, llama_model_load_from_file_ptr(stream), end, all on one thread."""
+"""Loads into llama.cpp: one call of C, so that no exception of Python can leave a load half begun."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from .library import check, ffi, lib
 
 
-class Load:
-    """A load in progress on this thread. `stream` is the address of the FILE that serves the dense GGUF."""
+@dataclass(frozen=True)
+class LlamaFunctions:
+    """Addresses of functions of the process's libllama."""
 
-    def __init__(self, path: str | os.PathLike[str] | bytes, compress: bool = False, no_alloc: bool = False):
-        out = ffi().new("struct ggml_macko_load **")
-        stream = ffi().new("FILE **")
-        flags = (lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
-            lib().GGML_MACKO_LOAD_NO_ALLOC if no_alloc else 0
-        )
-        check(lib().ggml_macko_load_begin(os.fsencode(path), flags, out, stream))
-        self._c: Any = out[0]
-        self.stream = int(ffi().cast("uintptr_t", stream[0]))
+    load_from_file: int
+    load_from_file_ptr: int
+    model_free: int
 
-    def end(self, model_loaded: bool, with_weights: bool) -> None:
-        """Closes the stream and raises the first error of the load, if there was one; the caller frees the model."""
-        load, self._c = self._c, None
-        check(lib().ggml_macko_load_end(load, model_loaded, with_weights))
+
+def load_model(
+    path: str | os.PathLike[str] | bytes, params_address: int, functions: LlamaFunctions, compress: bool = False
+) -> int:
+    """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense one. The caller owns
+    it.
+
+    params_address: of a llama_model_params. compress: encodes the weights of a dense model that are full of zeros.
+    Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
+    LoadError if llama.cpp refused a sparse one.
+    """
+    c_functions = ffi().new("struct ggml_macko_llama *")
+    for name in ("load_from_file", "load_from_file_ptr", "model_free"):
+        setattr(c_functions, name, ffi().cast("void (*)(void)", getattr(functions, name)))
+    model_free = ffi().cast("void (*)(struct llama_model *)", functions.model_free)
+
+    def free_if_kept(owner: Any) -> None:
+        if owner[0]:
+            model_free(owner[0])
+
+    params = ffi().cast("const struct llama_model_params *", params_address)
+    owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # if an exception comes before the return
+    check(lib().ggml_macko_load_model(os.fsencode(path), params, compress, c_functions, owner))
+    address = int(ffi().cast("uintptr_t", owner[0]))
+    owner[0] = ffi().NULL
+    return address

@@ -7,31 +7,31 @@ the way it always went.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import ctypes
+import functools
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .. import errors
-from ..native import bindings
+from ..native import bindings, chat_template
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _registered = False
 _compress = contextvars.ContextVar("compress", default=False)
 
 
-@contextlib.contextmanager
-def compressing(compress: bool) -> Iterator[None]:
-    """Dense models that are loaded inside, on this thread, are compressed on the way."""
-    token = _compress.set(compress)
-    try:
-        yield
-    finally:
-        _compress.reset(token)
+def run_compressing(compress: bool, function: Callable[[], None]) -> None:
+    """Calls function. Dense models that it loads are compressed on the way; whatever comes, none after it."""
+
+    def run() -> None:
+        _compress.set(compress)
+        function()
+
+    contextvars.copy_context().run(run)
 
 
 def register() -> None:
@@ -41,12 +41,15 @@ def register() -> None:
     Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
     """
     global _registered
+    if _registered:
+        return
     with _lock:
         if _registered:
             return
         _check_versions()
         _load_plugin()
         _replace_load_function()
+        chat_template.install()
         _registered = True
 
 
@@ -70,10 +73,14 @@ def _load_plugin() -> None:
     ggml = ctypes.CDLL("libggml.so.0")
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_load.restype = ctypes.c_void_p
+    ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
+    ggml.ggml_backend_reg_by_name.restype = ctypes.c_void_p
+    if ggml.ggml_backend_reg_by_name(b"MACKO"):
+        return  # an exception came after it had been loaded: ggml would list its devices twice
     logger = logging.getLogger("llama-cpp-python")
     level = logger.level
     if level == logging.NOTSET:  # no Llama yet, so nobody said how verbose to be
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(logging.ERROR)  # llama_cpp takes ggml's level of information for a warning
     try:
         if not ggml.ggml_backend_load(str(bindings.LIBRARY_PATH).encode()):
             raise errors.error(errors.LOAD_FAILED, f"llama.cpp refused the plugin {bindings.LIBRARY_PATH}")
@@ -85,34 +92,25 @@ def _replace_load_function() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
 
-    load_from_file = api.llama_model_load_from_file
+    load_from_file = _address(_llama_load_function(api))
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
         compress = _compress.get() or os.environ.get("GGML_MACKO_COMPRESS") == "1"
-        try:
-            load = bindings.Load(path_model, compress=compress, no_alloc=params.no_alloc)
-        except errors.FileFormatError as e:
-            if e.code != errors.NOT_SPARSE:
-                raise
-            return load_from_file(path_model, params)  # dense, split or not a model at all: llama.cpp's to judge
-        return _load_sparse(api, load, params)
+        functions = bindings.LlamaFunctions(
+            load_from_file, _address(api.llama_model_load_from_file_ptr), _address(api.llama_model_free)
+        )
+        return bindings.load_model(path_model, ctypes.addressof(params), functions, compress) or None
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file
 
 
-def _load_sparse(api: Any, load: bindings.Load, params: Any) -> Any:
-    model = None
-    try:
-        params = type(params).from_buffer_copy(params)  # the caller's stay as they are
-        params.load_mode = api.LLAMA_LOAD_MODE_NONE  # a stream has no descriptor to map
-        params.check_tensors = False  # it would look at placeholders; the plugin checks the real data, always
-        model = api.llama_model_load_from_file_ptr(load.stream, params)
-    finally:
-        try:
-            load.end(bool(model), not (params.vocab_only or params.no_alloc))
-        except errors.MackoError:
-            if model:
-                api.llama_model_free(model)
-            raise
-    return model
+@functools.cache
+def _llama_load_function(api: Any) -> Any:
+    """llama.cpp's own function, also if an exception has cut an earlier register() short."""
+    return api.llama_model_load_from_file
+
+
+def _address(function: Any) -> int:
+    """Of a C function that ctypes knows."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import errors
+from .. import console, errors
 from ..gguf.files import Tensor
 from ..pruning import masks
 
@@ -65,6 +65,10 @@ def uniform_total(tensors: Iterable[Tensor], sparsity: Fraction, per: str) -> in
 # ---- one ranking of the whole model ----
 
 
+def _n_elements(t: Tensor) -> int:
+    return t.n_elements
+
+
 def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Quotas:
     """Zeros of each matrix if the `total` lowest scores of all tensors go; of equal scores, those of the first tensor
     and the lowest index.
@@ -77,7 +81,7 @@ def lowest_of_model(tensors: Sequence[Tensor], total: int, scores: Scores) -> Qu
     threshold = high.digits << 16 | low.digits
     room = total - high.n_below - low.n_below
     quotas = {}
-    for t in tensors:
+    for t in console.tracked(tensors, "counting", _n_elements, "weights"):
         quotas[t.name] = quota = np.zeros(n_matrices(t), dtype=np.int64)
         for i, block in scores(t):
             keys = masks.score_keys(block)
@@ -101,7 +105,7 @@ def _find_bin(
     digits_of: Callable[[npt.NDArray[np.uint32]], npt.NDArray[Any]],
 ) -> _Bin:
     histogram = np.zeros(1 << 16, dtype=np.int64)
-    for t in tensors:
+    for t in console.tracked(tensors, "comparing scores", _n_elements, "weights"):
         for _, block in scores(t):
             histogram += np.bincount(digits_of(masks.score_keys(block).reshape(-1)), minlength=1 << 16)
     ends = np.cumsum(histogram)
@@ -128,7 +132,8 @@ def owl(
     by_block: dict[int, list[Tensor]] = {}
     for t in tensors:
         by_block.setdefault(block_of(t.name), []).append(t)
-    ratio = {b: outlier_ratio(ts, scores, m) for b, ts in by_block.items()}
+    blocks = console.tracked(list(by_block.items()), "counting outliers", unit="blocks")
+    ratio = {b: outlier_ratio(ts, scores, m) for b, ts in blocks}
     size = {b: sum(t.n_elements for t in ts) for b, ts in by_block.items()}
     n = sum(size.values())
     total = uniform_total(tensors, sparsity, per)

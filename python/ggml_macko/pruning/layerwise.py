@@ -7,6 +7,7 @@ which the blocks before it are pruned already; else all statistics are those of 
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,13 @@ from ..evaluation.activations import Consumer
 from ..evaluation.calibrate import SquareSums
 from ..evaluation.text_model import TextModel
 from ..gguf import imatrix
-from ..gguf.files import AtomicOutput, Model, NewTensor, Tensor, Writer
+from ..gguf.files import Model, Tensor
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
 from ..pruning import allocation, array_backend, hessians, methods
 from ..pruning.allocation import Quotas
 from ..pruning.options import PruneOptions
+from ..regular_files import named, write_at
 
 # ---- statistics ----
 
@@ -40,8 +44,10 @@ def gather(
 
     Returns the number of chunks. Raises MackoError or OSError.
     """
-    with TextModel(model, n_ctx=n_ctx, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as llama:
-        chunks = llama.read_chunks(text, n_chunks)
+    with TextModel.opened_with(model, text, n_ctx, n_chunks, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as (
+        llama,
+        chunks,
+    ):
         for _, batch in llama.batches(chunks):
             llama.evaluate(batch)
     return len(chunks)
@@ -119,9 +125,10 @@ def prune_in_passes(
         offset = {t.name: t.offset for t in copy.tensors}
     n_chunks = 0
     todo = passes(tensors, options)
-    with open(path, "r+b") as f:
+    n_weights = sum(t.n_elements for t in tensors)
+    with io.FileIO(path, "r+") as f, console.progress("pruning", n_weights, "weights") as advance:
         for i, group in enumerate(todo):
-            console.log(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
+            console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
             source = path if options.sequential else model.path
             if options.method == "wanda":
                 statistics = statistics_of_text(source, group, options)
@@ -135,9 +142,9 @@ def prune_in_passes(
             for t in group:
                 bits = methods.read_finite(t)
                 pruner(bits, t)
-                f.seek(offset[t.name])
-                f.write(bits.data)
-            f.flush()
+                with named(path):
+                    write_at(f, offset[t.name], bits.data.cast("B"))
+                advance(t.n_elements)
     return n_chunks
 
 

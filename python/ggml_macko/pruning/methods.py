@@ -120,6 +120,11 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas) -> Pr
     xp = hessians.xp
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
+        with console.progress(t.name, len(quotas[t.name]) * t.cols, "columns") as advance:
+            lost, total = prune_matrices(bits, t, advance)
+        console.detail(f"{t.name:36s} - relative output error {lost / total if total else 0.0:.5f}")
+
+    def prune_matrices(bits: Bits, t: Tensor, advance: Callable[[float], object]) -> tuple[float, float]:
         rows = t.ne[1]
         lost = total = 0.0
         for i, n_zeros in enumerate(quotas[t.name]):
@@ -128,7 +133,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas) -> Pr
             before = xp.asarray(masks.to_float32(part, t.type))
             w = before.copy()
             factor = hessians.inverse_factor(t.name, i, t.cols, options.damping)
-            sparsegpt.prune_matrix(w, factor, int(n_zeros), options.pattern)
+            sparsegpt.prune_matrix(w, factor, int(n_zeros), options.pattern, advance)
             part[:] = masks.from_float32(array_backend.to_host(w), t.type)
             if bindings.count_dense(part, t.type).n_nonfinite:
                 raise errors.error(
@@ -136,7 +141,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas) -> Pr
                 )
             lost += sparsegpt.energy(before - xp.asarray(masks.to_float32(part, t.type)), hessian)
             total += sparsegpt.energy(before, hessian)
-        console.log(f"{t.name:36s} - relative output error {lost / total if total else 0.0:.5f}")
+        return lost, total
 
     return prune_tensor
 

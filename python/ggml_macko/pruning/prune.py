@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,9 @@ from .. import console, errors
 from ..evaluation.text_model import N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
-from ..gguf.files import AtomicOutput, Key, Model, NewTensor, Tensor, Writer, make_key, type_name
+from ..gguf.files import Key, Model, Tensor, make_key, type_name
+from ..gguf.outputs import AtomicOutput, scratch_folder
+from ..gguf.writer import NewTensor, Writer
 from ..pruning import allocation, methods
 from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
@@ -32,6 +33,7 @@ from ..pruning.layerwise import prune_in_passes, statistics_of_text
 from ..pruning.masks import Bits
 from ..pruning.methods import Pruner, Scorer
 from ..pruning.options import METHODS, Pattern, PruneOptions, Sparsity, TableEntry
+from ..regular_files import check_regular
 from ..values import NEGATIVE_ZERO, bits_dtype
 
 
@@ -160,13 +162,16 @@ def prune_with(
     force: bool = False,
 ) -> PruneReport:
     """prune() with options that are parsed and checked already."""
+    statistics_files = [Path(p) for p in (options.imatrix, options.text) if p is not None]
+    for path in statistics_files:
+        check_regular(path)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(Model(source))
         pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
         tensors = tensors_to_prune(model, include, exclude)
         opened = None
         if output is not None:
-            inputs = [*model.paths, *(Path(p) for p in (options.imatrix, options.text) if p is not None)]
+            inputs = [*model.paths, *statistics_files]
             opened = stack.enter_context(AtomicOutput(output, inputs, force))
         pruned = _prune_model(model, tensors, options, opened, pool, stack)
         if opened is not None:
@@ -301,8 +306,7 @@ def _prune_model(
     elif output is None:
         pruner = methods.count_only(quotas)
     else:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".macko-prune-", dir=output.path.parent))
-        path = Path(folder) / "model.gguf"
+        path = stack.enter_context(scratch_folder(output.path.parent, ".macko-prune-")) / "model.gguf"
         n_chunks = prune_in_passes(model, tensors, quotas, options, path, pool)
         copy = stack.enter_context(Model(path))
         pruner = methods.take_from({t.name: t for t in copy.tensors})
@@ -323,7 +327,7 @@ def write_model(
         keys = [k for k in model.keys if not k.name.startswith("macko.prune.")] + keys
         tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
         writer = Writer(output, keys, tensors, model.alignment)
-    for i, t in enumerate(model.tensors):
+    for i, t in enumerate(console.tracked(model.tensors, "pruning", lambda t: t.nbytes, "B")):
         blocks: Iterable[Bits]
         if t.name in names:
             bits, pruned = _prune_tensor(t, pruner)
@@ -335,7 +339,7 @@ def write_model(
             blocks = t.blocks()
         if writer is not None:
             writer.write(blocks)
-        console.progress(i + 1, len(model.tensors), t.name, t.ne, type_name(t.type), what)
+        console.tensor_line(i + 1, len(model.tensors), t.name, t.ne, type_name(t.type), what)
     if writer is not None:
         writer.finish()
         model.check_unchanged()
@@ -390,7 +394,7 @@ def check_pruned(model: Model, output: AtomicOutput, pruned: Iterable[PrunedTens
     """
     expected = {p.name: p for p in pruned}
     with Model(output.partial) as written:
-        for source, result in zip(model.tensors, written.tensors):
+        for source, result in zip(console.tracked(model.tensors, "checking", lambda t: t.nbytes, "B"), written.tensors):
             n_zeros, checksum = 0, 0
             same = (source.name, source.type, source.ne) == (result.name, result.type, result.ne)
             for a, b in zip(source.blocks(), result.blocks()):

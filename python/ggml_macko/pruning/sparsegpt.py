@@ -15,6 +15,8 @@ so that the rows of U hold all that the columns still to be treated need of H.
 
 from __future__ import annotations
 
+from typing import Callable
+
 import numpy as np
 
 from ..pruning import array_backend, masks
@@ -45,12 +47,19 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
         return xp.triu(xp.linalg.inv(lower[::-1, ::-1])).astype(np.float32)
 
 
-def prune_matrix(w: Array, factor: Array, n_zeros: int, pattern: tuple[int, int] | None = None) -> None:
+def prune_matrix(
+    w: Array,
+    factor: Array,
+    n_zeros: int,
+    pattern: tuple[int, int] | None = None,
+    advance: Callable[[int], object] = lambda cols: None,
+) -> None:
     """Prunes w, float32 (rows, cols), in place: n_zeros of its weights become 0.
 
     factor: inverse_factor of the Hessian of its inputs. Each block of BLOCK_COLS columns gets its share of n_zeros,
     chosen from all rows together. Weights that are zero already stay zero and count; where a block has more of them
     than its share, it loses no others. pattern (n, m): in place of n_zeros, n of every m columns of a row stay.
+    advance: called with the number of columns that are done since the last call.
     """
     xp = array_backend.module_of(w)
     rows, cols = w.shape
@@ -75,6 +84,7 @@ def prune_matrix(w: Array, factor: Array, n_zeros: int, pattern: tuple[int, int]
         w[:, begin:end] = block.T
         if end < cols:
             w[:, end:] -= scaled_errors.T @ factor[begin:end, end:]
+        advance(end - begin)
 
 
 def choose(block: Array, u: Array, zero: Array, n: int) -> Array:

@@ -102,14 +102,13 @@ public:
 
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
-        const auto as_int = [](int64_t v) { return v < 0 || v > INT32_MAX ? -1 : static_cast<int32_t>(v); };
-        macko_desc desc   = { shape.rows, shape.cols, shape.type, as_int(options[DELTA_BITS]), 0 };
+        macko_desc desc = { shape.rows, shape.cols, shape.type, int32_option(options[DELTA_BITS]), 0 };
         if (const int status = check_ec_csr_desc(desc)) {
             return status;
         }
         const bool            pays    = options[MIN_COLUMNS] == 0;
-        const extract_options extract = { as_int(options[MAX_GRANULARITY]),
-                                          pays ? paying_columns(desc.delta_bits) : as_int(options[MIN_COLUMNS]),
+        const extract_options extract = { int32_option(options[MAX_GRANULARITY]),
+                                          pays ? paying_columns(desc.delta_bits) : int32_option(options[MIN_COLUMNS]),
                                           options[CLIP] != 0, static_cast<uint64_t>(options[SEED]) };
         ggml_macko_count      count   = {};
         if (const int status = count_finite(dense, desc, n_threads, &count)) {

@@ -1,9 +1,11 @@
 // EC-CSR arrays: check, decode, assemble. The layout is FORMAT.md section 6; names are those of the component tensors.
 #include "codec/ec-csr/ec-csr.h"
+#include "codec/team.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <omp.h>
+#include <mutex>
 #include <string>
 
 namespace macko {
@@ -386,41 +388,32 @@ int decode_rows(const ec_csr_view & view, int64_t row_begin, int64_t row_end, vo
 }
 
 int each_row(const ec_csr_view & view, int n_threads, const std::function<void(int64_t, const void *)> & f) {
-    const macko_desc & desc = view.arrays().desc;
-    int64_t            nnz = 0, bad_row = desc.rows; // the first bad row is reported, whatever the number of threads
-    int                status = GGML_MACKO_STATUS_OK;
-    std::string        text;
-#pragma omp parallel num_threads(n_threads) reduction(+ : nnz)
-    {
-        std::vector<uint8_t> row;
-        const int            ready = c_boundary([&] {
-            row.resize(static_cast<size_t>(desc.cols * value_nbytes(desc.type)));
-            return 0;
-        });
-#pragma omp for schedule(dynamic, 16)
-        for (int64_t r = 0; r < desc.rows; r++) {
-            int64_t n      = 0;
-            int     result = ready ? ready : decode_rows(view, r, r + 1, row.data(), &n);
-            if (!result) {
-                result = c_boundary([&] {
-                    f(r, row.data());
-                    return 0;
-                });
-            }
+    const macko_desc &   desc    = view.arrays().desc;
+    const size_t         nbytes  = static_cast<size_t>(desc.cols * value_nbytes(desc.type));
+    int64_t              bad_row = desc.rows; // the first bad row is reported, whatever the number of threads
+    int                  status  = GGML_MACKO_STATUS_OK;
+    std::string          text;
+    std::mutex           mutex; // of these three
+    std::atomic<int64_t> nnz{ 0 };
+    std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
+    parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
+        uint8_t * row = buffers[static_cast<size_t>(thread)].data();
+        for (int64_t r = begin; r < end; r++) {
+            int64_t   n      = 0;
+            const int result = decode_rows(view, r, r + 1, row, &n);
             nnz += n;
-            if (result) {
-#pragma omp critical(macko_ec_csr_error)
-                if (r < bad_row) {
-                    bad_row = r;
-                    status  = result;
-                    (void)c_boundary([&] {
-                        text = ggml_macko_last_error();
-                        return 0;
-                    });
-                }
+            if (!result) {
+                f(r, row);
+                continue;
+            }
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (r < bad_row) {
+                bad_row = r;
+                status  = result;
+                text    = ggml_macko_last_error();
             }
         }
-    }
+    });
     if (status) {
         return fail(status, "%s", text.c_str());
     }
@@ -597,28 +590,22 @@ int assemble(const macko_desc & desc, const void * dense, ec_csr_blocks & blocks
     m->bases.assign(static_cast<size_t>(n_blocks * EC_LANES * ec_base_nbytes(desc.cols)), 0);
     m->deltas.assign(static_cast<size_t>(n_cols * desc.delta_bits / 8), 0);
     m->values.assign(static_cast<size_t>(n_values * value_nbytes(desc.type)), 0);
-    bool failed = false;
-#pragma omp parallel num_threads(n_threads) reduction(|| : failed)
-    {
+    parallel_parts(n_threads, n_blocks, 64, [&](int64_t begin, int64_t end, int) {
         stored_columns columns;
-#pragma omp for schedule(dynamic, 64)
-        for (int64_t i = 0; i < n_blocks; i++) {
+        for (int64_t i = begin; i < end; i++) {
             const size_t         k = static_cast<size_t>(i);
             const ec_csr_block & b = blocks.blocks[k];
-            failed                 = failed || c_boundary([&] {
-                         columns.fill(blocks, b, (1 << desc.delta_bits) - 1);
-                         return 0;
-                     });
-            if (!failed && desc.type == GGML_MACKO_TYPE_F32) {
+            columns.fill(blocks, b, (1 << desc.delta_bits) - 1);
+            if (desc.type == GGML_MACKO_TYPE_F32) {
                 write_block(static_cast<const uint32_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k],
                             m);
-            } else if (!failed) {
+            } else {
                 write_block(static_cast<const uint16_t *>(dense), blocks, b, columns, i, first_col[k], first_value[k],
                             m);
             }
         }
-    }
-    return failed ? fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "out of memory") : GGML_MACKO_STATUS_OK;
+    });
+    return GGML_MACKO_STATUS_OK;
 }
 
 } // namespace macko

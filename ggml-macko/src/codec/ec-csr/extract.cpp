@@ -4,6 +4,7 @@
 // a lane only, because each lane has a base of its own.
 #include "codec/ec-csr/extract.h"
 #include "codec/nonzero.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <atomic>
@@ -136,15 +137,16 @@ pairs match_rows(level & l, std::vector<int32_t> order, int64_t min_shared, int 
             n_busy = idle ? n_busy : n_rows;
         }
         shared.resize(static_cast<size_t>(n * n_batch));
-#pragma omp parallel for schedule(dynamic, 64) num_threads(n_threads)
-        for (int64_t j = 1; j < n; j++) {
-            int32_t       counts[batch];
-            const int64_t n_counts = is_idle(j) ? n_busy : n_rows;
-            count_shared(rows, n_counts, l.mask(order[static_cast<size_t>(j)]), l.words, counts);
-            for (int64_t k = 0; k < n_counts; k++) {
-                shared[static_cast<size_t>(k * n + j)] = counts[k];
+        parallel_parts(n_threads, n, 64, [&](int64_t begin, int64_t end, int) {
+            for (int64_t j = std::max<int64_t>(begin, 1); j < end; j++) {
+                int32_t       counts[batch];
+                const int64_t n_counts = is_idle(j) ? n_busy : n_rows;
+                count_shared(rows, n_counts, l.mask(order[static_cast<size_t>(j)]), l.words, counts);
+                for (int64_t k = 0; k < n_counts; k++) {
+                    shared[static_cast<size_t>(k * n + j)] = counts[k];
+                }
             }
-        }
+        });
         taken.assign(order.size(), 0);
         for (int64_t i = 0; i < n_batch; i++) {
             if (taken[static_cast<size_t>(i)]) {
@@ -254,30 +256,23 @@ struct extractor {
     int64_t                 words;
     int64_t                 max_elements; // of a block
     ec_csr_blocks           out;
-    std::mutex              out_mutex; // not an OpenMP critical section: what throws in one never leaves it
-    level                   rest;      // what goes into blocks with one row
+    std::mutex              out_mutex;
+    level                   rest; // what goes into blocks with one row
 
     int64_t max_columns(int32_t granularity) const {
         return std::max<int64_t>(EC_UNIT, max_elements / granularity / EC_UNIT * EC_UNIT);
     }
 
-    // f(i, picker) for i < n, in parallel; false if memory ran out
-    template <typename F> bool each(int64_t n, int32_t granularity, F && f) const {
-        std::atomic<bool> ok{ true };
-#pragma omp parallel num_threads(n_threads)
-        {
-            column_picker picker(desc.delta_bits, options.min_columns, max_columns(granularity));
-#pragma omp for schedule(dynamic, 16)
-            for (int64_t i = 0; i < n; i++) {
-                if (ok && c_boundary([&] {
-                        f(i, picker);
-                        return 0;
-                    })) {
-                    ok = false;
-                }
+    // f(i, picker) for i < n, in parallel
+    template <typename F> void each(int64_t n, int32_t granularity, F && f) const {
+        std::vector<column_picker> pickers(
+            static_cast<size_t>(n_threads),
+            column_picker(desc.delta_bits, options.min_columns, max_columns(granularity)));
+        parallel_parts(n_threads, n, 16, [&](int64_t begin, int64_t end, int thread) {
+            for (int64_t i = begin; i < end; i++) {
+                f(i, pickers[static_cast<size_t>(thread)]);
             }
-        }
-        return ok;
+        });
     }
 
     // One round: pairs rows of l and moves the columns that they share to next. False when nothing moved.
@@ -301,29 +296,25 @@ struct extractor {
         const int64_t first = next.size();
         next.masks.resize(static_cast<size_t>((first + static_cast<int64_t>(found.size())) * words), 0);
         std::vector<uint8_t> used(found.size(), 0);
-        const bool           ok =
-            each(static_cast<int64_t>(found.size()), next.granularity, [&](int64_t i, column_picker & picker) {
-                uint64_t * a = l.mask(found[static_cast<size_t>(i)].first);
-                uint64_t * b = l.mask(found[static_cast<size_t>(i)].second);
-                uint64_t * s = next.mask(first + i);
-                for (int64_t w = 0; w < words; w++) {
-                    s[w] = a[w] & b[w];
-                }
-                mask_columns(s, words, &picker.columns);
-                picker.pick();
-                memset(s, 0, static_cast<size_t>(words) * 8);
-                for (const int32_t c : picker.picked) {
-                    s[c >> 6] |= uint64_t(1) << (c & 63);
-                }
-                for (int64_t w = 0; w < words; w++) {
-                    a[w] &= ~s[w];
-                    b[w] &= ~s[w];
-                }
-                used[static_cast<size_t>(i)] = !picker.picked.empty();
-            });
-        if (!ok) {
-            throw std::bad_alloc();
-        }
+        each(static_cast<int64_t>(found.size()), next.granularity, [&](int64_t i, column_picker & picker) {
+            uint64_t * a = l.mask(found[static_cast<size_t>(i)].first);
+            uint64_t * b = l.mask(found[static_cast<size_t>(i)].second);
+            uint64_t * s = next.mask(first + i);
+            for (int64_t w = 0; w < words; w++) {
+                s[w] = a[w] & b[w];
+            }
+            mask_columns(s, words, &picker.columns);
+            picker.pick();
+            memset(s, 0, static_cast<size_t>(words) * 8);
+            for (const int32_t c : picker.picked) {
+                s[c >> 6] |= uint64_t(1) << (c & 63);
+            }
+            for (int64_t w = 0; w < words; w++) {
+                a[w] &= ~s[w];
+                b[w] &= ~s[w];
+            }
+            used[static_cast<size_t>(i)] = !picker.picked.empty();
+        });
         int64_t n = first;
         for (size_t i = 0; i < found.size(); i++) {
             if (!used[i]) {
@@ -354,7 +345,7 @@ struct extractor {
 
     // Makes blocks of the rest of a level with several rows; columns that do not fill a block go back to their rows.
     void emit_level(level & l) {
-        const bool ok = each(l.size(), l.granularity, [&](int64_t i, column_picker & picker) {
+        each(l.size(), l.granularity, [&](int64_t i, column_picker & picker) {
             uint64_t * mask = l.mask(i);
             mask_columns(mask, words, &picker.columns);
             picker.pick();
@@ -368,9 +359,6 @@ struct extractor {
                 mask[c >> 6] &= ~(uint64_t(1) << (c & 63));
             }
         });
-        if (!ok) {
-            throw std::bad_alloc();
-        }
         for (int64_t i = 0; i < l.size(); i++) {
             for (int32_t k = 0; k < l.granularity; k++) {
                 uint64_t * row = rest.mask(l.rows[static_cast<size_t>(i * l.granularity + k)]);
@@ -413,16 +401,19 @@ struct extractor {
     }
 
     template <typename T> void run(const T * dense) {
-        level   rows   = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {}, {} };
-        int64_t n_used = 0;
+        level rows = { 1, words, std::vector<uint64_t>(static_cast<size_t>(desc.rows * words)), {}, {} };
         for (int64_t r = 0; r < desc.rows; r++) {
             rows.rows.push_back(static_cast<int32_t>(r));
         }
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : n_used)
-        for (int64_t r = 0; r < desc.rows; r++) {
-            nonzero_words(dense + r * desc.cols, desc.cols, rows.mask(r));
-            n_used += rows.count(r) > 0;
-        }
+        std::atomic<int64_t> n_used{ 0 };
+        parallel_ranges(n_threads, desc.rows, [&](int64_t begin, int64_t end) {
+            int64_t n = 0;
+            for (int64_t r = begin; r < end; r++) {
+                nonzero_words(dense + r * desc.cols, desc.cols, rows.mask(r));
+                n += rows.count(r) > 0;
+            }
+            n_used += n;
+        });
         if (n_used == 0) { // FORMAT.md section 6: one short block of padding
             out.blocks.push_back({ 1, 1, 0, 0, 0, EC_LANES });
             out.rows.push_back(0);
@@ -449,13 +440,10 @@ struct extractor {
             }
             l = std::move(next);
         }
-        const bool ok = each(desc.rows, 1, [&](int64_t r, column_picker & picker) {
+        each(desc.rows, 1, [&](int64_t r, column_picker & picker) {
             mask_columns(rest.mask(r), words, &picker.columns);
             emit_row(r, picker.columns);
         });
-        if (!ok) {
-            throw std::bad_alloc();
-        }
     }
 };
 

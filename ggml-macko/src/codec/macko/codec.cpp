@@ -1,8 +1,10 @@
 // MACKO as a row of the registry (FORMAT.md section 3).
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
+#include "codec/team.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 
 namespace macko {
@@ -42,9 +44,8 @@ int open_macko(const ggml_macko_matrix & m, macko_matrix_view * view) {
 int macko_matrix_view::for_each_range(int n_threads, const std::function<int(const macko_view &)> & f) const {
     std::vector<int>         status(static_cast<size_t>(n_threads), GGML_MACKO_STATUS_OK);
     std::vector<std::string> text(static_cast<size_t>(n_threads)); // messages belong to threads: they are carried over
-    int64_t                  nnz = 0;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz)
-    for (int t = 0; t < n_threads; t++) {
+    std::atomic<int64_t>     nnz{ 0 };
+    parallel_parts(n_threads, n_threads, 1, [&](int64_t t, int64_t, int) {
         const macko_rows rows = {
             desc_, desc_.rows * t / n_threads, desc_.rows * (t + 1) / n_threads, row_ptr_, 0, values_, deltas_
         };
@@ -58,7 +59,7 @@ int macko_matrix_view::for_each_range(int n_threads, const std::function<int(con
         if (result) {
             text[static_cast<size_t>(t)] = ggml_macko_last_error();
         }
-    }
+    });
     for (size_t t = 0; t < status.size(); t++) {
         if (status[t]) {
             return fail(status[t], "%s", text[t].c_str());
@@ -163,7 +164,7 @@ public:
 
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
-        macko_desc desc = { shape.rows, shape.cols, shape.type, option_bits(options[0]), 0 };
+        macko_desc desc = { shape.rows, shape.cols, shape.type, int32_option(options[0]), 0 };
         if (const int status = macko::check_desc(
                 options[0] == SMALLEST ? macko_desc{ desc.rows, desc.cols, desc.type, 4, 0 } : desc)) {
             return status;
@@ -188,8 +189,6 @@ public:
 
 private:
     static constexpr int64_t SMALLEST = 0; // option delta_bits: the width that takes the fewest bytes
-
-    static int32_t option_bits(int64_t value) { return value < 0 || value > 8 ? -1 : static_cast<int32_t>(value); }
 
     static int32_t smallest_delta_bits(const ggml_macko_count & count, int32_t type) {
         int32_t best   = 0;

@@ -2,11 +2,12 @@
 #include "codec/macko/encode.h"
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
+#include "codec/team.h"
 
 #include <atomic>
 #include <cstring>
 #include <iterator>
-#include <omp.h>
+#include <mutex>
 #include <vector>
 
 namespace macko {
@@ -36,21 +37,24 @@ template <typename T> void count_row(const T * row, int64_t cols, T exponent, gg
     count->n_nonfinite += special;
 }
 
-#pragma omp declare reduction(+ : ggml_macko_count : add(omp_out, omp_in))
-
 template <typename T>
 void count_rows(const T * dense, int64_t rows, int64_t cols, T exponent, int n_threads, ggml_macko_count * count,
                 row_count * each_row) {
     ggml_macko_count sum = {};
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : sum)
-    for (int64_t r = 0; r < rows; r++) {
-        ggml_macko_count c = {};
-        count_row(dense + r * cols, cols, exponent, &c);
-        for (int i = 0; each_row && i < 4; i++) {
-            each_row[r].n_stored[i] = static_cast<int32_t>(c.n_stored[i]); // at most cols
+    std::mutex       sum_mutex;
+    parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
+        ggml_macko_count of_range = {};
+        for (int64_t r = begin; r < end; r++) {
+            ggml_macko_count c = {};
+            count_row(dense + r * cols, cols, exponent, &c);
+            for (int i = 0; each_row && i < 4; i++) {
+                each_row[r].n_stored[i] = static_cast<int32_t>(c.n_stored[i]); // at most cols
+            }
+            add(of_range, c);
         }
-        add(sum, c);
-    }
+        const std::lock_guard<std::mutex> lock(sum_mutex);
+        add(sum, of_range);
+    });
     *count = sum;
 }
 
@@ -91,29 +95,29 @@ void write_rows(const T * dense, const macko_desc & desc, const int32_t * row_pt
     const int64_t n_stored = row_ptr[desc.rows], padded = n_padded(n_stored);
     memset(deltas, 0, static_cast<size_t>(deltas_nbytes(padded, bits)));
     memset(values + n_stored, 0, static_cast<size_t>(padded - n_stored) * sizeof(T));
-#pragma omp parallel num_threads(n_threads)
-    {
-        const int64_t begin = desc.rows * omp_get_thread_num() / omp_get_num_threads();
-        const int64_t end   = desc.rows * (omp_get_thread_num() + 1) / omp_get_num_threads();
-        code_writer   codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
-        T *           v = values + row_ptr[begin];
+    parallel_ranges(n_threads, desc.rows, [&](int64_t begin, int64_t end) {
+        code_writer codes(deltas, static_cast<int64_t>(row_ptr[begin]) * bits);
+        T *         v = values + row_ptr[begin];
         for (int64_t r = begin; r < end; r++) {
             v = write_entries(dense + r * desc.cols, desc.cols, bits, codes, v);
         }
         codes.finish();
-    }
+    });
 }
 
 template <typename T> int encode_arrays(const T * dense, const macko_arrays & m, int n_threads) {
     auto *               row_ptr = const_cast<int32_t *>(m.row_ptr);
     std::vector<int64_t> n_row(static_cast<size_t>(m.rows));
-    int64_t              nnz_total = 0;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(+ : nnz_total)
-    for (int64_t r = 0; r < m.rows; r++) {
-        int64_t nnz                   = 0;
-        n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, m.delta_bits, &nnz);
-        nnz_total += nnz;
-    }
+    std::atomic<int64_t> nnz_total{ 0 };
+    parallel_ranges(n_threads, m.rows, [&](int64_t begin, int64_t end) {
+        int64_t nnz_range = 0;
+        for (int64_t r = begin; r < end; r++) {
+            int64_t nnz                   = 0;
+            n_row[static_cast<size_t>(r)] = count_entries(dense + r * m.cols, m.cols, m.delta_bits, &nnz);
+            nnz_range += nnz;
+        }
+        nnz_total += nnz_range;
+    });
     int64_t n_stored = 0;
     for (int64_t r = 0; r < m.rows; r++) {
         row_ptr[r] = static_cast<int32_t>(n_stored);

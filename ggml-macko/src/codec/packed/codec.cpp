@@ -56,6 +56,10 @@ public:
                                                     : dense_type;
     }
 
+    int64_t version_of(int32_t value_type) const override {
+        return value_type == GGML_MACKO_TYPE_Q5_0 ? 4 : value_type == GGML_MACKO_TYPE_Q4_NL ? 5 : version();
+    }
+
     // the exact length of gap codes follows from the codes themselves
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
         const bool    bytes    = m.value_type == GGML_MACKO_TYPE_Q4_NL;
@@ -86,11 +90,10 @@ public:
 
     int encode(const void * dense, const macko_desc & shape, const int64_t * options, int n_threads,
                std::unique_ptr<encoded_matrix> * out) const override {
-        const auto        as_int     = [](int64_t v) { return v < -1 || v > INT32_MAX ? -2 : static_cast<int32_t>(v); };
-        const int32_t     value_type = options[0] == DENSE_TYPE ? shape.type : as_int(options[0]);
+        const int32_t     value_type = options[0] == DENSE_TYPE ? shape.type : int32_option(options[0]);
         const packed_desc desc       = { { shape.rows, shape.cols, shape.type, RECODED_BITS, 0 },
                                          value_type,
-                                         as_int(options[1]) };
+                                         int32_option(options[1]) };
         if (const int status = check_packed_desc(
                 { desc.dense, value_type, options[1] == SMALLEST ? INDEX_BITMAP : desc.index_bits })) {
             return status;

@@ -3,9 +3,10 @@
 #include "codec/code-writer.h"
 #include "codec/nonzero.h"
 #include "codec/quantize.h"
+#include "codec/team.h"
 
 #include <algorithm>
-#include <omp.h>
+#include <mutex>
 
 namespace macko {
 
@@ -79,13 +80,17 @@ static int check_rest_of_index(const packed_arrays & a, int64_t n_bits) {
 
 // the first of n items (rows, values) for which bad(i) holds, or n; the same for any number of threads
 template <typename F> static int64_t first_bad(int64_t n, int n_threads, F && bad) {
-    int64_t first = n;
-#pragma omp parallel for schedule(static) num_threads(n_threads) reduction(min : first)
-    for (int64_t i = 0; i < n; i++) {
-        if (i < first && bad(i)) {
-            first = i;
+    int64_t    first = n;
+    std::mutex mutex;
+    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
+        while (begin < end && !bad(begin)) {
+            begin++;
         }
-    }
+        if (begin < end) {
+            const std::lock_guard<std::mutex> lock(mutex);
+            first = std::min(first, begin);
+        }
+    });
     return first;
 }
 
@@ -137,26 +142,24 @@ static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_
         }
     }
     std::vector<int64_t> before(static_cast<size_t>(n_pieces) + 1, 0);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t p = 0; p < n_pieces; p++) {
+    parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
         int64_t n = 0;
-        for (int64_t i = p * PIECE; i < std::min(a.n_index, (p + 1) * PIECE); i++) {
+        for (int64_t i = begin; i < end; i++) {
             n += stored_in[a.index[i]];
         }
-        before[static_cast<size_t>(p) + 1] = n;
-    }
+        before[static_cast<size_t>(begin / PIECE) + 1] = n;
+    });
     for (size_t p = 1; p < before.size(); p++) {
         before[p] += before[p - 1];
     }
     row_codes->assign(static_cast<size_t>(rows), a.n_index * per_byte);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t p = 0; p < n_pieces; p++) {
-        int64_t n = before[static_cast<size_t>(p)];
+    parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
+        int64_t n = before[static_cast<size_t>(begin / PIECE)];
         // rows that begin behind the codes n + 1 ... of this piece
         auto row =
             std::upper_bound(a.row_ptr, a.row_ptr + rows, n, [](int64_t value, int32_t ptr) { return value < ptr; }) -
             a.row_ptr;
-        for (int64_t i = p * PIECE; i < std::min(a.n_index, (p + 1) * PIECE) && row < rows; i++) {
+        for (int64_t i = begin; i < end && row < rows; i++) {
             const int64_t in_byte = stored_in[a.index[i]];
             if (n + in_byte < a.row_ptr[row]) {
                 n += in_byte;
@@ -169,7 +172,7 @@ static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_
                 }
             }
         }
-    }
+    });
     for (int64_t r = 0; r < rows && a.row_ptr[r] == 0; r++) {
         (*row_codes)[static_cast<size_t>(r)] = 0;
     }
@@ -313,24 +316,25 @@ void packed_view::decode_row(int64_t row, void * dense) const {
 }
 
 int packed_view::for_each_row(int n_threads, const std::function<void(int64_t, const void *)> & f) const {
-    const size_t nbytes = static_cast<size_t>(desc().cols * value_nbytes(desc().type));
-    // allocated here, because bad_alloc must not leave a thread
+    const size_t                      nbytes = static_cast<size_t>(desc().cols * value_nbytes(desc().type));
     std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
-#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
-    for (int64_t r = 0; r < desc().rows; r++) {
-        uint8_t * row = buffers[static_cast<size_t>(omp_get_thread_num())].data();
-        decode_row(r, row);
-        f(r, row);
-    }
+    parallel_parts(n_threads, desc().rows, 16, [&](int64_t begin, int64_t end, int thread) {
+        uint8_t * row = buffers[static_cast<size_t>(thread)].data();
+        for (int64_t r = begin; r < end; r++) {
+            decode_row(r, row);
+            f(r, row);
+        }
+    });
     return GGML_MACKO_STATUS_OK;
 }
 
 int packed_view::decode(void * dense, int n_threads) const {
     const int64_t nbytes = desc().cols * value_nbytes(desc().type);
-#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
-    for (int64_t r = 0; r < desc().rows; r++) {
-        decode_row(r, static_cast<uint8_t *>(dense) + r * nbytes);
-    }
+    parallel_parts(n_threads, desc().rows, 16, [&](int64_t begin, int64_t end, int) {
+        for (int64_t r = begin; r < end; r++) {
+            decode_row(r, static_cast<uint8_t *>(dense) + r * nbytes);
+        }
+    });
     return GGML_MACKO_STATUS_OK;
 }
 
@@ -366,19 +370,20 @@ struct index_plan {
 
 template <typename T> std::vector<gap_count> count_gaps(const T * dense, int64_t rows, int64_t cols, int n_threads) {
     std::vector<gap_count> counts(static_cast<size_t>(rows));
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t r = 0; r < rows; r++) {
-        gap_count n    = {};
-        int64_t   next = 0;
-        for_each_column(dense + r * cols, cols, [&](int64_t col) {
-            n.nnz++;
-            for (int i = 0; i < 3; i++) {
-                n.codes[i] += gap_codes(col - next, GAP_BITS[i]);
-            }
-            next = col + 1;
-        });
-        counts[static_cast<size_t>(r)] = n;
-    }
+    parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            gap_count n    = {};
+            int64_t   next = 0;
+            for_each_column(dense + r * cols, cols, [&](int64_t col) {
+                n.nnz++;
+                for (int i = 0; i < 3; i++) {
+                    n.codes[i] += gap_codes(col - next, GAP_BITS[i]);
+                }
+                next = col + 1;
+            });
+            counts[static_cast<size_t>(r)] = n;
+        }
+    });
     return counts;
 }
 
@@ -465,18 +470,19 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
     out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
     const bool         quantized = is_quant_type(desc.value_type);
     std::vector<float> floats(quantized ? static_cast<size_t>(nnz) : 0);
-#pragma omp parallel for schedule(static) num_threads(n_threads)
-    for (int64_t r = 0; r < rows; r++) {
-        const T * row = dense + r * cols;
-        int64_t   k   = out->row_ptr[static_cast<size_t>(r)];
-        write_index(row, cols, plan, plan.first_bit[static_cast<size_t>(r)], out->index.data(), [&](int64_t col) {
-            if (quantized) {
-                floats[static_cast<size_t>(k++)] = float_of_value(row[col], desc.dense.type);
-            } else {
-                reinterpret_cast<T *>(out->values.data())[k++] = row[col];
-            }
-        });
-    }
+    parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            const T * row = dense + r * cols;
+            int64_t   k   = out->row_ptr[static_cast<size_t>(r)];
+            write_index(row, cols, plan, plan.first_bit[static_cast<size_t>(r)], out->index.data(), [&](int64_t col) {
+                if (quantized) {
+                    floats[static_cast<size_t>(k++)] = float_of_value(row[col], desc.dense.type);
+                } else {
+                    reinterpret_cast<T *>(out->values.data())[k++] = row[col];
+                }
+            });
+        }
+    });
     return quantized ? quantize(floats.data(), nullptr, nnz, desc.value_type, n_threads, out->values.data())
                      : static_cast<int>(GGML_MACKO_STATUS_OK);
 }

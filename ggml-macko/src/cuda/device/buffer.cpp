@@ -71,7 +71,7 @@ bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offse
     for (int64_t row = first; ok && row < end; row += rows) {
         const int64_t row_end = std::min(end, row + rows);
         const auto    error =
-            cuda_sparse_densify(m.matrix, row, row_end, m.matrix.type, dense, m.matrix.cols, device.stream);
+            cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
         const size_t begin = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
         const size_t from  = std::max(offset, begin);
         const size_t to    = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);

@@ -1,8 +1,8 @@
 #include "cuda/device/upload.h"
 
-#include "cuda/sparse/upload-registry.h"
+#include "codec/team.h"
 
-#include <omp.h>
+#include "cuda/sparse/upload-registry.h"
 
 namespace macko::cuda {
 
@@ -40,7 +40,7 @@ struct upload_consumer : payload_consumer {
         whole_upload to{ uploader };
         to.shared_nbytes = device.shared_nbytes;
         to.stacked       = tensor->ne[1] != matrix.desc.rows;
-        to.n_threads     = omp_get_max_threads();
+        to.n_threads     = threads_for(0, matrix.desc.rows * matrix.desc.cols);
         to.dst           = tensor->data;
         to.room          = cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
         to.out           = &stored.matrix;

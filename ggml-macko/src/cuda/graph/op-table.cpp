@@ -140,7 +140,9 @@ cudaError_t enqueue_mul_mat_id(panel_pipeline & panels, ggml_tensor * node) {
                          scratch_of(node));
 }
 
-size_t      sparse_scratch_nbytes(const ggml_tensor * op) { return op_mul_mat_x16_nbytes(operand(op->src[1])); }
+size_t sparse_scratch_nbytes(const ggml_tensor * op) {
+    return op_mul_mat_16_scratch_nbytes(operand(op->src[0]), operand(op->src[1]));
+}
 cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
     if (densifies(panels.ctx, node)) {
         return panels.enqueue_densified(node);

@@ -14,6 +14,8 @@ namespace {
 int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
 int64_t panel_row_nbytes(const stored_matrix & w) { return panel_ld(w) * 2; }
 
+tensor_type panel_type(const stored_matrix & w) { return op_mul_mat_16_type(static_cast<tensor_type>(w.matrix.type)); }
+
 int64_t panel_nbytes(const op_context & ctx) { return static_cast<int64_t>(ctx.panels->nbytes); }
 
 // rows of one panel of w
@@ -32,6 +34,7 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
     const ggml_tensor * ids         = node->src[2];
     const int64_t       n_columns = ids->ne[0] * ids->ne[1], n_experts = node->src[0]->ne[2];
     return densifies(ctx, *stored(node->src[0]), ids->ne[1], true) && n_columns >= MIN_COLUMNS * n_experts &&
+           op_mul_mat_has_units(ctx, panel_type(*stored(node->src[0]))) &&
            op_mul_mat_id_supported(operand(node->src[0]), operand(node->src[1]), operand(ids), operand(node));
 }
 
@@ -103,10 +106,6 @@ void panel_pipeline::add_panels_of_experts(const ggml_tensor * node) {
     });
 }
 
-tensor_type panel_pipeline::panel_type(const stored_matrix & w) const {
-    return op_mul_mat_16_type(ctx, static_cast<tensor_type>(w.matrix.type));
-}
-
 // queues the making of panels until both buffers are taken
 cudaError_t panel_pipeline::make_panels() {
     const panel_buffers & b = *ctx.panels;
@@ -120,8 +119,7 @@ cudaError_t panel_pipeline::make_panels() {
         if (n_made_ >= panel_buffers::N) {
             CUDA_TRY(cudaStreamWaitEvent(b.stream, b.used[at]));
         }
-        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, panel_type(*p.w), b.memory[at],
-                                     panel_ld(*p.w), b.stream));
+        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, b.memory[at], panel_ld(*p.w), b.stream));
         CUDA_TRY(cudaEventRecord(b.made[at], b.stream));
     }
     return cudaSuccess;
@@ -146,7 +144,7 @@ cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64
     for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
         CUDA_TRY(use_panel([&](char * panel) {
             const int64_t n = std::min(rows, w.rows_per_matrix - row);
-            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row);
+            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch_of(node));
         }));
     }
     return cudaSuccess;
@@ -203,7 +201,7 @@ cudaError_t panel_pipeline::enqueue_dense(ggml_tensor * node) {
         forget_x16();
         return op_mul_mat(ctx, w, x, operand(node), scratch_of(node), nullptr, is_weight(node->src[0]));
     }
-    const tensor_type type = op_mul_mat_16_type(ctx, w.type);
+    const tensor_type type = op_mul_mat_16_type(w.type);
     bool              is_made;
     char *            x16 = shared_x16(node, type, &is_made);
     if (!is_made) {

@@ -45,7 +45,6 @@ private:
     const ggml_tensor * x16_of_   = nullptr; // product that has x16
     tensor_type         x16_type_ = TYPE_F16;
 
-    tensor_type panel_type(const stored_matrix & w) const;
     void        add_panels(const ggml_tensor * node);
     void        add_panels_of_experts(const ggml_tensor * node);
     cudaError_t make_panels();

@@ -6,7 +6,8 @@
 //                  mul_mat_vec_kernel is for what that does not take: other types, several matrices, cc 7.5
 //   more columns   tensor cores in 16 bits: x is rounded to F16 for F16 weights, else to BF16; sums in float32. With
 //                  cuBLAS where it is installed, on panels of w in 16 bits that stay in the L2 cache; else gemm_kernel,
-//                  which converts tiles of w itself
+//                  which converts tiles of w itself. Tensor cores of cc 7.5 take F16 only: there, BF16 products are
+//                  made of rows that are scaled into the range of F16 (scale_rows_kernel)
 //   F32 weights    mul_mat_vec_kernel for any number of columns: these are routers and other small matrices, for which
 //                  ggml's CPU backend is exact, too
 //
@@ -156,19 +157,10 @@ constexpr int TILE_LD      = BLOCK_K + 8; // 80-byte rows: the 8 rows of an ldma
 constexpr int CHUNKS = BLOCK_M * BLOCK_K / 8 / GEMM_THREADS;
 static_assert(BLOCK_M == BLOCK_N && CHUNKS == 2, "one loading scheme for both tiles");
 
-// 8 of the k elements of a row, as 16-bit values; zeros beyond its end
-template <typename T, typename H, bool VECTOR>
-__device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
-    if (!row || i >= k) {
-        return make_uint4(0, 0, 0, 0);
-    }
-    float v[8];
+// 8 of the k elements of a row, i < k; zeros beyond its end
+template <typename T, bool VECTOR>
+__device__ __forceinline__ void load_floats(const char * row, int i, int k, float v[8]) {
     if constexpr (VECTOR) {
-        if constexpr (sizeof(typename T::block) == 2 && T::IS_PLAIN) {
-            if constexpr (std::is_same_v<typename T::block, H>) {
-                return reinterpret_cast<const uint4 *>(row)[i / 8];
-            }
-        }
         T::load8(row, i, v);
     } else {
 #pragma unroll
@@ -179,10 +171,24 @@ __device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
             }
         }
     }
+}
+
+// the same as 16-bit values, for any i and for rows that are not there
+template <typename T, typename H, bool VECTOR>
+__device__ __forceinline__ uint4 load_chunk(const char * row, int i, int k) {
+    if (!row || i >= k) {
+        return make_uint4(0, 0, 0, 0);
+    }
+    if constexpr (VECTOR && T::IS_PLAIN && std::is_same_v<typename T::block, H>) {
+        return reinterpret_cast<const uint4 *>(row)[i / 8];
+    }
+    float v[8];
+    load_floats<T, VECTOR>(row, i, k, v);
     return pack8<H>(v);
 }
 
-template <typename T, typename H, bool VECTOR, bool EXPERTS>
+// X: the type of x
+template <typename T, typename H, bool VECTOR, bool EXPERTS, typename X = value_type<TYPE_F32>>
 __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     wait_for_previous();
     __shared__ __align__(16) H w_tile[BLOCK_M * TILE_LD];
@@ -234,7 +240,7 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
 #pragma unroll
         for (int i = 0; i < CHUNKS; i++) {
             w_next[i] = load_chunk<T, H, VECTOR>(w_rows[i], k0 + c, p.k);
-            x_next[i] = load_chunk<value_type<TYPE_F32>, H, VECTOR>(x_rows[i], k0 + c, p.k);
+            x_next[i] = load_chunk<X, H, VECTOR>(x_rows[i], k0 + c, p.k);
         }
     };
     const int warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
@@ -355,6 +361,57 @@ __global__ void convert_rows_kernel(const char * src, int64_t src_nb1, H * dst, 
     }
 }
 
+// ---------------------------------------------------------------------------------------------- scaled rows
+//
+// BF16 products without tensor cores for BF16: y[i][j] = (w[i] 2^-a[i]) . (x[j] 2^-b[j]) 2^(a[i] + b[j]), where the
+// powers of two bring the largest finite value of each row of w and x close to the largest F16. What is then too small
+// for F16 is less than 2^-39 of that value. Infinities and NaN stay what they are.
+
+constexpr int SCALE_THREADS = 256;
+
+// dst and the exponents of all rows of src: a block per row. dst may be src if its values have 16 bits.
+template <typename T, bool VECTOR>
+__global__ void __launch_bounds__(SCALE_THREADS)
+    scale_rows_kernel(const char * src, int64_t src_nb1, __half * dst, int64_t dst_ld, int k, int * exponents) {
+    wait_for_previous();
+    __shared__ float partial[WARP];
+    const char *     row   = src + blockIdx.x * src_nb1;
+    const int        first = static_cast<int>(threadIdx.x) * 8, step = SCALE_THREADS * 8;
+    float            largest = 0, v[8];
+    for (int i = first; i < k; i += step) {
+        load_floats<T, VECTOR>(row, i, k, v);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            largest = isfinite(v[j]) ? fmaxf(largest, fabsf(v[j])) : largest;
+        }
+    }
+    largest            = block_reduce(largest, partial, [](float a) { return warp_max(a); }, 0.0f);
+    const int exponent = largest > 0 ? ilogbf(largest) - 14 : 0;
+    if (threadIdx.x == 0) {
+        exponents[blockIdx.x] = exponent;
+    }
+    for (int i = first; i < k; i += step) {
+        load_floats<T, VECTOR>(row, i, k, v);
+        __half2 h[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) { // no saturation: infinities stay
+            h[j] = __floats2half2_rn(scalbnf(v[2 * j], -exponent), scalbnf(v[2 * j + 1], -exponent));
+        }
+        *reinterpret_cast<uint4 *>(dst + blockIdx.x * dst_ld + i) = *reinterpret_cast<const uint4 *>(h);
+    }
+}
+
+// y times 2^(a[i] + b[j]); blocks along x: columns
+__global__ void __launch_bounds__(SCALE_THREADS)
+    unscale_kernel(float * y, int64_t y_ld, int m, const int * w_exponents, const int * x_exponents) {
+    wait_for_previous();
+    const int row = static_cast<int>(blockIdx.y * SCALE_THREADS + threadIdx.x);
+    if (row < m) {
+        float & v = y[blockIdx.x * y_ld + row];
+        v         = scalbnf(v, w_exponents[row] + x_exponents[blockIdx.x]);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- choice
 
 // Size of w in 16 bits that is made and multiplied at a time. Small panels stay in the L2 cache, but panels of few rows
@@ -431,8 +488,9 @@ cudaError_t mul_mat_vec(const op_context & ctx, const mul_mat_args & p, bool vec
 // of x.
 template <typename T>
 using half_of = std::conditional_t<std::is_same_v<typename T::block, __half>, __half, __nv_bfloat16>;
-template <typename T> bool has_units(const op_context & ctx) {
-    return std::is_same_v<half_of<T>, __half> || ctx.cc >= 80;
+template <typename H> constexpr tensor_type type_of_half = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
+template <typename T> bool                  has_units(const op_context & ctx) {
+    return op_mul_mat_has_units(ctx, type_of_half<half_of<T>>);
 }
 
 template <typename T, bool EXPERTS>
@@ -472,20 +530,36 @@ int64_t panel_rows(int64_t rows, int64_t ld, int64_t nbytes) {
     return most ? align_up((rows + panels - 1) / panels, BLOCK_M) : BLOCK_M;
 }
 
-template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {
-    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0],
-                                                 is_aligned(x, 16) && x.ne[0] % 8 == 0, reinterpret_cast<H *>(x16),
-                                                 align_up(x.ne[0], 8));
+template <typename T>
+cudaError_t scale_rows(const op_context & ctx, const char * src, int64_t src_nb1, int64_t rows, int64_t k, bool vector,
+                       char * dst, int64_t ld, int * exponents) {
+    return launch(ctx, vector ? scale_rows_kernel<T, true> : scale_rows_kernel<T, false>, static_cast<unsigned>(rows),
+                  SCALE_THREADS, 0, src, src_nb1, reinterpret_cast<__half *>(dst), ld, static_cast<int>(k), exponents);
 }
 
+// x in 16 bits, and without units for them the exponents of its rows behind it
+int64_t x16_ld(const op_tensor & x) { return align_up(x.ne[0], 8); }
+int *   x_exponents(const op_tensor & x, char * x16) { return reinterpret_cast<int *>(x16 + x.ne[1] * x16_ld(x) * 2); }
+
+template <typename H> cudaError_t convert_x(const op_context & ctx, const op_tensor & x, char * x16) {
+    const bool vector = is_aligned(x, 16) && x.ne[0] % 8 == 0;
+    if (!op_mul_mat_has_units(ctx, type_of_half<H>)) {
+        return scale_rows<value_type<TYPE_F32>>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], vector, x16, x16_ld(x),
+                                                x_exponents(x, x16));
+    }
+    return convert_rows<value_type<TYPE_F32>, H>(ctx, x.data, x.nb[1], x.ne[1], x.ne[0], vector,
+                                                 reinterpret_cast<H *>(x16), x16_ld(x));
+}
+
+// m rows of w in 16 bits, ldw elements apart
 template <typename H>
 cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int64_t m, const op_tensor & x,
                        const char * x16, const op_tensor & dst, int64_t first_row) {
-    constexpr tensor_type type = std::is_same_v<H, __half> ? TYPE_F16 : TYPE_BF16;
+    constexpr tensor_type type = type_of_half<H>;
     float *               y    = reinterpret_cast<float *>(dst.data) + first_row;
     if (ctx.cublas) {
-        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16,
-                                   align_up(x.ne[0], 8), y, dst.nb[1] / 4);
+        return ctx.cublas->mul_mat(ctx.stream, ctx.cublas_workspace, type, m, x.ne[1], x.ne[0], w, ldw, x16, x16_ld(x),
+                                   y, dst.nb[1] / 4);
     }
     op_tensor rows = {
         static_cast<char *>(const_cast<void *>(w)), type, { x.ne[0], m, 1, 1 }, { 2, ldw * 2, ldw * 2 * m, ldw * 2 * m }
@@ -495,7 +569,30 @@ cudaError_t mul_mat_16(const op_context & ctx, const void * w, int64_t ldw, int6
     const mul_mat_args p = make_args(rows, x, part);
     const dim3         grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),
                             static_cast<unsigned>((p.n + BLOCK_N - 1) / BLOCK_N));
+    if (x.type == type) {
+        return launch(ctx, gemm_kernel<value_type<type>, H, true, false, value_type<type>>, grid, GEMM_THREADS, 0, p);
+    }
     return launch_gemm<value_type<type>, false>(ctx, p, is_vector(rows, x), grid);
+}
+
+// The same with rows of w in BF16 where there are no units for it: they become F16 in place, and x16 is F16, scaled.
+// exponents: one per row, to be written.
+cudaError_t mul_mat_scaled(const op_context & ctx, char * w, int64_t ldw, int64_t m, const op_tensor & x,
+                           const char * x16, const op_tensor & dst, int64_t first_row, int * exponents) {
+    CUDA_TRY(scale_rows<value_type<TYPE_BF16>>(ctx, w, ldw * 2, m, x.ne[0], ldw % 8 == 0 && x.ne[0] % 8 == 0, w, ldw,
+                                               exponents));
+    op_tensor x_half = x;
+    x_half.data = const_cast<char *>(x16), x_half.type = TYPE_F16;
+    x_half.nb[0] = 2, x_half.nb[1] = x16_ld(x) * 2, x_half.nb[2] = x_half.nb[3] = x.ne[1] * x_half.nb[1];
+    CUDA_TRY(mul_mat_16<__half>(ctx, w, ldw, m, x_half, x16, dst, first_row));
+    const dim3 grid(static_cast<unsigned>(x.ne[1]), static_cast<unsigned>((m + SCALE_THREADS - 1) / SCALE_THREADS));
+    return launch(ctx, unscale_kernel, grid, SCALE_THREADS, 0, reinterpret_cast<float *>(dst.data) + first_row,
+                  dst.nb[1] / 4, static_cast<int>(m), exponents, x_exponents(x, const_cast<char *>(x16)));
+}
+
+// where op_mul_mat_16 leaves the exponents of rows of w
+int * w_exponents(const op_tensor & x, char * scratch) {
+    return reinterpret_cast<int *>(scratch + op_mul_mat_x16_nbytes(x));
 }
 
 // converts w to H, a panel at a time, behind x16 in scratch
@@ -503,26 +600,26 @@ template <typename T, typename H>
 cudaError_t mul_mat_panels(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                            const op_tensor & dst, bool vector, char * scratch) {
     const int64_t ld = align_up(x.ne[0], 8), rows = panel_rows(w.ne[1], ld, PANEL_NBYTES);
-    char *        panel = scratch + align_up(x.ne[1] * ld * 2, 256);
+    char *        panel = scratch + op_mul_mat_16_scratch_nbytes(w, x);
     for (int64_t row = 0; row < w.ne[1]; row += rows) {
         const int64_t some = std::min(rows, w.ne[1] - row);
         CUDA_TRY((convert_rows<T, H>(ctx, w.data + row * w.nb[1], w.nb[1], some, w.ne[0], vector,
                                      reinterpret_cast<H *>(panel), ld)));
-        CUDA_TRY(mul_mat_16<H>(ctx, panel, ld, some, x, x16, dst, row));
+        CUDA_TRY(op_mul_mat_16(ctx, type_of_half<H>, panel, ld, some, x, x16, dst, row, scratch));
     }
     return cudaSuccess;
 }
 
-// one matrix in 16 bits; only cuBLAS reads x16
+// one matrix in 16 bits
 template <typename T, typename H>
 cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const op_tensor & x, const char * x16,
                               const op_tensor & dst, bool vector, char * scratch) {
-    if (ctx.cublas && !x16) {
-        CUDA_TRY(convert_x<H>(ctx, x, scratch));
+    if (!x16) {
+        CUDA_TRY(op_mul_mat_x16(ctx, type_of_half<H>, x, scratch));
         x16 = scratch;
     }
     if constexpr (std::is_same_v<typename T::block, H> && T::IS_PLAIN) {
-        if (vector) { // no conversion
+        if (vector && has_units<T>(ctx)) { // no conversion
             return mul_mat_16<H>(ctx, w.data, w.nb[1] / 2, w.ne[1], x, x16, dst, 0);
         }
     }
@@ -559,8 +656,14 @@ bool op_mul_mat_supported(const op_tensor & w, const op_tensor & x, const op_ten
     return x.ne[2] * x.ne[3] <= 65535 && (x.ne[1] + VEC_MAX_COLS - 1) / VEC_MAX_COLS <= 65535;
 }
 
+bool op_mul_mat_has_units(const op_context & ctx, tensor_type type) { return type == TYPE_F16 || ctx.cc >= 80; }
+
 size_t op_mul_mat_x16_nbytes(const op_tensor & x) {
-    return static_cast<size_t>(align_up(x.ne[1] * align_up(x.ne[0], 8) * 2, 256));
+    return static_cast<size_t>(align_up(x.ne[1] * (x16_ld(x) * 2 + 4), 256)); // values, exponents
+}
+
+size_t op_mul_mat_16_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
+    return op_mul_mat_x16_nbytes(x) + static_cast<size_t>(align_up(w.ne[1] * 4, 256)); // exponents of w
 }
 
 size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
@@ -568,24 +671,25 @@ size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
         return 0;
     }
     const int64_t ld = align_up(w.ne[0], 8);
-    return op_mul_mat_x16_nbytes(x) +
+    return op_mul_mat_16_scratch_nbytes(w, x) +
            static_cast<size_t>(align_up(panel_rows(w.ne[1], ld, PANEL_NBYTES) * ld * 2, 256));
 }
 
-// Before cc 8.0 there are no BF16 tensor cores; the values of common models fit F16.
-tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights) {
-    return weights == TYPE_F16 || ctx.cc < 80 ? TYPE_F16 : TYPE_BF16;
-}
+tensor_type op_mul_mat_16_type(tensor_type weights) { return weights == TYPE_F16 ? TYPE_F16 : TYPE_BF16; }
 
 cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16) {
-    if (!ctx.cublas) {
+    if (!ctx.cublas && op_mul_mat_has_units(ctx, type)) {
         return cudaSuccess; // gemm_kernel reads x itself
     }
     return type == TYPE_F16 ? convert_x<__half>(ctx, x, x16) : convert_x<__nv_bfloat16>(ctx, x, x16);
 }
 
-cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows,
-                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row) {
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, char * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row,
+                          char * scratch) {
+    if (!op_mul_mat_has_units(ctx, type)) {
+        return mul_mat_scaled(ctx, w, ldw, rows, x, x16, dst, first_row, w_exponents(x, scratch));
+    }
     return type == TYPE_F16 ? mul_mat_16<__half>(ctx, w, ldw, rows, x, x16, dst, first_row)
                             : mul_mat_16<__nv_bfloat16>(ctx, w, ldw, rows, x, x16, dst, first_row);
 }
@@ -610,8 +714,7 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
             if (p.n >= GEMM_MIN_N && n_batches == 1 && (!has_units<T>(ctx) || use_cublas(ctx, w, x))) {
-                return has_units<T>(ctx) ? mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch)
-                                         : mul_mat_converted<T, __half>(ctx, w, x, x16, dst, vector, scratch);
+                return mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch);
             }
             if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {
                 const dim3 grid(static_cast<unsigned>((p.m + BLOCK_M - 1) / BLOCK_M),

@@ -235,12 +235,17 @@ cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, co
 //   op_mul_mat_16_type   the 16-bit type in which products of many columns with such weights are made
 //   op_mul_mat_x16       converts x to it (op_mul_mat_x16_nbytes)
 //   op_mul_mat_16        computes rows [first_row, first_row + rows) of dst from rows of w of that type, ldw elements
-//                        apart
-tensor_type op_mul_mat_16_type(const op_context & ctx, tensor_type weights);
+//                        apart. scratch: op_mul_mat_16_scratch_nbytes, of which x16 may be the first part. Without units
+//                        for that type it overwrites w.
+tensor_type op_mul_mat_16_type(tensor_type weights);
 size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
+size_t      op_mul_mat_16_scratch_nbytes(const op_tensor & w, const op_tensor & x);
 cudaError_t op_mul_mat_x16(const op_context & ctx, tensor_type type, const op_tensor & x, char * x16);
-cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, const void * w, int64_t ldw, int64_t rows,
-                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row);
+cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, char * w, int64_t ldw, int64_t rows,
+                          const op_tensor & x, const char * x16, const op_tensor & dst, int64_t first_row,
+                          char * scratch);
+// Does this GPU multiply 16-bit values of the type on tensor cores? From cc 8.0 on both, before F16 only.
+bool op_mul_mat_has_units(const op_context & ctx, tensor_type type);
 // Does op_mul_mat read x16?
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x);
 // rows of a panel of at most panel_nbytes; all panels of a matrix are of equal size
@@ -251,8 +256,8 @@ cudaError_t op_mul_mat_id(const op_context & ctx, const op_tensor & w, const op_
                           const op_tensor & dst, char * scratch);
 size_t      op_mul_mat_id_scratch_nbytes(const op_tensor & w, const op_tensor & x, const op_tensor & ids);
 // The same in two steps, for experts that are made dense panel by panel. First the list of tokens per expert goes to
-// scratch. Then rows of consecutive experts are multiplied: w has the type of op_mul_mat_16_type and holds w.ne[1]
-// rows, from first_row on, of each of w.ne[2] experts, from first_expert on.
+// scratch. Then rows of consecutive experts are multiplied: w has the type of op_mul_mat_16_type, for which there are
+// units, and holds w.ne[1] rows, from first_row on, of each of w.ne[2] experts, from first_expert on.
 cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const op_tensor & ids, char * scratch);
 cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
                              const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,

@@ -32,7 +32,7 @@ template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_STEP  = (BANKED ? 64
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their
 // columns there, then one pass to dst. Each warp has a share of the groups of every run; the sum of the deltas in front
 // of them says where it starts. The groups of the next row are on their way while this one goes to dst.
-template <typename T, int BITS, bool BANKED, typename CONVERT>
+template <typename T, int BITS, bool BANKED>
 __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     densify_interleaved_kernel(const __grid_constant__ densify_params p) {
     constexpr int      DEPTH   = 4; // groups requested at a time
@@ -48,9 +48,8 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     const int                                pitch = p.pitch;
     // minus the bytes of all positions of a row; only used if BANKED
     const uint32_t negative = 2 - 64 * static_cast<uint32_t>(m.bank_width);
-    const CONVERT  convert;
-    const float    power = __int_as_float((127 + m.exponent) << 23);      // 2^exponent
-    char *         mine  = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
+    const float    power    = __int_as_float((127 + m.exponent) << 23);      // 2^exponent
+    char *         mine     = reinterpret_cast<char *>(dense + sub * pitch); // only touched if sub < rows
     cuda_wait_for_previous();
     cuda_allow_next();
 
@@ -128,8 +127,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
                             }
                             const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
                             if (wanted(value)) {
-                                *reinterpret_cast<uint16_t *>(mine + to) =
-                                    FUSED ? from_fused(value, power) : convert(value);
+                                *reinterpret_cast<uint16_t *>(mine + to) = FUSED ? from_fused(value, power) : value;
                             }
                         });
                     };
@@ -179,7 +177,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     }
 }
 
-template <typename T, int BITS, bool BANKED, typename CONVERT>
+template <typename T, int BITS, bool BANKED>
 static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
@@ -188,7 +186,7 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
     } else {
         set_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
     }
-    const auto kernel = densify_interleaved_kernel<T, BITS, BANKED, CONVERT>;
+    const auto kernel = densify_interleaved_kernel<T, BITS, BANKED>;
     p.pitch =
         static_cast<int32_t>((std::max<int64_t>(p.m.cols + CUDA_SPARSE_GROUP, 32 * p.m.bank_width) + 7) & ~int64_t(7));
     const int64_t pitch_nbytes = p.pitch * 2; // fits shared memory, since x, which is twice as large, does
@@ -206,34 +204,34 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
     return cudaGetLastError();
 }
 
-template <typename CONVERT> static cudaError_t launch_densify_bits(densify_params & p, cudaStream_t stream) {
+static cudaError_t launch_densify_bits(densify_params & p, cudaStream_t stream) {
     const bool banked = p.m.bank_width != 0;
     switch (p.m.delta_bits) { // __half: any 16 bits
         case 1:
-            return banked ? launch_densify_interleaved<__half, 1, true, CONVERT>(p, stream)
-                          : launch_densify_interleaved<__half, 1, false, CONVERT>(p, stream);
+            return banked ? launch_densify_interleaved<__half, 1, true>(p, stream)
+                          : launch_densify_interleaved<__half, 1, false>(p, stream);
         case 2:
-            return banked ? launch_densify_interleaved<__half, 2, true, CONVERT>(p, stream)
-                          : launch_densify_interleaved<__half, 2, false, CONVERT>(p, stream);
+            return banked ? launch_densify_interleaved<__half, 2, true>(p, stream)
+                          : launch_densify_interleaved<__half, 2, false>(p, stream);
         case 4:
-            return banked ? launch_densify_interleaved<__half, 4, true, CONVERT>(p, stream)
-                          : launch_densify_interleaved<__half, 4, false, CONVERT>(p, stream);
-        default: return launch_densify_interleaved<__half, 8, false, CONVERT>(p, stream);
+            return banked ? launch_densify_interleaved<__half, 4, true>(p, stream)
+                          : launch_densify_interleaved<__half, 4, false>(p, stream);
+        default: return launch_densify_interleaved<__half, 8, false>(p, stream);
     }
 }
 
 // ---- FILE ----
 
 // a block per row: zeros, then one warp writes the entries
-template <typename U, typename D, typename CONVERT>
-__global__ void __launch_bounds__(128) densify_file_kernel(const cuda_sparse_matrix m, int64_t row_begin,
-                                                           int64_t row_end, D * dst, int64_t ld, CONVERT convert) {
+template <typename U>
+__global__ void __launch_bounds__(128)
+    densify_file_kernel(const cuda_sparse_matrix m, int64_t row_begin, int64_t row_end, U * dst, int64_t ld) {
     const U * values = reinterpret_cast<const U *>(m.values);
     const int lane   = threadIdx.x % 32;
     cuda_wait_for_previous();
     cuda_allow_next();
     for (int64_t row = row_begin + blockIdx.x; row < row_end; row += gridDim.x) {
-        D * out = dst + (row - row_begin) * ld;
+        U * out = dst + (row - row_begin) * ld;
         for (int64_t c = threadIdx.x; c < m.cols; c += blockDim.x) {
             out[c] = 0;
         }
@@ -244,7 +242,7 @@ __global__ void __launch_bounds__(128) densify_file_kernel(const cuda_sparse_mat
             const int k    = e + lane;
             const int step = warp_prefix_sum(k < end ? 1 + file_delta(m.deltas, k, m.delta_bits) : 0);
             if (k < end && values[k] != 0) {
-                out[column + step] = convert(values[k]);
+                out[column + step] = values[k];
             }
             column += __shfl_sync(FULL_WARP, step, 31);
         }
@@ -252,55 +250,44 @@ __global__ void __launch_bounds__(128) densify_file_kernel(const cuda_sparse_mat
     }
 }
 
-template <typename U, typename D, typename CONVERT>
+template <typename U>
 static cudaError_t launch_densify_file(const cuda_sparse_matrix & m, int64_t row_begin, int64_t row_end, void * dst,
-                                       int64_t ld, CONVERT convert, cudaStream_t stream) {
+                                       int64_t ld, cudaStream_t stream) {
     const int64_t blocks = std::min<int64_t>(row_end - row_begin, 1 << 20);
-    densify_file_kernel<U, D, CONVERT>
-        <<<static_cast<unsigned>(blocks), 128, 0, stream>>>(m, row_begin, row_end, static_cast<D *>(dst), ld, convert);
+    densify_file_kernel<U>
+        <<<static_cast<unsigned>(blocks), 128, 0, stream>>>(m, row_begin, row_end, static_cast<U *>(dst), ld);
     return cudaGetLastError();
 }
 
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                                void * dst, int64_t ld, cudaStream_t stream) {
-    const bool same = type == w.type, to_f16 = type == GGML_MACKO_TYPE_F16;
+cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
+                                int64_t ld, cudaStream_t stream) {
     if (row_begin >= row_end) {
         return cudaSuccess;
     }
     if (w.part) {
         cuda_sparse_matrix rest = w;
         rest.part               = nullptr;
-        CUDA_TRY(cuda_sparse_densify(rest, row_begin, row_end, type, dst, ld, stream));
-        return w.part->densify(row_begin, row_end, type, dst, ld, stream);
+        CUDA_TRY(cuda_sparse_densify(rest, row_begin, row_end, dst, ld, stream));
+        return w.part->densify(row_begin, row_end, dst, ld, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_QUANTIZED) {
-        return cuda_quantized_densify(w, row_begin, row_end, type, dst, ld, stream);
+        return cuda_quantized_densify(w, row_begin, row_end, dst, ld, stream);
     }
-    if (w.type == GGML_MACKO_TYPE_F32) { // always FILE
-        if (same) {
-            return launch_densify_file<uint32_t, uint32_t>(w, row_begin, row_end, dst, ld, same_bits(), stream);
-        }
-        return to_f16 ? launch_densify_file<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_f16(), stream)
-                      : launch_densify_file<uint32_t, uint16_t>(w, row_begin, row_end, dst, ld, f32_to_bf16(), stream);
-    }
-    if (!same && !(w.type == GGML_MACKO_TYPE_BF16 && to_f16)) {
-        return cudaErrorInvalidValue;
-    }
-    if (w.layout == CUDA_SPARSE_LAYOUT_FILE) {
-        return same ? launch_densify_file<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, same_bits(), stream)
-                    : launch_densify_file<uint16_t, uint16_t>(w, row_begin, row_end, dst, ld, bf16_to_f16(), stream);
+    if (w.layout == CUDA_SPARSE_LAYOUT_FILE) { // always that of F32
+        return w.type == GGML_MACKO_TYPE_F32 ? launch_densify_file<uint32_t>(w, row_begin, row_end, dst, ld, stream)
+                                             : launch_densify_file<uint16_t>(w, row_begin, row_end, dst, ld, stream);
     }
     const bool     aligned = reinterpret_cast<uintptr_t>(dst) % 16 == 0 && ld % 8 == 0 && w.cols % 8 == 0;
     densify_params p       = { w, row_begin, row_end, static_cast<uint16_t *>(dst), ld, 1, 0, aligned ? 8 : 1, {} };
     if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
         switch (w.delta_bits) {
-            case 2:  return launch_densify_interleaved<fused_f16, 2, true, same_bits>(p, stream);
-            case 3:  return launch_densify_interleaved<fused_f16, 3, true, same_bits>(p, stream);
-            case 4:  return launch_densify_interleaved<fused_f16, 4, true, same_bits>(p, stream);
-            default: return launch_densify_interleaved<fused_f16, 6, false, same_bits>(p, stream);
+            case 2:  return launch_densify_interleaved<fused_f16, 2, true>(p, stream);
+            case 3:  return launch_densify_interleaved<fused_f16, 3, true>(p, stream);
+            case 4:  return launch_densify_interleaved<fused_f16, 4, true>(p, stream);
+            default: return launch_densify_interleaved<fused_f16, 6, false>(p, stream);
         }
     }
-    return same ? launch_densify_bits<same_bits>(p, stream) : launch_densify_bits<bf16_to_f16>(p, stream);
+    return launch_densify_bits(p, stream);
 }
 
 } // namespace macko::cuda

@@ -306,23 +306,4 @@ private:
     __device__ static int groups_before(int n, int lane, int lanes) { return n / lanes * lane + min(n % lanes, lane); }
 };
 
-// ---- elements: bits in, bits out ----
-
-struct same_bits {
-    template <typename U> __device__ U operator()(U v) const { return v; }
-};
-struct f32_to_f16 {
-    __device__ uint16_t operator()(uint32_t v) const { return __half_as_ushort(__float2half_rn(__uint_as_float(v))); }
-};
-struct bf16_to_f16 {
-    __device__ uint16_t operator()(uint16_t v) const {
-        return __half_as_ushort(__float2half_rn(__uint_as_float(static_cast<uint32_t>(v) << 16)));
-    }
-};
-struct f32_to_bf16 {
-    __device__ uint16_t operator()(uint32_t v) const {
-        return __bfloat16_as_ushort(__float2bfloat16_rn(__uint_as_float(v)));
-    }
-};
-
 } // namespace macko::cuda

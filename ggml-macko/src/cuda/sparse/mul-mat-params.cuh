@@ -221,8 +221,8 @@ cudaError_t launch_quantized_q4_0(sparse_launch & p, int nx, int grid_y, cudaStr
 // norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const cuda_sparse_matrix & w);
 cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream);
-// cuda_sparse_densify() of the QUANTIZED layout; type: F16, BF16 or F32
-cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                                   void * dst, int64_t ld, cudaStream_t stream);
+// cuda_sparse_densify() of the QUANTIZED layout
+cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
+                                   int64_t ld, cudaStream_t stream);
 
 } // namespace macko::cuda

@@ -82,7 +82,7 @@ public:
     virtual cudaError_t mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream) const = 0;
     // Writes its elements of rows row_begin ... row_end-1 into dense rows that have all others already; arguments as of
     // cuda_sparse_densify().
-    virtual cudaError_t densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
+    virtual cudaError_t densify(int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
                                 cudaStream_t stream) const = 0;
 };
 
@@ -92,10 +92,10 @@ int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix & w, bool experts);
 
 cudaError_t cuda_sparse_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
 
-// Writes rows row_begin ... row_end-1 as dense rows of w.cols elements, `ld` elements apart. type: the type of the
-// matrix (its bits are kept, as get_tensor needs), or F16 (BF16 and F32 values are rounded).
-cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                                void * dst, int64_t ld, cudaStream_t stream);
+// Writes rows row_begin ... row_end-1 as dense rows of w.cols elements of type w.type, `ld` elements apart. Values that
+// are not quantized keep their bits.
+cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
+                                int64_t ld, cudaStream_t stream);
 
 struct cuda_free {
     void operator()(void * memory) const { cudaFree(memory); }

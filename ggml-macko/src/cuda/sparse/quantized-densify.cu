@@ -139,20 +139,19 @@ static cudaError_t launch_densify_bits(densify_quantized_params & p, cudaStream_
     }
 }
 
-template <typename V>
-static cudaError_t launch_densify_type(densify_quantized_params & p, int32_t type, cudaStream_t stream) {
-    switch (type) {
+template <typename V> static cudaError_t launch_densify_type(densify_quantized_params & p, cudaStream_t stream) {
+    switch (p.m.type) {
         case GGML_MACKO_TYPE_F16:  return launch_densify_bits<V, __half>(p, stream);
         case GGML_MACKO_TYPE_BF16: return launch_densify_bits<V, __nv_bfloat16>(p, stream);
         default:                   return launch_densify_bits<V, float>(p, stream);
     }
 }
 
-cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, int32_t type,
-                                   void * dst, int64_t ld, cudaStream_t stream) {
+cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
+                                   int64_t ld, cudaStream_t stream) {
     densify_quantized_params p = { w, row_begin, row_end, dst, ld, 0, false };
-    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_densify_type<q8_0_values>(p, type, stream)
-                                                : launch_densify_type<q4_0_values>(p, type, stream);
+    return w.value_type == GGML_MACKO_TYPE_Q8_0 ? launch_densify_type<q8_0_values>(p, stream)
+                                                : launch_densify_type<q4_0_values>(p, stream);
 }
 
 } // namespace macko::cuda

@@ -1,4 +1,5 @@
 #include "cuda/sparse/quantized.h"
+#include "codec/team.h"
 
 #include <algorithm>
 #include <cmath>
@@ -381,13 +382,12 @@ void cuda_quantized_make(const packed_view & view, const quantized_shape & shape
     std::vector<row_maker> makers(static_cast<size_t>(n_threads), row_maker{ view, m, {}, {}, 0 });
     const auto             first_row = [&](int64_t i) { return rows * i / n_threads; };
     lay_out_rows(view, m);
-#pragma omp parallel for schedule(static, 1) num_threads(n_threads)
-    for (int i = 0; i < n_threads; i++) {
+    parallel_parts(n_threads, n_threads, 1, [&](int64_t i, int64_t, int) {
         row_maker & maker = makers[static_cast<size_t>(i)];
         for (int64_t r = first_row(i); r < first_row(i + 1); r++) {
             maker.make(r);
         }
-    }
+    });
     out->n_outliers = 0;
     m.overshoot     = 0;
     for (int i = 0; i < n_threads; i++) {

@@ -9,10 +9,9 @@ namespace macko::cuda {
 namespace {
 
 // A warp per piece; no two pieces have an element in common. Zeros are padding: what is there stays.
-template <typename U, typename D, typename CONVERT>
-__global__ void __launch_bounds__(256)
-    densify_pieces_kernel(const cuda_ec_csr_set set, int delta_bits, int64_t row_begin, int64_t row_end, D * dst,
-                          int64_t ld, CONVERT convert) {
+template <typename U>
+__global__ void __launch_bounds__(256) densify_pieces_kernel(const cuda_ec_csr_set set, int delta_bits,
+                                                             int64_t row_begin, int64_t row_end, U * dst, int64_t ld) {
     const int lane = threadIdx.x % 32, g = set.granularity, n_vectors = 4 * g * static_cast<int>(sizeof(U)) / 16;
     cuda_wait_for_previous();
     cuda_allow_next();
@@ -27,7 +26,7 @@ __global__ void __launch_bounds__(256)
                         set.values + ((chunk * n_vectors + byte / 16) * 32 + lane) * 16 + byte % 16);
                     const int64_t row = set.rows[i * g + r];
                     if (row >= row_begin && row < row_end && bits != 0) {
-                        dst[(row - row_begin) * ld + column] = convert(bits);
+                        dst[(row - row_begin) * ld + column] = bits;
                     }
                 }
             }
@@ -37,24 +36,16 @@ __global__ void __launch_bounds__(256)
 
 } // namespace
 
-cudaError_t ec_csr_part::densify(int64_t row_begin, int64_t row_end, int32_t type, void * dst, int64_t ld,
+cudaError_t ec_csr_part::densify(int64_t row_begin, int64_t row_end, void * dst, int64_t ld,
                                  cudaStream_t stream) const {
     const cuda_ec_csr_blocks & b = blocks;
     for (int32_t s = 0; s < b.n_sets; s++) {
-        const auto run = [&](auto from, auto * to, auto convert) {
+        const auto run = [&](auto * to) {
             const unsigned blocks = static_cast<unsigned>(std::min(1 << 16, (b.sets[s].n_pieces + 7) / 8));
-            densify_pieces_kernel<decltype(from)>
-                <<<blocks, 256, 0, stream>>>(b.sets[s], b.delta_bits, row_begin, row_end, to, ld, convert);
+            densify_pieces_kernel<<<blocks, 256, 0, stream>>>(b.sets[s], b.delta_bits, row_begin, row_end, to, ld);
             return cudaGetLastError();
         };
-        uint16_t * to16 = static_cast<uint16_t *>(dst);
-        if (b.type == GGML_MACKO_TYPE_F32) {
-            CUDA_TRY(type == b.type                ? run(uint32_t(), static_cast<uint32_t *>(dst), same_bits())
-                     : type == GGML_MACKO_TYPE_F16 ? run(uint32_t(), to16, f32_to_f16())
-                                                   : run(uint32_t(), to16, f32_to_bf16()));
-        } else {
-            CUDA_TRY(type == b.type ? run(uint16_t(), to16, same_bits()) : run(uint16_t(), to16, bf16_to_f16()));
-        }
+        CUDA_TRY(b.type == GGML_MACKO_TYPE_F32 ? run(static_cast<uint32_t *>(dst)) : run(static_cast<uint16_t *>(dst)));
     }
     return cudaSuccess;
 }

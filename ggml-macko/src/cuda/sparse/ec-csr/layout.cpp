@@ -1,4 +1,5 @@
 #include "cuda/sparse/ec-csr/layout.h"
+#include "codec/team.h"
 #include "cuda/sparse/layout.h"
 
 #include <algorithm>
@@ -160,14 +161,15 @@ void cuda_ec_csr_fill(const ec_csr_view & view, bool all, int n_threads, const c
             }
         }
         const set_filler filler = { a, s, d };
-#pragma omp parallel for schedule(dynamic, 16) num_threads(n_threads)
-        for (int64_t p = 0; p < d.n_pieces; p++) {
-            if (s.vector_size == 1) {
-                filler.short_piece(p, p);
-            } else {
-                filler.long_piece(p / n_cuts, p, p % n_cuts * d.granularity);
+        parallel_parts(n_threads, d.n_pieces, 16, [&](int64_t begin, int64_t end, int) {
+            for (int64_t p = begin; p < end; p++) {
+                if (s.vector_size == 1) {
+                    filler.short_piece(p, p);
+                } else {
+                    filler.long_piece(p / n_cuts, p, p % n_cuts * d.granularity);
+                }
             }
-        }
+        });
     });
     for (int64_t r = 0; r < b.rows; r++) {
         b.slot_ptr[r + 1] += b.slot_ptr[r];

@@ -2,6 +2,7 @@
 
 #include "codec/ec-csr/cost.h"
 #include "codec/macko/encode.h"
+#include "codec/team.h"
 #include "cuda/lib/common.cuh"
 
 #include <algorithm>
@@ -21,20 +22,17 @@ int upload_rows(cuda_sparse_uploader & uploader, const macko_matrix & m, int n_t
     }
     constexpr int64_t ROWS = 256; // at a time
     std::atomic<int>  failed{ GGML_MACKO_STATUS_OK };
-#pragma omp parallel for schedule(dynamic, 1) num_threads(n_threads)
-    for (int64_t r = 0; r < m.desc.rows; r += ROWS) {
+    parallel_parts(n_threads, m.desc.rows, ROWS, [&](int64_t begin, int64_t end, int) {
         macko_view view;
         int        status = failed.load();
         if (!status) {
-            status = validate(
-                { m.desc, r, std::min(m.desc.rows, r + ROWS), m.row_ptr.data(), 0, m.values.data(), m.deltas.data() },
-                &view);
+            status = validate({ m.desc, begin, end, m.row_ptr.data(), 0, m.values.data(), m.deltas.data() }, &view);
             status = status ? status : uploader.rows(view);
         }
         if (status) {
             failed = status;
         }
-    }
+    });
     return failed ? fail(failed, "a matrix could not be copied to the GPU") : uploader.finish(out);
 }
 
@@ -118,6 +116,8 @@ int cuda_ec_csr_upload(cuda_sparse_uploader & uploader, const ec_csr_view & view
             std::vector<uint8_t> image(static_cast<size_t>(b.nbytes_arrays), 0);
             cuda_ec_csr_fill(view, all, n_threads, cuda_ec_csr_bind(view, all, image.data()));
             CUDA_OK(cudaMemcpy(at, image.data(), image.size(), cudaMemcpyHostToDevice));
+            // cudaMemcpy may return before the data has arrived, and other streams do not wait for the default stream
+            CUDA_OK(cudaStreamSynchronize(nullptr));
             *part     = std::make_unique<ec_csr_part>(cuda_ec_csr_bind(view, all, at));
             out->part = part->get();
             return GGML_MACKO_STATUS_OK;

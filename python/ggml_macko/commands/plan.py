@@ -1,0 +1,135 @@
+"""`macko plan MODEL`: what storing it sparse would bring, and what to do, before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+from .. import console
+from ..commands.arguments import add_quiet
+from ..conversion.advice import SAMPLE_WEIGHTS, ModelPlan, plan
+from ..conversion.measured_speed import PAGE
+
+HELP = "say what storing a model sparse would bring"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Looks at a GGUF model, dense or sparse, and predicts size, memory and speed for each type of `macko convert` "
+        "and for dense Q8_0 and Q4_K_M; says what pays, and whether it fits. Sizes come from encoding the real weights "
+        f"(of tensors of more than {SAMPLE_WEIGHTS >> 20} million weights a sample of rows; --all-rows takes all). "
+        "ec-csr, which takes seconds per tensor, is tried only where --types names it. Speeds were measured on other "
+        f"machines: {PAGE}."
+    )
+    parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
+    parser.add_argument(
+        "--types", metavar="TYPE,...", default="", help="types of `macko convert` to look at (default: all but ec-csr)"
+    )
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        type=int,
+        default=0,
+        metavar="N",
+        help="context length for the memory (default: 4096, or the model's own if that is less)",
+    )
+    parser.add_argument("--all-rows", action="store_true", help="look at all weights of large tensors")
+    parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_quiet(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    found = plan(
+        args.model,
+        types=[name for name in args.types.split(",") if name],
+        n_ctx=args.ctx_size,
+        all_rows=args.all_rows,
+        n_threads=args.threads,
+    )
+    if args.json:
+        console.print_json(dataclasses.asdict(found))
+    else:
+        for part in sections(found):
+            print(part)
+    return 0
+
+
+def sections(p: ModelPlan) -> Iterator[str]:
+    """The parts of what is printed."""
+    yield (
+        f"{p.path}: {_mib(p.nbytes)}, {p.n_parameters} parameters, {p.n_sparse_parameters} of them in matrices that "
+        "can be stored sparse"
+        + (f" (density {p.density:.4f})" if p.density is not None else "")
+        + ("" if p.sampled == 1 else f"; {p.sampled:.0%} of the weights were looked at, the rest is estimated")
+    )
+    yield "\n" + console.table(list(_group_rows(p)), ["tensors", "n", "weights", "type", "density", "-0.0", "MiB"], "g")
+    yield "\n" + console.table(list(_type_rows(p)), _TYPE_HEADERS, "g")
+    yield (
+        '\n"ends in Q6_K": with --token-embedding-type q6_k --output-tensor-type q6_k; "smaller than": at densities of '
+        "random non-zeros\nbelow that"
+    )
+    if p.context is not None:
+        yield (
+            f"memory: weights, {_mib(p.context.kv_cache)} of keys and values (F16, {p.context.n_ctx} tokens) and about "
+            f"{_mib(p.context.compute)} to compute in"
+        )
+    if p.advice:
+        yield "\n" + "\n".join(f"* {line}" for line in p.advice)
+
+
+_TYPE_HEADERS = [
+    "type",
+    "lossless",
+    "sparse tensors",
+    "MiB",
+    "BPW",
+    "of file",
+    "MiB, ends in Q6_K",
+    "RAM, MiB",
+    "GPU, MiB",
+    "smaller than Q8_0",
+    "smaller than Q4_K_M",
+]
+
+
+def _group_rows(p: ModelPlan) -> Iterator[list[object]]:
+    for g in p.groups:
+        density = None if g.density is None else round(g.density, 4)
+        yield [
+            g.name,
+            g.n_tensors,
+            g.n_parameters,
+            g.type,
+            density,
+            g.n_negative_zeros,
+            round(g.nbytes / console.MIB, 2),
+        ]
+
+
+def _type_rows(p: ModelPlan) -> Iterator[list[object]]:
+    rest = 0 if p.context is None else p.context.kv_cache + p.context.compute
+    for t in p.types:
+        yield [
+            t.type,
+            "yes" if t.is_lossless else "no",
+            t.n_sparse,
+            round(t.nbytes / console.MIB, 2),
+            round(t.bits_per_weight, 2),
+            round(t.nbytes / p.nbytes, 2),
+            round(t.nbytes_q6_k / console.MIB, 2) if t.is_sparse else "",
+            round((t.nbytes_cpu + rest) / console.MIB),
+            round((t.nbytes_gpu + rest) / console.MIB),
+            *(_below(t.below.get(name)) for name in ("Q8_0", "Q4_K_M")),
+        ]
+
+
+def _below(density: float | None) -> str:
+    if density is None:
+        return ""
+    return "always" if density == 1 else f"below {density:.2f}"
+
+
+def _mib(nbytes: int) -> str:
+    return console.size(nbytes).strip()

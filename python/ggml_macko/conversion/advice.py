@@ -1,0 +1,496 @@
+"""What storing a model sparse would bring, before anything is written: `plan(model)`.
+
+Sizes come from the codecs themselves, on the real weights. Of large tensors a sample of rows is encoded and scaled up;
+EC-CSR is left out, because what it gains lies in groups of rows anywhere in a matrix, and it takes seconds per tensor.
+Speeds are those of measured_speed.py, on other machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .. import console, errors
+from ..codecs import registry
+from ..codecs.codec import Choice, Settings, Source
+from ..gguf import tensor_rules
+from ..gguf.files import Model, Tensor, type_name
+from ..gguf.writer import align
+from ..native import bindings
+from ..native import codec as native_codec
+from ..values import NEGATIVE_ZERO, TYPE_F16, Array, bits_dtype
+from . import measured_speed, model_memory
+from .model_memory import ContextMemory, DeviceMemory
+from .plan import dense_nbytes, stored_nbytes
+
+SAMPLE_WEIGHTS = 1 << 22
+"""Weights of a tensor that are looked at; of a larger one, rows in evenly spread blocks."""
+
+_BLOCK_ROWS = 16
+
+Q8_0, Q4_K_M = "Q8_0", "Q4_K_M"
+"""Types of llama-quantize that sparse types are compared with."""
+
+_K_TYPES = {"q4_k": "q5_0", "q6_k": "q8_0"}  # what llama-quantize takes where the columns are no multiple of 256
+
+# ---- results ----
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Tensors of the same role in all layers."""
+
+    name: str  # such as ffn_down
+    n_tensors: int
+    n_parameters: int
+    type: str  # of the dense tensors
+    density: float | None  # non-zeros over weights, -0.0 counted as zero; None where a type has no pattern for zero
+    n_negative_zeros: int
+    nbytes: int  # as they are in this file
+    nbytes_as: Mapping[str, int]  # TYPE of `macko convert`, or of llama-quantize -> bytes in a file
+
+
+@dataclass(frozen=True)
+class TypePlan:
+    """The whole model in one type."""
+
+    type: str  # TYPE of `macko convert`, or one of llama-quantize
+    is_sparse: bool
+    is_lossless: bool
+    n_sparse: int  # tensors that would be stored sparse
+    nbytes: int  # of all tensors
+    nbytes_q6_k: int  # the same with embeddings and head in Q6_K, which stay as they are otherwise
+    nbytes_gpu: int  # in GPU memory; for quantized sparse types an upper bound
+    nbytes_cpu: int  # in memory of the process
+    bits_per_weight: float
+    below: Mapping[str, float]  # dense type -> density below which block weights are smaller than in it
+    speed: Mapping[str, Mapping[str, float]]  # machine -> dense type -> measured speed over that type's
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What storing a model sparse would bring."""
+
+    path: str
+    n_parameters: int
+    nbytes: int  # of the file
+    density: float | None  # of the weights that can be stored sparse
+    n_sparse_parameters: int  # weights in tensors that can be stored sparse
+    n_negative_zeros: int
+    sampled: float  # share of the weights that were looked at; 1: sizes are exact but for metadata
+    groups: tuple[GroupPlan, ...]
+    types: tuple[TypePlan, ...]
+    context: ContextMemory | None  # None: the metadata do not tell
+    gpus: tuple[DeviceMemory, ...]
+    host: DeviceMemory | None
+    advice: tuple[str, ...]  # what to do, in sentences
+
+
+# ---- planning ----
+
+
+def plan(
+    model: str | os.PathLike[str],
+    *,
+    types: Sequence[str] = (),
+    n_ctx: int = 0,
+    all_rows: bool = False,
+    n_threads: int = 0,
+) -> ModelPlan:
+    """What storing a GGUF model sparse would bring: size, memory and speed for each type, and what to do.
+
+    model: dense or sparse; the first file of a split one. types: TYPEs of convert() to look at; by default all but
+    ec-csr and auto. n_ctx: tokens of the context that memory is estimated for; 0: 4096, or the model's own length if
+    that is less. all_rows: look at all weights, not at a sample of those of large tensors. n_threads: 0 uses all cores.
+
+    -0.0 counts as zero. Shows its progress. Raises MackoError for an unknown type or an invalid model, OSError if it
+    cannot be read.
+    """
+    names = [_checked(name) for name in types] or default_types()
+    with Model(model) as file:
+        looked = [
+            _look(t, names, file, all_rows, n_threads)
+            for t in console.tracked(file.tensors, "looking at weights", lambda t: t.nbytes_stored, "B")
+        ]
+        context = model_memory.context_memory(file, n_ctx)
+        found = ModelPlan(
+            path=str(file.path),
+            n_parameters=sum(x.tensor.n_elements for x in looked),
+            nbytes=file.nbytes,
+            density=_mean_density([x for x in looked if x.can_be_sparse]),
+            n_sparse_parameters=sum(x.tensor.n_elements for x in looked if x.can_be_sparse),
+            n_negative_zeros=sum(x.n_negative_zeros for x in looked),
+            sampled=_share_looked_at(looked),
+            groups=tuple(_groups(looked)),
+            types=tuple(_type_plan(name, looked, n_threads) for name in (*names, Q8_0, Q4_K_M)),
+            context=context,
+            gpus=tuple(model_memory.gpu_memory()),
+            host=model_memory.host_memory(),
+            advice=(),
+        )
+    return replace(found, advice=tuple(_advice(found)))
+
+
+def default_types() -> list[str]:
+    """TYPEs that leave the coding of places to the codec, of codecs that take no seconds."""
+    return [
+        name
+        for name, choices in registry.types().items()
+        if name != registry.AUTO
+        and all(c.codec.note is None and c.codec.type_name(c.value_type or TYPE_F16) == name for c in choices)
+    ]
+
+
+def _checked(name: str) -> str:
+    found = registry.type_named(name)
+    if found is None:
+        raise errors.error(errors.BAD_ARGUMENT, f"unknown type '{name}'; known: {', '.join(registry.types())}")
+    return found
+
+
+# ---- one tensor ----
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in one type."""
+
+    nbytes: int
+    is_sparse: bool
+    name: str = ""  # of what is stored, such as packed-d0
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A tensor, and what was found in it."""
+
+    tensor: Tensor
+    can_be_sparse: bool
+    n_looked_at: int  # weights
+    nnz: float | None  # estimated from them, -0.0 not counted
+    n_negative_zeros: int
+    stored: Mapping[str, _Stored]
+
+
+def sample_rows(t: Tensor, all_rows: bool, n_threads: int = 0) -> Array:
+    """Bit patterns (rows, cols) of evenly spread blocks of rows of an F16, BF16 or F32 tensor, or of all rows."""
+    dtype, row_nbytes = bits_dtype(t.type), t.nbytes // t.rows
+    n = t.rows if all_rows else min(t.rows, max(_BLOCK_ROWS, SAMPLE_WEIGHTS // t.cols))
+    if t.sparse is not None or n == t.rows:
+        bits = t.read_bits(n_threads)
+        return bits if n == t.rows else bits[_sampled(t.rows, n)]
+    blocks = [t.shard.read(t.offset + int(at) * row_nbytes, _BLOCK_ROWS * row_nbytes) for at in _starts(t.rows, n)]
+    return np.concatenate(blocks).view(dtype).reshape(-1, t.cols)
+
+
+def _starts(rows: int, n: int) -> Array:
+    """First rows of the blocks that give about n of the rows."""
+    return np.linspace(0, rows - _BLOCK_ROWS, max(1, n // _BLOCK_ROWS)).astype(np.int64)
+
+
+def _sampled(rows: int, n: int) -> Array:
+    return (_starts(rows, n)[:, None] + np.arange(_BLOCK_ROWS)).reshape(-1)
+
+
+def _look(t: Tensor, names: Sequence[str], model: Model, all_rows: bool, n_threads: int) -> _Looked:
+    dense = {name: _Stored(align(t.nbytes, model.alignment), False) for name in names}
+    dense.update({name: _Stored(int(_quantized_nbytes(t, name, model)), False) for name in (Q8_0, Q4_K_M)})
+    if not tensor_rules.is_value_type(t.type):
+        return _Looked(t, False, t.n_elements, None, 0, dense)
+    bits = sample_rows(t, all_rows, n_threads)
+    scale = t.n_elements / bits.size
+    negative = bits == NEGATIVE_ZERO[t.type]
+    n_negative = int(np.count_nonzero(negative))
+    if n_negative:
+        bits = np.where(negative, 0, bits).astype(bits.dtype)
+    nnz = int(np.count_nonzero(bits)) * scale
+    can_be_sparse = tensor_rules.is_multiplied(t.name, len(t.ne))
+    if can_be_sparse:
+        count = native_codec.count_dense(bits, t.type, n_threads)
+        if not count.n_nonfinite:
+            source = Source(np.ascontiguousarray(bits), t.type, count)
+            for name in names:
+                dense[name] = _stored(t, source, registry.types()[name], model.alignment, scale, n_threads)
+    return _Looked(t, can_be_sparse, bits.size, nnz, round(n_negative * scale), dense)
+
+
+def _stored(
+    t: Tensor, source: Source, choices: Sequence[Choice], alignment: int, scale: float, n_threads: int
+) -> _Stored:
+    """What `macko convert` would make of the tensor: the smallest choice, or dense where that is smaller."""
+    settings = Settings(n_threads, search=False)  # the search for scales changes no size
+    found = []
+    for choice in choices:
+        try:
+            found.append(choice.codec.plan(source, choice, settings))
+        except errors.MackoError as e:
+            if e.code not in (errors.LIMIT, errors.NOT_FINITE):
+                raise
+    stays = _Stored(align(t.nbytes, alignment), False)
+    if not found:
+        return stays
+    chosen = min(found, key=lambda c: stored_nbytes(c, alignment))
+    nbytes = round(stored_nbytes(chosen, alignment) * scale)
+    twin = dense_nbytes(t, chosen.codec.value_name(chosen.value_type))
+    if twin <= nbytes:
+        return _Stored(align(int(twin), alignment), False)
+    return _Stored(nbytes, True, chosen.name) if nbytes < stays.nbytes else stays
+
+
+def _quantized_nbytes(t: Tensor, name: str, model: Model) -> float:
+    """Of a tensor in a file of llama-quantize (its rules for models of the llama architecture)."""
+    if len(t.ne) < 2 or not tensor_rules.is_value_type(t.type) or not t.name.endswith(".weight"):
+        return t.nbytes
+    if t.name.endswith("ffn_gate_inp.weight"):  # a router
+        return t.nbytes
+    type_name_ = "q8_0" if name == Q8_0 else _q4_k_m_type(t.name, model)
+    nbytes = dense_nbytes(t, type_name_)
+    if nbytes == float("inf"):
+        nbytes = dense_nbytes(t, _K_TYPES.get(type_name_))
+    return min(nbytes, t.nbytes)
+
+
+def _q4_k_m_type(name: str, model: Model) -> str:
+    """Q6_K for the output head, and for half of the tensors that suffer most; else Q4_K."""
+    head = tensor_rules.HEAD if any(t.name == tensor_rules.HEAD for t in model.tensors) else tensor_rules.EMBEDDING
+    layer = re.match(r"blk\.(\d+)\.(attn_v|ffn_down)", name)
+    if layer is None:
+        return "q6_k" if name == head else "q4_k"
+    i, n = int(layer[1]), sum(t.name.endswith("attn_norm.weight") for t in model.tensors)
+    return "q6_k" if i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2 else "q4_k"
+
+
+# ---- the whole model ----
+
+
+def _mean_density(looked: Sequence[_Looked]) -> float | None:
+    counted = [x for x in looked if x.nnz is not None]
+    n = sum(x.tensor.n_elements for x in counted)
+    return sum(x.nnz or 0.0 for x in counted) / n if n else None
+
+
+def _share_looked_at(looked: Sequence[_Looked]) -> float:
+    n = sum(x.tensor.n_elements for x in looked)
+    return sum(x.n_looked_at for x in looked) / n if n else 1.0
+
+
+def group_name(t: Tensor) -> str:
+    """The role of a tensor, the same in all layers."""
+    if len(t.ne) < 2:
+        return "norms and biases"
+    return re.sub(r"^blk\.\d+\.|\.weight$", "", t.name)
+
+
+def _groups(looked: Sequence[_Looked]) -> Iterator[GroupPlan]:
+    by_name: dict[str, list[_Looked]] = {}
+    for x in looked:
+        by_name.setdefault(group_name(x.tensor), []).append(x)
+    for name, members in by_name.items():
+        yield GroupPlan(
+            name=name,
+            n_tensors=len(members),
+            n_parameters=sum(x.tensor.n_elements for x in members),
+            type=", ".join(sorted({type_name(x.tensor.type) for x in members})),
+            density=_mean_density(members),
+            n_negative_zeros=sum(x.n_negative_zeros for x in members),
+            nbytes=sum(x.tensor.nbytes_stored for x in members),
+            nbytes_as={k: sum(x.stored[k].nbytes for x in members) for k in members[0].stored},
+        )
+
+
+_GPU_GROWTH = 1.5  # quantized values in GPU memory over the bytes in the file, at most (docs/guide/performance.md)
+
+
+def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan:
+    nbytes = sum(x.stored[name].nbytes for x in looked)
+    n_parameters = sum(x.tensor.n_elements for x in looked)
+    choices = registry.types().get(name, ())
+    is_lossy = any(c.is_lossy for c in choices)
+    dense = sum(x.stored[name].nbytes for x in looked if not x.stored[name].is_sparse)
+    sparse = nbytes - dense
+    by_density = _mean_density([x for x in looked if x.stored[name].is_sparse])
+    kind = _measured_kind(name, looked)
+    return TypePlan(
+        type=name,
+        is_sparse=bool(choices),
+        is_lossless=bool(choices) and not is_lossy,
+        n_sparse=sum(x.stored[name].is_sparse for x in looked),
+        nbytes=nbytes,
+        nbytes_q6_k=nbytes - _saved_by_q6_k(name, looked),
+        nbytes_gpu=dense + _gpu_nbytes(name, sparse, is_lossy, looked),
+        nbytes_cpu=nbytes,
+        bits_per_weight=nbytes * 8 / n_parameters if n_parameters else 0.0,
+        below=_break_evens(choices, looked, n_threads),
+        speed=_speeds(kind, by_density),
+    )
+
+
+def _saved_by_q6_k(name: str, looked: Sequence[_Looked]) -> int:
+    """Bytes that --token-embedding-type q6_k and --output-tensor-type q6_k save where those tensors stay dense."""
+    ends = [x for x in looked if x.tensor.name in (tensor_rules.HEAD, tensor_rules.EMBEDDING)]
+    saved = [x.stored[name].nbytes - dense_nbytes(x.tensor, "q6_k") for x in ends if not x.stored[name].is_sparse]
+    return int(sum(n for n in saved if 0 < n < float("inf")))
+
+
+def _gpu_nbytes(name: str, sparse: int, is_lossy: bool, looked: Sequence[_Looked]) -> int:
+    """Plain values are recoded to MACKO rows; quantized ones stay quantized, Q5_0 and Q4_NL as Q8_0."""
+    if is_lossy:
+        wide = "sparse-q8_0" if name in ("sparse-q5_0", "sparse-q4_nl") else name
+        known = [x.stored[wide].nbytes for x in looked if wide in x.stored and x.stored[name].is_sparse]
+        return round(_GPU_GROWTH * (sum(known) if known else sparse))
+    rows = registry.default_type()
+    known = [x.stored[rows].nbytes for x in looked if rows in x.stored and x.stored[name].is_sparse]
+    return max(sparse, sum(known))
+
+
+def _break_evens(choices: Sequence[Choice], looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:
+    """For random non-zeros in rows of the usual length: the density below which the type is smaller."""
+    candidates = [x for x in looked if x.can_be_sparse and x.nnz is not None]
+    if not choices or not candidates:
+        return {}
+    largest = max(candidates, key=lambda x: x.tensor.n_elements).tensor
+    out = {}
+    for dense_type, bits in ((Q8_0, 8.5), (Q4_K_M, _Q4_K_M_BITS)):
+        out[dense_type] = _random_break_even(choices, largest.cols, largest.type, bits, n_threads)
+    return out
+
+
+_Q4_K_M_BITS = 4.85  # of block weights: Q4_K has 4.5, Q6_K 6.5625
+
+
+def _random_break_even(choices: Sequence[Choice], cols: int, type_id: int, limit: float, n_threads: int) -> float:
+    """The density of random non-zeros at which a type needs `limit` bits per weight, to 0.01."""
+    rows = max(1, (1 << 18) // cols)
+    rng = np.random.default_rng(0)
+    places = rng.random((rows, cols))
+    one = {TYPE_F16: 0x3C00}.get(type_id, 0x3F800000 >> (0 if type_id == 0 else 16))
+
+    def bits_per_weight(density: float) -> float:
+        dense = np.where(places < density, one, 0).astype(bits_dtype(type_id))
+        source = Source(dense, type_id, native_codec.count_dense(dense, type_id, n_threads))
+        settings = Settings(n_threads, search=False)
+        return min(stored_nbytes(c.codec.plan(source, c, settings), 1) for c in choices) * 8 / dense.size
+
+    if bits_per_weight(1.0) < limit:
+        return 1.0
+    low, high = 0.0, 1.0
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if bits_per_weight(middle) < limit else (low, middle)
+    return round((low + high) / 2, 2)
+
+
+def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
+    """What measured_speed.py calls a type: plain values of any format run alike, quantized ones under their name."""
+    if name.startswith("sparse-"):
+        return name
+    is_f16 = any(x.can_be_sparse and x.tensor.type == TYPE_F16 for x in looked)
+    return measured_speed.SPARSE_F16 if is_f16 and name in registry.types() else None
+
+
+def machines() -> tuple[measured_speed.Machine, ...]:
+    """Those whose measurements say something about this machine."""
+    return (*measured_speed.BY_KERNELS.get(bindings.cpu_kernels(), ()), measured_speed.H200)
+
+
+def _speeds(kind: str | None, density: float | None) -> dict[str, dict[str, float]]:
+    out: dict[str, dict[str, float]] = {}
+    if kind is None or density is None:
+        return out
+    for machine in machines():
+        ratios = {dense: machine.ratio(kind, density, dense) for dense in machine.dense}
+        known = {dense: round(r, 2) for dense, r in ratios.items() if r is not None}
+        if known:
+            out[machine.name] = known
+    return out
+
+
+# ---- advice ----
+
+_PRUNED = 0.95  # a density from which on nobody would call a model sparse
+
+
+def _advice(p: ModelPlan) -> Iterator[str]:
+    by_type = {t.type: t for t in p.types}
+    if p.density is None:
+        yield "Its weights are quantized already: only F16, BF16 and F32 weights can be stored sparse."
+        return
+    quantized = by_type[Q4_K_M]
+    if p.density > _PRUNED:
+        yield (
+            f"Not pruned: {p.density:.1%} of its weights are not zero, and storing it sparse brings nothing. To make "
+            f"it small, use llama-quantize: Q8_0 ({_mib(by_type[Q8_0].nbytes)}) or Q4_K_M ({_mib(quantized.nbytes)})."
+        )
+        return
+    if p.n_negative_zeros:
+        share = p.n_negative_zeros / p.n_parameters
+        yield f"{p.n_negative_zeros} weights ({share:.1%}) are -0.0 and count as zeros here."
+    lossless = [t for t in p.types if t.is_lossless]
+    sparse = [t for t in p.types if t.is_sparse and not t.is_lossless]
+    if lossless:
+        yield from _lossless_advice(p, min(lossless, key=lambda t: t.nbytes), quantized)
+    smaller = [t for t in sparse if t.nbytes_q6_k < quantized.nbytes]
+    if smaller:
+        t = max(smaller, key=lambda t: t.nbytes_q6_k)  # the one that loses least
+        yield (
+            f"{t.type} with embeddings and head in Q6_K ({_mib(t.nbytes_q6_k)}) is smaller than dense Q4_K_M; it "
+            "quantizes the non-zeros: measure perplexity."
+        )
+    elif sparse:
+        yield f"No sparse type is smaller than Q4_K_M ({_mib(quantized.nbytes)}): use Q4_K_M where size counts."
+    yield from _speed_advice(p)
+    yield from _memory_advice(p)
+
+
+def _lossless_advice(p: ModelPlan, best: TypePlan, quantized: TypePlan) -> Iterator[str]:
+    if not best.n_sparse:
+        yield f"At density {p.density:.2f} no lossless type is smaller than the dense file."
+        return
+    yield f"Smallest lossless type: {best.type}, {_mib(best.nbytes)}, {best.nbytes / p.nbytes:.2f} of this file."
+    if best.nbytes > quantized.nbytes:
+        below = best.below.get(Q4_K_M)
+        limit = f"; block weights are smaller losslessly below density {below:.2f}" if below else ""
+        yield f"If it need not be lossless, dense Q4_K_M is smaller ({_mib(quantized.nbytes)}){limit}."
+    else:
+        yield f"It is smaller than dense Q4_K_M ({_mib(quantized.nbytes)}), and nothing is lost."
+
+
+def _speed_advice(p: ModelPlan) -> Iterator[str]:
+    """What the measured tables say about the types that are planned, against dense Q4_K_M."""
+    for machine in machines():
+        parts: list[str] = []
+        for t in p.types:
+            ratio = t.speed.get(machine.name, {}).get(Q4_K_M)
+            kind = measured_speed.SPARSE_F16 if t.is_lossless else t.type
+            if ratio is not None and not any(kind in part for part in parts):
+                parts.append(f"{kind} {ratio:.2f} times")
+        limit = machine.break_even(measured_speed.SPARSE_F16, Q4_K_M)
+        if parts:
+            below = f"; sparse F16 is faster below density {limit:.2f}" if limit is not None else ""
+            yield f"Generation against dense Q4_K_M, measured on {machine.name}: {', '.join(parts)}{below}."
+
+
+def _memory_advice(p: ModelPlan) -> Iterator[str]:
+    if p.context is None:
+        return
+    rest = p.context.kv_cache + p.context.compute
+    for device in p.gpus:
+        fits = [t.type for t in p.types if t.nbytes_gpu + rest <= device.free]
+        yield (
+            f"{device.name} has {_mib(device.free)} free; with a context of {p.context.n_ctx} tokens "
+            + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")
+        )
+    if not p.gpus and p.host is not None:
+        fits = [t.type for t in p.types if t.nbytes_cpu + rest <= p.host.free]
+        yield (
+            f"No GPU here. RAM: {_mib(p.host.free)} free; with a context of {p.context.n_ctx} tokens "
+            + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return console.size(nbytes).strip()

@@ -1,0 +1,90 @@
+"""Speed of generating tokens that was measured: the figures of docs/guide/performance.md that advice is based on.
+
+A test holds these numbers against the tables of that page, which says how they were taken. They are those of other
+machines than the reader's, and of models of random weights: good for ratios, not for tokens per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PAGE = "docs/guide/performance.md"
+
+NEAR = 0.05
+"""How far a density may be from the measured ones."""
+
+F16, Q8_0, Q4_K_M = "F16", "Q8_0", "Q4_K_M"  # dense
+SPARSE_F16, SPARSE_Q8_0, SPARSE_Q4_0 = "sparse F16", "sparse-q8_0", "sparse-q4_0"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Tokens per second on one machine."""
+
+    name: str
+    dense: Mapping[str, float]  # by type
+    sparse: Mapping[str, Mapping[float, float]]  # by what is stored: density -> tokens per second
+
+    def ratio(self, stored: str, density: float, dense_type: str) -> float | None:
+        """Speed at a density over that of the dense type, between measured densities by interpolation of the logarithm;
+        None where nothing within NEAR was measured.
+        """
+        points = sorted(self.sparse.get(stored, {}).items())
+        if not points or dense_type not in self.dense:
+            return None
+        nearest = min(max(density, points[0][0]), points[-1][0])
+        if abs(nearest - density) > NEAR:
+            return None
+        density = nearest
+        for (d0, s0), (d1, s1) in zip(points, points[1:]):
+            if d0 <= density <= d1:
+                x = (density - d0) / (d1 - d0)
+                return math.exp((1 - x) * math.log(s0) + x * math.log(s1)) / self.dense[dense_type]
+        return points[0][1] / self.dense[dense_type]  # one density only
+
+    def break_even(self, stored: str, dense_type: str) -> float | None:
+        """The density below which the sparse form generates faster than the dense type; None if none that was measured
+        is the last that does.
+        """
+        points = sorted(self.sparse.get(stored, {}).items())
+        limit = self.dense.get(dense_type)
+        if limit is None:
+            return None
+        for (d0, s0), (d1, s1) in zip(points, points[1:]):
+            if s0 >= limit > s1:
+                return d0 + (d1 - d0) * math.log(s0 / limit) / math.log(s0 / s1)
+        return None
+
+
+AVX512_VBMI2 = Machine(
+    "AVX-512 VBMI2 (AMD EPYC, Zen 5), 2 threads",
+    {F16: 17.2, Q8_0: 30.6, Q4_K_M: 47.0},
+    {SPARSE_F16: {0.5: 28.1, 0.3: 37.3, 0.1: 53.1}},
+)
+AVX512_VBMI2_QUANTIZED = Machine(
+    "AVX-512 VBMI2 (Intel Xeon), 2 threads",
+    {Q8_0: 14.8, Q4_K_M: 22.4},
+    {SPARSE_Q8_0: {0.3: 42.5}, SPARSE_Q4_0: {0.3: 44.6}},
+)
+AVX2 = Machine(
+    "AVX2 (AMD EPYC), 2 threads",
+    {F16: 11.1, Q8_0: 19.4, Q4_K_M: 28.0},
+    {SPARSE_F16: {0.5: 11.8, 0.3: 13.6}, SPARSE_Q8_0: {0.3: 5.5}, SPARSE_Q4_0: {0.3: 5.2}},
+)
+H200 = Machine(
+    "NVIDIA H200, one sequence (Q8_0 and Q4_K_M: llama.cpp's own CUDA backend)",
+    {F16: 219, Q8_0: 273, Q4_K_M: 297},
+    {
+        SPARSE_F16: {0.5: 423, 0.3: 585, 0.1: 934},
+        SPARSE_Q8_0: {0.5: 506, 0.3: 689},
+        SPARSE_Q4_0: {0.5: 609, 0.3: 761},
+    },
+)
+
+BY_KERNELS: Mapping[str, tuple[Machine, ...]] = {
+    "avx512-vbmi2": (AVX512_VBMI2, AVX512_VBMI2_QUANTIZED),
+    "avx2": (AVX2,),
+}
+"""The machines that are like one with these CPU kernels (`macko --version` names them)."""

@@ -1,0 +1,107 @@
+"""What a model needs beside its weights, by its metadata: the cache of keys and values, and buffers of the graph."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import errors
+from ..gguf.files import Model
+from ..native import devices
+
+CTX_STEP = 256  # llama.cpp rounds the context up to a multiple of this
+UBATCH = 512  # tokens of a matrix product, llama.cpp's default
+_F16 = 2  # bytes of an element of the cache
+
+
+@dataclass(frozen=True)
+class ContextMemory:
+    """Memory that a context takes, in bytes."""
+
+    n_ctx: int
+    kv_cache: int  # in F16; at most, where the model's attention has windows
+    compute: int  # an estimate
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device, in bytes."""
+
+    name: str
+    free: int
+    total: int
+
+
+def context_memory(model: Model, n_ctx: int) -> ContextMemory | None:
+    """Of a context of n_ctx tokens; 0: 4096, or what the model was trained with if that is less. None if the metadata
+    do not tell.
+    """
+    keys = {k.name: k for k in model.keys}
+
+    def read(name: str, default: Any = None) -> Any:
+        key = keys.get(f"{arch}.{name}")
+        return default if key is None else key.value()
+
+    def number(name: str, default: int) -> int:
+        value = read(name, default)
+        return value if isinstance(value, int) else default
+
+    arch_key = keys.get("general.architecture")
+    arch = None if arch_key is None else arch_key.value()
+    n_layer, n_embd, n_head = read("block_count"), read("embedding_length"), read("attention.head_count")
+    if not all(isinstance(n, int) and n > 0 for n in (n_layer, n_embd)) or n_layer > 10_000:
+        return None
+    heads = _per_layer(n_head, n_layer)
+    heads_kv = _per_layer(read("attention.head_count_kv", n_head), n_layer)
+    if heads is None or heads_kv is None or not max(heads):
+        return None
+    n_ctx = n_ctx or min(4096, number("context_length", 4096))
+    n_ctx = -(-n_ctx // CTX_STEP) * CTX_STEP
+    head = n_embd // max(heads)
+    width = number("attention.key_length", head) + number("attention.value_length", head)
+    n_ff = max(_per_layer(read("feed_forward_length", 0), n_layer) or [0])
+    n_vocab = next((t.rows for t in model.tensors if t.name in ("output.weight", "token_embd.weight")), 0)
+    # logits of a micro-batch or the inner results of a block, whichever is more, and the mask of attention
+    compute = UBATCH * (4 * max(n_vocab + n_embd, 2 * n_ff + 3 * n_embd) + 4 * n_ctx)
+    return ContextMemory(n_ctx, n_ctx * sum(heads_kv) * width * _F16, compute)
+
+
+def _per_layer(value: Any, n_layer: int) -> Sequence[int] | None:
+    """A number, or one for each layer, as a list."""
+    numbers = value if isinstance(value, list) else [value] * n_layer
+    return numbers if all(isinstance(n, int) and n >= 0 for n in numbers) and numbers else None
+
+
+def gpu_memory() -> list[DeviceMemory]:
+    """The GPUs that the plugin uses; else those that nvidia-smi names, if there is one."""
+    try:
+        found = [DeviceMemory(f"{g.name} {g.description}", g.free, g.total) for g in devices.gpus()]
+    except errors.MackoError:
+        found = []
+    return found or _nvidia_smi()
+
+
+def _nvidia_smi() -> list[DeviceMemory]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = ["--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.rsplit(",", 2) for line in done.stdout.splitlines()]
+        return [DeviceMemory(name, int(free) << 20, int(total) << 20) for name, free, total in rows]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def host_memory() -> DeviceMemory | None:
+    """Memory of this machine, as Linux counts what is available."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            numbers = {line.split(":")[0]: int(line.split()[1]) << 10 for line in f}
+        return DeviceMemory("RAM", numbers["MemAvailable"], numbers["MemTotal"])
+    except (OSError, KeyError, ValueError, IndexError):
+        return None

@@ -1,0 +1,285 @@
+"""Files that appear complete or not at all, and scratch folders.
+
+What is temporary has a random name that did not exist before, and an object owns that name from before the file is made
+until it is gone. So it is removed wherever an exception arrives, that of a signal handler included: by the with block,
+else when the object goes, at the latest when the process exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Callable, TypeVar
+
+from .. import console, errors
+from ..regular_files import check_regular, named, write_at
+
+_MAX_NAME = 200  # bytes of an output's name that its partial file repeats; the rest of 255 is ours
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # what link() says on such a file system
+
+_NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.EOPNOTSUPP)
+
+_Made = TypeVar("_Made")
+
+# ---- temporary names ----
+
+
+class _Temporary:
+    """A random name in a folder. The file or folder that is made under it is removed with this object."""
+
+    def __init__(self, folder: Path, prefix: str, suffix: str = ""):
+        self.path = folder / f"{prefix}{secrets.token_hex(8)}{suffix}"
+        self._finalizer = weakref.finalize(self, _remove_own, self.path, os.getpid())
+
+    def make(self, how: Callable[[Path], _Made]) -> _Made:
+        """Makes it. how: raises FileExistsError if anything has that name already."""
+        try:
+            return how(self.path)
+        except FileExistsError:
+            self.forget()
+            raise
+
+    def remove(self) -> None:
+        """Removes what has the name, if anything has."""
+        if self._finalizer.alive:
+            _remove(self.path)
+            self.forget()  # last: until here, an exception leaves the removal to the finalizer
+
+    def forget(self) -> None:
+        """What has the name, if anything has, is not ours."""
+        self._finalizer.detach()
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+
+
+def _remove_own(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has copies of its parent's objects
+        with contextlib.suppress(OSError):
+            _remove(path)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: str | os.PathLike[str], prefix: str) -> Iterator[Path]:
+    """A new folder, for this user only, that is removed with all it holds."""
+    temporary = _Temporary(Path(parent), prefix)
+    try:
+        temporary.make(lambda path: os.mkdir(path, 0o700))
+        yield temporary.path
+    finally:
+        temporary.remove()
+
+
+# ---- outputs ----
+
+
+class AtomicOutput:
+    """A file that appears under its final name complete, checked and durable, or not at all.
+
+        with AtomicOutput("out.gguf", inputs, force) as out:
+            ... out.write(data) ...
+            out.seal()           # complete, on disk, still under the partial name
+            ... verify out.partial ...
+            out.commit()
+
+    The data goes to `.NAME.RANDOM.partial` in the same folder, which is made exclusively and locked with flock. Its
+    first four bytes are this process's id until seal() writes the signature (the GGUF magic, or that of another
+    format), so that no reader takes an incomplete file for a model. Leaving the block without commit() removes the
+    partial file. After kill -9 or a power cut it stays; the next run of the same user that writes the same output
+    removes it, if it can lock it. A lock that is held means that the output is in use.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        inputs: Iterable[str | os.PathLike[str]],
+        force: bool = False,
+        signature: bytes = b"GGUF",
+    ):
+        """inputs: files that the output must not replace."""
+        self.path = Path(os.path.realpath(path))
+        self.magic = struct.pack("<I", os.getpid())
+        self._inputs = [Path(source) for source in inputs]
+        self._force = force
+        self._signature = signature
+        self._temporary: _Temporary | None = None
+        self._file: io.FileIO | None = None
+        if any(_is_same(self.path, source) for source in self._inputs):
+            raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
+        self._check_free()
+
+    @property
+    def partial(self) -> Path:
+        """Where the data is until commit()."""
+        assert self._temporary is not None
+        return self._temporary.path
+
+    def _check_free(self) -> None:
+        try:
+            mode = os.stat(self.path).st_mode
+        except FileNotFoundError:
+            return
+        check_regular(self.path, mode)
+        if not self._force:
+            raise errors.error(errors.BAD_ARGUMENT, f"{self.path}: exists; use --force to replace it")
+
+    def __enter__(self) -> AtomicOutput:
+        try:
+            with named(self.path, always=True):
+                self._make_partial()
+                self._look_for_others()
+            return self
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        if self._temporary is not None:
+            self._temporary.remove()
+        if self._file is not None:
+            self._file.close()
+
+    def _make_partial(self) -> None:
+        prefix, suffix = _partial_name(self.path)
+        while True:
+            temporary = self._temporary = _Temporary(self.path.parent, prefix, suffix)
+            self._file = temporary.make(lambda path: io.FileIO(path, "x+"))
+            # another run may hold the lock for a moment, and then has taken the file for what a killed run left
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(self._file.fileno()).st_nlink:
+                    return
+            temporary.remove()
+
+    def _look_for_others(self) -> None:
+        """Raises MackoError if another process writes the same output; removes what killed ones left."""
+        prefix, suffix = _partial_name(self.path)
+        name = re.compile(re.escape(prefix) + "[0-9a-f]{16}" + re.escape(suffix))
+        for other in sorted(entry for entry in os.listdir(self.path.parent) if name.fullmatch(entry)):
+            path = self.path.parent / other
+            if path != self.partial and not any(_is_same(path, source) for source in self._inputs):
+                self._look_at(path)
+
+    def _look_at(self, path: Path) -> None:
+        """Of _look_for_others. A link is not followed, and what is not a file of this user is not touched."""
+        try:
+            found = os.lstat(path)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                return
+            file = io.FileIO(path, "r+", opener=_open_no_link)
+        except OSError:  # it has gone, or is not ours after all
+            return
+        with file:
+            if not os.path.samestat(found, os.fstat(file.fileno())):
+                return
+            try:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                owner = file.read(4) or b""
+                unknown = len(owner) < 4 or owner == self._signature
+                by = "another process" if unknown else f"pid {struct.unpack('<I', owner)[0]}"
+                raise errors.error(errors.IO, f"{self.path}: in use by {by}") from e
+            # its owner may have given it its final name before it let the lock go
+            if os.path.lexists(path) and os.path.samestat(found, os.lstat(path)):
+                os.unlink(path)
+                console.log(f"{path}: removed; it was left by a run that was killed")
+
+    @property
+    def _fd(self) -> int:
+        assert self._file is not None
+        return self._file.fileno()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        with named(self.path):
+            while len(view):
+                view = view[os.write(self._fd, view[: 1 << 30]) :]
+
+    def seal(self) -> None:
+        """All data is written: make it durable, then turn it into a file of its format."""
+        with named(self.path):
+            assert self._file is not None
+            os.fsync(self._fd)
+            write_at(self._file, 0, memoryview(self._signature))
+            os.fsync(self._fd)
+
+    def commit(self) -> None:
+        """Gives the sealed file its name. Raises MackoError if an output without force appeared meanwhile, or if the
+        new name could not be made durable; in the latter case the output is complete and in its place.
+        """
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # while nothing is done yet
+        try:
+            self._check_free()
+            with named(self.path, always=True):
+                self._rename()
+            with self._complete("its folder could not be made durable, so that a power cut may undo it"):
+                try:
+                    os.fsync(folder)
+                except OSError as e:
+                    if e.errno not in _NO_FSYNC_OF_FOLDERS:
+                        raise
+        finally:
+            os.close(folder)
+            assert self._file is not None
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _complete(self, what: str) -> Iterator[None]:
+        """The output has its name: says so if anything fails inside."""
+        try:
+            yield
+        except OSError as e:
+            text = f"{self.path}: is complete and in its place, but {what}: {e.strerror}"
+            raise errors.error(errors.IO, text) from e
+
+    def _rename(self) -> None:
+        assert self._temporary is not None
+        if not self._force:
+            try:
+                os.link(self.partial, self.path, follow_symlinks=False)  # unlike rename, never replaces a file
+            except FileExistsError:
+                self._check_free()
+                raise
+            except OSError as e:
+                if e.errno not in _NO_HARD_LINKS:
+                    raise
+            else:
+                with self._complete(f"{self.partial.name}, a second name of it, could not be removed"):
+                    self._temporary.remove()
+                return
+        os.rename(self.partial, self.path)
+        self._temporary.forget()
+
+
+def _partial_name(path: Path) -> tuple[str, str]:
+    """What precedes and what follows the random part."""
+    name = os.fsencode(path.name)
+    return f".{path.name if len(name) <= _MAX_NAME else hashlib.sha256(name).hexdigest()}.", ".partial"
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:  # one of them does not exist
+        return False

@@ -1,0 +1,71 @@
+"""Writing GGUF files front to back: the header of known tensors first, then their data."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..values import Array
+from .files import Key, pack_string
+from .outputs import AtomicOutput
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """An entry of the tensor table of a file that is being written."""
+
+    name: str
+    type: int
+    ne: tuple[int, ...]  # ggml order
+    nbytes: int
+
+
+def build_header(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> bytes:
+    """Everything before the data, padded to where the data starts."""
+    keys = list(keys)
+    header = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(keys)))
+    for key in keys:
+        header += key.record
+    offset = 0
+    for t in tensors:
+        header += pack_string(t.name) + struct.pack(f"<I{len(t.ne)}QIQ", len(t.ne), *t.ne, t.type, offset)
+        offset += align(t.nbytes, alignment)
+    return bytes(header.ljust(align(len(header), alignment), b"\0"))
+
+
+def file_nbytes(keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int) -> int:
+    """The exact size of the file that Writer will write."""
+    return len(build_header(keys, tensors, alignment)) + sum(align(t.nbytes, alignment) for t in tensors)
+
+
+class Writer:
+    """Writes a GGUF front to back into an open output: header first, then the data of each tensor in table order."""
+
+    def __init__(self, output: AtomicOutput, keys: Iterable[Key], tensors: Sequence[NewTensor], alignment: int):
+        self._output = output
+        self._alignment = alignment
+        self._left = [t.nbytes for t in tensors]
+        output.write(output.magic + build_header(keys, tensors, alignment)[4:])
+
+    def write(self, blocks: Iterable[Array]) -> None:
+        """The data of the next tensor."""
+        nbytes = self._left.pop(0)
+        written = 0
+        for block in blocks:
+            data = np.ascontiguousarray(block).data.cast("B")
+            self._output.write(data)
+            written += len(data)
+        if written != nbytes:
+            raise RuntimeError(f"wrote {written} bytes of a tensor of {nbytes}")
+        self._output.write(bytes(align(nbytes, self._alignment) - nbytes))
+
+    def finish(self) -> None:
+        if self._left:
+            raise RuntimeError(f"{len(self._left)} tensors were not written")
+
+
+def align(n: int, alignment: int) -> int:
+    return (n + alignment - 1) // alignment * alignment

@@ -1,0 +1,85 @@
+"""A Hugging Face checkpoint -> a dense GGUF, by llama.cpp's own converter, where one is installed.
+
+The converter is convert_hf_to_gguf.py of a llama.cpp tree; it needs PyTorch and transformers. It is found under its
+name, or as llama-convert-hf-to-gguf, on the PATH, or where GGML_MACKO_CONVERT_HF says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import console, errors
+from ..gguf.outputs import scratch_folder
+from .decompress import decompress, has_packed_weights, read_config
+
+VARIABLE = "GGML_MACKO_CONVERT_HF"
+NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
+OUTTYPES = ("auto", "f32", "f16", "bf16")
+
+
+def find_converter() -> list[str]:
+    """The command of llama.cpp's converter. Raises MackoError (IO) that says what to do if there is none."""
+    named = os.environ.get(VARIABLE)
+    if named and not Path(named).is_file():
+        raise errors.error(errors.IO, f"{VARIABLE}={named}: there is no such file")
+    found = named or next((path for path in map(shutil.which, NAMES) if path), None)
+    if found is None:
+        raise errors.error(
+            errors.IO,
+            f"a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the PATH; "
+            f"{VARIABLE}=FILE names it (docs/guide/huggingface.md)",
+        )
+    return [sys.executable, found] if found.endswith(".py") else [found]
+
+
+def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outtype: str = "auto") -> None:
+    """Writes a dense GGUF of a checkpoint whose weights are dense.
+
+    folder: config.json, safetensors files (F32, F16, BF16) and the tokenizer. output: a file that may be overwritten.
+    outtype: f32, f16, bf16, or auto, which the converter takes from the weights. Raises MackoError with the last line
+    that the converter printed if it fails.
+    """
+    read_config(Path(folder))
+    command = [*find_converter(), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
+    console.log(f"{Path(folder).name}: {Path(command[-6]).name} makes a GGUF ..")
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode != 0 or not Path(output).is_file():
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        last = lines[-1] if lines else f"exit code {done.returncode}"
+        raise errors.error(errors.LOAD_FAILED, f"{folder}: {Path(command[-6]).name}: {last[:500]}")
+
+
+@contextlib.contextmanager
+def as_gguf(
+    source: str | os.PathLike[str], near: str | os.PathLike[str] | None, outtype: str = "auto"
+) -> Iterator[Path]:
+    """The GGUF of a source: itself if it is no folder; a temporary file made of a checkpoint.
+
+    near: the output, in whose folder temporary files lie; None: the system's. Weights of compressed-tensors are
+    decompressed first. Raises MackoError or OSError; nothing is left behind.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        yield path
+        return
+    find_converter()  # before anything is written
+    parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
+    if not os.path.isdir(parent):
+        raise errors.error(errors.IO, f"{parent}: is not a folder")
+    read_config(path)
+    with scratch_folder(parent, ".macko-hf-") as folder:
+        dense = path
+        if has_packed_weights(path):
+            dense = decompress(path, folder / path.resolve().name).path
+        gguf = folder / "model.gguf"
+        to_gguf(dense, gguf, outtype)
+        if dense != path:
+            shutil.rmtree(dense)  # its disk space, before the next step needs more
+        yield gguf

@@ -1,0 +1,44 @@
+"""The devices that the plugin gives to ggml, and the memory that they have left."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+
+
+class Gpu(NamedTuple):
+    """A GPU that the plugin uses."""
+
+    name: str  # of the device, such as MACKO0
+    description: str
+    free: int  # bytes
+    total: int
+
+
+def gpus() -> list[Gpu]:
+    """The plugin's GPUs. Raises MackoError if the plugin cannot be registered."""
+    from .loader import register
+
+    register()
+    ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
+    for function in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_type.argtypes = [ctypes.c_void_p]
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
+    base.ggml_backend_dev_memory.restype = None
+    found = []
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ggml.ggml_backend_dev_get(i)
+        name = base.ggml_backend_dev_name(device).decode()
+        if name.startswith("MACKO") and base.ggml_backend_dev_type(device) == _GPU:
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            found.append(Gpu(name, base.ggml_backend_dev_description(device).decode(), free.value, total.value))
+    return found

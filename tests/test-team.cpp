@@ -1,0 +1,96 @@
+// Loops over threads: every index once, exceptions, loops inside loops, barriers.
+#include "codec/team.h"
+#include "test.h"
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+using namespace macko;
+
+static void test_every_index_is_visited_once() {
+    for (const int n_threads : { 1, 2, 5 }) {
+        for (const int64_t n : { 0, 1, 7, 64, 1000 }) {
+            for (const int64_t part : { 1, 3, 2000 }) {
+                std::vector<std::atomic<int>> seen(static_cast<size_t>(n));
+                std::atomic<bool>             in_range{ true };
+                parallel_parts(n_threads, n, part, [&](int64_t begin, int64_t end, int thread) {
+                    in_range = in_range && begin < end && end - begin <= part && thread >= 0 && thread < n_threads;
+                    for (int64_t i = begin; i < end; i++) {
+                        seen[static_cast<size_t>(i)]++;
+                    }
+                });
+                CHECK(in_range, "%d threads, %lld items", n_threads, static_cast<long long>(n));
+                for (const auto & count : seen) {
+                    CHECK(count == 1, "%d visits", count.load());
+                }
+            }
+        }
+    }
+}
+
+static void test_ranges_cover_everything() {
+    std::atomic<int64_t> sum{ 0 };
+    parallel_ranges(3, 100, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            sum += i;
+        }
+    });
+    CHECK(sum == 4950, "%lld", static_cast<long long>(sum));
+}
+
+static void test_exception_reaches_the_caller() {
+    for (const int n_threads : { 1, 4 }) {
+        bool caught = false;
+        try {
+            parallel_parts(n_threads, 1000, 1, [](int64_t begin, int64_t, int) {
+                if (begin == 500) {
+                    throw std::runtime_error("500");
+                }
+            });
+        } catch (const std::runtime_error & e) {
+            caught = std::string(e.what()) == "500";
+        }
+        CHECK(caught, "%d threads", n_threads);
+    }
+}
+
+static void test_loop_inside_a_loop_has_one_thread() {
+    std::atomic<int> n_inner{ 0 }, beyond_one{ 0 };
+    parallel_parts(4, 16, 1, [&](int64_t, int64_t, int) {
+        parallel_parts(4, 16, 1, [&](int64_t, int64_t, int thread) {
+            n_inner++;
+            beyond_one += thread > 0;
+        });
+    });
+    CHECK(n_inner == 256 && beyond_one == 0, "%d calls, %d of other threads", n_inner.load(), beyond_one.load());
+}
+
+static void test_barrier_separates_rounds() {
+    for (const int n_threads : { 1, 4 }) {
+        std::vector<int> values(static_cast<size_t>(n_threads), 0);
+        std::atomic<int> bad{ 0 };
+        run_team(n_threads, [&](int ith, int nth, team_barrier & barrier) {
+            bad += nth != n_threads;
+            for (int round = 1; round <= 100; round++) {
+                values[static_cast<size_t>(ith)] = round;
+                barrier.wait();
+                for (const int v : values) {
+                    bad += v != round;
+                }
+                barrier.wait();
+            }
+        });
+        CHECK(bad == 0, "%d", bad.load());
+    }
+}
+
+int main() {
+    test_every_index_is_visited_once();
+    test_ranges_cover_everything();
+    test_exception_reaches_the_caller();
+    test_loop_inside_a_loop_has_one_thread();
+    test_barrier_separates_rounds();
+    return test_summary("test-team");
+}

@@ -32,7 +32,7 @@ static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_
     if (const int status = find_format(m->format, &format)) {
         return status;
     }
-    return open_matrix(*format, *m, threads_for(n_threads, m->rows * m->cols), view);
+    return open_matrix(*format, *m, threads_for(n_threads, n_elements(*m)), view);
 }
 
 const char * ggml_macko_version(void) { return GGML_MACKO_VERSION; }

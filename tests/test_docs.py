@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import generators
+import hf_checkpoint
 
 ROOT = generators.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -58,14 +59,17 @@ def with_name(pages: list[Path]) -> list:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """What the pages take for granted: an installed package, a model, two texts."""
+    """What the pages take for granted: an installed package, a model, two texts, a checkpoint and its converter."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("macko", "-m ggml_macko.commands.cli"), ("python3", ""), ("python", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
         (programs / name).chmod(0o755)
+    (programs / "convert_hf_to_gguf.py").write_text(f"#!{sys.executable}\n{hf_checkpoint.AS_PROGRAM}")
+    (programs / "convert_hf_to_gguf.py").chmod(0o755)
     scratch = tmp_path / "page"
     scratch.mkdir()
+    hf_checkpoint.write(scratch / "checkpoint")
     for name in ("models", "tools"):
         (scratch / name).symlink_to(ROOT / name)
     dense = generators.SHARED / "docs-4m-f16.gguf"

@@ -34,7 +34,7 @@ PYTHON = {
     "evaluation": {"native", "codecs", "gguf", "llama"},
     "pruning": {"native", "codecs", "gguf", "evaluation"},
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
-    "server": {"native", "huggingface"},
+    "server": {"native", "llama", "huggingface"},
 }
 ANYTHING = {"commands", "__init__", "__main__"}  # the top: imported by none but the entry points
 

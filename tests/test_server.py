@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from types import SimpleNamespace
 
 import numpy as np
@@ -189,3 +192,39 @@ def test_missing_package_is_named(models):
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last == "error: the server needs the package uvicorn: pip install 'ggml-macko[server]'"
+
+
+def post(server, path: str, body: dict) -> tuple[int, str]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode()
+
+
+@pytest.mark.parametrize(
+    "grammar", ["root ::= root", 'root ::= a root "z"\na ::= b b\nb ::= "x"?', "root ::= nothing", 'root ::= "']
+)
+def test_grammar_that_llama_cpp_refuses_or_does_not_survive_is_answered(server, grammar):
+    status, text = post(server, "/v1/completions", {"model": "sparse", "prompt": "a", "grammar": grammar})
+    assert status == 400 and "grammar: " in json.loads(text)["error"]["message"]
+    assert complete(server.client, "sparse")
+
+
+def test_streamed_request_with_such_a_grammar_leaves_the_server_running(server):
+    body = {"model": "sparse", "prompt": "a", "grammar": "root ::= root", "stream": True}
+    with contextlib.suppress(OSError, http.client.HTTPException):  # the stream has begun: it breaks off
+        post(server, "/v1/completions", body)
+    assert complete(server.client, "sparse")
+
+
+@pytest.mark.parametrize("token", [-1, 4096, 2**31 - 1])
+def test_token_outside_of_the_vocabulary_is_answered(server, token):
+    status, text = post(server, "/extras/detokenize", {"model": "sparse", "tokens": [5, token]})
+    assert status == 400 and f"token {token} is not in the vocabulary (0...4095)" in text
+    assert post(server, "/extras/detokenize", {"model": "sparse", "tokens": [5, 4095]})[0] == 200

@@ -1,6 +1,7 @@
 // The C API over the codecs, and the version of the library. Checks arguments, calls one function of a codec, and keeps
 // exceptions inside.
 #include "codec/macko/encode.h"
+#include "codec/negative-zeros.h"
 #include "codec/quantize.h"
 #include "codec/registry.h"
 #include "codec/team.h"
@@ -141,6 +142,17 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
             return status;
         }
         return count_dense(dense, type, rows, cols, threads_for(n_threads, rows * cols), count);
+    });
+}
+
+int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads, int64_t * count) {
+    return c_boundary([&]() -> int {
+        if (!values || !count || n < 0 || !is_value_type(type)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, %lld values, or type %d, which has no -0.0",
+                        static_cast<long long>(n), type);
+        }
+        *count = drop_negative_zeros(values, type, n, threads_for(n_threads, n));
+        return GGML_MACKO_STATUS_OK;
     });
 }
 

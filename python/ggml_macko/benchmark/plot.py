@@ -72,7 +72,7 @@ def figure_class() -> type[Any]:
 
 def draw(panels: Sequence[Panel], title: str) -> Figure:
     """A figure of perplexity (y, logarithmic) over one quantity per panel. The first point is the dense model."""
-    figure = figure_class()(figsize=(6.5 * len(panels), 4.8), layout="constrained", facecolor="white")
+    figure = figure_class()(figsize=(6.5 * len(panels) + 2.5, 5.2), layout="constrained", facecolor="white")
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(all_axes, panels):
         for kind in _COLORS:
@@ -108,12 +108,20 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
         x, y = axes.transData.transform((p.x, p.y))
         return Bbox.from_bounds(x - 5, y - 5, 10, 10)
 
-    def badness(box: Any, place: int) -> float:
-        """Pixels of what would be covered, the nearest place first where nothing is."""
+    def gap(box: Any, p: Point) -> float:
+        """Pixels between a label and a marker."""
+        x, y = axes.transData.transform((p.x, p.y))
+        return math.hypot(max(box.x0 - x, x - box.x1, 0.0), max(box.y0 - y, y - box.y1, 0.0))
+
+    def badness(box: Any, own: Point, place: int) -> float:
+        """Pixels of what would be covered; where nothing is, how many other markers the label could belong to as well,
+        and then the nearest place first.
+        """
         beyond = (axes.bbox.x0 - box.x0, box.x1 - axes.bbox.x1, axes.bbox.y0 - box.y0, box.y1 - axes.bbox.y1)
         overlaps = [Bbox.intersection(box, other) for other in taken]
-        covered = sum(max(0.0, n) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
-        return float(1000 * covered + place)
+        covered = sum(max(0.0, n + 3) for n in beyond) + sum(o.width * o.height + 1 for o in overlaps if o is not None)
+        n_nearer = sum(gap(box, p) < gap(box, own) + 6 for p in points if p is not own)
+        return float(1000 * covered + 30 * n_nearer + place)
 
     taken = [marker_box(p) for p in points]
     for p in sorted(points, key=lambda p: -p.y):
@@ -135,7 +143,7 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
         for i, (dx, dy) in enumerate(_directions()):
             dx += half * (abs(dx) > 3) * math.copysign(1, dx)  # beside the marker, not across it
             moved = box.translated(dx / points_per_pixel, dy / points_per_pixel)
-            best = min(best, (badness(moved, i), dx, dy, moved), key=lambda found: found[0])
+            best = min(best, (badness(moved, p, i), dx, dy, moved), key=lambda found: found[0])
         _, dx, dy, moved = best
         text.set_position((dx, dy))
         taken.append(moved)

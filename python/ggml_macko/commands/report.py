@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from .. import console, errors
+from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
@@ -17,14 +19,18 @@ from ..commands import convert as convert_command
 from ..commands import prune as prune_command
 from ..commands.arguments import add_gpu_layers, add_quiet
 from ..commands.bench import add_speed_arguments
+from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
+from ..gguf.files import part_paths
+from ..gguf.outputs import AtomicOutput
+from ..native import bindings
 from ..pruning.options import parse_how_many
-from ..pruning.prune import prune
+from ..pruning.prune import check_inputs, make_options, prune_with
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
-DEFAULT_CONVERSION = "macko --drop-negative-zeros"
+DEFAULT_CONVERSION = "macko"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"--imatrix imatrix.gguf --output-tensor-type q6_k'; may be repeated (default: {DEFAULT_CONVERSION})",
     )
     parser.add_argument("-o", "--output", metavar="STEM", help="write STEM.png and STEM.svg")
-    parser.add_argument("--force", action="store_true", help="replace them if they exist")
+    parser.add_argument(
+        "--card",
+        metavar="FILE.md",
+        help="also write a README for a model hub: sizes, perplexities, commands, where the model comes from by its "
+        "metadata, and what was not measured",
+    )
+    parser.add_argument("--force", action="store_true", help="replace what -o and --card name")
     parser.add_argument(
         "--chunks",
         type=int,
@@ -70,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
-    add_gpu_layers(parser, 0, "all: as many as there are (default: 0)")
+    add_gpu_layers(parser)
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
@@ -85,10 +97,10 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
     try:
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
+        raise errors.usage_error(f"{option} {text}: {e}") from e
     if unknown or args.dry_run or getattr(args, "hf", None):
         what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {what}: not here")
+        raise errors.usage_error(f"{option} {text}: {what}: not here")
     return args
 
 
@@ -104,10 +116,17 @@ def parse_pruning(text: str) -> Recipe:
     if args.sequential:
         label += " sequential"
 
-    def make(source: Path, output: Path) -> None:
-        prune(source, output, **prune_command.prune_arguments(args), force=True)
+    keywords = prune_command.prune_arguments(args)
+    names = {name: keywords.pop(name) for name in ("include", "exclude")}
+    options = make_options(**keywords)
 
-    return Recipe(label, make)
+    def make(source: Path, output: Path) -> None:
+        prune_with(options, source, output, **names, force=True)
+
+    def check(source: Path) -> None:
+        check_inputs(options, source, **names)
+
+    return Recipe(label, make, check)
 
 
 def parse_conversion(text: str, n_threads: int) -> Recipe:
@@ -119,7 +138,10 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
     def make(source: Path, output: Path) -> None:
         convert(source, output, **keywords)
 
-    return Recipe(f"{keywords['type']}{target}", make)
+    def check(source: Path) -> None:
+        check_conversion(source, **keywords)
+
+    return Recipe(f"{keywords['type']}{target}", make, check)
 
 
 # ---- the command ----
@@ -127,9 +149,30 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 
 def run(args: argparse.Namespace) -> int:
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
-        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1, --chunks not 0; -p and -n must not be negative")
+        raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
     n_threads = args.threads or len(os.sched_getaffinity(0))
-    results = report(
+    with contextlib.ExitStack() as stack:
+        opened = None
+        if args.card:
+            inputs = [*(part for model in (args.dense, *args.models) for part in part_paths(model)), args.file]
+            opened = stack.enter_context(AtomicOutput(args.card, inputs, args.force, card.SIGNATURE))
+        results = measure(args, n_threads)
+        if opened is not None:
+            write_card(args, n_threads, results, opened)
+    if args.json:
+        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+        console.print_json({**about, "models": [as_json(r) for r in results]})
+        return 0
+    print_table(results, args.n_prompt, args.n_gen)
+    print(
+        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
+        f"{args.repetitions} interleaved runs, each in its own process"
+    )
+    return 0
+
+
+def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
+    return report(
         args.dense,
         args.file,
         args.models,
@@ -146,16 +189,30 @@ def run(args: argparse.Namespace) -> int:
         repetitions=args.repetitions,
         force=args.force,
     )
-    if args.json:
-        about = {"threads": n_threads, "n_prompt": args.n_prompt, "n_gen": args.n_gen}
-        console.print_json({**about, "models": [as_json(r) for r in results]})
-        return 0
-    print_table(results, args.n_prompt, args.n_gen)
-    print(
-        f"\nperplexity over {results[0].tokens} tokens of {Path(args.file).name}; {n_threads} threads, medians of "
-        f"{args.repetitions} interleaved runs, each in its own process"
+
+
+def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormResult], output: AtomicOutput) -> None:
+    """Writes the card into an open output, and gives it its name."""
+    how = card.Measurement(
+        text=Path(args.file).name,
+        n_chunks=args.chunks,
+        n_ctx=args.ctx_size,
+        n_prompt=args.n_prompt,
+        n_gen=args.n_gen,
+        repetitions=args.repetitions,
+        n_threads=n_threads,
+        n_gpu_layers=args.gpu_layers,
+        kernels=bindings.cpu_kernels(),
+        version=bindings.version(),
+        llama_cpp_python=bindings.built_for_llama_cpp_python(),
     )
-    return 0
+    dense, *models = (card.read_model(path, n_threads) for path in (args.dense, *args.models))
+    plot = os.path.relpath(f"{args.output}.png", output.path.parent) if args.output else ""
+    text = card.model_card(dense, models, results, how, plot).encode("utf-8")
+    output.write(output.magic + text[len(output.magic) :])
+    output.seal()
+    output.commit()
+    console.log(f"card: {output.path}")
 
 
 def print_table(results: Sequence[FormResult], n_prompt: int, n_gen: int) -> None:

@@ -160,6 +160,12 @@ def _(p):
     return p.macko("inspect", p.tiny, "--plot", p.tmp_path / "plot.png")
 
 
+@row("-hf needs huggingface-hub")
+def _(p):
+    p.monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    return p.macko("generate", "-hf", "USER/NAME", "-p", "x")
+
+
 @row("GGML_MACKO_FORCE=")
 def _(p):
     return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_FORCE="avx1024")
@@ -453,6 +459,20 @@ os.waitpid(child, 0)""")
 
 
 # ---- converting and pruning ----
+
+
+@row("a Hugging Face checkpoint needs")
+def _(p):
+    p.monkeypatch.setenv("PATH", str(p.tmp_path))
+    p.monkeypatch.delenv("GGML_MACKO_CONVERT_HF", raising=False)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
+
+
+@row("<file>: has auto_map")
+def _(p):
+    (p.tmp_path / "config.json").write_text('{"auto_map": {}}')
+    p.monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
 
 
 def matrix(density: float, kind: int = TYPE_F16) -> tuple:

@@ -10,11 +10,20 @@ import difflib
 from collections.abc import Iterable
 
 
+def printable(text: str) -> str:
+    """Text with control characters, and others that a terminal obeys or hides, as escapes: names and metadata are what
+    a stranger wrote.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
 class MackoError(Exception):
     """Any failure of ggml-macko. `code` is a value of enum ggml_macko_status, `str(error)` is one line."""
 
     def __init__(self, code: int, text: str):
-        super().__init__(text)
+        super().__init__(printable(text))
         self.code = code
 
 
@@ -121,4 +130,4 @@ def one_line(error: BaseException) -> str:
         text = f"internal error of Python or NumPy, perhaps out of memory: {error}"
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

@@ -43,7 +43,7 @@ class SparseMatrix:
     @classmethod
     def from_dense(
         cls,
-        dense: Array,
+        dense: npt.ArrayLike,
         delta_bits: int | None = None,
         bf16: bool = False,
         n_threads: int = 0,
@@ -53,7 +53,9 @@ class SparseMatrix:
     ) -> SparseMatrix:
         """Encodes a dense matrix.
 
-        dense: 2-D, float16 or float32, or the uint16 bit patterns of BF16 with bf16=True; all values finite.
+        dense: 2-D; an array, nested lists or a scipy.sparse matrix of finite numbers, or with bf16=True the uint16 bit
+        patterns of BF16. float16 and float32 are kept bit for bit. float64 becomes float32, rounded to nearest, ties to
+        even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24 is).
         delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
         "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",
@@ -62,7 +64,8 @@ class SparseMatrix:
         keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
         (quantized, it always does).
 
-        Raises ArgumentError for another shape, dtype or format, and PayloadError for values that are not finite.
+        Raises ArgumentError for another shape, dtype or format, and for a number that float32 does not hold: an integer
+        that would be rounded, or a float64 beyond its range. Raises PayloadError for values that are not finite.
         """
         bits, type_id = _to_bits(dense, bf16)
         name = registry.type_named(format)
@@ -94,8 +97,8 @@ class SparseMatrix:
 
     @classmethod
     def from_scipy(cls, matrix: Any, delta_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
-        """matrix: a 2-D scipy.sparse array of float32. Its dense form must fit in memory. Stored zeros are dropped."""
-        return cls.from_dense(matrix.toarray(), delta_bits, n_threads=n_threads)
+        """from_dense() of a 2-D scipy.sparse array. Its dense form must fit in memory. Stored zeros are dropped."""
+        return cls.from_dense(matrix, delta_bits, n_threads=n_threads)
 
     # ---- properties ----
 
@@ -140,13 +143,15 @@ class SparseMatrix:
         """
         return registry.codec_of(self.arrays).decode(self.arrays, n_threads).view(self.dtype)
 
-    def __matmul__(self, x: Array) -> npt.NDArray[np.float32]:
-        """The product with x, float32 of shape (cols,) or (cols, n): float32 of shape (rows,) or (rows, n)."""
-        x = np.asarray(x)
-        if x.dtype != np.float32 or x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
+    def __matmul__(self, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The product with x, numbers of shape (cols,) or (cols, n): float32 of shape (rows,) or (rows, n). Sums are
+        float32; x becomes float32 by the rules of from_dense.
+        """
+        x = _to_float32(np.asarray(x))
+        if x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
             raise errors.error(
                 errors.BAD_ARGUMENT,
-                f"expected float32 of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.dtype} {x.shape}",
+                f"expected an array of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.shape}",
             )
         if self._cpu is None:
             self._cpu = CpuMatrix(self.arrays)
@@ -171,15 +176,44 @@ def _without_negative_zeros(bits: Array, type_id: int, n_threads: int) -> tuple[
     return bits, native_codec.drop_negative_zeros(bits, type_id, n_threads)
 
 
-def _to_bits(dense: Array, bf16: bool) -> tuple[Array, int]:
+def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
     """(bit patterns, ggml type) of what from_dense takes."""
-    dense = np.asarray(dense)
-    types = {"float16": TYPE_F16, "float32": TYPE_F32}
-    type_id = TYPE_BF16 if bf16 and dense.dtype == np.uint16 else types.get(dense.dtype.name, -1)
-    if dense.ndim != 2 or type_id < 0 or (bf16 and type_id != TYPE_BF16):
+    array = dense.toarray() if hasattr(dense, "toarray") else np.asarray(dense)
+    if array.ndim != 2:
+        raise errors.error(errors.BAD_ARGUMENT, f"expected a 2-D array, got shape {array.shape}")
+    if bf16 != (array.dtype == np.uint16):  # numbers of this type are more likely a forgotten bf16=True
         raise errors.error(
             errors.BAD_ARGUMENT,
-            "expected a 2-D array of float16 or float32, or of uint16 with bf16=True; "
-            f"got {dense.dtype} {dense.shape}, bf16={bf16}",
+            f"{array.dtype} with bf16={bf16}: uint16 holds bit patterns of BF16, and needs bf16=True; if they are "
+            "numbers, use astype(np.float32)",
         )
-    return np.ascontiguousarray(dense).view(bits_dtype(type_id)), type_id
+    if bf16:
+        return np.ascontiguousarray(array), TYPE_BF16
+    if array.dtype != np.float16:
+        array = _to_float32(array)
+    type_id = TYPE_F16 if array.dtype == np.float16 else TYPE_F32
+    return np.ascontiguousarray(array).view(bits_dtype(type_id)), type_id
+
+
+def _to_float32(array: Array) -> npt.NDArray[np.float32]:
+    """The same numbers. Raises ArgumentError for one that float32 does not hold, and for what is no number."""
+    if array.dtype.kind not in "fiub":
+        raise errors.error(errors.BAD_ARGUMENT, f"expected an array of real numbers, got {array.dtype}")
+    with np.errstate(over="ignore"):
+        values: npt.NDArray[np.float32] = array.astype(np.float32, copy=False)
+    if array.dtype.kind == "f":
+        lost, why = np.isinf(values) & np.isfinite(array), "is beyond the range of float32"
+    else:
+        lost, why = _rounded(array), "would be rounded to float32; astype(np.float32) does so"
+    if lost.any():
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(lost)), lost.shape))
+        raise errors.error(errors.BAD_ARGUMENT, f"element {list(at)} is {array[at]}, which {why}")
+    return values
+
+
+def _rounded(array: Array) -> npt.NDArray[np.bool_]:
+    """Of integers: those with more than the 24 significant bits that float32 has."""
+    magnitude = array.astype(np.uint64) if array.dtype.kind in "ub" else np.abs(array.astype(np.int64)).view(np.uint64)
+    lowest_bit = magnitude & (~magnitude + np.uint64(1))
+    found: npt.NDArray[np.bool_] = magnitude // np.maximum(lowest_bit, np.uint64(1)) >= np.uint64(1 << 24)
+    return found

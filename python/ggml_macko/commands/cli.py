@@ -156,11 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
-        args = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
-        if args.command is None:
+        parsed = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
+        if parsed.command is None:
             parser.print_help()
             return 0
-        before = _identity_of_output(args)
+        before = _identity_of_output(parsed)
+        args = parsed
         with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
             code = int(args.run(args))
         sys.stdout.flush()

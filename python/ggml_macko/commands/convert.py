@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "takes from the checkpoint)",
     )
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="of a checkpoint: let the converter run Python code that it names (auto_map), its own or that of another "
+        "repository",
+    )
+    parser.add_argument(
         "--tensor-type",
         metavar="REGEX=TYPE",
         action="append",
@@ -171,7 +177,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.output and not args.dry_run:
         raise errors.usage_error("OUT is missing (or use --dry-run)")
     output = None if args.dry_run else args.output
-    with as_gguf(args.input if args.hf is None else download(args.hf), output, args.hf_outtype) as source:
+    with as_gguf(
+        args.input if args.hf is None else download(args.hf), output, args.hf_outtype, args.trust_remote_code
+    ) as source:
         done = convert(source, output, **keyword_arguments(args))
     if args.dry_run:
         print_tensors(done)

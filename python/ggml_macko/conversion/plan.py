@@ -116,7 +116,7 @@ class TensorPlan:
     nbytes: int  # in the new file, alignment included
     reason: str = ""  # why it stays dense, or what else it could have been; empty if there was no choice
     contents: Contents | None = None
-    error: float = 0.0  # if measured: quantize.relative_error of what is stored
+    error: float = 0.0  # if measured: MatrixError.relative of what is stored
 
     @property
     def is_sparse(self) -> bool:
@@ -265,8 +265,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         return plan_dense(t, str(dense_twin), options, alignment, spool)
     error = 0.0
     if options.measure and is_lossy and chosen.matrix is not None:
-        decoded = chosen.codec.decode(chosen.matrix, options.n_threads)
-        error = quantize.relative_error(bits, decoded, t.type, source.column_weights)
+        error = chosen.codec.measure_error(chosen.matrix, bits, source.column_weights, options.n_threads).relative
     why = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
     spooled_at = -1 if chosen.matrix is None else spool.put(chosen.matrix.arrays)
     storage = StoredSparse(replace(chosen, matrix=None), spooled_at)

@@ -13,9 +13,10 @@ import gguf
 import numpy as np
 
 from .. import console
-from ..codecs import registry
+from ..codecs import ggml_quants, quantize, registry
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
+from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, Array, bits_dtype, to_float
 
 # ---- what was found ----
@@ -129,15 +130,14 @@ class Comparison:
         a_has_bits, b_has_bits = tensor_rules.is_value_type(a.type), tensor_rules.is_value_type(b.type)
         if self._allow_quantized and _shape(a) == _shape(b) and a_has_bits != b_has_bits:
             source, other = (a, b) if a_has_bits else (b, a)
-            return self._collect(dense_quantization_error(other, source.read_bits(self._n_threads), source.type))
+            bits = source.read_bits(self._n_threads)
+            return self._collect(dense_quantization_error(other, bits, source.type, self._n_threads))
         if (a.type, _shape(a)) != (b.type, _shape(b)):
             return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
         if self._allow_quantized and a.is_quantized != b.is_quantized:
             source, other = (b, a) if a.is_quantized else (a, b)
-            want, got = source.read_bits(self._n_threads), other.read_bits(self._n_threads)
-            if np.array_equal(want, got):  # restored from it
-                return None
-            return self._collect(quantization_error(other, want, got))
+            error = quantization_error(other, source.read_bits(self._n_threads), self._n_threads)
+            return None if error is None else self._collect(error)
         at = 0
         for block_a, block_b in self._blocks(a, b):
             byte = self._first_different_byte(block_a, block_b, a.type)
@@ -178,57 +178,60 @@ class Comparison:
 # ---- errors of quantized tensors ----
 
 
-def quantization_error(quantized: Tensor, bits: Array, decoded: Array) -> QuantizationError:
-    """Of a sparse tensor. bits: its dense source; decoded: what it gives; both bit patterns (rows, cols)."""
-    m = quantized.read_sparse()
+def quantization_error(quantized: Tensor, bits: Array, n_threads: int = 0) -> QuantizationError | None:
+    """Of a sparse tensor. bits: its dense source (rows, cols). None if nothing was lost: the source was restored from
+    it.
+    """
+    m, found = quantized.measure_error(bits, n_threads)
+    if found.is_equal:
+        return None
     codec = registry.codec_of(m)
-    want, got = to_float(bits, m.type), to_float(decoded, m.type)
-    difference = got - want
     fault = None
-    zeros = bits == 0
-    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
-        zeros = want == 0  # -0.0 was dropped
-    n_nonzero = bits.size - int(np.count_nonzero(zeros))
-    if n_nonzero != m.nnz:
-        fault = f"{quantized.name}: {m.nnz} weights are stored, but {n_nonzero} are not zero"
-    else:  # the stored weights are those that are not zero, in the same order
-        beyond = np.zeros(bits.shape, dtype=bool)
-        beyond[~zeros] = np.abs(difference[~zeros]) > codec.error_bound(m, want[~zeros])
-        for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
-            if fault is None and wrong.any():
-                row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-                x, y = want[row, column], got[row, column]
-                fault = f"{quantized.name}: row {row}, column {column}: {what} ({x:g}, {y:g})"
-    name = codec.value_name(m.value_type) or codec.name
-    return _measure(quantized.name, name, want, difference, fault)
+    if found.fault == native_codec.FAULT_NNZ:
+        fault = f"{quantized.name}: {m.nnz} weights are stored, but {found.n_nonzero} are not zero"
+    elif found.fault != native_codec.NO_FAULT:
+        is_zero = found.fault == native_codec.FAULT_NOT_ZERO
+        what = "a zero did not stay one" if is_zero else "the error is too large"
+        x, y = (to_float(b[found.row], m.type)[found.col] for b in (bits, codec.decode(m, n_threads)))
+        fault = f"{quantized.name}: row {found.row}, column {found.col}: {what} ({x:g}, {y:g})"
+    return QuantizationError(
+        name=quantized.name,
+        value_type=codec.value_name(m.value_type) or codec.name,
+        max_error=found.max_error,
+        rms_relative=found.rms_relative,
+        rms_relative_max=found.rms_relative_max,
+        fault=fault,
+    )
 
 
-def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int) -> QuantizationError:
+def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int, n_threads: int = 0) -> QuantizationError:
     """Of a dense tensor in one of ggml's types; bits: its source (rows, cols). A fault is an error that its bits do not
     excuse: of n bits per weight 2^(2-n), 2 to 4 times what ggml's types leave of normally distributed weights.
     """
-    want = to_float(bits, type_id)
-    rows = quantized.read().reshape(quantized.rows, -1)
-    got = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(quantized.type)).reshape(want.shape)
-    power = float(np.mean(want**2, dtype=np.float64))
-    rms = float(np.sqrt(np.mean((got - want) ** 2, dtype=np.float64) / max(power, 1e-300)))
+    data = quantized.read().reshape(quantized.rows, -1)
+    kind = gguf.GGMLQuantizationType(quantized.type)
+
+    def measure(rows: tuple[int, int]) -> tuple[float, Array, Array]:
+        """(largest error, sums of squares of the rows' errors, and of the rows)"""
+        want = to_float(bits[slice(*rows)], type_id)
+        difference = gguf.quants.dequantize(data[slice(*rows)], kind).reshape(want.shape) - want
+        squares = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (difference, want))
+        return (float(np.abs(difference).max()), *squares)
+
+    parts = ggml_quants.in_threads(measure, quantize.row_ranges(bits), n_threads)
+    lost, power = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+    rms = float(np.sqrt(lost.sum() / max(power.sum(), 1e-300)))
     limit = 2.0 ** (2 - 8 * quantized.nbytes / quantized.n_elements)
     fault = None
     if not rms <= limit:
         fault = f"{quantized.name}: the error is too large (RMS {rms:.2%} of the weights, limit {limit:.2%})"
-    return _measure(quantized.name, type_name(quantized.type), want, got - want, fault)
-
-
-def _measure(name: str, value_type: str, want: Array, difference: Array, fault: str | None) -> QuantizationError:
-    power = np.einsum("ij,ij->i", want, want, dtype=np.float64)
-    rows = power > 0
-    relative = np.sqrt(np.einsum("ij,ij->i", difference, difference, dtype=np.float64)[rows] / power[rows])
+    relative = np.sqrt(lost[power > 0] / power[power > 0])
     return QuantizationError(
-        name=name,
-        value_type=value_type,
-        max_error=float(np.abs(difference).max()),
-        rms_relative=float(relative.mean()) if rows.any() else 0.0,
-        rms_relative_max=float(relative.max()) if rows.any() else 0.0,
+        name=quantized.name,
+        value_type=type_name(quantized.type),
+        max_error=max(part[0] for part in parts),
+        rms_relative=float(relative.mean()) if len(relative) else 0.0,
+        rms_relative_max=float(relative.max()) if len(relative) else 0.0,
         fault=fault,
     )
 

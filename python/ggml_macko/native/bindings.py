@@ -12,7 +12,9 @@ from .codec import (
     drop_negative_zeros,
     encode,
     gpu_cost,
+    measure_error,
     quantize_q4_nl,
+    round_to_scales,
     validate,
 )
 from .cpu import CpuMatrix, cpu_kernels
@@ -33,5 +35,6 @@ __all__ = [
     "LIBRARY_PATH", "PRELOAD_PATH", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count", "CpuMatrix",
     "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "built_for_ggml",
     "built_for_llama_cpp_python", "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "drop_negative_zeros",
-    "encode", "gpu_cost", "gpus", "load_model", "quantize_q4_nl", "status_name", "validate", "version", "weight_use",
+    "encode", "gpu_cost", "gpus", "load_model", "measure_error", "quantize_q4_nl", "round_to_scales", "status_name",
+    "validate", "version", "weight_use",
 ]  # fmt: skip

@@ -97,7 +97,7 @@ def prune(
     n_ctx: int = N_CTX,
     sequential: bool = False,
     damping: float = option_rules.DAMPING,
-    hessian_memory: int = option_rules.HESSIAN_MEMORY,
+    hessian_memory: int | None = None,
     device: str = "auto",
     n_threads: int = 0,
     force: bool = False,
@@ -119,8 +119,9 @@ def prune(
 
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned. damping:
-    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time; less
-    means more passes. device: "auto" runs SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
+    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time, by
+    default half of what is free; less means more passes over the text and the same result. device: "auto" runs
+    SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
 
     n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
     weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
@@ -144,7 +145,7 @@ def prune(
         n_ctx=n_ctx,
         sequential=sequential,
         damping=damping,
-        hessian_memory=hessian_memory,
+        hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
         device=device,
         n_threads=n_threads,
     )

@@ -80,6 +80,7 @@ struct ggml_macko_count {
 };
 int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                            struct ggml_macko_count * count);
+int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads, int64_t * count);
 int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n, int n_threads,
                               void * blocks);
 int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,

@@ -18,8 +18,9 @@ from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
     if type_id == TYPE_BF16:
-        return SparseMatrix.from_dense(bits, bf16=True, **kwargs)
-    return SparseMatrix.from_dense(bits.view(np.float16 if type_id == TYPE_F16 else np.float32), **kwargs)
+        return SparseMatrix.from_dense(bits, bf16=True, keep_negative_zeros=True, **kwargs)
+    dtype = np.float16 if type_id == TYPE_F16 else np.float32
+    return SparseMatrix.from_dense(bits.view(dtype), keep_negative_zeros=True, **kwargs)
 
 
 def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:

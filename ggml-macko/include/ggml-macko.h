@@ -209,14 +209,20 @@ struct ggml_macko_count {
 GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                                           struct ggml_macko_count * count);
 
-// Quantizes n values of value_type (F32, F16 or BF16) to Q4_NL: for each block of 32 the scale, of those tried, with the least sum of
-// weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not negative; NULL
-// weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
+// Sets each -0.0 of n values (F32, F16 or BF16) to +0.0, in place; *count is how many there were. To the codecs a -0.0
+// is a non-zero (FORMAT.md section 2): writers call this first, unless every bit is to be kept.
+GGML_MACKO_API int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads,
+                                                  int64_t * count);
+
+// Quantizes n values of value_type (F32, F16 or BF16) to Q4_NL: for each block of 32 the scale, of those tried, with
+// the least sum of weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not
+// negative; NULL weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
 GGML_MACKO_API int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n,
                                              int n_threads, void * blocks);
 
 // Replaces each number of n / 32 blocks of a type, Q8_0, Q5_0 or Q4_0, by the one nearest to its value of
-// value_type, and leaves their scales. n is a multiple of 32. NOT_FINITE if a scale is Inf or NaN. Same bytes for any n_threads.
+// value_type, and leaves their scales. n is a multiple of 32. NOT_FINITE if a scale is Inf or NaN. Same bytes for any
+// n_threads.
 GGML_MACKO_API int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type,
                                               int n_threads, void * blocks);
 
@@ -293,6 +299,12 @@ GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
 
 // ---- loading into llama.cpp ----
 
+enum ggml_macko_load_flags {
+    GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
+    // with LOAD_COMPRESS: -0.0 stays a value, bit for bit and at the price of an entry; else it counts as zero
+    GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
+};
+
 struct llama_model;
 struct llama_model_params;
 // functions of the process's libllama, which this library is not linked to, cast to a type that cffi can bind
@@ -304,12 +316,12 @@ struct ggml_macko_llama {
 
 // llama_model_load_from_file for files dense and sparse. A sparse file (of a split model the first; the others lie
 // beside it) is vetted and given to load_from_file_ptr as the dense GGUF that it stands for, never memory-mapped;
-// check_tensors has no effect on it. Any other regular file is load_from_file's to judge. compress: of a dense model,
-// encode the weights that shrink while they are read. A progress callback may load other models.
+// check_tensors has no effect on it. Any other regular file is load_from_file's to judge. flags: of enum
+// ggml_macko_load_flags. A progress callback may load other models.
 // *model is what llama.cpp returned: with OK it is null if llama.cpp refused a file that is not sparse. On an error it
 // is null, and the message is the first error of a device, or names a matrix that was not placed on a device of this
 // plugin; LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
-GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, bool compress,
+GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
 // OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
 // naming both, if not

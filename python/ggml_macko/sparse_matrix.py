@@ -14,7 +14,7 @@ from .codecs.codec import Candidate, Settings, Source
 from .native import codec as native_codec
 from .native.codec import EncodedMatrix
 from .native.cpu import CpuMatrix
-from .values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
+from .values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
 
 
 class SparseMatrix:
@@ -35,6 +35,7 @@ class SparseMatrix:
 
     def _init(self, arrays: EncodedMatrix) -> None:
         self.arrays = arrays
+        self.n_negative_zeros = 0  # -0.0 of the dense matrix that counted as zeros
         self._cpu: Any = None
 
     # ---- making ----
@@ -48,17 +49,21 @@ class SparseMatrix:
         n_threads: int = 0,
         format: str = registry.default_type(),
         options: Mapping[str, int] | None = None,
+        keep_negative_zeros: bool = False,
     ) -> SparseMatrix:
         """Encodes a dense matrix.
 
         dense: 2-D; an array, nested lists or a scipy.sparse matrix of finite numbers, or with bf16=True the uint16 bit
-        patterns of BF16. float16 and float32 are kept bit for bit. float64 becomes float32, rounded to nearest, ties to
-        even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24 is).
+        patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
+        nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
+        is).
         delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
         "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",
         "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl" is
         searched). options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
+        keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
+        (quantized, it always does).
 
         Raises ArgumentError for another shape, dtype or format, and for a number that float32 does not hold: an integer
         that would be rounded, or a float64 beyond its range. Raises PayloadError for values that are not finite.
@@ -68,13 +73,17 @@ class SparseMatrix:
         if name is None:
             known = ", ".join(registry.types())
             raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {known}")
+        choices = registry.types()[name]
+        n_negative_zeros = 0
+        if not keep_negative_zeros or any(choice.is_lossy for choice in choices):
+            bits, n_negative_zeros = _without_negative_zeros(bits, type_id, n_threads)
         count = native_codec.count_dense(bits, type_id, n_threads)
         if count.n_nonfinite:
             raise errors.error(errors.NOT_FINITE, f"{count.n_nonfinite} values are not finite")
         settings = Settings(n_threads, options or {}, search=False)
         source = Source(bits, type_id, count)
         found: list[tuple[int, Candidate]] = []
-        for choice in registry.types()[name]:
+        for choice in choices:
             if delta_bits is not None and choice.bits != delta_bits:
                 continue
             candidate = choice.codec.plan(source, choice, settings)
@@ -84,6 +93,7 @@ class SparseMatrix:
         best = min(found, key=lambda x: x[0])[1]  # the first of equals
         self = cls.__new__(cls)
         self._init(best.matrix or best.codec.encode(source, best.bits, best.value_type, settings))
+        self.n_negative_zeros = n_negative_zeros
         return self
 
     @classmethod
@@ -129,8 +139,8 @@ class SparseMatrix:
     # ---- using ----
 
     def to_dense(self, n_threads: int = 0) -> Array:
-        """(rows, cols) of self.dtype: bit for bit what from_dense got; of quantized values what they stand for, rounded
-        to the dense type.
+        """(rows, cols) of self.dtype: bit for bit what from_dense got, but for negative zeros that counted as zeros; of
+        quantized values what they stand for, rounded to the dense type.
         """
         return registry.codec_of(self.arrays).decode(self.arrays, n_threads).view(self.dtype)
 
@@ -152,10 +162,19 @@ class SparseMatrix:
         return np.ascontiguousarray(self._cpu.mul_mat(np.ascontiguousarray(x.T)).T)
 
     def __repr__(self) -> str:
+        dropped = f", {self.n_negative_zeros} negative zeros counted as zeros" if self.n_negative_zeros else ""
         return (
             f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {TYPE_NAMES[self.arrays.type]} {self.format}, "
-            f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
+            f"density {self.density:.4f}, effective density {self.effective_density:.4f}{dropped}>"
         )
+
+
+def _without_negative_zeros(bits: Array, type_id: int, n_threads: int) -> tuple[Array, int]:
+    """The same bit patterns with +0.0 for -0.0, and how many there were. The caller's matrix stays as it is."""
+    if not np.any(bits == NEGATIVE_ZERO[type_id]):
+        return bits, 0
+    bits = bits.copy()
+    return bits, native_codec.drop_negative_zeros(bits, type_id, n_threads)
 
 
 def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:

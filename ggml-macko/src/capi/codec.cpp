@@ -2,6 +2,7 @@
 // exceptions inside.
 #include "codec/macko/encode.h"
 #include "codec/matrix-error.h"
+#include "codec/negative-zeros.h"
 #include "codec/quantize.h"
 #include "codec/registry.h"
 #include "codec/team.h"
@@ -31,7 +32,7 @@ static int open_checked(const ggml_macko_matrix * m, int n_threads, std::unique_
     if (const int status = find_format(m->format, &format)) {
         return status;
     }
-    return open_matrix(*format, *m, threads_for(n_threads, m->rows * m->cols), view);
+    return open_matrix(*format, *m, threads_for(n_threads, n_elements(*m)), view);
 }
 
 const char * ggml_macko_version(void) { return GGML_MACKO_VERSION; }
@@ -160,6 +161,17 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
             return status;
         }
         return count_dense(dense, type, rows, cols, threads_for(n_threads, rows * cols), count);
+    });
+}
+
+int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads, int64_t * count) {
+    return c_boundary([&]() -> int {
+        if (!values || !count || n < 0 || !is_value_type(type)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, %lld values, or type %d, which has no -0.0",
+                        static_cast<long long>(n), type);
+        }
+        *count = drop_negative_zeros(values, type, n, threads_for(n_threads, n));
+        return GGML_MACKO_STATUS_OK;
     });
 }
 

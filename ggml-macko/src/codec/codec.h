@@ -26,6 +26,12 @@ struct component_rule {
 // elements of an array; 0 for a type that no component has
 int64_t array_length(const ggml_macko_array & array);
 
+// elements of a matrix that nobody has checked; 0 if their number is negative or does not fit
+inline int64_t n_elements(const ggml_macko_matrix & m) {
+    int64_t n = 0;
+    return m.rows > 0 && m.cols > 0 && checked_mul(m.rows, m.cols, &n) ? n : 0;
+}
+
 // entries that recoding a matrix to MACKO may take, as far as its description tells
 constexpr int64_t max_recoded(const macko_desc & desc) {
     const int64_t n = desc.nnz + (desc.rows * desc.cols - desc.nnz) / (int64_t(1) << desc.delta_bits);

@@ -1,4 +1,4 @@
-"""Are two models the same, bit for bit, whatever way each is stored?
+"""Are two models the same, bit for bit but for the signs of zeros, whatever way each is stored?
 
 Where one of them has quantized values: is the error what the type allows, and did zeros stay zeros?
 """
@@ -43,16 +43,17 @@ class Verification:
     n_tensors: int
     nbytes_dense: int  # of all tensors, stored densely
     n_sparse: tuple[int, int]  # tensors that each model stores sparse
+    n_negative_zeros: int = 0  # places where one model has -0.0 and the other +0.0
 
     @property
     def is_equal(self) -> bool:
-        """Nothing differs, quantized tensors within their bounds."""
+        """Nothing differs but the signs of zeros, quantized tensors within their bounds."""
         return self.difference is None
 
     @property
     def is_identical(self) -> bool:
         """Every value is the same, bit for bit."""
-        return self.difference is None and not self.quantized
+        return self.difference is None and not self.quantized and not self.n_negative_zeros
 
 
 def verify(
@@ -60,20 +61,21 @@ def verify(
     b: str | os.PathLike[str],
     *,
     metadata: bool = True,
-    equal_zeros: bool = False,
+    exact: bool = False,
     n_threads: int = 0,
 ) -> Verification:
     """Compares two GGUF models, each dense, sparse or split: metadata, tensor names, types, shapes and values.
 
     The order of tensors and keys does not count, nor how a tensor is stored. A tensor that only one of the models has
     with quantized values need not be identical: each error must be within what the type allows, and zeros must be
-    zeros.
+    zeros. Where one model has -0.0 and the other +0.0, as convert() leaves it, the places are counted; with exact=True
+    that is a difference like any other.
 
-    metadata=False compares tensors only; equal_zeros=True counts -0.0 and 0.0 as equal; n_threads=0 uses all cores.
+    metadata=False compares tensors only; n_threads=0 uses all cores.
     Raises MackoError if a file is not a valid model, OSError if it cannot be read. A difference is a result, no error.
     """
     with Model(a) as model_a, Model(b) as model_b:
-        comparison = Comparison(n_threads, equal_zeros, allow_quantized=True)
+        comparison = Comparison(n_threads, exact, allow_quantized=True)
         difference = comparison.first_difference(model_a, model_b, metadata)
         return Verification(
             difference=difference,
@@ -81,6 +83,7 @@ def verify(
             n_tensors=len(model_a.tensors),
             nbytes_dense=sum(t.nbytes for t in model_a.tensors),
             n_sparse=(count_sparse(model_a), count_sparse(model_b)),
+            n_negative_zeros=comparison.n_negative_zeros,
         )
 
 
@@ -90,14 +93,17 @@ def count_sparse(model: Model) -> int:
 
 # ---- comparing ----
 
+_PIECE = 1 << 20  # bytes that are compared at a time: they and what is computed from them stay in the cache
+
 
 class Comparison:
     """Compares models, and collects the errors of tensors that are quantized in one of them only."""
 
-    def __init__(self, n_threads: int = 0, equal_zeros: bool = False, allow_quantized: bool = False):
+    def __init__(self, n_threads: int = 0, exact: bool = True, allow_quantized: bool = False):
         self._n_threads = n_threads
-        self._equal_zeros = equal_zeros  # -0.0 and 0.0 count as equal
+        self._exact = exact  # else -0.0 and +0.0 are the same, and counted
         self._allow_quantized = allow_quantized  # else a quantized tensor must be equal to the last bit, too
+        self.n_negative_zeros = 0  # places where only the sign of a zero differs
         self.quantized: list[QuantizationError] = []
 
     def first_difference(self, a: Model, b: Model, metadata: bool = True) -> str | None:
@@ -134,9 +140,27 @@ class Comparison:
             return None if error is None else self._collect(error)
         at = 0
         for block_a, block_b in self._blocks(a, b):
-            if not np.array_equal(block_a, block_b):
-                return _name_byte(a, at + int(np.argmax(block_a != block_b)), block_a, block_b, at)
+            byte = self._first_different_byte(block_a, block_b, a.type)
+            if byte is not None:
+                return _name_byte(a, at + byte, block_a, block_b, at)
             at += len(block_a)
+        return None
+
+    def _first_different_byte(self, x: Array, y: Array, type_id: int) -> int | None:
+        """Of two pieces of data of one type; signs of zeros are counted, unless they are to be the same, too."""
+        if self._exact or not tensor_rules.is_value_type(type_id):
+            return None if np.array_equal(x, y) else int(np.argmax(x != y))
+        dtype = bits_dtype(type_id)
+        for at in range(0, len(x), _PIECE):
+            a, b = x[at : at + _PIECE].view(dtype), y[at : at + _PIECE].view(dtype)
+            if np.array_equal(a, b):
+                continue
+            differs = a != b
+            signs = differs & ((a | b) == NEGATIVE_ZERO[type_id])  # one is -0.0, the other +0.0
+            n = int(np.count_nonzero(signs))
+            if n != int(np.count_nonzero(differs)):
+                return at + int(np.argmax(differs & ~signs)) * dtype.itemsize
+            self.n_negative_zeros += n
         return None
 
     def _collect(self, error: QuantizationError) -> str | None:
@@ -146,14 +170,9 @@ class Comparison:
     def _blocks(self, a: Tensor, b: Tensor) -> Iterator[tuple[Array, Array]]:
         """The dense bytes of both, in pieces of the same length."""
         if a.sparse is None and b.sparse is None:
-            pairs = zip(a.blocks(), b.blocks())
+            yield from zip(a.blocks(), b.blocks())
         else:
-            pairs = zip([a.read(self._n_threads)], [b.read(self._n_threads)])
-        for x, y in pairs:
-            if self._equal_zeros and tensor_rules.is_value_type(a.type):
-                yield _positive_zeros(x, a.type), _positive_zeros(y, a.type)
-            else:
-                yield x, y
+            yield a.read(self._n_threads), b.read(self._n_threads)
 
 
 # ---- errors of quantized tensors ----
@@ -229,11 +248,6 @@ def error_line(found: Sequence[QuantizationError]) -> str:
 
 
 # ---- naming a difference ----
-
-
-def _positive_zeros(data: Array, type_id: int) -> Array:
-    bits = data.view(bits_dtype(type_id))
-    return np.where(bits == NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype).view(np.uint8)
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

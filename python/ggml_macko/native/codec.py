@@ -177,6 +177,17 @@ def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
     return float(own[0]), float(rows[0])
 
 
+def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
+    """Sets each -0.0 in a contiguous array of bit patterns, of any shape, to +0.0; returns how many there were."""
+    dtype = np.dtype(_BITS_DTYPES[type_id])
+    if bits.dtype != dtype or not bits.flags.c_contiguous or not bits.flags.writeable:
+        raise errors.error(errors.BAD_ARGUMENT, f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
+    count = ffi().new("int64_t *")
+    pointer = ffi().from_buffer("void *", bits, require_writable=True)
+    check(lib().ggml_macko_drop_negative_zeros(pointer, type_id, bits.size, n_threads, count))
+    return int(count[0])
+
+
 @dataclass(frozen=True)
 class MatrixError:
     """What encoding did to a matrix."""

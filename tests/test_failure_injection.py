@@ -27,8 +27,8 @@ def inject(tmp_path, only: str, sample: int, seed: int) -> list[dict]:
 
 @pytest.mark.parametrize("only", ["(convert ec-csr|restore):", "(load sparse|prune|calibrate):"])
 def test_failure_of_any_call_gives_one_line_and_no_file(tmp_path, only):
-    results = inject(tmp_path, only, sample=8, seed=1)
-    assert len(results) > 80
+    results = inject(tmp_path, only, sample=5, seed=1)
+    assert len(results) > 60
     assert {r["kind"] for r in results} >= {"allocation", "read", "write", "fsync", "open"}
     assert {"right", "refused"} <= {r["outcome"] for r in results}
 

@@ -354,8 +354,8 @@ static double nearest_distance(const uint8_t * block, int32_t type, double d, do
     return std::fabs(x - d * ((q + WHOLE) - WHOLE));
 }
 
-// The distance to the nearest d * q, the rounding of the scale to F16, and that of the product to the dense type. A value
-// beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than half of a value.
+// The distance to the nearest d * q, the rounding of the scale to F16, and that of the product to the dense type. A
+// value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than half of a value.
 void packed_view::error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
     const int32_t type = arrays_.desc.value_type;
     if (!is_quant_type(type)) {

@@ -19,8 +19,9 @@ int default_threads();
 int threads_for(int n_threads, int64_t elements);
 
 // Calls f(begin, end, thread) for parts of 0...n-1 of `part` indices, the last may be shorter, in any order and on up
-// to n_threads threads, of which the caller's is one; 0 <= thread < n_threads. What f throws first is thrown to the caller
-// when all threads have ended; then parts may be missing. Inside another loop it runs on the caller's thread alone.
+// to n_threads threads, of which the caller's is one; 0 <= thread < n_threads. What f throws first is thrown to the
+// caller when all threads have ended; then parts may be missing. Inside another loop it runs on the caller's thread
+// alone.
 void parallel_parts(int n_threads, int64_t n, int64_t part,
                     const std::function<void(int64_t begin, int64_t end, int thread)> & f);
 

@@ -27,8 +27,8 @@ def inject(tmp_path, only: str, sample: int, seed: int) -> list[dict]:
 
 @pytest.mark.parametrize("only", ["(convert ec-csr|restore):", "(load sparse|prune|calibrate):"])
 def test_failure_of_any_call_gives_one_line_and_no_file(tmp_path, only):
-    results = inject(tmp_path, only, sample=12, seed=1)
-    assert len(results) > 100
+    results = inject(tmp_path, only, sample=5, seed=1)
+    assert len(results) > 60
     assert {r["kind"] for r in results} >= {"allocation", "read", "write", "fsync", "open"}
     assert {"right", "refused"} <= {r["outcome"] for r in results}
 
@@ -43,6 +43,7 @@ from ggml_macko.native import bindings
 from ggml_macko.native.library import lib
 shim, name = ctypes.CDLL(None), b"blk.1.attn_output.weight"
 function, allocation = lib().ggml_macko_weight_use_of, 1
+assert function(name, 2) == bindings.WEIGHT_BLOCK  # cffi gets its memory of this thread now
 shim.fail_nth_arm(allocation, ctypes.c_long(1), True, None, ctypes.c_size_t(0))
 use = function(name, 2)
 shim.fail_nth_disarm()

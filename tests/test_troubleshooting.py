@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,6 +160,12 @@ def _(p):
     return p.macko("inspect", p.tiny, "--plot", p.tmp_path / "plot.png")
 
 
+@row("-hf needs huggingface-hub")
+def _(p):
+    p.monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    return p.macko("generate", "-hf", "USER/NAME", "-p", "x")
+
+
 @row("GGML_MACKO_FORCE=")
 def _(p):
     return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_FORCE="avx1024")
@@ -218,10 +225,29 @@ def _(p):
     return p.macko_process("run", "--", upstream.compile_program(source, p.tmp_path / "main", library))
 
 
+def inspect_file_with(p, content: bytes):
+    (p.tmp_path / "file.gguf").write_bytes(content)
+    return p.macko("inspect", p.tmp_path / "file.gguf")
+
+
 @row("<file>: not a GGUF file")
 def _(p):
-    (p.tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
-    return p.macko("inspect", p.tmp_path / "pointer.gguf")
+    return inspect_file_with(p, b"hello")
+
+
+@row("<file>: a Git LFS pointer, not a GGUF")
+def _(p):
+    return inspect_file_with(p, b"version https://git-lfs.github.com/spec/v1\n")
+
+
+@row("<file>: a web page, not a GGUF")
+def _(p):
+    return inspect_file_with(p, b"<!DOCTYPE html><html>")
+
+
+@row("<file>: a safetensors file, not a GGUF")
+def _(p):
+    return inspect_file_with(p, struct.pack("<Q", 2) + b"{}" + bytes(8))
 
 
 @row("<file>: the file ends at")
@@ -477,6 +503,20 @@ os.waitpid(child, 0)""")
 # ---- converting and pruning ----
 
 
+@row("a Hugging Face checkpoint needs")
+def _(p):
+    p.monkeypatch.setenv("PATH", str(p.tmp_path))
+    p.monkeypatch.delenv("GGML_MACKO_CONVERT_HF", raising=False)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
+
+
+@row("<file>: has auto_map")
+def _(p):
+    (p.tmp_path / "config.json").write_text('{"auto_map": {}}')
+    p.monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
+
+
 def matrix(density: float, kind: int = TYPE_F16) -> tuple:
     return generators.random_bits(np.random.default_rng(1), 32, 64, density, kind), kind
 
@@ -491,7 +531,7 @@ def _(p):
     return p.convert({"blk.0.attn_q.weight": matrix(1.0), "blk.0.attn_k.weight": matrix(0.3)})
 
 
-@row("warning: <n> weights (<n>%) are -0.0")
+@row("<n> negative zeros (<n>% of the sparse tensors' weights) count as zeros")
 def _(p):
     bits = np.where(np.random.default_rng(0).random((32, 64)) < 0.3, np.uint16(0x3C00), np.uint16(0x8000))
     return p.convert({"blk.0.attn_q.weight": (bits, TYPE_F16)})

@@ -6,6 +6,9 @@ need no change.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 def printable(text: str) -> str:
     """Text with control characters, and others that a terminal obeys or hides, as escapes: names and metadata are what
@@ -26,6 +29,10 @@ class MackoError(Exception):
 
 class ArgumentError(MackoError, ValueError):
     """An argument of the wrong shape, type or size, or options that do not go together."""
+
+
+class UsageError(ArgumentError):
+    """Options that are wrong by themselves, whatever the files hold: `macko` exits with 2."""
 
 
 class OutOfMemoryError(MackoError, MemoryError):
@@ -97,6 +104,18 @@ def error_class(code: int) -> type[MackoError]:
 def error(code: int, text: str) -> MackoError:
     """The exception of a status code, to be raised by the caller."""
     return error_class(code)(code, text)
+
+
+def usage_error(text: str) -> UsageError:
+    """The exception of options that are wrong by themselves, to be raised by the caller."""
+    return UsageError(BAD_ARGUMENT, text)
+
+
+def did_you_mean(name: str, known: Iterable[str], n: int = 1) -> str:
+    """ "; did you mean ...?" with the known names nearest to one that is not known, or nothing if none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n, cutoff=0.6)
+    names = " or ".join([", ".join(nearest[:-1]), nearest[-1]] if len(nearest) > 1 else nearest)
+    return f"; did you mean {names}?" if nearest else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -102,7 +102,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
         if (const int status = select_kernels(&kernels)) {
             return status;
         }
-        const int                   n_team = threads_for(n_threads, m->rows * m->cols);
+        const int                   n_team = threads_for(n_threads, n_elements(*m));
         std::unique_ptr<codec_view> view;
         if (const int status = open_matrix(*format, *m, n_team, &view)) {
             return status;

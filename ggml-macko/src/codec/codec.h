@@ -5,6 +5,7 @@
 
 #include "codec/macko/macko.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -24,6 +25,12 @@ struct component_rule {
 
 // elements of an array; 0 for a type that no component has
 int64_t array_length(const ggml_macko_array & array);
+
+// elements of a matrix that nobody has checked; 0 if their number is negative or does not fit
+inline int64_t n_elements(const ggml_macko_matrix & m) {
+    int64_t n = 0;
+    return m.rows > 0 && m.cols > 0 && checked_mul(m.rows, m.cols, &n) ? n : 0;
+}
 
 // entries that recoding a matrix to MACKO may take, as far as its description tells
 constexpr int64_t max_recoded(const macko_desc & desc) {
@@ -49,6 +56,13 @@ public:
     // check_rows() as well; on an error f has seen some of the rows.
     [[nodiscard]] virtual int for_each_row(int                                                n_threads,
                                            const std::function<void(int64_t, const void *)> & f) const = 0;
+    // How far the dense values of non-zeros k ... k + n - 1, counted row after row, may be from `source`, which was
+    // encoded. Only after the checks.
+    virtual void error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
+        (void)k;
+        (void)source;
+        std::fill(bounds, bounds + n, 0.0);
+    }
     // Writes rows x cols dense elements, with the checks of check_rows(); on an error some have been written.
     [[nodiscard]] virtual int decode(void * dense, int n_threads) const;
 

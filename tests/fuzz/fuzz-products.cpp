@@ -1,0 +1,192 @@
+// Products of accepted matrices with finite x, through every kernel set that this CPU has, each layout of x, and one or
+// several x: all are compared with float64, element by element, and those with NaN or infinity in another x, too.
+#include "codec/macko/encode.h"
+#include "codec/registry.h"
+#include "cpu/codecs.h"
+#include "cpu/dispatch.h"
+#include "matrix-input.h"
+
+#include <cfloat>
+#include <cmath>
+
+using namespace fuzz;
+using namespace macko;
+using namespace macko::cpu;
+
+namespace {
+
+template <typename T> struct aligned { // memory of the size that was asked for, aligned to 64 bytes
+    T * data;
+    explicit aligned(int64_t nbytes) : data(nullptr) {
+        void * p = nullptr;
+        FUZZ_CHECK(posix_memalign(&p, 64, static_cast<size_t>(nbytes)) == 0, "out of memory");
+        data = static_cast<T *>(p);
+        memset(p, 0xff, static_cast<size_t>(nbytes)); // NaN
+    }
+    aligned(const aligned &) = delete;
+    ~aligned() { free(data); }
+};
+
+// A product in float64, and what its error depends on.
+struct reference {
+    double sum;
+    double magnitude; // of the summands
+    double largest;   // sum |w| max |x|
+};
+
+struct problem {
+    bitmap_matrix          w;
+    int64_t                n;
+    bool                   round_x;
+    int64_t                poisoned; // an x that is not finite, whose products are unspecified, or -1
+    std::vector<float>     x;        // [n][cols]
+    std::vector<reference> want;     // [n][rows]
+};
+
+// Few bits, so that rounding to F16 or BF16 does not change it: then round_x must not change the product either.
+float x_of(uint64_t bits) {
+    static constexpr float ODD[] = { 0.0f, -0.0f, 1.0f, -1.0f, 0x1p-14f, -0x1p-14f, 0x1p14f, 60928.0f };
+    if (bits % 16 == 0) {
+        return ODD[bits / 16 % std::size(ODD)];
+    }
+    const float m = 1.0f + static_cast<float>(bits >> 8 & 127) / 128.0f;
+    return std::ldexp(bits & 128 ? -m : m, static_cast<int>(bits >> 16 & 7) - 4);
+}
+
+bool pack(const ggml_macko_matrix & m, aligned<uint8_t> & memory, bitmap_matrix * w) {
+    std::unique_ptr<codec_view> view;
+    const codec &               format = *find_codec(m.format);
+    if (open_matrix(format, m, 1, &view) || view->check_rows(1)) {
+        return false;
+    }
+    *w = bitmap_bind(view->desc(), m.value_type, memory.data);
+    if (cpu_takes(format)) {
+        cpu_pack(*view, 1, *w);
+        return true;
+    }
+    macko_matrix rows;
+    macko_view   all;
+    FUZZ_CHECK(recode(*view, 1, &rows) == 0 && validate({ rows.desc, 0, rows.desc.rows, rows.row_ptr.data(), 0,
+                                                          rows.values.data(), rows.deltas.data() },
+                                                        &all) == 0,
+               "%s", ggml_macko_last_error());
+    bitmap_pack(all, 0, *w);
+    return true;
+}
+
+void compute_reference(const std::vector<double> & weights, problem * p) {
+    const auto rows = static_cast<size_t>(p->w.rows), cols = static_cast<size_t>(p->w.cols);
+    for (size_t j = 0; j < static_cast<size_t>(p->n); j++) {
+        const float * x       = &p->x[j * cols];
+        double        largest = 0;
+        for (size_t c = 0; c < cols; c++) {
+            largest = std::max(largest, std::fabs(static_cast<double>(x[c])));
+        }
+        for (size_t r = 0; r < rows; r++) {
+            reference want = {};
+            for (size_t c = 0; c < cols; c++) {
+                const double w = weights[r * cols + c];
+                want.sum += w * static_cast<double>(x[c]);
+                want.magnitude += std::fabs(w * static_cast<double>(x[c]));
+                want.largest += std::fabs(w) * largest;
+            }
+            p->want.push_back(want);
+        }
+    }
+}
+
+void check(const kernel_set & set, const problem & p, x_layout layout) {
+    const int64_t              rows = p.w.rows, cols = p.w.cols;
+    const aligned<uint8_t>     scratch(mul_mat_scratch_nbytes(cols, p.n));
+    const aligned<float>       y(p.n * rows * 4);
+    std::vector<const float *> xs;
+    std::vector<float *>       ys;
+    for (int64_t j = 0; j < p.n; j++) {
+        xs.push_back(&p.x[static_cast<size_t>(j * cols)]);
+        ys.push_back(y.data + j * rows);
+    }
+    const mul_mat_params params = { p.w, 0, rows, p.n, xs.data(), ys.data(), p.round_x, scratch.data };
+    set.prepare(params, layout, 0, 1);
+    set.multiply(params, layout, 0, rows);
+    // with integers, x has an error of half a unit, and the offset that makes them positive one of a rounding for each
+    // 64 columns and a few more
+    const bool   integers = layout == x_layout::rows16 && is_quant_type(p.w.type);
+    const double n_cols = static_cast<double>(cols), step = integers ? 0.5 / 32767 + (n_cols / 64 + 8) * 0x1p-23 : 0;
+    for (int64_t i = 0; i < p.n * rows; i++) {
+        const reference & want = p.want[static_cast<size_t>(i)];
+        if (i / rows == p.poisoned || want.magnitude + want.largest > static_cast<double>(FLT_MAX) / 4) {
+            continue; // unspecified, or it may overflow in some order of summation
+        }
+        const double bound = 2 * n_cols * 0x1p-24 * want.magnitude + want.largest * step + n_cols * 0x1p-149;
+        FUZZ_CHECK(std::fabs(static_cast<double>(y.data[i]) - want.sum) <= bound, // false for NaN
+                   "%s, layout %d, type %d, %lld x %lld, n %lld: y[%lld][%lld] = %g, float64 %g, bound %g", set.name,
+                   static_cast<int>(layout), p.w.type, static_cast<long long>(rows), static_cast<long long>(cols),
+                   static_cast<long long>(p.n), static_cast<long long>(i / rows), static_cast<long long>(i % rows),
+                   static_cast<double>(y.data[i]), want.sum, bound);
+    }
+}
+
+bool run(const uint8_t * data, size_t size) {
+    input         in = { data, size };
+    const uint8_t n = in.take<uint8_t>(), how = in.take<uint8_t>();
+    const auto    seed = in.take<uint32_t>();
+    encoded_input e;
+    // quantized weights are d * q in the kernels, which F32 holds exactly
+    if (!encode_input(in, how & 1 ? -1 : static_cast<int32_t>(GGML_MACKO_TYPE_F32), 1536, &e)) {
+        return false;
+    }
+    const ggml_macko_matrix & m = e.encoded.matrix;
+    bytes                     dense(e.dense.size());
+    if ((m.value_type != m.type && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
+        return false;
+    }
+    aligned<uint8_t> memory(bitmap_nbytes({ m.rows, m.cols, m.type, 4, m.nnz }, m.value_type));
+    problem          p;
+    FUZZ_CHECK(pack(m, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
+    static constexpr int64_t COUNTS[] = { 1, 1, 1, 2, 3, 5, 8, 9, 17 };
+    p.n                               = COUNTS[n % std::size(COUNTS)];
+    p.round_x                         = how & 2;
+    p.poisoned                        = how & 4 && p.n > 1 ? (how >> 3) % p.n : -1;
+    rng random(seed);
+    p.x.resize(static_cast<size_t>(p.n * m.cols));
+    for (float & v : p.x) {
+        v = x_of(random.bits());
+    }
+    if (p.poisoned >= 0) {
+        for (int64_t c = 0; c < m.cols; c++) {
+            p.x[static_cast<size_t>(p.poisoned * m.cols + c)] = seed & 1 ? NAN : INFINITY;
+        }
+    }
+    std::vector<double> weights;
+    for (int64_t i = 0; i < m.rows * m.cols; i++) {
+        uint32_t b = 0;
+        memcpy(&b, &dense[static_cast<size_t>(i * value_nbytes(m.type))], static_cast<size_t>(value_nbytes(m.type)));
+        weights.push_back(static_cast<double>(
+            m.type == GGML_MACKO_TYPE_F32 ? float_of_bits(b) : float_of_value(static_cast<uint16_t>(b), m.type)));
+    }
+    compute_reference(weights, &p);
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        check(*set, p, x_layout::rows);
+        check(*set, p, x_layout::panels);
+        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.rows16_below > 0) {
+            check(*set, p, x_layout::rows16);
+        }
+    }
+    return true;
+}
+
+std::vector<bytes> seeds() {
+    std::vector<bytes> all;
+    uint8_t            n = 0;
+    for (const bytes & matrix : encode_seeds()) {
+        bytes b = { static_cast<uint8_t>(n % 3 ? n : 0), static_cast<uint8_t>(n * 5 + 2), n, 0, 0, 0 };
+        b.insert(b.end(), matrix.begin(), matrix.end());
+        all.push_back(b);
+        n++;
+    }
+    return all;
+}
+
+} // namespace
+
+const target fuzz::TARGET = { "products", 2048, run, seeds, nullptr };

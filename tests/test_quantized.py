@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import c_codecs
 import generators
 from ggml_macko import SparseMatrix, errors, values
-from ggml_macko.codecs import packed, quantize
+from ggml_macko.codecs import packed
 from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix

@@ -88,7 +88,7 @@ def test_conversion_returns_a_record(folder, capsys):
     assert report.nbytes == report.path.stat().st_size < report.nbytes_source
     by_name = {t.name: t for t in report.tensors}
     weight = by_name["blk.0.ffn_up.weight"]
-    assert weight.is_sparse and 0.25 < weight.density < 0.7 and weight.nbytes < weight.nbytes_source
+    assert weight.is_sparse and 0.25 < weight.density < 0.35 and weight.nbytes < weight.nbytes_source
     assert (folder / "again.gguf").read_bytes() == (folder / "sparse.gguf").read_bytes()
 
 

@@ -54,8 +54,9 @@ class SparseMatrix:
         """Encodes a dense matrix.
 
         dense: 2-D; an array, nested lists or a scipy.sparse matrix of finite numbers, or with bf16=True the uint16 bit
-        patterns of BF16. float16 and float32 are kept bit for bit. float64 becomes float32, rounded to nearest, ties to
-        even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24 is).
+        patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
+        nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
+        is).
         delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
         "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",

@@ -136,9 +136,9 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hessian-memory",
         type=int,
-        default=options.HESSIAN_MEMORY >> 20,
         metavar="MIB",
-        help="sparsegpt: memory for second moments; less means more passes over the text (default: %(default)s)",
+        help="sparsegpt: memory for second moments; less means more passes over the text, and the same result "
+        "(default: half of what is free)",
     )
     group.add_argument(
         "-dev",
@@ -176,7 +176,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": args.ctx_size,
         "sequential": args.sequential,
         "damping": args.damping,
-        "hessian_memory": args.hessian_memory << 20,
+        "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
         "device": args.device,
         "n_threads": args.threads,
     }

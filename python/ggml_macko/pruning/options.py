@@ -6,11 +6,13 @@ parameter owl_m.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple, Union
 
 from .. import errors
@@ -33,7 +35,23 @@ OWL_LAMBDA = Fraction("0.08")
 DAMPING = 0.01
 """What SparseGPT adds to the diagonal of the Hessian, as a multiple of its mean: the paper's value."""
 
-HESSIAN_MEMORY = 2 << 30
+MIN_HESSIAN_MEMORY = 2 << 30
+"""Bytes that SparseGPT takes for Hessians where no number is given, at least."""
+
+
+def hessian_memory(root: Path = Path("/")) -> int:
+    """Bytes for Hessians where no number is given: half of what is free, so that few passes over the text are needed.
+
+    root: where proc/ and sys/ are mounted. A memory limit of a container (cgroup v2) counts.
+    """
+    free = []
+    with contextlib.suppress(OSError):
+        found = re.findall(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        free += [int(kib) << 10 for kib in found]
+    group = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(min(free, default=0) // 2, MIN_HESSIAN_MEMORY)
 
 
 class Pattern(NamedTuple):
@@ -75,7 +93,7 @@ class PruneOptions:
     n_ctx: int = N_CTX
     sequential: bool = False
     damping: float = DAMPING
-    hessian_memory: int = HESSIAN_MEMORY  # bytes
+    hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
     device: str = "auto"  # of SparseGPT; none: the CPU, even if CuPy finds a GPU
     n_threads: int = 0
 

@@ -99,7 +99,7 @@ def prune(
     n_ctx: int = N_CTX,
     sequential: bool = False,
     damping: float = option_rules.DAMPING,
-    hessian_memory: int = option_rules.HESSIAN_MEMORY,
+    hessian_memory: int | None = None,
     device: str = "auto",
     n_threads: int = 0,
     force: bool = False,
@@ -121,8 +121,9 @@ def prune(
 
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned. damping:
-    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time; less
-    means more passes. device: "auto" runs SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
+    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time, by
+    default half of what is free; less means more passes over the text and the same result. device: "auto" runs
+    SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
 
     n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
     weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
@@ -160,6 +161,7 @@ def make_options(
     tensor_sparsity: Iterable[tuple[str, Sparsity]],
     imatrix: str | os.PathLike[str] | None,
     text: str | os.PathLike[str] | None,
+    hessian_memory: int | None,
     **more: Any,
 ) -> PruneOptions:
     """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
@@ -178,6 +180,7 @@ def make_options(
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
+        hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
         **more,
     )
     options.check()

@@ -39,8 +39,9 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     from ..llama import Llama
     from ..native import devices
 
-    def gpu_free() -> int:
-        return sum(gpu.free for gpu in devices.gpus()) if gpu_layers else 0
+    def gpu_free() -> int | None:
+        gpus = devices.gpus() if gpu_layers else []
+        return sum(gpu.free for gpu in gpus) if gpus else None
 
     free_before = gpu_free()
     begin = time.perf_counter()
@@ -68,12 +69,13 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     llama.reset()
     prompt_tps = rate([tokens[:n_prompt]]) if n_prompt else None
     gen_tps = rate([[token] for token in tokens[n_prompt:]]) if n_gen else None
+    free_after = gpu_free()
     return Sample(
         load_s=load_s,
         prompt_tps=prompt_tps,
         gen_tps=gen_tps,
         rss=peak_rss(),
-        gpu_memory=free_before - gpu_free() if gpu_layers else None,
+        gpu_memory=None if free_before is None or free_after is None else free_before - free_after,
     )
 
 

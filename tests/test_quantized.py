@@ -4,6 +4,7 @@ products, text.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import c_codecs
 import generators
-from ggml_macko import errors, values
+from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import packed
 from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
@@ -595,3 +596,25 @@ def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
     assert macko("restore", sparse, dense).code == 0
     prompt = (DEMO.parent / "sample.txt").read_text()[:600]
     assert greedy(open_model(sparse), 24, prompt) == greedy(open_model(dense), 24, prompt)
+
+
+@pytest.mark.parametrize("name", ["sparse-q8_0", "sparse-q5_0", "sparse-q4_0", "sparse-q4_nl"])
+def test_values_beyond_the_dense_type_are_refused(name):
+    """d * q beyond F16 would be 65504 in the dense model; a scale that rounding took a little too far is accepted."""
+    dense = np.zeros((4, 64), dtype=np.float16)
+    dense[1, 3:9] = [65504, -65504, 60000, 1, -30000, 7]
+    for matrix in (dense, dense.astype(np.float32)):
+        # a searched scale of Q4_NL is further from the largest value than rounding takes it
+        good = SparseMatrix.from_dense(matrix / 2 if name == "sparse-q4_nl" else matrix, format=name)
+        assert np.isfinite(good.to_dense()).all()
+        blocks = good.arrays.arrays[0].copy()
+        blocks[0:2] = np.array([0x7BFF], dtype=np.uint16).view(
+            np.uint8
+        )  # the largest scale, for each |q| of 1 and more
+        arrays = dataclasses.replace(good.arrays, arrays=(blocks, *good.arrays.arrays[1:]))
+        if matrix.dtype == np.float16:
+            with pytest.raises(errors.PayloadError, match="block 0 has a value beyond F16") as e:
+                SparseMatrix(arrays)
+            assert e.value.code == errors.NOT_FINITE
+        else:
+            assert np.isfinite(SparseMatrix(arrays).to_dense()).all()

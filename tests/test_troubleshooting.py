@@ -397,6 +397,48 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmLck"
     assert "mapped False" in out and re.search(r"VmLck:\s+0 kB", out), out
 
 
+@row("<file>: not a regular file")
+def _(p):
+    return p.macko("generate", "-m", "/dev/zero", "-p", "The")
+
+
+@row("<file>: key tokenizer.ggml.<key>: string")
+def _(p):
+    f = gguf_bytes.read(p.sparse.read_bytes())
+    f.key("tokenizer.ggml.tokens").value[300] = b"x" * 5000
+    (p.tmp_path / "long.gguf").write_bytes(gguf_bytes.write(f))
+    return p.macko("generate", "-m", p.tmp_path / "long.gguf", "-p", "The")
+
+
+def closed_or_with_grammar(p, text: str | None) -> str:
+    import llama_cpp
+
+    from ggml_macko import Llama, errors
+
+    llama = Llama(str(p.sparse), n_ctx=64, verbose=False)
+    if text is None:
+        llama.close()
+    grammar = llama_cpp.LlamaGrammar.from_string(text or "")
+    with pytest.raises(errors.ArgumentError) as e:
+        llama("The", max_tokens=1, grammar=grammar)
+    return str(e.value)
+
+
+@row("grammar: left recursion")
+def _(p):
+    return closed_or_with_grammar(p, 'root ::= list\nlist ::= list "," "a" | "a"')
+
+
+@row("grammar: llama.cpp refused it")
+def _(p):
+    return closed_or_with_grammar(p, "root ::= nothing")
+
+
+@row("this Llama has been closed")
+def _(p):
+    return closed_or_with_grammar(p, None)
+
+
 @row("no weight would shrink")
 def _(p):
     data = gguf_bytes.read(generators.DEMO.read_bytes())

@@ -7,7 +7,8 @@
 
 namespace macko {
 
-constexpr int64_t QUANT_BLOCK = 32; // values that share a scale
+constexpr int64_t QUANT_BLOCK = 32;  // values that share a scale
+constexpr int     QUANT_MAX   = 128; // |q| is not larger in any type
 
 // Bytes of a block, 0 if the type is not quantized. F16 scale, then
 //   Q8_0: 32 int8;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 namespace macko {
@@ -248,6 +249,32 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
                 static_cast<long long>(k));
 }
 
+// Whether a value d * q of a block is beyond F16, by more than the rounding of d explains. Other dense types hold all.
+static bool leaves_f16(const uint8_t * block, int32_t type) {
+    constexpr float beyond = 65536; // the largest F16 is 65504, and d is rounded by 2^-11 at most
+    const float     d      = std::fabs(float_of_f16(quant_scale_bits(block)));
+    if (d * static_cast<float>(QUANT_MAX) < beyond) {
+        return false;
+    }
+    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        if (d * static_cast<float>(std::abs(quant_at(block, type, i))) >= beyond) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int check_quant_range(const packed_arrays & a, int n_threads) {
+    const int64_t   n = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(a.desc.value_type);
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
+    const int64_t   block  = a.desc.dense.type != GGML_MACKO_TYPE_F16 ? n : first_bad(n, n_threads, [&](int64_t i) {
+        return leaves_f16(blocks + i * nbytes, a.desc.value_type);
+    });
+    return block < n ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld has a value beyond F16, the dense type",
+                            static_cast<long long>(block))
+                     : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
 static int check_quant_values(const packed_arrays & a, int n_threads) {
     const int32_t   type   = a.desc.value_type;
     const int64_t   nbytes = quant_block_nbytes(type), nnz = a.desc.dense.nnz;
@@ -264,7 +291,7 @@ static int check_quant_values(const packed_arrays & a, int n_threads) {
                         static_cast<long long>(k));
         }
     }
-    return GGML_MACKO_STATUS_OK;
+    return check_quant_range(a, n_threads);
 }
 
 int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
@@ -521,9 +548,14 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
                         [&](int64_t col) { values[k++] = row[col]; });
         }
     });
-    return quantized
-               ? quantize(plain.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())
-               : static_cast<int>(GGML_MACKO_STATUS_OK);
+    if (!quantized) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status =
+            quantize(plain.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())) {
+        return status;
+    }
+    return check_quant_range(out->arrays(), n_threads); // a searched scale may round a large value up
 }
 
 } // namespace

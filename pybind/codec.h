@@ -48,6 +48,28 @@ int  ggml_macko_validate(const struct ggml_macko_matrix * m, int n_threads);
 int  ggml_macko_decode(const struct ggml_macko_matrix * m, void * dense, int n_threads);
 int  ggml_macko_gpu_cost(const struct ggml_macko_matrix * m, int n_threads, double * own_us, double * rows_us);
 
+enum ggml_macko_fault {
+    GGML_MACKO_FAULT_NONE      = 0,
+    GGML_MACKO_FAULT_NNZ       = 1,
+    GGML_MACKO_FAULT_NOT_ZERO  = 2,
+    GGML_MACKO_FAULT_TOO_LARGE = 3,
+};
+
+struct ggml_macko_error {
+    bool    is_equal;
+    int32_t fault;
+    int64_t row;
+    int64_t col;
+    int64_t n_nonzero;
+    double  max_error;
+    double  rms_relative;
+    double  rms_relative_max;
+    double  weighted_error;
+    double  weighted_power;
+};
+int ggml_macko_measure_error(const struct ggml_macko_matrix * m, const void * dense, const float * weights,
+                             int64_t n_weights, int n_threads, struct ggml_macko_error * out);
+
 int64_t ggml_macko_n_padded(int64_t n_stored);
 int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits);
 
@@ -58,4 +80,8 @@ struct ggml_macko_count {
 };
 int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                            struct ggml_macko_count * count);
-int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks);
+int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads, int64_t * count);
+int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n, int n_threads,
+                              void * blocks);
+int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,
+                               void * blocks);

@@ -1737,7 +1737,7 @@ static void test_open_sparse() {
     auto open_content = [](const bytes & content) {
         const memory_file                  f(content);
         std::unique_ptr<macko::model_file> file;
-        return macko::model_file_open_sparse(f.path().c_str(), false, &file);
+        return macko::model_file_open_sparse(f.path().c_str(), macko::compression::off, &file);
     };
     auto sparse_with = [](const file_lie & change) {
         builder::file f = builder::sparse_file(base_model());
@@ -1765,8 +1765,8 @@ static void test_open_sparse() {
     expect("dense, broken", S(NOT_SPARSE), open_content(builder::serialize(dense)));
     expect("no GGUF", S(NOT_SPARSE), open_content({ 'P', 'K' }));
     std::unique_ptr<macko::model_file> file;
-    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", false, &file));
-    expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", false, &file));
+    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", macko::compression::off, &file));
+    expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", macko::compression::off, &file));
 }
 
 // A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with
@@ -1793,7 +1793,8 @@ static void test_compressed_blocks_are_not_the_sparse_file() {
     const builder::model               m = builder::tiny_llama(512, 1, 31);
     const memory_file                  f(builder::serialize(m.dense));
     std::unique_ptr<macko::model_file> file;
-    CHECK(macko::model_file_open_sparse(f.path().c_str(), true, &file) == S(OK), "%s", ggml_macko_last_error());
+    CHECK(macko::model_file_open_sparse(f.path().c_str(), macko::compression::bit_exact, &file) == S(OK), "%s",
+          ggml_macko_last_error());
     int n_blocks = 0;
     for (const macko::sparse_tensor_info & matrix : file->sparse) {
         const auto                t = std::find_if(m.dense.tensors.begin(), m.dense.tensors.end(),

@@ -321,6 +321,30 @@ def test_interrupted_run_continues_to_the_same_bytes(tmp_path, macko, number):
     assert not checkpoint.exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("n, n_measured", [(1, 2), (2, 2), (3, 3), (-1, 4), (1000, 4)])
+def test_interrupted_run_continues_with_another_number_of_chunks(tmp_path, macko, monkeypatch, n, n_measured):
+    """More than before: to the bytes of a run in one go. Fewer: nothing that is measured is thrown away."""
+    from ggml_macko.evaluation import calibrate
+
+    def stop(self, sums, chunks, save=calibrate.Checkpoint.save):
+        save(self, sums, chunks)
+        raise KeyboardInterrupt
+
+    out, whole, text = (tmp_path / name for name in ("out.gguf", "whole.gguf", "text.txt"))
+    text.write_bytes(SAMPLE.read_bytes()[:3800])  # 4 chunks
+    args = ["-m", DEMO, "-f", text, "-c", 256, "-b", 256]
+    with monkeypatch.context() as m:
+        m.setattr(calibrate.Checkpoint, "save", stop)
+        assert macko("calibrate", *args, "-o", out, "-ofreq", 2, "--chunks", 3).code == 130
+    done = macko("calibrate", *args, "-o", out, "--chunks", n)
+    assert done.code == 0 and f"{n_measured} chunks of 256 tokens" in done.out, done.err
+    more = n < 0 or n >= 2
+    assert ("continuing after 2 of" if more else "2 chunks are measured already, more than --chunks 1") in done.err
+    assert macko("calibrate", *args, "-o", whole, "--chunks", n_measured).code == 0
+    assert out.read_bytes() == whole.read_bytes()
+    assert not (tmp_path / "out.gguf.checkpoint").exists()
+
+
 def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
     """Of another model, text or batch size: the error names what differs."""
     from ggml_macko.evaluation import calibrate
@@ -345,7 +369,6 @@ def test_checkpoint_of_another_run_is_refused(tmp_path, macko, monkeypatch):
         (["-m", DEMO, "-f", other], "text"),
         (["-m", DEMO, "-f", text, "-c", 256], "-c"),
         (["-m", DEMO, "-f", text, "-b", 1024], "-b"),
-        (["-m", DEMO, "-f", text, "--chunks", 1], "--chunks"),
         (["-m", DEMO, "-f", text, "--process-output"], "--process-output"),
     ):
         one_line(macko("calibrate", *args, "-o", out), checkpoint, f"another {what}; delete it")
@@ -495,11 +518,15 @@ def test_bad_input_is_refused_in_one_line(tmp_path, macko):
     out = tmp_path / "out.gguf"
     for args, parts in (
         *texts_and_models(tmp_path),
-        (["-m", DEMO, "-f", SAMPLE, "-c", 8], ["-c 8: at least 16"]),
-        (["-m", DEMO, "-f", SAMPLE, "-ofreq", 0], ["--output-frequency"]),
+        (["-m", DEMO, "-f", SAMPLE, "-o", tmp_path / "no" / "out.gguf"], [f"there is no folder {tmp_path / 'no'}"]),
     ):
-        one_line(macko("calibrate", *args, "-o", out), *parts)
-    one_line(macko("calibrate", "-m", DEMO, "-f", SAMPLE, "-o", tmp_path / "no" / "out.gguf"), "No such file")
+        one_line(macko("calibrate", "-o", out, *args), *parts)
+    for option, message in (
+        (["-c", 8], "-c 8: at least 16"),
+        (["-ofreq", 0], "--output-frequency"),
+        (["--chunks", 0], "--chunks 0"),
+    ):
+        one_line(macko("calibrate", "-m", DEMO, "-f", SAMPLE, *option, "-o", out), message, code=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(DEMO.read_bytes())

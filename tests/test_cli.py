@@ -50,17 +50,63 @@ def test_version_names_what_is_installed(macko):
         (["verify", "a", "b", "--metadata"], "--metadata"),
         (["run"], "PROGRAM is missing"),
         (["run", "--"], "PROGRAM is missing"),
-        (["run", "--", "/no/such/program"], "/no/such/program: No such file or directory"),
         (["generate", "-m", "x.gguf"], "-p/--prompt"),
         (["bench", "--shapes", "12"], "--shapes 12: expected ROWSxCOLS"),
         (["bench", "--densities", "2"], "--densities 2: expected"),
         (["bench", "-r", "0"], "-r must be at least 1"),
     ],
 )
-def test_usage_error_is_one_line_and_exit_1(macko, args, message):
+def test_usage_error_is_one_line_and_exit_2(macko, args, message):
     done = macko(*args)
-    assert done.code == 1 and message in done.err and "Traceback" not in done.err and done.out == ""
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err and done.out == ""
     assert done.err.startswith("error: ")
+
+
+def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):
+    done = macko("run", "--", "/no/such/program", "-hf", "x")
+    assert done.code == 1 and done.err == "error: /no/such/program: No such file or directory\n"
+
+
+@pytest.mark.parametrize("option", ["-hx", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])
+def test_option_that_does_not_exist_is_never_another_one_with_a_value(macko, option):
+    """argparse takes -hx for -h -x, and -cnv for -c nv."""
+    for args in ((option,), ("generate", "-m", "x.gguf", "-p", "hi", option), ("convert", option, "a", "b")):
+        done = macko(*args)
+        assert done.code == 2 and done.out == "" and done.err.startswith(f"error: unknown option {option}"), done
+
+
+def test_values_may_begin_with_a_dash_or_be_glued_numbers(macko, tmp_path):
+    missing = f"{tmp_path}/x.gguf"
+    for args in (["-n4"], ["-n", "-1"], ["--predict=-1"], ["-p", "- a list"]):
+        done = macko("generate", "-m", missing, *(["-p", "hi"] if "-p" not in args else []), *args)
+        assert done.code == 1 and "does not exist" in done.err, done.err
+
+
+def test_version_says_when_the_installed_llama_cpp_python_does_not_fit(macko, monkeypatch):
+    import llama_cpp
+
+    wanted = llama_cpp.__version__
+    assert "does not fit" not in macko("--version").out
+    monkeypatch.setattr(llama_cpp, "__version__", "0.1.2")
+    done = macko("--version")
+    assert done.code == 0 and "llama-cpp-python 0.1.2 is installed, which does not fit" in done.out
+    assert done.out.endswith(f"pip install llama-cpp-python=={wanted}\n")
+
+
+def test_gpu_layers_have_one_default(macko):
+    choices = next(a for a in cli.make_parser()._actions if a.dest == "command").choices
+    defaults = {name: p.get_default("gpu_layers") for name, p in choices.items() if "-ngl" in p._option_string_actions}
+    assert set(defaults) >= {"generate", "perplexity", "calibrate", "bench", "report"} and set(defaults.values()) == {
+        -1
+    }
+
+
+def test_completion_names_what_is_missing(macko, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    done = macko("--print-completion", "bash")
+    assert done.code == 1 and done.err == (
+        "error: --print-completion needs shtab: pip install 'ggml-macko[completion]'\n"
+    )
 
 
 def test_traceback_is_shown_with_debug_only(macko, macko_process, tmp_path):

@@ -201,6 +201,35 @@ def test_names_are_escaped_in_messages(base, tmp_path):
     assert "\x1b" not in str(e.value) and "\n" not in str(e.value) and "\\x1b[2J\\x0aERROR" in str(e.value)
 
 
+EVIL = "\x1b[2J\x07\x9b1m\u202ename"
+
+
+def test_names_of_files_reach_the_terminal_escaped(base, tmp_path, macko_process):
+    """in messages of C++ and Python, in the log, and in results"""
+    folder = tmp_path / EVIL
+    folder.mkdir()
+    base.set("general.name", gb.STRING, EVIL.encode())
+    base.set("tokenizer.chat_template", gb.STRING, EVIL.encode())
+    good, bad, text = folder / "good.gguf", folder / "bad.gguf", folder / "text.txt"
+    good.write_bytes(gb.write(base))
+    bad.write_bytes(b"GGUF" + bytes(20))
+    text.write_text("short")
+    compressed = {**os.environ, "GGML_MACKO_COMPRESS": "1"}
+    for arguments in (
+        ("inspect", good),
+        ("inspect", bad),
+        ("inspect", folder / "missing"),
+        ("generate", "-m", bad, "-p", "a"),
+        ("convert", good, good),
+        ("convert", bad, folder / "out"),
+        ("perplexity", "-m", good, "-f", text),
+        ("verify", good, bad),
+    ):
+        done = macko_process(*arguments, env=compressed)
+        for c in "\x1b\x07\x9b\u202e":
+            assert c not in done.out + done.err, (arguments, done)
+
+
 def test_type_table_is_that_of_ggml(tmp_path):
     """Block sizes of all types of the installed ggml, and that we know no more and no fewer."""
     import llama_cpp  # noqa: F401  loads libggml-base

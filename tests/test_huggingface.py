@@ -360,6 +360,36 @@ def test_folder_without_a_config_is_refused(tmp_path, macko, monkeypatch):
     assert done.code == 1 and "has no config.json: not a Hugging Face checkpoint" in done.err
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["x.Tokenizer", None]}}),
+        ("config.json", {**CONFIG, "auto_map": {"AutoConfig": "USER/OTHER--x.Config"}}),
+        ("processor_config.json", {"deep": [{"auto_map": {}}]}),
+        ("tokenizer_config.json", '{"auto\\u005fmap": {}}'),
+    ],
+)
+def test_checkpoint_that_names_code_is_refused(tmp_path, macko, monkeypatch, name, content):
+    """llama.cpp's converter loads tokenizers with trust_remote_code."""
+    script, ran = tmp_path / "convert.py", tmp_path / "ran"
+    script.write_text(f"open({str(ran)!r}, 'w')\nimport sys\nsys.exit('the converter ran')\n")
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
+    folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
+    (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    done = macko("convert", folder, tmp_path / "out.gguf")
+    assert done.code == 1 and f"{name}: has auto_map" in done.err and not ran.exists()
+    done = macko("convert", folder, tmp_path / "out.gguf", "--trust-remote-code")
+    assert done.code == 1 and "the converter ran" in done.err and ran.exists()
+
+
+def test_converter_may_not_download(tmp_path, macko, monkeypatch):
+    script = tmp_path / "convert.py"
+    script.write_text("import os, sys\nsys.exit(os.environ['HF_HUB_OFFLINE'] + os.environ['TRANSFORMERS_OFFLINE'])\n")
+    monkeypatch.setenv("GGML_MACKO_CONVERT_HF", str(script))
+    folder = write_checkpoint(tmp_path / "in", {"w": np.zeros(1, np.float32)})
+    assert "convert.py: 11" in macko("convert", folder, tmp_path / "out.gguf").err
+
+
 # ---- the hub ----
 
 

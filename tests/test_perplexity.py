@@ -193,14 +193,16 @@ def test_bad_text_or_model_is_refused_in_one_line(tmp_path, macko):
     out = tmp_path / "base"
     for args, parts in (
         *texts_and_models(tmp_path),
-        (["-m", DEMO], ["-f is missing"]),
-        (["-m", DEMO, "-f", SAMPLE, "-c", 3], ["-c 3"]),
         (["-m", DEMO, "-f", SAMPLE, "-b", 0], ["batches of 0"]),
-        (["-m", DEMO, "--kl-divergence"], ["--kl-divergence-base is missing"]),
     ):
-        one_line(
-            macko("perplexity", *args, *([] if "--kl-divergence" in args else ["--kl-divergence-base", out])), *parts
-        )
+        one_line(macko("perplexity", *args, "--kl-divergence-base", out), *parts)
+    for args, message in (
+        (["-c", 8], "-f is missing"),
+        (["-f", SAMPLE, "-c", 3], "-c 3"),
+        (["-f", SAMPLE, "--chunks", 0], "--chunks 0"),
+        (["--kl-divergence"], "--kl-divergence-base is missing"),
+    ):
+        one_line(macko("perplexity", "-m", DEMO, *args), message, code=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == FILES
     out.write_text("mine")
     one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--kl-divergence-base", out), out, "exists; use --force")

@@ -106,7 +106,7 @@ def test_include_and_exclude_choose_the_tensors(tmp_path, tiny, macko):
     done = macko(
         "prune", tiny, tmp_path / "x.gguf", "--sparsity", "0.5", "--include-weights", "a", "--exclude-weights", "b"
     )
-    assert done.code == 1 and "not allowed with" in done.err
+    assert done.code == 2 and "not allowed with" in done.err
 
 
 def test_norm_is_never_pruned(tmp_path, tiny, macko):
@@ -147,7 +147,7 @@ def test_dry_run_writes_nothing(tmp_path, tiny, macko):
 @pytest.mark.parametrize("sparsity", ["-0.1", "1.01", "nan", "inf", "half", "", "1/0"])
 def test_sparsity_out_of_range_is_refused(tmp_path, tiny, macko, sparsity):
     done = macko("prune", tiny, tmp_path / "out.gguf", "--sparsity=" + sparsity)
-    assert done.code == 1 and done.err.startswith("error: --sparsity") and not (tmp_path / "out.gguf").exists()
+    assert done.code == 2 and done.err.startswith("error: --sparsity") and not (tmp_path / "out.gguf").exists()
 
 
 def test_quantized_weights_are_refused(tmp_path, macko):

@@ -310,7 +310,8 @@ def test_values_are_rounded_to_nearest_even(type_id):
 )
 def test_bad_options_are_refused_at_once(tmp_path, tiny, macko, args, message):
     done = macko("prune", tiny, tmp_path / "out.gguf", *args)
-    assert done.code == 1 and message in done.err and len(done.err.splitlines()) == 1, done.err
+    code = 1 if "has 64 columns" in message else 2  # that depends on the model
+    assert done.code == code and message in done.err and len(done.err.splitlines()) == 1, done.err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 

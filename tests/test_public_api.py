@@ -54,7 +54,9 @@ def test_prune_convert_verify_restore(tmp_path, tiny, capsys):
     with console.quiet():
         ggml_macko.prune(tiny, pruned, sparsity=0.7)
         plan = ggml_macko.convert(pruned, None, "auto")
-        done = ggml_macko.convert(pruned, sparse, "auto", overrides=[("attn_q", "packed"), ("attn_k", "dense")])
+        done = ggml_macko.convert(
+            pruned, sparse, "auto", overrides=[("attn_q", "packed"), ("attn_k", "dense")], keep_negative_zeros=True
+        )
         assert ggml_macko.verify(pruned, sparse).is_identical
         restored = ggml_macko.restore(sparse, dense)
     assert capsys.readouterr() == ("", "")
@@ -90,7 +92,7 @@ def test_output_that_exists_is_refused_without_force(tmp_path, tiny):
 
 
 def test_wrong_option_names_the_choices(tmp_path, tiny):
-    with pytest.raises(errors.ArgumentError, match="unknown type 'csr'; known: macko, "):
+    with pytest.raises(errors.ArgumentError, match="unknown type 'csr'; did you mean ec-csr\\?; known: macko, "):
         ggml_macko.convert(tiny, None, "csr")
     with pytest.raises(errors.ArgumentError, match="optimize is 'time', not 'size' or 'speed'"):
         ggml_macko.convert(tiny, None, optimize="time")

@@ -51,7 +51,7 @@ def test_each_conversion_gives_a_row(made, macko, tmp_path):
     assert results[4]["bpw"] <= 8 and results[2]["nbytes"] < results[1]["nbytes"]
     for bad in ("macko --dry-run", "macko --no-such-option", "macko-q9_0"):
         done = run(macko, made, pruned, "--types", "", "--convert", bad)
-        assert done.code == 1 and done.err.strip().count("\n") == 0, done.err
+        assert done.code == 2 and done.err.strip().count("\n") == 0, done.err
 
 
 def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
@@ -113,7 +113,7 @@ def test_dense_model_is_the_base_of_the_table(made, macko):
 def test_bad_options_are_refused_in_one_line(made, macko, args, message):
     _, model, text = made
     done = macko("report", model, "-f", text, *args)
-    assert done.code == 1 and message in done.err and "Traceback" not in done.err
+    assert done.code == 2 and message in done.err and "Traceback" not in done.err
     assert len([line for line in done.err.splitlines() if line.startswith("error:")]) == 1
 
 

@@ -18,8 +18,9 @@ from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 
 def make(bits: np.ndarray, type_id: int, **kwargs) -> SparseMatrix:
     if type_id == TYPE_BF16:
-        return SparseMatrix.from_dense(bits, bf16=True, **kwargs)
-    return SparseMatrix.from_dense(bits.view(np.float16 if type_id == TYPE_F16 else np.float32), **kwargs)
+        return SparseMatrix.from_dense(bits, bf16=True, keep_negative_zeros=True, **kwargs)
+    dtype = np.float16 if type_id == TYPE_F16 else np.float32
+    return SparseMatrix.from_dense(bits.view(dtype), keep_negative_zeros=True, **kwargs)
 
 
 def assert_close_to_float64(y: np.ndarray, w: np.ndarray, x: np.ndarray) -> None:
@@ -144,9 +145,12 @@ def test_break_even_is_where_sizes_cross():
     "call",
     [
         lambda s: s @ np.zeros(63, np.float32),
-        lambda s: s @ np.zeros(64, np.float64),
+        lambda s: s @ np.zeros(64, np.complex64),
+        lambda s: s @ np.full(64, 1e300),
         lambda s: s @ np.zeros((64, 2, 2), np.float32),
-        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.int32)),
+        lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.complex128)),
+        lambda s: SparseMatrix.from_dense([["a", "b"]]),
+        lambda s: SparseMatrix.from_dense(np.array([[2**70]], dtype=object)),
         lambda s: SparseMatrix.from_dense(np.zeros(4, np.float16)),
         lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.uint16)),
         lambda s: SparseMatrix.from_dense(np.zeros((2, 2), np.float16), bf16=True),
@@ -158,6 +162,45 @@ def test_wrong_argument_is_refused(call):
     s = SparseMatrix.from_dense(np.ones((8, 64), np.float16))
     with pytest.raises((errors.ArgumentError, errors.PayloadError)):
         call(s)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.longdouble])
+def test_float64_is_rounded_to_the_nearest_float32(dtype):
+    dense = np.random.default_rng(5).standard_normal((20, 100)).astype(dtype)
+    s = SparseMatrix.from_dense(dense)
+    assert s.dtype == np.float32 and s.to_dense().tobytes() == dense.astype(np.float32).tobytes()
+    third = SparseMatrix.from_dense([[0, 1 / 3]]).to_dense()
+    assert third.tolist() == [[0, float(np.float32(1 / 3))]]
+    with pytest.raises(errors.ArgumentError, match=r"element \[1, 0\] is 1e\+39, which is beyond the range of float32"):
+        SparseMatrix.from_dense(np.array([[0, 1], [1e39, 0]], dtype=dtype))
+    with pytest.raises(errors.PayloadError, match="not finite"):
+        SparseMatrix.from_dense(np.array([[0, np.inf]], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_integers_are_kept_exactly_or_refused(dtype):
+    rng = np.random.default_rng(6)
+    low = 0 if np.dtype(dtype).kind == "u" else -100
+    dense = rng.integers(low, 100, (16, 80)).astype(dtype) * (rng.random((16, 80)) < 0.3).astype(dtype)
+    s = SparseMatrix.from_dense(dense)
+    assert s.dtype == np.float32 and np.array_equal(s.to_dense(), dense)
+    x = rng.integers(-5, 5, (80, 2))
+    assert np.array_equal(s @ x, dense.astype(np.int64) @ x)
+    if np.dtype(dtype).itemsize >= 4:
+        exact = [2**24, 2**24 + 2, 5 << 28 if np.dtype(dtype).itemsize == 8 else 3 << 28]
+        if dtype in (np.int32, np.int64):
+            exact += [int(np.iinfo(dtype).min), -(2**24)]
+        assert [int(v) for v in SparseMatrix.from_dense(np.array([exact], dtype=dtype)).to_dense()[0]] == exact
+        for odd in (2**24 + 1, int(np.iinfo(dtype).max)):
+            with pytest.raises(errors.ArgumentError, match=rf"element \[0, 1\] is {odd}, which would be rounded"):
+                SparseMatrix.from_dense(np.array([[7, odd]], dtype=dtype))
+
+
+def test_scipy_matrix_is_taken_in_every_format():
+    matrix = scipy.sparse.random(40, 300, 0.3, random_state=np.random.default_rng(7))  # float64
+    dense = matrix.toarray().astype(np.float32)
+    for format in ("macko", "ec-csr", "packed", "auto"):
+        assert np.array_equal(SparseMatrix.from_dense(matrix, format=format).to_dense(), dense)
 
 
 def test_untrusted_arrays_are_checked():

@@ -20,7 +20,7 @@ from ggml_macko.benchmark import report
 from ggml_macko.errors import MackoError
 from ggml_macko.evaluation.activations import Weight
 from ggml_macko.gguf.files import Model
-from ggml_macko.pruning import array_backend, hessians, layerwise, sparsegpt
+from ggml_macko.pruning import array_backend, hessians, layerwise, options, sparsegpt
 from ggml_macko.pruning.options import METHODS
 from ggml_macko.pruning.prune import tensors_to_prune
 
@@ -223,6 +223,36 @@ def model(request, tmp_path):
 def pruned_tensors(path) -> dict:
     with Model(path) as m:
         return {t.name: t.read_bits() for t in tensors_to_prune(m)}
+
+
+@pytest.mark.parametrize("n", [257, 600, 1030])
+def test_factor_of_a_large_matrix_is_that_of_its_inverse(xp, n):
+    """Beyond the size that is inverted at once."""
+    x = inputs(np.random.default_rng(n), 2 * n, n).astype(np.float64)
+    h = (x.T @ x).astype(np.float32)
+    u = array_backend.to_host(sparsegpt.inverse_factor(xp.asarray(h))).astype(np.float64)
+    assert np.array_equal(u, np.triu(u)) and np.all(u.diagonal() > 0)
+    damped = h.astype(np.float64)
+    damped[n // 2, n // 2] = 1  # of the input that is always zero
+    damped += 0.01 * damped.diagonal().mean() * np.eye(n)
+    assert np.allclose(u @ damped @ u.T, np.eye(n), atol=1e-3)
+
+
+def test_half_of_the_free_memory_is_for_hessians(tmp_path):
+    (tmp_path / "proc").mkdir()
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    assert options.hessian_memory(tmp_path) == 2 << 30  # nothing is known
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:   67108864 kB\nCached: 5 kB\n")
+    assert options.hessian_memory(tmp_path) == 32 << 30
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1073741824\n")
+    assert options.hessian_memory(tmp_path) == 32 << 30
+    (group / "memory.max").write_text(f"{13 << 30}\n")
+    assert options.hessian_memory(tmp_path) == 6 << 30
+    (group / "memory.max").write_text(f"{2 << 30}\n")
+    assert options.hessian_memory(tmp_path) == 2 << 30
+    assert options.hessian_memory() >= 2 << 30
 
 
 @pytest.mark.parametrize("more", [[], ["--sequential"], ["--hessian-memory", 1], ["--allocation", "owl"]])

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,6 +160,12 @@ def _(p):
     return p.macko("inspect", p.tiny, "--plot", p.tmp_path / "plot.png")
 
 
+@row("-hf needs huggingface-hub")
+def _(p):
+    p.monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    return p.macko("generate", "-hf", "USER/NAME", "-p", "x")
+
+
 @row("GGML_MACKO_FORCE=")
 def _(p):
     return p.macko_process("generate", "-m", p.sparse, "-p", "The", GGML_MACKO_FORCE="avx1024")
@@ -218,10 +225,29 @@ def _(p):
     return p.macko_process("run", "--", upstream.compile_program(source, p.tmp_path / "main", library))
 
 
+def inspect_file_with(p, content: bytes):
+    (p.tmp_path / "file.gguf").write_bytes(content)
+    return p.macko("inspect", p.tmp_path / "file.gguf")
+
+
 @row("<file>: not a GGUF file")
 def _(p):
-    (p.tmp_path / "pointer.gguf").write_text("version https://git-lfs.github.com/spec/v1\n")
-    return p.macko("inspect", p.tmp_path / "pointer.gguf")
+    return inspect_file_with(p, b"hello")
+
+
+@row("<file>: a Git LFS pointer, not a GGUF")
+def _(p):
+    return inspect_file_with(p, b"version https://git-lfs.github.com/spec/v1\n")
+
+
+@row("<file>: a web page, not a GGUF")
+def _(p):
+    return inspect_file_with(p, b"<!DOCTYPE html><html>")
+
+
+@row("<file>: a safetensors file, not a GGUF")
+def _(p):
+    return inspect_file_with(p, struct.pack("<Q", 2) + b"{}" + bytes(8))
 
 
 @row("<file>: the file ends at")
@@ -371,6 +397,48 @@ print(next(line for line in open("/proc/self/status") if line.startswith("VmLck"
     assert "mapped False" in out and re.search(r"VmLck:\s+0 kB", out), out
 
 
+@row("<file>: not a regular file")
+def _(p):
+    return p.macko("generate", "-m", "/dev/zero", "-p", "The")
+
+
+@row("<file>: key tokenizer.ggml.<key>: string")
+def _(p):
+    f = gguf_bytes.read(p.sparse.read_bytes())
+    f.key("tokenizer.ggml.tokens").value[300] = b"x" * 5000
+    (p.tmp_path / "long.gguf").write_bytes(gguf_bytes.write(f))
+    return p.macko("generate", "-m", p.tmp_path / "long.gguf", "-p", "The")
+
+
+def closed_or_with_grammar(p, text: str | None) -> str:
+    import llama_cpp
+
+    from ggml_macko import Llama, errors
+
+    llama = Llama(str(p.sparse), n_ctx=64, verbose=False)
+    if text is None:
+        llama.close()
+    grammar = llama_cpp.LlamaGrammar.from_string(text or "")
+    with pytest.raises(errors.ArgumentError) as e:
+        llama("The", max_tokens=1, grammar=grammar)
+    return str(e.value)
+
+
+@row("grammar: left recursion")
+def _(p):
+    return closed_or_with_grammar(p, 'root ::= list\nlist ::= list "," "a" | "a"')
+
+
+@row("grammar: llama.cpp refused it")
+def _(p):
+    return closed_or_with_grammar(p, "root ::= nothing")
+
+
+@row("this Llama has been closed")
+def _(p):
+    return closed_or_with_grammar(p, None)
+
+
 @row("no weight would shrink")
 def _(p):
     data = gguf_bytes.read(generators.DEMO.read_bytes())
@@ -435,6 +503,21 @@ os.waitpid(child, 0)""")
 # ---- converting and pruning ----
 
 
+@row("<folder>: a Hugging Face checkpoint needs")
+def _(p):
+    (p.tmp_path / "config.json").write_text("{}")
+    p.monkeypatch.setenv("PATH", str(p.tmp_path))
+    p.monkeypatch.delenv("GGML_MACKO_CONVERT_HF", raising=False)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
+
+
+@row("<file>: has auto_map")
+def _(p):
+    (p.tmp_path / "config.json").write_text('{"auto_map": {}}')
+    p.monkeypatch.setenv("GGML_MACKO_CONVERT_HF", __file__)
+    return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")
+
+
 def matrix(density: float, kind: int = TYPE_F16) -> tuple:
     return generators.random_bits(np.random.default_rng(1), 32, 64, density, kind), kind
 
@@ -449,7 +532,7 @@ def _(p):
     return p.convert({"blk.0.attn_q.weight": matrix(1.0), "blk.0.attn_k.weight": matrix(0.3)})
 
 
-@row("warning: <n> weights (<n>%) are -0.0")
+@row("<n> negative zeros (<n>% of the sparse tensors' weights) count as zeros")
 def _(p):
     bits = np.where(np.random.default_rng(0).random((32, 64)) < 0.3, np.uint16(0x3C00), np.uint16(0x8000))
     return p.convert({"blk.0.attn_q.weight": (bits, TYPE_F16)})

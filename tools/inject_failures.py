@@ -444,16 +444,14 @@ def main() -> int:
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             make_inputs(folder)
         workers = Workers(args.jobs, shim, folder)
+        results = []
         try:
-            results = []
-            for result in results_of(workers, args.jobs, pairs, args.sample, args.seed):
-                results.append(result)
+            with open(args.json or os.devnull, "w") as f:
+                for result in results_of(workers, args.jobs, pairs, args.sample, args.seed):
+                    results.append(result)
+                    print(json.dumps(dataclasses.asdict(result)), file=f, flush=True)
         finally:
             workers.close()
-    if args.json:
-        with open(args.json, "w") as f:
-            for r in results:
-                print(json.dumps(dataclasses.asdict(r)), file=f)
     print(table(results))
     faults = summary_of_faults(results)
     for line in faults:

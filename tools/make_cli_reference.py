@@ -17,8 +17,11 @@ PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "guide" / "comm
 HEAD = """# Command-line reference
 
 Made by `tools/make_cli_reference.py` from the program's own parsers. Results go to standard output, progress and
-warnings to standard error. Exit codes: 0 done, 1 any error (one line on standard error), 130 and 143 after Ctrl-C and
-SIGTERM. `macko --version` prints the versions and what the build can use; `--debug` shows a traceback with an error.
+warnings to standard error. Exit codes: 0 done, 1 an error (one line on standard error), 2 a command line that is wrong
+whatever the files hold, 130 and 143 after Ctrl-C and SIGTERM. `macko --version` prints the versions and what the build
+can use; `macko help SUBCOMMAND` what this page says; `--debug` shows a traceback with an error. `macko
+--print-completion bash` (or `zsh`, `tcsh`) prints a script that completes options and files in a shell; it needs `pip
+install ggml-macko[completion]`.
 """
 
 

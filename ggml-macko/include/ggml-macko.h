@@ -162,6 +162,34 @@ GGML_MACKO_API void ggml_macko_encoded_free(struct ggml_macko_encoded * e);
 GGML_MACKO_API int ggml_macko_validate(const struct ggml_macko_matrix * m, int n_threads);
 // checks like ggml_macko_validate, and writes rows x cols dense elements of m->type; on an error some may be written
 GGML_MACKO_API int ggml_macko_decode(const struct ggml_macko_matrix * m, void * dense, int n_threads);
+
+// what makes an encoded matrix none that the dense one can become
+enum ggml_macko_fault {
+    GGML_MACKO_FAULT_NONE      = 0,
+    GGML_MACKO_FAULT_NNZ       = 1, // the dense matrix has another number of non-zeros
+    GGML_MACKO_FAULT_NOT_ZERO  = 2, // a zero did not stay one
+    GGML_MACKO_FAULT_TOO_LARGE = 3, // an error is larger than the type of the values allows
+};
+
+// what encoding did to a matrix
+struct ggml_macko_error {
+    bool    is_equal;         // all elements are the same, bit for bit
+    int32_t fault;            // an enum ggml_macko_fault
+    int64_t row;              // of the first element that is at fault (NOT_ZERO, TOO_LARGE)
+    int64_t col;              //
+    int64_t n_nonzero;        // of the dense matrix; -0.0 counts if that makes as many as the encoded one has
+    double  max_error;        // of any element
+    double  rms_relative;     // RMS of a row's errors over RMS of the row: mean of the rows that are not zero
+    double  rms_relative_max; // ... and the worst row
+    double  weighted_error;   // sum of weight * error^2
+    double  weighted_power;   // sum of weight * value^2
+};
+// Compares a matrix with the dense one, rows x cols elements of m->type, that it was made from. weights: n_weights rows
+// of cols numbers; the matrix is n_weights matrices of equal size, one below the other, and an error in column c of
+// matrix i counts weights[i][c]. NULL: 1. Checks like ggml_macko_validate. Same result for any n_threads.
+GGML_MACKO_API int ggml_macko_measure_error(const struct ggml_macko_matrix * m, const void * dense,
+                                            const float * weights, int64_t n_weights, int n_threads,
+                                            struct ggml_macko_error * out);
 // A model of how long a product of one column takes on an NVIDIA GPU (an H200), in microseconds: with the matrix in the
 // layout of its format (infinite if it would not be kept so), and as MACKO rows with the best width. Checks like
 // ggml_macko_validate; BAD_ARGUMENT for a format without has_gpu_cost.
@@ -181,11 +209,22 @@ struct ggml_macko_count {
 GGML_MACKO_API int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64_t cols, int n_threads,
                                           struct ggml_macko_count * count);
 
-// Quantizes n values to Q4_NL: for each block of 32 the scale, of those tried, with the least sum of
-// weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not negative; NULL
-// weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
-GGML_MACKO_API int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads,
-                                             void * blocks);
+// Sets each -0.0 of n values (F32, F16 or BF16) to +0.0, in place; *count is how many there were. To the codecs a -0.0
+// is a non-zero (FORMAT.md section 2): writers call this first, unless every bit is to be kept.
+GGML_MACKO_API int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads,
+                                                  int64_t * count);
+
+// Quantizes n values of value_type (F32, F16 or BF16) to Q4_NL: for each block of 32 the scale, of those tried, with
+// the least sum of weights[i] * error^2. blocks has 18 bytes for each 32 values begun, and at least 18. weights are not
+// negative; NULL weighs all alike. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any n_threads.
+GGML_MACKO_API int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n,
+                                             int n_threads, void * blocks);
+
+// Replaces each number of n / 32 blocks of a type, Q8_0, Q5_0 or Q4_0, by the one nearest to its value of
+// value_type, and leaves their scales. n is a multiple of 32. NOT_FINITE if a scale is Inf or NaN. Same bytes for any
+// n_threads.
+GGML_MACKO_API int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type,
+                                              int n_threads, void * blocks);
 
 // ---- CPU kernels on plain arrays ----
 
@@ -260,6 +299,12 @@ GGML_MACKO_API int ggml_macko_weight_use_of(const char * name, int32_t n_dims);
 
 // ---- loading into llama.cpp ----
 
+enum ggml_macko_load_flags {
+    GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
+    // with LOAD_COMPRESS: -0.0 stays a value, bit for bit and at the price of an entry; else it counts as zero
+    GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
+};
+
 struct llama_model;
 struct llama_model_params;
 // functions of the process's libllama, which this library is not linked to, cast to a type that cffi can bind
@@ -271,12 +316,12 @@ struct ggml_macko_llama {
 
 // llama_model_load_from_file for files dense and sparse. A sparse file (of a split model the first; the others lie
 // beside it) is vetted and given to load_from_file_ptr as the dense GGUF that it stands for, never memory-mapped;
-// check_tensors has no effect on it. Any other regular file is load_from_file's to judge. compress: of a dense model,
-// encode the weights that shrink while they are read. A progress callback may load other models.
+// check_tensors has no effect on it. Any other regular file is load_from_file's to judge. flags: of enum
+// ggml_macko_load_flags. A progress callback may load other models.
 // *model is what llama.cpp returned: with OK it is null if llama.cpp refused a file that is not sparse. On an error it
 // is null, and the message is the first error of a device, or names a matrix that was not placed on a device of this
 // plugin; LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
-GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, bool compress,
+GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
 // OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
 // naming both, if not

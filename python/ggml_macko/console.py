@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
+from .errors import printable
+
 if TYPE_CHECKING:
     from tqdm import tqdm as Tqdm
 
@@ -51,7 +53,7 @@ def log(text: str, end: str = "\n") -> None:
     if _is_quiet.get():
         return
     with _bars_cleared():
-        print(text, end=end, file=sys.stderr, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), end=end, file=sys.stderr, flush=True)
 
 
 def detail(text: str) -> None:
@@ -166,7 +168,8 @@ def table(rows: Sequence[Sequence[object]], headers: Sequence[str], number_forma
     """A table in Markdown."""
     from tabulate import tabulate
 
-    return str(tabulate(rows, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False))
+    cells = [[printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    return str(tabulate(cells, headers, tablefmt="pipe", floatfmt=number_format, disable_numparse=False))
 
 
 def print_json(value: object) -> None:

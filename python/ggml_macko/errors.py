@@ -6,17 +6,33 @@ need no change.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def printable(text: str) -> str:
+    """Text with control characters, and others that a terminal obeys or hides, as escapes: names and metadata are what
+    a stranger wrote.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
 
 class MackoError(Exception):
     """Any failure of ggml-macko. `code` is a value of enum ggml_macko_status, `str(error)` is one line."""
 
     def __init__(self, code: int, text: str):
-        super().__init__(text)
+        super().__init__(printable(text))
         self.code = code
 
 
 class ArgumentError(MackoError, ValueError):
     """An argument of the wrong shape, type or size, or options that do not go together."""
+
+
+class UsageError(ArgumentError):
+    """Options that are wrong by themselves, whatever the files hold: `macko` exits with 2."""
 
 
 class OutOfMemoryError(MackoError, MemoryError):
@@ -90,6 +106,18 @@ def error(code: int, text: str) -> MackoError:
     return error_class(code)(code, text)
 
 
+def usage_error(text: str) -> UsageError:
+    """The exception of options that are wrong by themselves, to be raised by the caller."""
+    return UsageError(BAD_ARGUMENT, text)
+
+
+def did_you_mean(name: str, known: Iterable[str], n: int = 1) -> str:
+    """ "; did you mean ...?" with the known names nearest to one that is not known, or nothing if none is near."""
+    nearest = difflib.get_close_matches(name, list(known), n, cutoff=0.6)
+    names = " or ".join([", ".join(nearest[:-1]), nearest[-1]] if len(nearest) > 1 else nearest)
+    return f"; did you mean {names}?" if nearest else ""
+
+
 def one_line(error: BaseException) -> str:
     """What to tell the user of any exception."""
     if isinstance(error, MackoError):
@@ -102,4 +130,4 @@ def one_line(error: BaseException) -> str:
         text = f"internal error of Python or NumPy, perhaps out of memory: {error}"
     else:
         text = str(error) or type(error).__name__
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

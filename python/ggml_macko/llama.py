@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import llama_cpp
 from llama_cpp._logger import set_verbose
 
 from . import errors
+from .native import bindings
 from .native import grammar as grammars
 from .native.loader import register, run_compressing
 
@@ -35,24 +37,35 @@ class Llama(llama_cpp.Llama):
     _closed = False
 
     def __init__(
-        self, model_path: str, *args: Any, compress: bool = False, verbose: bool = True, **kwargs: Any
+        self,
+        model_path: str,
+        *args: Any,
+        compress: bool = False,
+        keep_negative_zeros: bool = False,
+        verbose: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Loads a model.
 
         model_path: a GGUF model, dense or sparse; the first file of a split one.
         compress: encodes the weights of a dense model that are full of zeros while it is loaded; no new file is needed.
+        keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
-        Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device,
-        VersionMismatchError if another llama-cpp-python is installed than the plugin was built for, and else what
-        llama_cpp.Llama raises, ValueError above all.
+        Raises FileFormatError for a damaged file and for one that is no GGUF, FileAccessError for a directory, FIFO,
+        socket or device, VersionMismatchError if another llama-cpp-python is installed than the plugin was built for,
+        and else what llama_cpp.Llama raises, ValueError above all.
         """
         self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         init = super().__init__
-        run_compressing(compress, lambda: init(model_path, *args, verbose=verbose, **kwargs))
+        try:
+            run_compressing(compress, lambda: init(model_path, *args, verbose=verbose, **kwargs), keep_negative_zeros)
+        except ValueError as e:
+            _say_what_is_wrong(model_path, e)
+            raise
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -124,3 +137,15 @@ class Llama(llama_cpp.Llama):
         if not sampler:
             raise errors.error(errors.BAD_ARGUMENT, "grammar: llama.cpp refused it; its log says why")
         llama_cpp.llama_sampler_free(sampler)
+
+
+def _say_what_is_wrong(path: str, error: ValueError) -> None:
+    """Raises MackoError with the reason if llama.cpp did not load a file that is no GGUF, or a damaged one: its own
+    words are "Failed to load model from file".
+    """
+    if isinstance(error, errors.MackoError) or not os.path.exists(path):
+        return
+    try:
+        bindings.File(path).close()
+    except errors.MackoError as found:
+        raise type(found)(found.code, f"Failed to load model from file: {found}") from error

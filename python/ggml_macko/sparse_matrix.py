@@ -14,7 +14,7 @@ from .codecs.codec import Candidate, Settings, Source
 from .native import codec as native_codec
 from .native.codec import EncodedMatrix
 from .native.cpu import CpuMatrix
-from .values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
+from .values import NEGATIVE_ZERO, TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_NAMES, Array, bits_dtype, value_bits
 
 
 class SparseMatrix:
@@ -35,6 +35,7 @@ class SparseMatrix:
 
     def _init(self, arrays: EncodedMatrix) -> None:
         self.arrays = arrays
+        self.n_negative_zeros = 0  # -0.0 of the dense matrix that counted as zeros
         self._cpu: Any = None
 
     # ---- making ----
@@ -42,36 +43,47 @@ class SparseMatrix:
     @classmethod
     def from_dense(
         cls,
-        dense: Array,
+        dense: npt.ArrayLike,
         delta_bits: int | None = None,
         bf16: bool = False,
         n_threads: int = 0,
         format: str = registry.default_type(),
         options: Mapping[str, int] | None = None,
+        keep_negative_zeros: bool = False,
     ) -> SparseMatrix:
         """Encodes a dense matrix.
 
-        dense: 2-D, float16 or float32, or the uint16 bit patterns of BF16 with bf16=True; all values finite.
+        dense: 2-D; an array, nested lists or a scipy.sparse matrix of finite numbers, or with bf16=True the uint16 bit
+        patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
+        nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
+        is).
         delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
         "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",
         "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl" is
         searched). options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
+        keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
+        (quantized, it always does).
 
-        Raises ArgumentError for another shape, dtype or format, and PayloadError for values that are not finite.
+        Raises ArgumentError for another shape, dtype or format, and for a number that float32 does not hold: an integer
+        that would be rounded, or a float64 beyond its range. Raises PayloadError for values that are not finite.
         """
         bits, type_id = _to_bits(dense, bf16)
         name = registry.type_named(format)
         if name is None:
             known = ", ".join(registry.types())
             raise errors.error(errors.BAD_ARGUMENT, f"format {format!r} is not one of {known}")
+        choices = registry.types()[name]
+        n_negative_zeros = 0
+        if not keep_negative_zeros or any(choice.is_lossy for choice in choices):
+            bits, n_negative_zeros = _without_negative_zeros(bits, type_id, n_threads)
         count = native_codec.count_dense(bits, type_id, n_threads)
         if count.n_nonfinite:
             raise errors.error(errors.NOT_FINITE, f"{count.n_nonfinite} values are not finite")
         settings = Settings(n_threads, options or {}, search=False)
         source = Source(bits, type_id, count)
         found: list[tuple[int, Candidate]] = []
-        for choice in registry.types()[name]:
+        for choice in choices:
             if delta_bits is not None and choice.bits != delta_bits:
                 continue
             candidate = choice.codec.plan(source, choice, settings)
@@ -81,12 +93,13 @@ class SparseMatrix:
         best = min(found, key=lambda x: x[0])[1]  # the first of equals
         self = cls.__new__(cls)
         self._init(best.matrix or best.codec.encode(source, best.bits, best.value_type, settings))
+        self.n_negative_zeros = n_negative_zeros
         return self
 
     @classmethod
     def from_scipy(cls, matrix: Any, delta_bits: int | None = None, n_threads: int = 0) -> SparseMatrix:
-        """matrix: a 2-D scipy.sparse array of float32. Its dense form must fit in memory. Stored zeros are dropped."""
-        return cls.from_dense(matrix.toarray(), delta_bits, n_threads=n_threads)
+        """from_dense() of a 2-D scipy.sparse array. Its dense form must fit in memory. Stored zeros are dropped."""
+        return cls.from_dense(matrix, delta_bits, n_threads=n_threads)
 
     # ---- properties ----
 
@@ -126,18 +139,20 @@ class SparseMatrix:
     # ---- using ----
 
     def to_dense(self, n_threads: int = 0) -> Array:
-        """(rows, cols) of self.dtype: bit for bit what from_dense got; of quantized values what they stand for, rounded
-        to the dense type.
+        """(rows, cols) of self.dtype: bit for bit what from_dense got, but for negative zeros that counted as zeros; of
+        quantized values what they stand for, rounded to the dense type.
         """
         return registry.codec_of(self.arrays).decode(self.arrays, n_threads).view(self.dtype)
 
-    def __matmul__(self, x: Array) -> npt.NDArray[np.float32]:
-        """The product with x, float32 of shape (cols,) or (cols, n): float32 of shape (rows,) or (rows, n)."""
-        x = np.asarray(x)
-        if x.dtype != np.float32 or x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
+    def __matmul__(self, x: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """The product with x, numbers of shape (cols,) or (cols, n): float32 of shape (rows,) or (rows, n). Sums are
+        float32; x becomes float32 by the rules of from_dense.
+        """
+        x = _to_float32(np.asarray(x))
+        if x.ndim not in (1, 2) or x.shape[0] != self.arrays.cols:
             raise errors.error(
                 errors.BAD_ARGUMENT,
-                f"expected float32 of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.dtype} {x.shape}",
+                f"expected an array of shape ({self.arrays.cols},) or ({self.arrays.cols}, n), got {x.shape}",
             )
         if self._cpu is None:
             self._cpu = CpuMatrix(self.arrays)
@@ -147,21 +162,59 @@ class SparseMatrix:
         return np.ascontiguousarray(self._cpu.mul_mat(np.ascontiguousarray(x.T)).T)
 
     def __repr__(self) -> str:
+        dropped = f", {self.n_negative_zeros} negative zeros counted as zeros" if self.n_negative_zeros else ""
         return (
             f"<SparseMatrix {self.shape[0]}x{self.shape[1]} {TYPE_NAMES[self.arrays.type]} {self.format}, "
-            f"density {self.density:.4f}, effective density {self.effective_density:.4f}>"
+            f"density {self.density:.4f}, effective density {self.effective_density:.4f}{dropped}>"
         )
 
 
-def _to_bits(dense: Array, bf16: bool) -> tuple[Array, int]:
+def _without_negative_zeros(bits: Array, type_id: int, n_threads: int) -> tuple[Array, int]:
+    """The same bit patterns with +0.0 for -0.0, and how many there were. The caller's matrix stays as it is."""
+    if not np.any(bits == NEGATIVE_ZERO[type_id]):
+        return bits, 0
+    bits = bits.copy()
+    return bits, native_codec.drop_negative_zeros(bits, type_id, n_threads)
+
+
+def _to_bits(dense: Any, bf16: bool) -> tuple[Array, int]:
     """(bit patterns, ggml type) of what from_dense takes."""
-    dense = np.asarray(dense)
-    types = {"float16": TYPE_F16, "float32": TYPE_F32}
-    type_id = TYPE_BF16 if bf16 and dense.dtype == np.uint16 else types.get(dense.dtype.name, -1)
-    if dense.ndim != 2 or type_id < 0 or (bf16 and type_id != TYPE_BF16):
+    array = dense.toarray() if hasattr(dense, "toarray") else np.asarray(dense)
+    if array.ndim != 2:
+        raise errors.error(errors.BAD_ARGUMENT, f"expected a 2-D array, got shape {array.shape}")
+    if bf16 != (array.dtype == np.uint16):  # numbers of this type are more likely a forgotten bf16=True
         raise errors.error(
             errors.BAD_ARGUMENT,
-            "expected a 2-D array of float16 or float32, or of uint16 with bf16=True; "
-            f"got {dense.dtype} {dense.shape}, bf16={bf16}",
+            f"{array.dtype} with bf16={bf16}: uint16 holds bit patterns of BF16, and needs bf16=True; if they are "
+            "numbers, use astype(np.float32)",
         )
-    return np.ascontiguousarray(dense).view(bits_dtype(type_id)), type_id
+    if bf16:
+        return np.ascontiguousarray(array), TYPE_BF16
+    if array.dtype != np.float16:
+        array = _to_float32(array)
+    type_id = TYPE_F16 if array.dtype == np.float16 else TYPE_F32
+    return np.ascontiguousarray(array).view(bits_dtype(type_id)), type_id
+
+
+def _to_float32(array: Array) -> npt.NDArray[np.float32]:
+    """The same numbers. Raises ArgumentError for one that float32 does not hold, and for what is no number."""
+    if array.dtype.kind not in "fiub":
+        raise errors.error(errors.BAD_ARGUMENT, f"expected an array of real numbers, got {array.dtype}")
+    with np.errstate(over="ignore"):
+        values: npt.NDArray[np.float32] = array.astype(np.float32, copy=False)
+    if array.dtype.kind == "f":
+        lost, why = np.isinf(values) & np.isfinite(array), "is beyond the range of float32"
+    else:
+        lost, why = _rounded(array), "would be rounded to float32; astype(np.float32) does so"
+    if lost.any():
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(lost)), lost.shape))
+        raise errors.error(errors.BAD_ARGUMENT, f"element {list(at)} is {array[at]}, which {why}")
+    return values
+
+
+def _rounded(array: Array) -> npt.NDArray[np.bool_]:
+    """Of integers: those with more than the 24 significant bits that float32 has."""
+    magnitude = array.astype(np.uint64) if array.dtype.kind in "ub" else np.abs(array.astype(np.int64)).view(np.uint64)
+    lowest_bit = magnitude & (~magnitude + np.uint64(1))
+    found: npt.NDArray[np.bool_] = magnitude // np.maximum(lowest_bit, np.uint64(1)) >= np.uint64(1 << 24)
+    return found

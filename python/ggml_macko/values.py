@@ -1,8 +1,8 @@
 """ggml's type ids and the bit patterns of weights: what every package here needs to know about a value.
 
 Weights are handled as bit patterns (unsigned integers), never as floats, so that nothing can round them or lose the
-sign of a zero. A zero is the pattern with all bits clear; -0.0 is a value like any other. The module imports nothing of
-the package.
+sign of a zero unasked. A zero is the pattern with all bits clear; to a codec -0.0 is a value like any other, and what
+converts drops it first, unless it is to be kept. The module imports nothing of the package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 // The C API over the codecs, and the version of the library. Checks arguments, calls one function of a codec, and keeps
 // exceptions inside.
 #include "codec/macko/encode.h"
+#include "codec/matrix-error.h"
+#include "codec/negative-zeros.h"
 #include "codec/quantize.h"
 #include "codec/registry.h"
 #include "codec/team.h"
@@ -106,6 +108,24 @@ int ggml_macko_decode(const ggml_macko_matrix * m, void * dense, int n_threads) 
     });
 }
 
+int ggml_macko_measure_error(const ggml_macko_matrix * m, const void * dense, const float * weights, int64_t n_weights,
+                             int n_threads, ggml_macko_error * out) {
+    return c_boundary([&]() -> int {
+        std::unique_ptr<codec_view> view;
+        if (!dense || !out) {
+            return null_pointer();
+        }
+        if (const int status = open_checked(m, n_threads, &view)) {
+            return status;
+        }
+        if (weights && (n_weights < 1 || m->rows % n_weights)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%lld rows are no %lld matrices of equal size",
+                        static_cast<long long>(m->rows), static_cast<long long>(n_weights));
+        }
+        return measure_error(*view, dense, weights, n_weights, threads_for(n_threads, m->rows * m->cols), out);
+    });
+}
+
 int ggml_macko_gpu_cost(const ggml_macko_matrix * m, int n_threads, double * own_us, double * rows_us) {
     return c_boundary([&]() -> int {
         std::unique_ptr<codec_view> view;
@@ -144,12 +164,46 @@ int ggml_macko_count_dense(const void * dense, int32_t type, int64_t rows, int64
     });
 }
 
-int ggml_macko_quantize_q4_nl(const float * values, const float * weights, int64_t n, int n_threads, void * blocks) {
+int ggml_macko_drop_negative_zeros(void * values, int32_t type, int64_t n, int n_threads, int64_t * count) {
     return c_boundary([&]() -> int {
-        if (!values || !blocks || n < 0) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values", static_cast<long long>(n));
+        if (!values || !count || n < 0 || !is_value_type(type)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, %lld values, or type %d, which has no -0.0",
+                        static_cast<long long>(n), type);
         }
-        return quantize(values, weights, n, GGML_MACKO_TYPE_Q4_NL, threads_for(n_threads, n),
+        *count = drop_negative_zeros(values, type, n, threads_for(n_threads, n));
+        return GGML_MACKO_STATUS_OK;
+    });
+}
+
+static int check_values(const void * values, int32_t value_type, int64_t n, const void * blocks) {
+    return values && blocks && n >= 0 && is_value_type(value_type)
+               ? static_cast<int>(GGML_MACKO_STATUS_OK)
+               : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer, or %lld values of type %d",
+                      static_cast<long long>(n), value_type);
+}
+
+int ggml_macko_quantize_q4_nl(const void * values, int32_t value_type, const float * weights, int64_t n, int n_threads,
+                              void * blocks) {
+    return c_boundary([&]() -> int {
+        if (const int status = check_values(values, value_type, n, blocks)) {
+            return status;
+        }
+        return quantize(values, value_type, weights, n, GGML_MACKO_TYPE_Q4_NL, threads_for(n_threads, n),
                         static_cast<uint8_t *>(blocks));
+    });
+}
+
+int ggml_macko_round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads,
+                               void * blocks) {
+    return c_boundary([&]() -> int {
+        if (const int status = check_values(values, value_type, n, blocks)) {
+            return status;
+        }
+        if (!is_quant_type(type) || type == GGML_MACKO_TYPE_Q4_NL || n % QUANT_BLOCK) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
+                        "type %d is not Q8_0 (8), Q5_0 (6) or Q4_0 (2), or %lld values are no blocks of 32", type,
+                        static_cast<long long>(n));
+        }
+        return round_to_scales(values, value_type, n, type, threads_for(n_threads, n), static_cast<uint8_t *>(blocks));
     });
 }

@@ -61,17 +61,23 @@ static int load_sparse(load_session & session, llama_model_params params, const 
     return status;
 }
 
-int ggml_macko_load_model(const char * path, const llama_model_params * params, bool compress,
+int ggml_macko_load_model(const char * path, const llama_model_params * params, int32_t flags,
                           const ggml_macko_llama * llama, llama_model ** model) {
     return c_boundary([&]() -> int {
         if (!path || !params || !llama || !llama->load_from_file || !llama->load_from_file_ptr || !llama->model_free ||
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
+        }
+        const compression how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
+                                : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
+                                                                              : compression::on;
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;
-        const int                     status = load_session::open(path, compress, params->no_alloc, &session);
+        const int                     status = load_session::open(path, how, params->no_alloc, &session);
         if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
             *model = functions.load_from_file(path, *params);
             return GGML_MACKO_STATUS_OK;

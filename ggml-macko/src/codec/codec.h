@@ -5,6 +5,7 @@
 
 #include "codec/macko/macko.h"
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -55,6 +56,13 @@ public:
     // check_rows() as well; on an error f has seen some of the rows.
     [[nodiscard]] virtual int for_each_row(int                                                n_threads,
                                            const std::function<void(int64_t, const void *)> & f) const = 0;
+    // How far the dense values of non-zeros k ... k + n - 1, counted row after row, may be from `source`, which was
+    // encoded. Only after the checks.
+    virtual void error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
+        (void)k;
+        (void)source;
+        std::fill(bounds, bounds + n, 0.0);
+    }
     // Writes rows x cols dense elements, with the checks of check_rows(); on an error some have been written.
     [[nodiscard]] virtual int decode(void * dense, int n_threads) const;
 

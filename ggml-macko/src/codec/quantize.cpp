@@ -10,6 +10,20 @@
 
 namespace macko {
 
+// the block must hold zeros where this q comes; not for Q4_NL
+static void put_quant(uint8_t * block, int32_t type, int64_t i, int q) {
+    if (type == GGML_MACKO_TYPE_Q8_0) {
+        block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(q));
+        return;
+    }
+    const int u       = q - quant_range(type).low;
+    uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
+    nibbles[i % 16]   = static_cast<uint8_t>(nibbles[i % 16] | (u & 15) << (i / 16 * 4));
+    if (type == GGML_MACKO_TYPE_Q5_0) {
+        block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | u >> 4 << (i % 8));
+    }
+}
+
 // One block as ggml's reference quantizers round it: Q8_0 by amax / 127, ties away from zero; Q4_0 by the extreme value
 // / -8, and q + 8 = trunc(x / d + 8.5), at most 15; Q5_0 likewise with 16 in place of 8. Returns the scale.
 static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
@@ -22,16 +36,10 @@ static uint16_t round_block(const float * x, int32_t type, uint8_t * block) {
     const float d       = q8 ? std::fabs(extreme) / 127 : extreme / static_cast<float>(-half);
     const float inverse = d != 0 && std::isfinite(1 / d) ? 1 / d : 0;
     for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-        if (q8) {
-            block[2 + i] = static_cast<uint8_t>(static_cast<int8_t>(std::round(x[i] * inverse)));
-            continue;
-        }
-        const int q       = std::min(2 * half - 1, static_cast<int>(x[i] * inverse + static_cast<float>(half) + 0.5f));
-        uint8_t * nibbles = block + quant_block_nbytes(type) - 16;
-        nibbles[i % 16]   = static_cast<uint8_t>(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
-        if (type == GGML_MACKO_TYPE_Q5_0) {
-            block[2 + i / 8] = static_cast<uint8_t>(block[2 + i / 8] | q >> 4 << (i % 8));
-        }
+        const float scaled = x[i] * inverse;
+        const int   q      = q8 ? static_cast<int>(std::round(scaled))
+                                : std::min(half - 1, static_cast<int>(scaled + static_cast<float>(half) + 0.5f) - half);
+        put_quant(block, type, i, q);
     }
     return f16_of_float(d);
 }
@@ -148,32 +156,74 @@ static uint16_t search_block(const float * x, const float * weights, int64_t n, 
     return scale;
 }
 
-int quantize(const float * values, const float * weights, int64_t n, int32_t type, int n_threads, uint8_t * blocks) {
-    const int64_t n_blocks = packed_n_values(n) / QUANT_BLOCK, nbytes = quant_block_nbytes(type);
-    int64_t       bad = n_blocks;
-    std::mutex    bad_mutex;
-    parallel_ranges(n_threads, n_blocks, [&](int64_t begin, int64_t end) {
+// x: values begin ... begin + n - 1
+static void load_floats(const void * values, int32_t value_type, int64_t begin, int64_t n, float * x) {
+    for (int64_t k = 0; k < n; k++) {
+        x[k] = value_type == GGML_MACKO_TYPE_F32
+                   ? static_cast<const float *>(values)[begin + k]
+                   : float_of_value(static_cast<const uint16_t *>(values)[begin + k], value_type);
+    }
+}
+
+// Calls f(i) for n blocks, in threads; NOT_FINITE for the first whose scale, which f returns, is Inf or NaN.
+template <typename F> static int for_each_block(int64_t n, int n_threads, F && f) {
+    int64_t    bad = n;
+    std::mutex bad_mutex;
+    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
-            const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
-            float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
-            for (int64_t k = 0; k < there; k++) {
-                x[k] = values[i * QUANT_BLOCK + k];
-                w[k] = weights ? weights[i * QUANT_BLOCK + k] : 1;
-            }
-            uint8_t * block = blocks + i * nbytes;
-            memset(block, 0, static_cast<size_t>(nbytes));
-            const uint16_t scale =
-                type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
-            memcpy(block, &scale, 2);
-            if ((scale & 0x7c00) == 0x7c00) {
+            if ((f(i) & 0x7c00) == 0x7c00) {
                 const std::lock_guard<std::mutex> lock(bad_mutex);
                 bad = std::min(bad, i);
             }
         }
     });
-    return bad < n_blocks ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
-                                 static_cast<long long>(bad))
-                          : static_cast<int>(GGML_MACKO_STATUS_OK);
+    return bad < n ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld: values are too large for a scale in F16",
+                          static_cast<long long>(bad))
+                   : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
+int quantize(const void * values, int32_t value_type, const float * weights, int64_t n, int32_t type, int n_threads,
+             uint8_t * blocks) {
+    const int64_t nbytes = quant_block_nbytes(type);
+    return for_each_block(packed_n_values(n) / QUANT_BLOCK, n_threads, [&](int64_t i) {
+        const int64_t there          = std::min(QUANT_BLOCK, n - i * QUANT_BLOCK);
+        float         x[QUANT_BLOCK] = {}, w[QUANT_BLOCK] = {};
+        load_floats(values, value_type, i * QUANT_BLOCK, there, x);
+        for (int64_t k = 0; k < there; k++) {
+            w[k] = weights ? weights[i * QUANT_BLOCK + k] : 1;
+        }
+        uint8_t * block = blocks + i * nbytes;
+        memset(block, 0, static_cast<size_t>(nbytes));
+        const uint16_t scale =
+            type == GGML_MACKO_TYPE_Q4_NL ? search_block(x, w, there, block) : round_block(x, type, block);
+        memcpy(block, &scale, 2);
+        return scale;
+    });
+}
+
+static void round_block_to_scale(const float * x, int32_t type, uint8_t * block) {
+    const quant_limits range = quant_range(type);
+    const float        d     = float_of_f16(quant_scale_bits(block));
+    memset(block + 2, 0, static_cast<size_t>(quant_block_nbytes(type) - 2));
+    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        const float q = d == 0 ? 0 : std::nearbyint(x[i] / d);
+        put_quant(
+            block, type, i,
+            static_cast<int>(std::max(static_cast<float>(range.low), std::min(static_cast<float>(range.high), q))));
+    }
+}
+
+int round_to_scales(const void * values, int32_t value_type, int64_t n, int32_t type, int n_threads, uint8_t * blocks) {
+    return for_each_block(n / QUANT_BLOCK, n_threads, [&](int64_t i) {
+        float     x[QUANT_BLOCK];
+        uint8_t * block = blocks + i * quant_block_nbytes(type);
+        load_floats(values, value_type, i * QUANT_BLOCK, QUANT_BLOCK, x);
+        const uint16_t scale = quant_scale_bits(block);
+        if ((scale & 0x7c00) != 0x7c00) {
+            round_block_to_scale(x, type, block);
+        }
+        return scale;
+    });
 }
 
 } // namespace macko

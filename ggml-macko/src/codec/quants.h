@@ -7,7 +7,8 @@
 
 namespace macko {
 
-constexpr int64_t QUANT_BLOCK = 32; // values that share a scale
+constexpr int64_t QUANT_BLOCK = 32;  // values that share a scale
+constexpr int     QUANT_MAX   = 128; // |q| is not larger in any type
 
 // Bytes of a block, 0 if the type is not quantized. F16 scale, then
 //   Q8_0: 32 int8;
@@ -26,6 +27,16 @@ alignas(16) constexpr int8_t Q4_NL_LEVELS[2][16] = {
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
     { -127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124 },
 };
+// the least and the largest q of a type
+struct quant_limits {
+    int low, high;
+};
+constexpr quant_limits quant_range(int32_t type) {
+    return type == GGML_MACKO_TYPE_Q8_0    ? quant_limits{ -127, 127 }
+           : type == GGML_MACKO_TYPE_Q5_0  ? quant_limits{ -16, 15 }
+           : type == GGML_MACKO_TYPE_Q4_NL ? quant_limits{ -127, 124 }
+                                           : quant_limits{ -8, 7 };
+}
 constexpr bool is_quant_type(int32_t type) { return quant_block_nbytes(type) != 0; }
 // bytes of n values; n is a multiple of QUANT_BLOCK if the type is quantized
 constexpr int64_t values_nbytes(int32_t type, int64_t n) {

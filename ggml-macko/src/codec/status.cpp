@@ -8,13 +8,34 @@ namespace macko {
 
 static thread_local char last_error[512] = "no error";
 
+static bool is_control(const unsigned char * c) {
+    // below a space, DEL, and U+0080...U+009F in UTF-8
+    return c[0] < 0x20 || c[0] == 0x7f || (c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0);
+}
+
+void escape_controls(const char * text, char * out, size_t size) {
+    const auto * in  = reinterpret_cast<const unsigned char *>(text);
+    char * const end = out + size - 1;
+    for (; *in && out < end; in++) {
+        if (!is_control(in)) {
+            *out++ = static_cast<char>(*in);
+        } else if (end - out < 4) {
+            break;
+        } else {
+            in += *in == 0xc2; // the escape names the character
+            out += snprintf(out, 5, "\\x%02x", *in);
+        }
+    }
+    *out = 0;
+}
+
 int fail(int status, const char * format, ...) {
     char    text[sizeof(last_error)]; // the arguments may point into last_error
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof(text), format, args);
     va_end(args);
-    memcpy(last_error, text, sizeof(text));
+    escape_controls(text, last_error, sizeof(last_error));
     return status;
 }
 

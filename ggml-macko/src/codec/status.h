@@ -5,7 +5,10 @@
 
 namespace macko {
 
-// sets this thread's message (printf style, cut at 511 bytes) and returns status
+// copies text with control characters as \xHH, cut at size - 1 bytes: names and paths must not reach a terminal raw
+void escape_controls(const char * text, char * out, size_t size);
+
+// sets this thread's message (printf style, cut at 511 bytes, control characters escaped) and returns status
 [[nodiscard]] int fail(int status, const char * format, ...) __attribute__((format(printf, 2, 3)));
 
 // puts "prefix: " in front of this thread's message, for callers that know the file or the tensor

@@ -5,6 +5,7 @@
 #include <exception>
 #include <omp.h>
 #include <optional>
+#include <pthread.h>
 #include <thread>
 #include <vector>
 
@@ -14,12 +15,32 @@ namespace {
 
 constexpr int MAX_TEAM = 1024;
 
-thread_local bool in_team = false;
+// Whether a thread is busy with a loop. Not thread_local: for that a thread gets memory when it first looks, and glibc
+// ends the process if there is none.
+class thread_mark {
+public:
+    thread_mark() : exists_(pthread_key_create(&key_, nullptr) == 0) {}
+    bool get() const { return exists_ && pthread_getspecific(key_) != nullptr; }
+    void set(bool value) const {
+        if (exists_) { // else, and without memory, a loop inside a loop has threads of its own
+            (void)pthread_setspecific(key_, value ? this : nullptr);
+        }
+    }
+
+private:
+    pthread_key_t key_ = {};
+    bool          exists_;
+};
+
+const thread_mark & in_team() {
+    static const thread_mark mark;
+    return mark;
+}
 
 // Marks this thread as busy with a loop.
 struct team_member {
-    team_member() { in_team = true; }
-    ~team_member() { in_team = false; }
+    team_member() { in_team().set(true); }
+    ~team_member() { in_team().set(false); }
     team_member(const team_member &)             = delete;
     team_member & operator=(const team_member &) = delete;
 };
@@ -49,7 +70,7 @@ private:
     std::vector<std::thread> threads_;
 };
 
-int team_size(int n_threads) { return in_team ? 1 : std::clamp(n_threads, 1, MAX_TEAM); }
+int team_size(int n_threads) { return in_team().get() ? 1 : std::clamp(n_threads, 1, MAX_TEAM); }
 
 } // namespace
 

@@ -349,6 +349,29 @@ static int read_count(uint64_t n, uint64_t limit, int64_t nbytes_min, int64_t le
     return GGML_MACKO_STATUS_OK;
 }
 
+// What a file that is no GGUF seems to be, as people get them where they get models; nullptr if nothing is known.
+static const char * other_format(const byte_source & source) {
+    char       start[9];
+    const auto begins = [&](const char * text) { return memcmp(start, text, strlen(text)) == 0; };
+    if (source.size() < static_cast<int64_t>(sizeof(start)) || source.read(0, start, sizeof(start))) {
+        return nullptr;
+    }
+    uint64_t n_header = 0;
+    memcpy(&n_header, start, sizeof(n_header));
+    if (start[8] == '{' && n_header < static_cast<uint64_t>(source.size())) {
+        return "a safetensors file, not a GGUF: llama.cpp's convert_hf_to_gguf.py makes one of the model's folder";
+    }
+    if (begins("PK\3\4")) {
+        return "a ZIP archive, as PyTorch writes weights, not a GGUF: llama.cpp's convert_hf_to_gguf.py makes one of "
+               "the "
+               "model's folder";
+    }
+    if (begins("version ")) {
+        return "a Git LFS pointer, not a GGUF: the file itself was not downloaded";
+    }
+    return begins("<!DOCTYPE") || begins("<!doctype") || begins("<html") ? "a web page, not a GGUF" : nullptr;
+}
+
 int read_gguf_header(const byte_source & source, gguf_header * header) {
     *header           = gguf_header();
     header->file_size = source.size();
@@ -356,6 +379,9 @@ int read_gguf_header(const byte_source & source, gguf_header * header) {
 
     TRY(r.need(4, "the magic"));
     if (memcmp(header->bytes.data(), "GGUF", 4) != 0) {
+        if (const char * found = other_format(source)) {
+            return fail(GGML_MACKO_STATUS_BAD_MAGIC, "%s", found);
+        }
         return fail(GGML_MACKO_STATUS_BAD_MAGIC, "not a GGUF file (starts with '%s')",
                     printable(reinterpret_cast<const char *>(header->bytes.data()), 4).text);
     }

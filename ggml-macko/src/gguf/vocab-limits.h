@@ -1,5 +1,5 @@
-// Limits of a vocabulary, and of names, beyond which llama.cpp takes more time or memory than the bytes of the file justify (FORMAT.md
-// section 4). No ggml.
+// Limits of a vocabulary, and of names, beyond which llama.cpp takes more time or memory than the bytes of the file
+// justify (FORMAT.md section 4). No ggml.
 #pragma once
 
 #include "gguf/header.h"

@@ -1,6 +1,7 @@
 #include "host/load-session.h"
 #include "host/log.h"
 
+#include <cinttypes>
 #include <cstdarg>
 #include <cstring>
 
@@ -64,22 +65,28 @@ void load_session::keep_out_of_memory(const char * format, ...) {
 }
 
 static void log_compressed(const model_file & file) {
-    int64_t dense = 0, sparse = 0;
+    int64_t dense = 0, sparse = 0, n_negative_zeros = 0;
     for (const sparse_tensor_info & m : file.sparse) {
         dense += m.nbytes_dense;
+        n_negative_zeros += m.n_negative_zeros;
         sparse += m.n_padded * value_nbytes(m.desc.type) + deltas_nbytes(m.n_padded, m.desc.delta_bits) +
                   4 * (m.desc.rows + 1);
     }
     log_info("ggml-macko: %s: compressing %zu of %zu tensors while loading: %.1f MiB -> %.1f MiB\n", file.path.c_str(),
              file.sparse.size(), file.header.tensors.size(), static_cast<double>(dense) / 1048576,
              static_cast<double>(sparse) / 1048576);
+    if (n_negative_zeros > 0) {
+        log_info("ggml-macko: %s: %" PRId64 " negative zeros count as zeros; GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 keeps "
+                 "them\n",
+                 file.path.c_str(), n_negative_zeros);
+    }
 }
 
-int load_session::open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out) {
+int load_session::open(const char * path, compression how, bool no_alloc, std::unique_ptr<load_session> * out) {
     std::unique_ptr<load_session> s(new load_session());
     s->no_alloc_ = no_alloc;
-    if (const int status = model_file_open_sparse(path, compress, &s->file_)) {
-        if (compress && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
+    if (const int status = model_file_open_sparse(path, how, &s->file_)) {
+        if (how != compression::off && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
             log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
         }
         return status;

@@ -14,7 +14,8 @@ class load_session {
 public:
     // Opens and vets a file, or all files of a split model. NOT_SPARSE: the file is not sparse, or has nothing to
     // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it.
-    [[nodiscard]] static int open(const char * path, bool compress, bool no_alloc, std::unique_ptr<load_session> * out);
+    [[nodiscard]] static int open(const char * path, compression how, bool no_alloc,
+                                  std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns.
     [[nodiscard]] int begin(FILE ** stream);
     // Closes the stream and ends the load, and says what was wrong with it. model_loaded: llama.cpp returned a model;

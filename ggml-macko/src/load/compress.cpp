@@ -1,5 +1,6 @@
 #include "load/compress.h"
 #include "codec/macko/encode.h"
+#include "codec/negative-zeros.h"
 #include "codec/registry.h"
 #include "codec/team.h"
 
@@ -66,11 +67,12 @@ namespace {
 struct tensor_count {
     ggml_macko_count       total = {};
     std::vector<row_count> rows;
+    int64_t                n_negative_zeros = 0; // that were counted as zeros
 };
 
 } // namespace
 
-static int count_tensor(const model_file & file, const gguf_tensor & t, const macko_desc & desc,
+static int count_tensor(const model_file & file, const gguf_tensor & t, const macko_desc & desc, bool bit_exact,
                         std::vector<uint8_t> & slab, tensor_count * count) {
     const int64_t row_nbytes = desc.cols * value_nbytes(desc.type);
     const int64_t rows_slab  = std::max<int64_t>(1, SLAB_NBYTES / row_nbytes);
@@ -83,7 +85,11 @@ static int count_tensor(const model_file & file, const gguf_tensor & t, const ma
         if (const int status = file.read(t.offset + row * row_nbytes, slab.data(), n * row_nbytes)) {
             return status;
         }
-        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, threads_for(0, n * desc.cols), &c,
+        const int n_threads = threads_for(0, n * desc.cols);
+        if (!bit_exact) {
+            count->n_negative_zeros += drop_negative_zeros(slab.data(), desc.type, n * desc.cols, n_threads);
+        }
+        if (const int status = count_dense(slab.data(), desc.type, n, desc.cols, n_threads, &c,
                                            &count->rows[static_cast<size_t>(row)])) {
             return status;
         }
@@ -115,7 +121,7 @@ static int best_width(const macko_desc & desc, const ggml_macko_count & total, i
 }
 
 // Describes the compressed tensor in *m; m->format is nullptr if compression would not make the tensor smaller.
-static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vector<uint8_t> & slab,
+static int plan_tensor(const model_file & file, const gguf_tensor & t, bool bit_exact, std::vector<uint8_t> & slab,
                        sparse_tensor_info * m) {
     // The number of rows cannot overflow: read_gguf_header has checked the number of elements.
     macko_desc desc = { t.ne[1] * t.ne[2] * t.ne[3], t.ne[0], t.type, 4, 0 };
@@ -125,7 +131,7 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vect
         return GGML_MACKO_STATUS_OK;
     }
     tensor_count count;
-    if (const int status = count_tensor(file, t, desc, slab, &count)) {
+    if (const int status = count_tensor(file, t, desc, bit_exact, slab, &count)) {
         return status;
     }
     const int width = best_width(desc, count.total, t.nbytes, file.header.alignment);
@@ -149,15 +155,16 @@ static int plan_tensor(const model_file & file, const gguf_tensor & t, std::vect
                         t.nbytes,
                         0,
                         1,
-                        std::move(row_ptr) };
+                        std::move(row_ptr),
+                        count.n_negative_zeros };
     return GGML_MACKO_STATUS_OK;
 }
 
-static int find_matrices(const model_file & file, std::vector<sparse_tensor_info> * out) {
+static int find_matrices(const model_file & file, bool bit_exact, std::vector<sparse_tensor_info> * out) {
     std::vector<uint8_t> slab;
     for (size_t t = 0; t < file.header.tensors.size(); t++) {
         sparse_tensor_info m = {};
-        if (const int status = plan_tensor(file, file.header.tensors[t], slab, &m)) {
+        if (const int status = plan_tensor(file, file.header.tensors[t], bit_exact, slab, &m)) {
             prefix_error(file.header.tensors[t].name.c_str());
             return status;
         }
@@ -176,6 +183,7 @@ namespace {
 struct found_matrices {
     std::mutex                      mutex;
     std::vector<struct stat>        files; // the parts of the model that matrices was computed from
+    bool                            bit_exact = false;
     std::vector<sparse_tensor_info> matrices;
 };
 
@@ -186,22 +194,23 @@ static bool is_same(const struct stat & a, const struct stat & b) {
            a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
 }
 
-int compress_weights(model_file * file) {
+int compress_weights(model_file * file, bool bit_exact) {
     static found_matrices             last;
     const std::lock_guard<std::mutex> lock(last.mutex);
     const bool                        known =
-        last.files.size() == file->parts.size() &&
+        last.bit_exact == bit_exact && last.files.size() == file->parts.size() &&
         std::equal(last.files.begin(), last.files.end(), file->parts.begin(),
                    [](const struct stat & a, const file_part & part) { return is_same(a, part.opened); });
     if (!known) {
         last.files.clear();
         last.matrices.clear();
-        if (const int status = find_matrices(*file, &last.matrices)) {
+        if (const int status = find_matrices(*file, bit_exact, &last.matrices)) {
             return status;
         }
         for (const file_part & part : file->parts) {
             last.files.push_back(part.opened);
         }
+        last.bit_exact = bit_exact;
     }
     if (last.matrices.empty()) {
         return fail(GGML_MACKO_STATUS_NOT_SPARSE, "no weight would shrink: it stays dense");

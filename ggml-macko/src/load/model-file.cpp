@@ -78,10 +78,11 @@ static bool claims_to_be_sparse(const model_file & file) {
 }
 
 // Reads the header and the description of the sparse tensors of a model that may be split.
-static int open_for_load(const char * path, bool compress, model_file * file) {
+static int open_for_load(const char * path, compression how, model_file * file) {
     if (const int status = read_gguf_header(*file, &file->header)) {
         return status;
     }
+    const bool compress = how != compression::off;
     if (compress || file->header.find("macko.version") != nullptr) { // llama.cpp itself opens the parts of dense models
         if (const int status = file->append_parts()) {
             return status;
@@ -95,14 +96,14 @@ static int open_for_load(const char * path, bool compress, model_file * file) {
                : fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);
 }
 
-int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<model_file> * out) {
+int model_file_open_sparse(const char * path, compression how, std::unique_ptr<model_file> * out) {
     auto file   = std::make_unique<model_file>();
     int  status = file->open(path);
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path); // a FIFO or device is not left to llama.cpp, which would wait for its bytes or its end
         return status == GGML_MACKO_STATUS_NOT_A_FILE ? status : static_cast<int>(GGML_MACKO_STATUS_NOT_SPARSE);
     }
-    status    = open_for_load(path, compress, file.get());
+    status    = open_for_load(path, how, file.get());
     bool ours = file->is_sparse;
     if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
         return status;
@@ -115,7 +116,7 @@ int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<mod
         status                 = fail(status, "%s", text.c_str());
     }
     if (status == GGML_MACKO_STATUS_OK && !file->is_sparse) {
-        status = compress_weights(file.get());
+        status = compress_weights(file.get(), how == compression::bit_exact);
     }
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);

@@ -23,6 +23,7 @@ struct sparse_tensor_info {
     size_t        first;     // of its tensors in gguf_header::tensors; the others follow it
     size_t        n_tensors; // its components; one dense tensor if it is encoded on load
     std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr; // as counted, if it is encoded on load (compress.h)
+    int64_t                                     n_negative_zeros = 0; // that become +0.0 when it is encoded on load
 
     bool is_encoded_on_load() const { return row_ptr != nullptr; }
     // as a format's checks take it; component_tensors: its n_tensors tensors, or nullptr for a description without
@@ -61,10 +62,14 @@ struct model_file : byte_source {
 // Opens one file. require_model: see ggml_macko_file_open.
 [[nodiscard]] int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out);
 
+// Whether dense weights that shrink become sparse ones while a model is loaded (compress.h). A -0.0 counts as zero if
+// it is on, and is kept like any other value if it is bit_exact.
+enum class compression { off, on, bit_exact };
+
 // Opens a model for loading, with the checks of require_model; split models are opened as a whole. NOT_SPARSE leaves a
-// file to llama.cpp: one that is not sparse, or a broken one that does not even claim to be. compress: dense weights
-// that shrink become sparse ones (compress.h); NOT_SPARSE if there are none, or if the file fails the checks.
-[[nodiscard]] int model_file_open_sparse(const char * path, bool compress, std::unique_ptr<model_file> * out);
+// file to llama.cpp: one that is not sparse, or a broken one that does not even claim to be; with compression also one
+// in which no weight shrinks, or that fails the checks.
+[[nodiscard]] int model_file_open_sparse(const char * path, compression how, std::unique_ptr<model_file> * out);
 
 // The checks on sparse tensors alone: fills is_sparse, sparse and tensor_sparse_index from header.
 [[nodiscard]] int check_sparse_tensors(model_file * file);

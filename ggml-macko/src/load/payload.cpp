@@ -3,6 +3,7 @@
 #include "load/payload.h"
 #include "codec/macko/encode.h"
 #include "codec/macko/matrix-view.h"
+#include "codec/negative-zeros.h"
 #include "codec/team.h"
 
 #include <algorithm>
@@ -179,6 +180,9 @@ struct payload_reader {
         if (const int status = source.read(component(0).offset + rows.row_begin * row_nbytes, dense.data(),
                                            static_cast<int64_t>(dense.size()))) {
             return status;
+        }
+        if (m.n_negative_zeros > 0) {
+            drop_negative_zeros(dense.data(), m.desc.type, (rows.row_end - rows.row_begin) * m.desc.cols, 1);
         }
         memset(values, 0, static_cast<size_t>(n_values));
         memset(deltas, 0, static_cast<size_t>(n_deltas));

@@ -1,6 +1,7 @@
 // LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
-// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded.
+// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
+// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
 //
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
@@ -19,7 +20,7 @@ typedef struct llama_model * (*load_from_file_t)(const char *, struct llama_mode
 typedef void (*function_t)(void);
 typedef void (*backend_load_all_t)(void);
 typedef void * (*backend_load_t)(const char *);
-typedef int (*load_model_t)(const char *, const struct llama_model_params *, bool, const struct ggml_macko_llama *,
+typedef int (*load_model_t)(const char *, const struct llama_model_params *, int32_t, const struct ggml_macko_llama *,
                             struct llama_model **);
 typedef const char * (*last_error_t)(void);
 
@@ -55,6 +56,11 @@ __attribute__((visibility("default"))) void ggml_backend_load_all(void) {
     }
 }
 
+static int is_set(const char * variable) {
+    const char * value = getenv(variable);
+    return value && strcmp(value, "1") == 0;
+}
+
 __attribute__((visibility("default"))) struct llama_model *
 llama_model_load_from_file(const char * path, struct llama_model_params params) {
     pthread_once(&once, load_plugin);
@@ -70,9 +76,10 @@ llama_model_load_from_file(const char * path, struct llama_model_params params) 
     if (!plugin.load_model) {
         return ((load_from_file_t)llama.load_from_file)(path, params);
     }
-    const char *         compress = getenv("GGML_MACKO_COMPRESS");
-    struct llama_model * model    = NULL;
-    if (plugin.load_model(path, &params, compress && strcmp(compress, "1") == 0, &llama, &model)) {
+    const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
+                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0);
+    struct llama_model * model = NULL;
+    if (plugin.load_model(path, &params, flags, &llama, &model)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
     }
     return model;

@@ -29,10 +29,15 @@ class Form:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A way to make one model file from another: `make(source, output)`, which raises MackoError."""
+    """A way to make one model file from another: `make(source, output)`, which raises MackoError.
+
+    check(source) raises what can be seen of the inputs beforehand; of a conversion, source is the dense model, which
+    has the tensors of all that is converted.
+    """
 
     label: str
     make: Callable[[Path, Path], object]
+    check: Callable[[Path], object]
 
 
 class Forms:
@@ -51,9 +56,35 @@ class Forms:
             self._shapes = {t.name: t.ne for t in model.tensors}
         self.list = [Form(dense.stem, DENSE, dense)]
 
+    def check(self, types: Sequence[str], prunings: Sequence[Recipe], models: Sequence[Path]) -> None:
+        """Raises MackoError or OSError for what could not be added later, before anything is made or measured."""
+        for name in types:
+            ftype(name)
+        for recipe in (*prunings, *self._conversions):
+            recipe.check(self._dense)
+        labels = [self.list[0].label, *types]
+        for label, is_sparse in [(p.label, False) for p in prunings] + [(m.stem, self._is_sparse(m)) for m in models]:
+            labels += [label] if is_sparse else [self._converted_label(label, c) for c in self._conversions]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise _two_models(label)
+
+    def _converted_label(self, label: str, conversion: Recipe) -> str:
+        return f"{label} {conversion.label}" if len(self._conversions) > 1 else label
+
+    def _is_sparse(self, path: Path) -> bool:
+        """Raises MackoError if the tensors of a variant are not those of the dense model."""
+        with Model(path) as model:
+            if {t.name: t.ne for t in model.tensors} != self._shapes:
+                raise errors.error(
+                    errors.BAD_ARGUMENT,
+                    f"{path}: has other tensors than {self._dense}: not a variant of the same model",
+                )
+            return model.is_sparse
+
     def _add(self, label: str, kind: str, path: Path) -> None:
         if any(label == form.label for form in self.list):
-            raise errors.error(errors.BAD_ARGUMENT, f"two models would be called '{label}' in the table")
+            raise _two_models(label)
         self.list.append(Form(label, kind, path))
 
     def add_quantized(self, name: str) -> None:
@@ -69,14 +100,7 @@ class Forms:
         Raises MackoError if its tensors are not those of the dense model.
         """
         label = label or path.stem
-        with Model(path) as model:
-            if {t.name: t.ne for t in model.tensors} != self._shapes:
-                raise errors.error(
-                    errors.BAD_ARGUMENT,
-                    f"{path}: has other tensors than {self._dense}: not a variant of the same model",
-                )
-            is_sparse = model.is_sparse
-        if is_sparse:
+        if self._is_sparse(path):
             self._add(label, sparse_kind(path, path), path)
             return
         for conversion in self._conversions:
@@ -84,8 +108,7 @@ class Forms:
             console.log(f"converting {label} to {conversion.label} ...")
             with console.brief():
                 conversion.make(path, converted)
-            shown = f"{label} {conversion.label}" if len(self._conversions) > 1 else label
-            self._add(shown, sparse_kind(converted, path), converted)
+            self._add(self._converted_label(label, conversion), sparse_kind(converted, path), converted)
 
     def add_pruned(self, pruning: Recipe) -> None:
         """Prunes the dense model and adds the result, converted."""
@@ -97,6 +120,10 @@ class Forms:
         path.unlink()
 
 
+def _two_models(label: str) -> errors.MackoError:
+    return errors.error(errors.BAD_ARGUMENT, f"two models would be called '{label}' in the table")
+
+
 def sparse_kind(path: Path, source: Path) -> str:
     """SPARSE, or SPARSE_QUANTIZED if a tensor is not stored bit for bit as its source has it."""
     with Model(path) as model, Model(source) as dense:
@@ -105,18 +132,27 @@ def sparse_kind(path: Path, source: Path) -> str:
     return SPARSE_QUANTIZED if lossy else SPARSE
 
 
+def ftype(name: str) -> int:
+    """llama.cpp's number of a type of llama-quantize. Raises UsageError."""
+    import llama_cpp.llama_cpp as api
+
+    found = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}", None)
+    if found is None:
+        prefix = "LLAMA_FTYPE_MOSTLY_"
+        known = [key[len(prefix) :] for key in dir(api) if key.startswith(prefix)]
+        raise errors.usage_error(f"--types: llama.cpp has no type {name}{errors.did_you_mean(name.upper(), known)}")
+    return int(found)
+
+
 def quantize(source: Path, output: Path, name: str, n_threads: int) -> None:
     """What llama-quantize does, by way of libllama. name: for example Q4_K_M. Raises MackoError."""
     import llama_cpp.llama_cpp as api
     from llama_cpp._logger import set_verbose
     from llama_cpp._utils import suppress_stdout_stderr
 
-    ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}", None)
-    if ftype is None:
-        raise errors.error(errors.BAD_ARGUMENT, f"--types: llama.cpp has no type {name}")
     set_verbose(False)
     params = api.llama_model_quantize_default_params()
-    params.ftype, params.nthread = ftype, n_threads
+    params.ftype, params.nthread = ftype(name), n_threads
     with suppress_stdout_stderr(disable=False):
         status = api.llama_model_quantize(os.fsencode(source), os.fsencode(output), ctypes.byref(params))
     if status:

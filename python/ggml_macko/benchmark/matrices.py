@@ -20,6 +20,7 @@ from .. import console, errors
 from ..codecs import ggml_quants
 from ..native.cpu import CpuMatrix
 from ..sparse_matrix import SparseMatrix
+from ..values import TYPE_F32
 
 WORKING_SET = 256 << 20
 """Dense bytes that a round reads at least: more than caches hold, so that weights come from memory."""
@@ -57,7 +58,8 @@ class GgmlMatVec:
         values = rng.standard_normal(cols, dtype=np.float32)
         ctypes.memmove(base.ggml_get_data(x), values.ctypes.data, values.nbytes)
         # a pattern of rows is repeated, because quantizing all rows takes long
-        pattern = ggml_quants.quantize(rng.standard_normal((min(rows, 64), cols), dtype=np.float32), type_id).tobytes()
+        weights = rng.standard_normal((min(rows, 64), cols), dtype=np.float32).view(np.uint32)
+        pattern = ggml_quants.quantize(weights, TYPE_F32, type_id).tobytes()
         self._graph = base.ggml_new_graph(self._context)
         for _ in range(n_copies):
             w = base.ggml_new_tensor_2d(self._context, type_id, cols, rows)

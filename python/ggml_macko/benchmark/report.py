@@ -22,7 +22,7 @@ from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
-from ..evaluation.text_model import N_CTX, TextModel
+from ..evaluation.text_model import N_CTX, TextModel, read_text
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput, scratch_folder
 
@@ -58,7 +58,7 @@ def report(
     n_ctx: int = N_CTX,
     n_prompt: int = 128,
     n_gen: int = 64,
-    n_gpu_layers: int = 0,
+    n_gpu_layers: int = -1,
     n_threads: int = 0,
     repetitions: int = 5,
     force: bool = False,
@@ -69,7 +69,7 @@ def report(
     tokens, spread evenly. models: variants of the model, sparse or dense with zeros. types: of llama-quantize, to make
     and compare with. prunings: ways to prune the dense model. conversions: ways to convert dense files with zeros.
     output: stem of the plot's files; force: replace them if they exist. n_prompt, n_gen: tokens that are timed, in each
-    of `repetitions` rounds. n_threads: 0 is all cores.
+    of `repetitions` rounds. n_gpu_layers: -1 is all, where there is a GPU. n_threads: 0 is all cores.
 
     Logs its progress. Raises MackoError or OSError.
     """
@@ -86,6 +86,8 @@ def report(
         parent = Path(output).resolve().parent if output is not None else tempfile.gettempdir()
         folder = stack.enter_context(scratch_folder(parent, ".macko-report-"))
         forms = Forms(dense, folder, n_threads, conversions)
+        forms.check(types, prunings, [Path(path) for path in models])
+        read_text(text)
         for name in types:
             forms.add_quantized(name)
         for pruning in prunings:
@@ -116,7 +118,7 @@ def perplexity_of(
     *,
     n_ctx: int = N_CTX,
     n_threads: int = 0,
-    n_gpu_layers: int = 0,
+    n_gpu_layers: int = -1,
 ) -> Estimate:
     """Perplexity on n_chunks chunks that are spread evenly over a text (-1: all of it). Raises MackoError or OSError.
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from ..native import codec as native_codec
-from ..native.codec import EncodedMatrix
+from ..native.codec import EncodedMatrix, MatrixError
 from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
 
 _DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not listed is bytes
@@ -248,9 +248,13 @@ class Codec(ABC):
         """None: there is no model of what the format costs on a GPU."""
         return None
 
-    def error_bound(self, m: EncodedMatrix, source: Array) -> Array:
-        """How far the dense value of each non-zero may be from `source` (float32), what was encoded; row by row."""
-        return np.zeros(m.nnz, dtype=np.float64)
+    def measure_error(
+        self, m: EncodedMatrix, source: Array, column_weights: Array | None = None, n_threads: int = 0
+    ) -> MatrixError:
+        """What encoding did to `source`, bit patterns (rows, cols), and whether that is more than the type of values
+        allows; m is checked in full first. column_weights: as in Source.
+        """
+        return native_codec.measure_error(m, source, column_weights, n_threads)
 
 
 class DeltaCodec(Codec):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Array
+from ..values import Array, to_float
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _CHUNK = 1 << 20  # values that a thread takes at a time
 
@@ -48,24 +53,31 @@ def nbytes(type_id: int, rows: int, cols: int) -> float:
     return rows * library().ggml_row_size(type_id, cols) if cols % block_size(type_id) == 0 else float("inf")
 
 
-def quantize(values: Array, type_id: int, weights: Array | None = None, n_threads: int = 0) -> npt.NDArray[np.uint8]:
-    """uint8 (rows, bytes) of float32 (rows, cols), cols a multiple of the type's block.
+def quantize(
+    bits: Array, source_type: int, type_id: int, weights: Array | None = None, n_threads: int = 0
+) -> npt.NDArray[np.uint8]:
+    """uint8 (rows, bytes) of bit patterns (rows, cols) of type F16, BF16 or F32; cols is a multiple of the block of
+    ggml type type_id.
 
     weights: float32, how much the error of a value counts: (cols,), the same for all rows, or (rows, cols).
     """
-    rows, cols = values.shape
+    rows, cols = bits.shape
     base = library()
-    values = np.ascontiguousarray(values, dtype=np.float32)
     weights = None if weights is None else np.ascontiguousarray(weights, dtype=np.float32)
     out = np.empty((rows, base.ggml_row_size(type_id, cols)), dtype=np.uint8)
     step = 1 if weights is not None and weights.ndim == 2 else max(1, _CHUNK // cols)
 
     def quantize_rows(at: int) -> None:
         n = min(step, rows - at)
+        x = np.ascontiguousarray(to_float(bits[at : at + n], source_type))
         w = None if weights is None else weights[at].ctypes.data if weights.ndim == 2 else weights.ctypes.data
-        base.ggml_quantize_chunk(type_id, values[at].ctypes.data, out[at].ctypes.data, 0, n, cols, w)
+        base.ggml_quantize_chunk(type_id, x.ctypes.data, out[at].ctypes.data, 0, n, cols, w)
 
-    with ThreadPoolExecutor(n_threads if n_threads > 0 else len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(quantize_rows, range(0, rows, step)):
-            pass
+    in_threads(quantize_rows, range(0, rows, step), n_threads)
     return out
+
+
+def in_threads(do: Callable[[Item], Result], items: Iterable[Item], n_threads: int = 0) -> list[Result]:
+    """do(item) of all items, in their order; n_threads 0: all cores."""
+    with ThreadPoolExecutor(n_threads if n_threads > 0 else len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(do, items))

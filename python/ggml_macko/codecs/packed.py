@@ -354,31 +354,45 @@ def quantize_non_zeros(
     if value_type == TYPE_Q8_0:  # nothing to search
         return _encode_in_c(bits, type_id, value_type, None, n_threads)
     m = _encode_in_c(bits, type_id, type_id, None, n_threads)
-    x = to_float(m.values, m.type)
-    counts = np.ones(len(x), dtype=np.float32)
-    if weights is not None:
-        ranges = quantize.row_ranges(bits)
-        rows = [quantize.weights_of_rows(weights, len(bits), a, b)[bits[a:b] != 0] for a, b in ranges]
-        counts[: m.nnz] = np.concatenate(rows)
+    counts = None if weights is None else _weights_of_values(bits, weights, m, n_threads)
     if value_type == TYPE_Q4_NL:
-        blocks = native_codec.quantize_q4_nl(x[: m.nnz], counts[: m.nnz], n_threads)
-        return dataclasses.replace(m, value_type=value_type, values=blocks)
-    return dataclasses.replace(m, value_type=value_type, values=_search_blocks(x, counts, value_type, n_threads))
+        of_values = None if counts is None else counts[: m.nnz]
+        blocks = native_codec.quantize_q4_nl(m.values[: m.nnz], type_id, of_values, n_threads)
+    else:
+        blocks = _search_blocks(m.values, type_id, counts, value_type, n_threads)
+    return dataclasses.replace(m, value_type=value_type, values=blocks)
 
 
-def _search_blocks(x: Array, counts: Array, value_type: int, n_threads: int) -> npt.NDArray[np.uint8]:
-    """Blocks of one of ggml's types of float32 values, as many as fill blocks; counts: how much the error of each
-    counts.
+def _weights_of_values(bits: Array, weights: Array, m: PackedMatrix, n_threads: int) -> Array:
+    """float32 (m.n_values,), how much the error of each stored value counts; 1 for the padding."""
+    counts = np.ones(m.n_values, dtype=np.float32)
+
+    def fill(rows: tuple[int, int]) -> None:
+        a, b = rows
+        counts[m.row_ptr[a] : m.row_ptr[b]] = quantize.weights_of_rows(weights, len(bits), a, b)[bits[a:b] != 0]
+
+    ggml_quants.in_threads(fill, quantize.row_ranges(bits), n_threads)
+    return counts
+
+
+def _search_blocks(
+    values: Array, type_id: int, counts: Array | None, value_type: int, n_threads: int
+) -> npt.NDArray[np.uint8]:
+    """Blocks of one of ggml's types of bit patterns (n,) of type type_id, as many as fill blocks; counts: how much the
+    error of each counts.
     """
-    n = len(x) // _PIECE * _PIECE
-    pieces = [(x[:n].reshape(-1, _PIECE), counts[:n].reshape(-1, _PIECE)), (x[None, n:], counts[None, n:])]
-    found = [ggml_quants.quantize(v, value_type, w, n_threads).reshape(-1) for v, w in pieces if v.size]
-    scales = np.concatenate(found).reshape(-1, BLOCK_NBYTES[value_type])[:, :2].copy().view(np.float16)
-    if not np.all(np.isfinite(scales)):
-        raise errors.error(errors.NOT_FINITE, "values are too large for a scale in F16")
+    n = len(values) // _PIECE * _PIECE
+    found = []
+    for begin, end, cols in ((0, n, _PIECE), (n, len(values), len(values) - n)):
+        if begin < end:
+            # without any weights ggml would not search
+            w = np.ones(cols, dtype=np.float32) if counts is None else counts[begin:end].reshape(-1, cols)
+            part = values[begin:end].reshape(-1, cols)
+            found.append(ggml_quants.quantize(part, type_id, value_type, w, n_threads).reshape(-1))
+    blocks = np.concatenate(found)
     # the search leaves each q as it was before its last step changed the scale
-    q = nearest_q(x.reshape(-1, BLOCK), scales.astype(np.float32), value_type)
-    return pack_blocks(scales, q, value_type).reshape(-1)
+    native_codec.round_to_scales(values, type_id, value_type, blocks, n_threads)
+    return blocks
 
 
 def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | None, n_threads: int) -> PackedMatrix:
@@ -433,10 +447,7 @@ class PackedCodec(Codec):
         if len(tried) == 1:
             return tried[0]
 
-        def error(m: EncodedMatrix) -> float:
-            return quantize.relative_error(source.bits, self.decode(m, n_threads), source.type, weights)
-
-        return min(tried, key=error)
+        return min(tried, key=lambda m: self.measure_error(m, source.bits, weights, n_threads).relative)
 
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
         """Of quantized values ggml counts values; the blocks of Q4_NL are bytes in a file."""
@@ -444,6 +455,3 @@ class PackedCodec(Codec):
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.last_number(2)
-
-    def error_bound(self, m: EncodedMatrix, source: Array) -> Array:
-        return error_bound(PackedMatrix.from_encoded(m), source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Array, to_float
+from ..values import Array
 from . import ggml_quants
 
 
@@ -25,8 +25,8 @@ def weights_of_rows(weights: Array | None, rows: int, begin: int, end: int) -> A
 
 
 def row_ranges(bits: Array) -> list[tuple[int, int]]:
-    """Ranges of rows of about 16 M elements, which keep temporary memory small."""
-    step = max(1, (1 << 24) // int(bits.shape[1]))
+    """Ranges of rows of about 1 M elements: pieces for threads, whose temporary memory stays small."""
+    step = max(1, (1 << 20) // int(bits.shape[1]))
     return [(at, min(at + step, len(bits))) for at in range(0, len(bits), step)]
 
 
@@ -34,24 +34,10 @@ def dense(
     bits: Array, source_type: int, type_id: int, weights: Array | None, n_threads: int = 0
 ) -> npt.NDArray[np.uint8]:
     """The bytes of a dense tensor in ggml type `type_id`; bits: its bit patterns (rows, cols) of type `source_type`."""
-    x = to_float(bits, source_type)
-    matrices = np.split(x, 1 if weights is None else len(weights))
+    matrices = np.split(bits, 1 if weights is None else len(weights))
     return np.concatenate(
         [
-            ggml_quants.quantize(m, type_id, None if weights is None else weights[i], n_threads)
+            ggml_quants.quantize(m, source_type, type_id, None if weights is None else weights[i], n_threads)
             for i, m in enumerate(matrices)
         ]
     ).reshape(-1)
-
-
-def relative_error(source: Array, decoded: Array, type_id: int, weights: Array | None) -> float:
-    """Weighted sum of squared errors over that of the weights; both are bit patterns (rows, cols) of type_id. With the
-    weights of an imatrix: the expected squared error of a product over its square, inputs taken as uncorrelated.
-    """
-    lost = total = 0.0
-    for a, b in row_ranges(source):
-        want, got = (to_float(x[a:b], type_id).astype(np.float64) for x in (source, decoded))
-        w = weights_of_rows(weights, len(source), a, b)
-        lost += float(np.sum(w * (got - want) ** 2))
-        total += float(np.sum(w * want**2))
-    return lost / total if total else 0.0

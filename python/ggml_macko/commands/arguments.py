@@ -26,15 +26,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_gpu_layers(parser)
 
 
-def add_gpu_layers(
-    parser: argparse.ArgumentParser,
-    default: int | None = -1,
-    which: str = "all or auto: as many as there are (default)",
-) -> None:
-    """llama.cpp's option; all and auto are -1."""
-    names = ("-ngl", "--gpu-layers", "--n-gpu-layers")
-    parser.add_argument(*names, type=gpu_layers, default=default, metavar="N", help=f"layers on the GPU; {which}")
+def add_gpu_layers(parser: argparse.ArgumentParser) -> None:
+    """llama.cpp's option, with its default; all and auto are -1."""
+    parser.add_argument(
+        "-ngl",
+        "--gpu-layers",
+        "--n-gpu-layers",
+        type=gpu_layers,
+        default=-1,
+        metavar="N",
+        help="layers on the GPU; all or auto: as many as there are, where there is a GPU (default); 0: none",
+    )
 
 
 def gpu_layers(text: str) -> int:
-    return -1 if text in ("all", "auto") else int(text)
+    try:
+        return -1 if text in ("all", "auto") else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor all or auto") from None

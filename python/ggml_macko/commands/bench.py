@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu against cuBLAS. With -m: load time, prompt and generation tokens/s and peak memory of models, each run "
         "in its own process, against the same model dense."
     )
-    parser.add_argument("--gpu", action="store_true", help="measure on the GPU; with -m: all layers there (-ngl all)")
+    parser.add_argument("--gpu", action="store_true", help="measure on the GPU, and fail where there is none")
     _add_model_arguments(parser)
     _add_matrix_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included")
@@ -55,7 +55,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="dense GGUF to compare with (default: the first sparse model, restored into a temporary file)",
     )
     add_speed_arguments(parser)
-    add_gpu_layers(parser, None, "all: as many as there are (default: 0, with --gpu all)")
+    add_gpu_layers(parser)
 
 
 def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """(rows, cols) of "ROWSxCOLS,...". Raises MackoError (BAD_ARGUMENT)."""
+    """(rows, cols) of "ROWSxCOLS,...". Raises UsageError."""
     shapes = []
     try:
         for item in text.split(","):
@@ -94,27 +94,27 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
                 raise ValueError
             shapes.append((rows, cols))
     except ValueError:
-        raise errors.error(errors.BAD_ARGUMENT, f"--shapes {text}: expected ROWSxCOLS,...") from None
+        raise errors.usage_error(f"--shapes {text}: expected ROWSxCOLS,...") from None
     return shapes
 
 
 def parse_densities(text: str) -> list[float]:
-    """The numbers of "D,...". Raises MackoError (BAD_ARGUMENT)."""
+    """The numbers of "D,...". Raises UsageError."""
     try:
         densities = [float(item) for item in text.split(",")]
         if not all(0 <= d <= 1 for d in densities):
             raise ValueError
     except ValueError:
-        raise errors.error(errors.BAD_ARGUMENT, f"--densities {text}: expected numbers from 0 to 1") from None
+        raise errors.usage_error(f"--densities {text}: expected numbers from 0 to 1") from None
     return densities
 
 
 def run(args: argparse.Namespace) -> int:
     threads = args.threads or len(os.sched_getaffinity(0))
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
-        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1; -p and -n must not be negative")
+        raise errors.usage_error("-r must be at least 1; -p and -n must not be negative")
     if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):
-        raise errors.error(errors.BAD_ARGUMENT, "--plot, --cusparse and --values are for --gpu without -m")
+        raise errors.usage_error("--plot, --cusparse and --values are for --gpu without -m")
     about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
     if args.gpu:
         about["devices"] = [gpu.description for gpu in devices.gpus()]
@@ -133,10 +133,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
-    default_gpu_layers = -1 if args.gpu else 0
     models = [LabelledModel(Path(m).name, Path(m)) for m in args.model]
     if len({m.label for m in models}) != len(models):
-        raise errors.error(errors.BAD_ARGUMENT, "two models have the same file name")
+        raise errors.usage_error("two models have the same file name")
     with contextlib.ExitStack() as stack:
         if args.dense:
             dense = Path(args.dense)
@@ -148,7 +147,7 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
             n_prompt=args.n_prompt,
             n_gen=args.n_gen,
             n_threads=about["threads"],
-            n_gpu_layers=default_gpu_layers if args.gpu_layers is None else args.gpu_layers,
+            n_gpu_layers=args.gpu_layers,
             repetitions=args.repetitions,
         )
     if args.json:

@@ -8,6 +8,7 @@ from .. import console
 from ..commands.arguments import add_quiet
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.calibrate import N_BATCH, calibrate
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS
 
 HELP = "measure activation statistics of a model on a text"
 
@@ -16,9 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file: for each weight the sum of "
         "squares of each input column. It is what `macko prune --imatrix` and llama-quantize --imatrix need, and equal "
-        "to what llama-imatrix writes. An interrupted run leaves OUT.checkpoint; the same command continues from there."
+        "to what llama-imatrix writes. An interrupted run leaves OUT.checkpoint; the same command continues from "
+        "there, also with another number of --chunks."
     )
-    add_text_arguments(parser, N_BATCH)
+    add_text_arguments(parser, N_BATCH, n_chunks=N_CALIBRATION_CHUNKS)
     parser.add_argument(
         "-o",
         "--output",

@@ -1,6 +1,7 @@
 """The `macko` command: `macko SUBCOMMAND ...`.
 
-Exit codes: 0 done, 1 any error (one line on stderr), 130, 143 and 129 after Ctrl-C, SIGTERM and SIGHUP.
+Exit codes: 0 done, 1 an error (one line on stderr), 2 a command line that is wrong whatever the files hold; 130, 143
+and 129 after Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from .. import console
+from .. import console, errors
 from ..errors import one_line
 
 # subcommand -> module with HELP, add_arguments(parser), run(args) -> exit code
@@ -35,31 +36,91 @@ COMMANDS = {
     "env": "commands.env",
 }
 
+USAGE = 2
+"""Exit code of a command line that is wrong by itself, as argparse's own."""
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+FILES = ("IN", "OUT", "A", "B", "MODEL", "DENSE", "FNAME", "FILE", "FILE.png", "STEM")
+"""Metavars of arguments that are files, for the completion of a shell."""
+
 
 class Parser(argparse.ArgumentParser):
-    """Bad usage exits with 1, as llama.cpp's tools do."""
+    """An error is one line. An option has no value glued to it but a number (-t4), so that -hf is not -h."""
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\nto show complete usage, run with -h", file=sys.stderr)
-        raise SystemExit(1)
+        raise SystemExit(USAGE)
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        # argparse asks this about every argument that begins with a dash and is no option, to find abbreviations and
+        # glued values; those of a subcommand pass through the main parser, those of `macko run PROGRAM` through both
+        name = option_string.split("=")[0]
+        is_value = " " in option_string or not option_string.lstrip("-")[:1].isalpha()
+        is_number = len(name) > 2 and name[1] != "-" and name[2:].isdigit() and name[:2] in self._option_string_actions
+        passes_on = any(a.nargs in (argparse.REMAINDER, argparse.PARSER) for a in self._actions)
+        if is_number or is_value or passes_on:
+            return super()._get_option_tuples(option_string) if is_number else []
+        self.unknown_option(name)
+
+    def unknown_option(self, name: str) -> NoReturn:
+        known = [option for option in self._option_string_actions if len(option) > 2]
+        self.error(f"unknown option {name}{errors.did_you_mean(name, known)}")
+
+    def checked(self, arguments: Sequence[str]) -> Sequence[str]:
+        """The arguments of the program, if they do not begin with an option that it does not have."""
+        first = arguments[0].split("=")[0] if arguments else ""
+        if first.startswith("-") and first not in self._option_string_actions:
+            self.unknown_option(first)
+        return arguments
 
 
 class Version(argparse.Action):
     """Prints which library, llama.cpp, CPU kernels and GPUs this is. The C library is loaded only here."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
+        import llama_cpp
+
         from ..native import bindings
 
+        wanted, installed = bindings.built_for_llama_cpp_python(), llama_cpp.__version__
         print(
-            f"macko {bindings.version()}, for llama-cpp-python {bindings.built_for_llama_cpp_python()} "
+            f"macko {bindings.version()}, for llama-cpp-python {wanted} "
             f"(ggml {bindings.built_for_ggml()}), CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
         )
+        if installed != wanted:
+            print(
+                f"llama-cpp-python {installed} is installed, which does not fit: models cannot be loaded; "
+                f"pip install llama-cpp-python=={wanted}"
+            )
+        parser.exit()
+
+
+class PrintCompletion(argparse.Action):
+    """Prints a script that completes subcommands, options and file names in a shell."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, shell: Any, *unused: object) -> NoReturn:
+        try:
+            import shtab
+        except ImportError as e:
+            raise errors.error(
+                errors.BAD_ARGUMENT, "--print-completion needs shtab: pip install 'ggml-macko[completion]'"
+            ) from e
+        for command in parser._actions:
+            subparsers = command.choices.values() if isinstance(command, argparse._SubParsersAction) else ()
+            for action in (action for subparser in subparsers for action in subparser._actions):
+                if action.metavar in FILES:
+                    action.complete = shtab.FILE  # where shtab looks for it
+        print(shtab.complete(parser, shell))
         parser.exit()
 
 
 def make_parser() -> Parser:
     parser = Parser(prog="macko", description="Sparse LLM weights for stock llama.cpp.", allow_abbrev=False)
     parser.add_argument("--version", action=Version, nargs=0, help="print versions and exit")
+    parser.add_argument(
+        "--print-completion", action=PrintCompletion, choices=SHELLS, help="print a completion script and exit"
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="SUBCOMMAND")
     for name, module_name in COMMANDS.items():
         module = importlib.import_module(f"ggml_macko.{module_name}")
@@ -67,6 +128,11 @@ def make_parser() -> Parser:
         module.add_arguments(sub)
         sub.add_argument("--debug", action="store_true", help="show a traceback with an error")
         sub.set_defaults(run=module.run)
+    helper = subparsers.add_parser("help", help="show what a subcommand does", allow_abbrev=False)
+    helper.description = "Shows the subcommands, or the arguments of one."
+    helper.add_argument("subcommand", metavar="SUBCOMMAND", nargs="?", choices=[*COMMANDS], help="one of those above")
+    helper.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    helper.set_defaults(run=lambda args: parser.parse_args([*filter(None, [args.subcommand]), "--help"]))
     return parser
 
 
@@ -90,11 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(signal.SIGHUP, on_signal)
         parser = make_parser()
-        args = parser.parse_args(argv)
-        if args.command is None:
+        parsed = parser.parse_args(parser.checked(sys.argv[1:] if argv is None else argv))
+        if parsed.command is None:
             parser.print_help()
             return 0
-        before = _identity_of_output(args)
+        before = _identity_of_output(parsed)
+        args = parsed
         with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
             code = int(args.run(args))
         sys.stdout.flush()
@@ -112,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             note = f" ({args.output} is complete)"  # only what came after it failed
         with contextlib.suppress(OSError):  # stderr may be a file on the disk that is full
             print(f"error: {one_line(e)}{note}", file=sys.stderr)
-        return 1
+        return USAGE if isinstance(e, errors.UsageError) else 1
 
 
 if __name__ == "__main__":

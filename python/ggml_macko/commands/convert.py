@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
         "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for "
-        "bit (quantized: within the type's error, zeros kept) before it gets its name."
+        "bit (quantized: within the type's error, zeros kept) before it gets its name. A -0.0, as W * mask leaves it, "
+        "becomes 0 in sparse tensors; a line says how many."
     )
     parser.add_argument(
         "input",
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "takes from the checkpoint)",
     )
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="of a checkpoint: let the converter run Python code that it names (auto_map), its own or that of another "
+        "repository",
+    )
+    parser.add_argument(
         "--tensor-type",
         metavar="REGEX=TYPE",
         action="append",
@@ -61,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="TYPE, or dense, for tensors in whose name REGEX is found; may be repeated, the first match counts",
     )
     parser.add_argument(
-        "--drop-negative-zeros",
+        "--keep-negative-zeros",
         action="store_true",
-        help="treat -0.0 as 0, else it is kept like any other value: smaller, same results, not bit for bit the source",
+        help="store -0.0 like any other value: bit for bit the source, but larger and slower where pruning left many; "
+        "without it -0.0 counts as 0, with the same results (quantized, it always does)",
     )
     parser.add_argument(
         "--optimize",
@@ -126,7 +134,7 @@ def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "type": checked_type(args.type),
         "overrides": tuple(split_override(text) for text in args.tensor_type),
-        "drop_negative_zeros": args.drop_negative_zeros,
+        "keep_negative_zeros": args.keep_negative_zeros,
         "optimize": args.optimize,
         "granularity": args.granularity,
         "min_columns": args.min_columns,
@@ -143,7 +151,7 @@ def keyword_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def split_override(text: str) -> tuple[str, str]:
     pattern, equals, name = text.rpartition("=")
     if not equals or not pattern:
-        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {text}: expected REGEX=TYPE")
+        raise errors.usage_error(f"--tensor-type {text}: expected REGEX=TYPE")
     return pattern, name
 
 
@@ -154,9 +162,7 @@ def shift_positional(args: argparse.Namespace) -> None:
         try:
             args.nthreads = int(args.type)
         except ValueError:
-            raise errors.error(
-                errors.BAD_ARGUMENT, f"-hf stands for IN, and {args.type!r} is one argument too many"
-            ) from None
+            raise errors.usage_error(f"-hf stands for IN, and {args.type!r} is one argument too many") from None
     args.input, args.output, args.type = None, args.input, args.output if has_type else registry.default_type()
 
 
@@ -165,13 +171,15 @@ def run(args: argparse.Namespace) -> int:
     if args.hf is not None:
         shift_positional(args)
     elif args.input is None:
-        raise errors.error(errors.BAD_ARGUMENT, "IN is missing (or use -hf)")
+        raise errors.usage_error("IN is missing (or use -hf)")
     if args.dry_run and args.output and registry.type_named(args.output):  # `convert IN macko --dry-run`
         args.output, args.type = None, args.output
     if not args.output and not args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
+        raise errors.usage_error("OUT is missing (or use --dry-run)")
     output = None if args.dry_run else args.output
-    with as_gguf(args.input if args.hf is None else download(args.hf), output, args.hf_outtype) as source:
+    with as_gguf(
+        args.input if args.hf is None else download(args.hf), output, args.hf_outtype, args.trust_remote_code
+    ) as source:
         done = convert(source, output, **keyword_arguments(args))
     if args.dry_run:
         print_tensors(done)
@@ -214,10 +222,9 @@ def print_totals(done: ConversionReport) -> None:
         console.log("warning: no tensor would shrink; the output is a dense file")
     elif n_dense:
         console.log(f"warning: {n_dense} of {len(done.tensors)} tensor(s) stay dense, see above")
-    n = sum(t.n_elements for t in done.tensors if t.density is not None)
-    negative = sum(t.n_negative_zeros for t in done.tensors)
-    if negative > n / 1000:  # masks leave them: w * 0 is -0.0 for a negative w
+    if done.n_negative_zeros:  # masks leave them: w * 0 is -0.0 for a negative w
+        n = sum(t.n_elements for t in done.tensors if t.is_sparse)
         console.log(
-            f"warning: {negative} weights ({negative / n:.1%}) are -0.0, which is kept as a value; "
-            "--drop-negative-zeros makes the file smaller"
+            f"{done.n_negative_zeros} negative zeros ({done.n_negative_zeros / n:.1%} of the sparse tensors' weights) "
+            "count as zeros; --keep-negative-zeros keeps them"
         )

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.kl_divergence:
         if args.kl_divergence_base is None:
-            raise errors.error(errors.BAD_ARGUMENT, "--kl-divergence-base is missing: the file to compare with")
+            raise errors.usage_error("--kl-divergence-base is missing: the file to compare with")
         found = kl_divergence(args.model, args.kl_divergence_base, **text_arguments(args))
         if args.json:
             console.print_json(found.as_json())
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             print(found.text())
         return 0
     if args.file is None:
-        raise errors.error(errors.BAD_ARGUMENT, "-f is missing: the text to measure on")
+        raise errors.usage_error("-f is missing: the text to measure on")
     estimate = perplexity(
         args.model,
         args.file,

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import console, errors
 from ..commands.arguments import add_quiet
-from ..evaluation.text_model import N_CTX
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf.files import type_name
 from ..pruning import options
 from ..pruning.prune import PruneReport, prune
@@ -113,7 +113,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chunks",
         type=int,
-        default=options.N_CHUNKS,
+        default=N_CALIBRATION_CHUNKS,
         metavar="N",
         help="chunks of the text to use (default: %(default)s; -1: all)",
     )
@@ -136,9 +136,9 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hessian-memory",
         type=int,
-        default=options.HESSIAN_MEMORY >> 20,
         metavar="MIB",
-        help="sparsegpt: memory for second moments; less means more passes over the text (default: %(default)s)",
+        help="sparsegpt: memory for second moments; less means more passes over the text, and the same result "
+        "(default: half of what is free)",
     )
     group.add_argument(
         "-dev",
@@ -150,10 +150,10 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_table_entry(text: str) -> tuple[str, str]:
-    """The regular expression and the sparsity of REGEX=S. Raises MackoError (BAD_ARGUMENT) if there is no "="."""
+    """The regular expression and the sparsity of REGEX=S. Raises UsageError if there is no "="."""
     regex, equals, sparsity = text.rpartition("=")
     if not equals or not regex:
-        raise errors.error(errors.BAD_ARGUMENT, f"--tensor-sparsity {text}: expected REGEX=S")
+        raise errors.usage_error(f"--tensor-sparsity {text}: expected REGEX=S")
     return regex, sparsity
 
 
@@ -176,7 +176,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": args.ctx_size,
         "sequential": args.sequential,
         "damping": args.damping,
-        "hessian_memory": args.hessian_memory << 20,
+        "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
         "device": args.device,
         "n_threads": args.threads,
     }
@@ -184,7 +184,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     if not args.output and not args.dry_run:
-        raise errors.error(errors.BAD_ARGUMENT, "OUT is missing (or use --dry-run)")
+        raise errors.usage_error("OUT is missing (or use --dry-run)")
     output = None if args.dry_run else args.output
     print_report(prune(args.input, output, **prune_arguments(args), force=args.force))
     return 0

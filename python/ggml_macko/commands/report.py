@@ -19,17 +19,18 @@ from ..commands import convert as convert_command
 from ..commands import prune as prune_command
 from ..commands.arguments import add_gpu_layers, add_quiet
 from ..commands.bench import add_speed_arguments
+from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput
 from ..native import bindings
 from ..pruning.options import parse_how_many
-from ..pruning.prune import prune
+from ..pruning.prune import check_inputs, make_options, prune_with
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
-DEFAULT_CONVERSION = "macko --drop-negative-zeros"
+DEFAULT_CONVERSION = "macko"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
-    add_gpu_layers(parser, 0, "all: as many as there are (default: 0)")
+    add_gpu_layers(parser)
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 
@@ -96,10 +97,10 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
     try:
         args, unknown = parser.parse_known_args(["IN", "OUT", *shlex.split(text)])
     except (argparse.ArgumentError, ValueError) as e:
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {e}") from e
+        raise errors.usage_error(f"{option} {text}: {e}") from e
     if unknown or args.dry_run or getattr(args, "hf", None):
         what = " ".join(unknown) or ("--dry-run" if args.dry_run else "-hf")
-        raise errors.error(errors.BAD_ARGUMENT, f"{option} {text}: {what}: not here")
+        raise errors.usage_error(f"{option} {text}: {what}: not here")
     return args
 
 
@@ -115,10 +116,17 @@ def parse_pruning(text: str) -> Recipe:
     if args.sequential:
         label += " sequential"
 
-    def make(source: Path, output: Path) -> None:
-        prune(source, output, **prune_command.prune_arguments(args), force=True)
+    keywords = prune_command.prune_arguments(args)
+    names = {name: keywords.pop(name) for name in ("include", "exclude")}
+    options = make_options(**keywords)
 
-    return Recipe(label, make)
+    def make(source: Path, output: Path) -> None:
+        prune_with(options, source, output, **names, force=True)
+
+    def check(source: Path) -> None:
+        check_inputs(options, source, **names)
+
+    return Recipe(label, make, check)
 
 
 def parse_conversion(text: str, n_threads: int) -> Recipe:
@@ -130,7 +138,10 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
     def make(source: Path, output: Path) -> None:
         convert(source, output, **keywords)
 
-    return Recipe(f"{keywords['type']}{target}", make)
+    def check(source: Path) -> None:
+        check_conversion(source, **keywords)
+
+    return Recipe(f"{keywords['type']}{target}", make, check)
 
 
 # ---- the command ----
@@ -138,7 +149,7 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 
 def run(args: argparse.Namespace) -> int:
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
-        raise errors.error(errors.BAD_ARGUMENT, "-r must be at least 1, --chunks not 0; -p and -n must not be negative")
+        raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
     n_threads = args.threads or len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         opened = None

@@ -13,8 +13,9 @@ HELP = "turn a sparse model back into a dense one"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes the dense GGUF that a sparse one stands for: the same metadata, tensors in the same order, each value"
-        " bit for bit. Also merges a split model into one file."
+        "Writes the dense GGUF that a sparse one stands for: the same metadata, tensors in the same order, each value "
+        "bit for bit. Negative zeros that `macko convert` counted as zeros are plain zeros; --keep-negative-zeros "
+        "there keeps them. Also merges a split model into one file."
     )
     parser.add_argument("input", metavar="IN", help="sparse GGUF")
     parser.add_argument("output", metavar="OUT", help="dense GGUF to write")

@@ -14,7 +14,7 @@ from ..native import bindings
 HELP = "run a llama.cpp program with sparse models"
 
 
-def variables(compress: bool) -> dict[str, str]:
+def variables(compress: bool, keep_negative_zeros: bool = False) -> dict[str, str]:
     """What a program needs in its environment. LD_PRELOAD is ours alone: the caller joins it with another one."""
     for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
         if not path.exists():
@@ -25,12 +25,18 @@ def variables(compress: bool) -> dict[str, str]:
         "LD_PRELOAD": str(bindings.PRELOAD_PATH),
         "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
         **({"GGML_MACKO_COMPRESS": "1"} if compress else {}),
+        **({"GGML_MACKO_KEEP_NEGATIVE_ZEROS": "1"} if keep_negative_zeros else {}),
     }
 
 
-def add_compress_argument(parser: argparse.ArgumentParser) -> None:
+def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", action="store_true", help="compress dense F16, BF16 and F32 models while they are loaded"
+    )
+    parser.add_argument(
+        "--keep-negative-zeros",
+        action="store_true",
+        help="with --compress: -0.0 is a value like any other, which takes memory; without it -0.0 counts as 0",
     )
 
 
@@ -40,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program must use the shared libllama and libggml of the llama.cpp build that the plugin was made for (`macko"
         " --version` names it)."
     )
-    add_compress_argument(parser)
+    add_compress_arguments(parser)
     add_hub(
         parser, "adds -m with a GGUF of a repository on the Hugging Face hub, downloaded once, to PROGRAM's arguments"
     )
@@ -52,10 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
-        raise errors.error(errors.BAD_ARGUMENT, "PROGRAM is missing: macko run -- PROGRAM ARGS")
+        raise errors.usage_error("PROGRAM is missing: macko run -- PROGRAM ARGS")
     if args.hf is not None:
         program = [*program, "-m", str(download(args.hf))]
-    environment = {**os.environ, **variables(args.compress)}
+    environment = {**os.environ, **variables(args.compress, args.keep_negative_zeros)}
     if os.environ.get("LD_PRELOAD"):
         environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on

@@ -9,14 +9,18 @@ from ..commands.arguments import add_gpu_layers
 from ..evaluation.text_model import N_CTX, N_UBATCH
 
 
-def add_text_arguments(parser: argparse.ArgumentParser, n_batch: int, file_required: bool = True) -> None:
-    """-m, -f, -c, --chunks, -b, -ub, -t, -ngl and -v. n_batch: the default of -b."""
+def add_text_arguments(
+    parser: argparse.ArgumentParser, n_batch: int, file_required: bool = True, n_chunks: int = -1
+) -> None:
+    """-m, -f, -c, --chunks, -b, -ub, -t, -ngl and -v. n_batch, n_chunks: the defaults of -b and --chunks."""
     parser.add_argument("-m", "--model", required=True, metavar="FNAME", help="GGUF model, dense or sparse")
     parser.add_argument("-f", "--file", required=file_required, metavar="FNAME", help="text file")
     parser.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
-    parser.add_argument("--chunks", type=int, default=-1, metavar="N", help="chunks to evaluate (default: -1, all)")
+    parser.add_argument(
+        "--chunks", type=int, default=n_chunks, metavar="N", help="chunks to evaluate; -1: all (default: %(default)s)"
+    )
     parser.add_argument(
         "-b", "--batch-size", type=int, default=n_batch, metavar="N", help=f"tokens per evaluation (default: {n_batch})"
     )

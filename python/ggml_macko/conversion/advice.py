@@ -27,7 +27,7 @@ from . import measured_speed, model_memory
 from .model_memory import ContextMemory, DeviceMemory
 from .plan import dense_nbytes, stored_nbytes
 
-SAMPLE_WEIGHTS = 1 << 22
+SAMPLE_WEIGHTS = 1 << 20
 """Weights of a tensor that are looked at; of a larger one, rows in evenly spread blocks."""
 
 _BLOCK_ROWS = 16
@@ -112,8 +112,9 @@ def plan(
     """
     names = [_checked(name) for name in types] or default_types()
     with Model(model) as file:
+        frame = _Frame.of(file)
         looked = [
-            _look(t, names, file, all_rows, n_threads)
+            _look(t, names, frame, all_rows, n_threads)
             for t in console.tracked(file.tensors, "looking at weights", lambda t: t.nbytes_stored, "B")
         ]
         context = model_memory.context_memory(file, n_ctx)
@@ -153,6 +154,21 @@ def _checked(name: str) -> str:
 
 
 # ---- one tensor ----
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the size of a tensor depends on besides the tensor."""
+
+    alignment: int
+    head: str  # the tensor that gives the logits
+    n_layer: int
+
+    @classmethod
+    def of(cls, model: Model) -> _Frame:
+        names = {t.name for t in model.tensors}
+        head = tensor_rules.HEAD if tensor_rules.HEAD in names else tensor_rules.EMBEDDING
+        return cls(model.alignment, head, sum(name.endswith("attn_norm.weight") for name in names))
 
 
 @dataclass(frozen=True)
@@ -196,9 +212,9 @@ def _sampled(rows: int, n: int) -> Array:
     return (_starts(rows, n)[:, None] + np.arange(_BLOCK_ROWS)).reshape(-1)
 
 
-def _look(t: Tensor, names: Sequence[str], model: Model, all_rows: bool, n_threads: int) -> _Looked:
-    dense = {name: _Stored(align(t.nbytes, model.alignment), False) for name in names}
-    dense.update({name: _Stored(int(_quantized_nbytes(t, name, model)), False) for name in (Q8_0, Q4_K_M)})
+def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads: int) -> _Looked:
+    dense = {name: _Stored(align(t.nbytes, of.alignment), False) for name in names}
+    dense.update({name: _Stored(int(_quantized_nbytes(t, name, of)), False) for name in (Q8_0, Q4_K_M)})
     if not tensor_rules.is_value_type(t.type):
         return _Looked(t, False, t.n_elements, None, 0, dense)
     bits = sample_rows(t, all_rows, n_threads)
@@ -214,7 +230,7 @@ def _look(t: Tensor, names: Sequence[str], model: Model, all_rows: bool, n_threa
         if not count.n_nonfinite:
             source = Source(np.ascontiguousarray(bits), t.type, count)
             for name in names:
-                dense[name] = _stored(t, source, registry.types()[name], model.alignment, scale, n_threads)
+                dense[name] = _stored(t, source, registry.types()[name], of.alignment, scale, n_threads)
     return _Looked(t, can_be_sparse, bits.size, nnz, round(n_negative * scale), dense)
 
 
@@ -241,26 +257,25 @@ def _stored(
     return _Stored(nbytes, True, chosen.name) if nbytes < stays.nbytes else stays
 
 
-def _quantized_nbytes(t: Tensor, name: str, model: Model) -> float:
+def _quantized_nbytes(t: Tensor, name: str, of: _Frame) -> float:
     """Of a tensor in a file of llama-quantize (its rules for models of the llama architecture)."""
     if len(t.ne) < 2 or not tensor_rules.is_value_type(t.type) or not t.name.endswith(".weight"):
         return t.nbytes
     if t.name.endswith("ffn_gate_inp.weight"):  # a router
         return t.nbytes
-    type_name_ = "q8_0" if name == Q8_0 else _q4_k_m_type(t.name, model)
+    type_name_ = "q8_0" if name == Q8_0 else _q4_k_m_type(t.name, of)
     nbytes = dense_nbytes(t, type_name_)
     if nbytes == float("inf"):
         nbytes = dense_nbytes(t, _K_TYPES.get(type_name_))
     return min(nbytes, t.nbytes)
 
 
-def _q4_k_m_type(name: str, model: Model) -> str:
+def _q4_k_m_type(name: str, of: _Frame) -> str:
     """Q6_K for the output head, and for half of the tensors that suffer most; else Q4_K."""
-    head = tensor_rules.HEAD if any(t.name == tensor_rules.HEAD for t in model.tensors) else tensor_rules.EMBEDDING
     layer = re.match(r"blk\.(\d+)\.(attn_v|ffn_down)", name)
     if layer is None:
-        return "q6_k" if name == head else "q4_k"
-    i, n = int(layer[1]), sum(t.name.endswith("attn_norm.weight") for t in model.tensors)
+        return "q6_k" if name == of.head else "q4_k"
+    i, n = int(layer[1]), of.n_layer
     return "q6_k" if i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2 else "q4_k"
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 from .. import errors
 from ..codecs import ggml_quants, registry
@@ -41,7 +41,7 @@ class TensorConversion:
     is_sparse: bool
     density: float | None  # non-zeros over weights, if they were counted
     break_even_density: float | None  # of random non-zeros: from there on it would be as large as dense
-    n_negative_zeros: int  # -0.0 that are kept as values
+    n_negative_zeros: int  # -0.0 that became +0.0, because it is stored sparse
     nbytes_source: int
     nbytes: int  # in the new file
     n_elements: int
@@ -72,6 +72,11 @@ class ConversionReport:
         return sum(t.is_sparse for t in self.tensors)
 
     @property
+    def n_negative_zeros(self) -> int:
+        """-0.0 that became +0.0."""
+        return sum(t.n_negative_zeros for t in self.tensors)
+
+    @property
     def bits_per_weight(self) -> float:
         return self.nbytes * 8 / self.n_parameters
 
@@ -85,7 +90,7 @@ def convert(
     type: str = registry.default_type(),
     *,
     overrides: Overrides = (),
-    drop_negative_zeros: bool = False,
+    keep_negative_zeros: bool = False,
     optimize: str = "size",
     granularity: int = 16,
     min_columns: int = 0,
@@ -100,13 +105,15 @@ def convert(
     """Stores a pruned model sparse: weights of blocks and the output head where that is smaller, all else as it is.
 
     Lossless but for the quantized types: the result is read back and compared with the source, bit for bit or within
-    the type's error, before it gets its name.
+    the type's error, before it gets its name. A -0.0 of a tensor that is stored sparse becomes +0.0, with which
+    llama.cpp computes the same.
 
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
     type: a TYPE of `macko convert`: macko (MACKO paper, section 4), ec-csr (EC-SpMV paper, section 6), packed, auto for
     the smallest of these, or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
     overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
-    drop_negative_zeros: -0.0 becomes 0. optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).
+    keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
+    optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).
     granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
     the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
     output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.
@@ -115,29 +122,26 @@ def convert(
     Raises MackoError for options that do not fit together or the model, an invalid source, or an output that exists,
     and OSError if a file cannot be read or written. After an error there is no output.
     """
-    settings = make_settings(granularity, min_columns, seed, n_threads)
     with Model(source) as model:
-        statistics = imatrix_file.read(imatrix) if imatrix else None
-        options = Options(
-            type=checked_type(type),
-            overrides=checked_overrides(overrides),
-            drop_negative_zeros=drop_negative_zeros,
-            settings=settings,
-            imatrix=statistics,
-            dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
+        options = make_options(
+            model,
+            type,
+            overrides,
+            settings=make_settings(granularity, min_columns, seed, n_threads),
+            imatrix=imatrix,
+            output_tensor_type=output_tensor_type,
+            token_embedding_type=token_embedding_type,
+            keep_negative_zeros=keep_negative_zeros,
             target_bpw=target_bpw,
             optimize=optimize,
         )
-        check_options(options)
-        if statistics is not None:
-            statistics.check_model(model)
         if output is None:
             return make_report(model, plan_model(model, options, Spool(None)), None, ())
-        inputs = model.paths if statistics is None else [*model.paths, statistics.path]
+        inputs = model.paths if options.imatrix is None else [*model.paths, options.imatrix.path]
         with AtomicOutput(output, inputs, force) as out, Spool(out.path) as spool:
             plans = plan_model(model, options, spool)
             write_model(model, plans, out, options, spool)
-            quantized = check_and_commit(model, out, n_threads, drop_negative_zeros)
+            quantized = check_and_commit(model, out, n_threads, exact=keep_negative_zeros)
         return make_report(model, plans, out.path, quantized)
 
 
@@ -164,7 +168,7 @@ def _describe(p: TensorPlan) -> TensorConversion:
         is_sparse=p.is_sparse,
         density=p.density,
         break_even_density=p.break_even,
-        n_negative_zeros=0 if p.contents is None else p.contents.n_negative_zeros,
+        n_negative_zeros=p.contents.n_negative_zeros if p.contents is not None and p.is_sparse else 0,
         nbytes_source=t.nbytes,
         nbytes=p.nbytes,
         n_elements=t.n_elements,
@@ -184,9 +188,55 @@ def why_not_loadable(path: Path) -> str | None:
 # ---- options ----
 
 
+def check_inputs(
+    source: str | os.PathLike[str],
+    type: str,
+    *,
+    overrides: Overrides,
+    granularity: int,
+    min_columns: int,
+    seed: int,
+    n_threads: int = 0,
+    force: bool = False,
+    **more: Any,
+) -> None:
+    """Raises what convert() with these arguments would find wrong before it does any work."""
+    with Model(source) as model:
+        settings = make_settings(granularity, min_columns, seed, n_threads)
+        make_options(model, type, overrides, settings=settings, **more)
+
+
+def make_options(
+    model: Model,
+    type: str,
+    overrides: Overrides,
+    *,
+    imatrix: str | os.PathLike[str] | None,
+    output_tensor_type: str | None,
+    token_embedding_type: str | None,
+    **more: Any,
+) -> Options:
+    """The arguments of convert(), checked against each other and the model. Raises MackoError or OSError."""
+    statistics = imatrix_file.read(imatrix) if imatrix else None
+    options = Options(
+        type=checked_type(type),
+        overrides=checked_overrides(overrides),
+        imatrix=statistics,
+        dense_types=dense_types_of(model, output_tensor_type, token_embedding_type),
+        **more,
+    )
+    check_options(options)
+    for override in options.overrides:
+        text = f"--tensor-type {override.pattern.pattern}={override.type}"
+        tensor_rules.check_pattern(text, override.pattern.pattern, (t.name for t in model.tensors))
+    if statistics is not None:
+        statistics.check_model(model)
+    return options
+
+
 def make_settings(granularity: int, min_columns: int, seed: int, n_threads: int) -> Settings:
     if not 0 <= seed < 2**64 or not all(0 <= n < 2**31 for n in (granularity, min_columns)):
-        raise errors.error(errors.BAD_ARGUMENT, "--seed, --granularity or --min-columns is out of range")
+        raise errors.usage_error("--seed, --granularity or --min-columns is out of range")
     return Settings(n_threads, {"max_granularity": granularity, "min_columns": min_columns, "seed": seed})
 
 
@@ -196,9 +246,17 @@ def checked_type(name: str, more: tuple[str, ...] = ()) -> str:
         return name.lower()
     found = registry.type_named(name)
     if found is None:
-        known = ", ".join((*registry.types(), *more))
-        raise errors.error(errors.BAD_ARGUMENT, f"unknown type '{name}'; known: {known}")
+        known = (*registry.types(), *more)
+        raise errors.usage_error(f"unknown type '{name}'{_type_hint(name.lower(), known)}; known: {', '.join(known)}")
     return found
+
+
+def _type_hint(name: str, known: Sequence[str]) -> str:
+    """What somebody may have meant by a TYPE that there is not: often the name of a type of llama-quantize."""
+    quantized = [kind for kind in known if kind == f"sparse-{name}"]
+    if quantized or not (name in ggml_quants.DENSE_TYPES or re.match(r"i?q\d", name)):
+        return errors.did_you_mean(quantized[0] if quantized else name, known)
+    return " (a dense type, of llama-quantize)"
 
 
 def checked_overrides(overrides: Overrides) -> tuple[Override, ...]:
@@ -208,7 +266,7 @@ def checked_overrides(overrides: Overrides) -> tuple[Override, ...]:
         try:
             out.append(Override(re.compile(pattern), checked_type(name, (DENSE,))))
         except re.error as e:
-            raise errors.error(errors.BAD_ARGUMENT, f"--tensor-type {pattern}={name}: {e}") from e
+            raise errors.usage_error(f"--tensor-type {pattern}={name}: {e}") from e
     return tuple(out)
 
 
@@ -221,7 +279,7 @@ def dense_types_of(model: Model, output: str | None, embedding: str | None) -> d
             continue
         if name.lower() not in ggml_quants.DENSE_TYPES:
             known = ", ".join(ggml_quants.DENSE_TYPES)
-            raise errors.error(errors.BAD_ARGUMENT, f"{option} {name}: unknown type; known: {known}")
+            raise errors.usage_error(f"{option} {name}: unknown type; known: {known}")
         is_head = option == "--output-tensor-type" and tensor_rules.HEAD in names
         out[tensor_rules.HEAD if is_head else tensor_rules.EMBEDDING] = name.lower()
     return out
@@ -231,6 +289,6 @@ def check_options(options: Options) -> None:
     """Raises MackoError for what does not fit together."""
     bpw = options.target_bpw
     if bpw is not None and (options.type != registry.AUTO or not 0 < bpw < 64):
-        raise errors.error(errors.BAD_ARGUMENT, f"--target-bpw {bpw:g}: needs type auto and a number above 0")
+        raise errors.usage_error(f"--target-bpw {bpw:g}: needs type auto and a number above 0")
     if options.optimize not in ("size", "speed"):
-        raise errors.error(errors.BAD_ARGUMENT, f"optimize is {options.optimize!r}, not 'size' or 'speed'")
+        raise errors.usage_error(f"optimize is {options.optimize!r}, not 'size' or 'speed'")

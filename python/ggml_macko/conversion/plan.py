@@ -27,7 +27,7 @@ from ..gguf.files import MAX_NAME, Key, Model, Tensor, make_key, type_name
 from ..gguf.writer import NewTensor, align, file_nbytes
 from ..native import codec as native_codec
 from ..regular_files import named, read_at, write_at
-from ..values import NEGATIVE_ZERO, Array
+from ..values import Array
 
 DENSE = "dense"
 """The override that leaves a tensor as it is."""
@@ -47,7 +47,7 @@ class Options:
 
     type: str = registry.default_type()
     overrides: tuple[Override, ...] = ()  # the first whose pattern is found decides, else `type`
-    drop_negative_zeros: bool = False
+    keep_negative_zeros: bool = False  # store -0.0 like any other value, else it counts as zero
     settings: Settings = field(default_factory=Settings)
     imatrix: imatrix.Imatrix | None = None  # how much the error of a quantized weight counts
     dense_types: Mapping[str, str] = field(default_factory=dict)  # tensor -> key of ggml_quants.DENSE_TYPES
@@ -104,7 +104,7 @@ class Contents:
     """What was found in a tensor's data."""
 
     count: ElementCount
-    n_negative_zeros: int  # that are kept
+    n_negative_zeros: int  # that counted as zeros
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class TensorPlan:
     nbytes: int  # in the new file, alignment included
     reason: str = ""  # why it stays dense, or what else it could have been; empty if there was no choice
     contents: Contents | None = None
-    error: float = 0.0  # if measured: quantize.relative_error of what is stored
+    error: float = 0.0  # if measured: MatrixError.relative of what is stored
 
     @property
     def is_sparse(self) -> bool:
@@ -214,14 +214,11 @@ class Spool:
 
 
 def read_weights(t: Tensor, options: Options, is_lossy: bool = False) -> tuple[Array, int]:
-    """(bit patterns (rows, cols), number of -0.0 that are kept). Quantized, a -0.0 would only take room."""
+    """(bit patterns (rows, cols), how many -0.0 became +0.0). Quantized, a -0.0 would only take room."""
     bits = t.read_bits(options.n_threads)
-    negative = bits == NEGATIVE_ZERO[t.type]
-    n = int(np.count_nonzero(negative))
-    if n and (is_lossy or options.drop_negative_zeros):
-        bits[negative] = 0
-        n = 0
-    return bits, n
+    if options.keep_negative_zeros and not is_lossy:
+        return bits, 0
+    return bits, native_codec.drop_negative_zeros(bits, t.type, options.n_threads)
 
 
 def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> TensorPlan:
@@ -268,8 +265,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
         return plan_dense(t, str(dense_twin), options, alignment, spool)
     error = 0.0
     if options.measure and is_lossy and chosen.matrix is not None:
-        decoded = chosen.codec.decode(chosen.matrix, options.n_threads)
-        error = quantize.relative_error(bits, decoded, t.type, source.column_weights)
+        error = chosen.codec.measure_error(chosen.matrix, bits, source.column_weights, options.n_threads).relative
     why = why or (f"error {math.sqrt(error):.2%}" if options.measure else "")
     spooled_at = -1 if chosen.matrix is None else spool.put(chosen.matrix.arrays)
     storage = StoredSparse(replace(chosen, matrix=None), spooled_at)
@@ -380,28 +376,64 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
     """The types with the least error that keep the file within target_bpw bits per weight. All are tried; what is
     chosen is made again, so that no more than one form of a tensor is kept.
     """
+    n_elements = sum(t.n_elements for t in model.tensors)
+    limit = int(target_bpw * n_elements / 8)
+    least = output_nbytes(model, [_smallest_plan(t, options, model.alignment) for t in model.tensors])
+    if least > limit:
+        raise _unreachable(target_bpw, least, n_elements)
     tried: list[list[tuple[Options, TensorPlan]]] = []
     for t in _tracked(model.tensors, "trying types"):
         is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
         names = registry.mixed_types() if is_free else (options.type,)
         each = [replace(options, type=name, measure=True) for name in names]
         tried.append([(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each])
-    n_elements = sum(t.n_elements for t in model.tensors)
     points = [[bit_allocation.Point(p.nbytes, p.error * p.tensor.n_elements) for _, p in plans] for plans in tried]
     chosen = bit_allocation.choose(
         points,
         lambda picks: output_nbytes(model, [plans[i][1] for plans, i in zip(tried, picks)]),
-        int(target_bpw * n_elements / 8),
+        limit,
     )
-    if isinstance(chosen, int):
-        least = chosen * 8 / n_elements
-        raise errors.error(
-            errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {least:.3f}"
-        )
+    if isinstance(chosen, int):  # a tensor that cannot have its smallest type
+        raise _unreachable(target_bpw, chosen, n_elements)
     return [
         plan_tensor(t, plans[i][0], model.alignment, spool)
         for t, plans, i in zip(_tracked(model.tensors, "planning"), tried, chosen)
     ]
+
+
+def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.MackoError:
+    bpw = math.ceil(least * 8000 / n_elements) / 1000  # rounded up: it can be reached
+    return errors.error(errors.BAD_ARGUMENT, f"--target-bpw {target_bpw:g} cannot be reached; the least is {bpw:.3f}")
+
+
+def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
+    """What a tensor takes at least. Sizes follow from where the non-zeros are, so that no scale is searched for."""
+    if t.name in options.dense_types:
+        type_id = ggml_quants.DENSE_TYPES[options.dense_types[t.name]]
+        if t.cols % ggml_quants.block_size(type_id) == 0:  # else plan_dense says why it cannot be
+            nbytes = int(ggml_quants.nbytes(type_id, t.rows, t.cols))
+            return TensorPlan(t, QuantizedDense(type_id, nbytes, -1), align(nbytes, alignment))
+    if options.is_fixed(t) or why_dense(t, None, options.type) is not None:
+        return plan_tensor(t, options, alignment, Spool(None))
+    fast = replace(options, settings=replace(options.settings, search=False), measure=True)
+    dense = TensorPlan(t, KeptDense(), align(t.nbytes, alignment))
+    try:
+        bits, n_negative_zeros = read_weights(t, options, is_lossy=True)
+        count = native_codec.count_dense(bits, t.type, options.n_threads)
+    except errors.MackoError as e:
+        if e.code != errors.LIMIT:
+            raise
+        return dense
+    if count.n_nonfinite:
+        return dense
+    choices = [choice for name in registry.mixed_types() for choice in registry.types()[name] if choice.is_lossy]
+    found, _ = try_choices(t, Source(bits, t.type, count), choices, fast)
+    contents = Contents(count, n_negative_zeros)
+    plans = [
+        TensorPlan(t, StoredSparse(replace(c, matrix=None), -1), stored_nbytes(c, alignment), contents=contents)
+        for c in found
+    ]
+    return min([*plans, dense], key=lambda p: p.nbytes)
 
 
 def output_nbytes(model: Model, plans: Sequence[TensorPlan]) -> int:

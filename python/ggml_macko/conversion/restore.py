@@ -28,7 +28,8 @@ def restore(
     source: str | os.PathLike[str], output: str | os.PathLike[str], *, n_threads: int = 0, force: bool = False
 ) -> RestorationReport:
     """Writes the dense GGUF that a sparse one stands for: the same metadata and tensors in the same order, each value
-    bit for bit. Quantized values become what they stand for, rounded to the dense type. Also merges a split model.
+    bit for bit. Quantized values become what they stand for, rounded to the dense type. Negative zeros that convert()
+    counted as zeros do not come back: keep_negative_zeros there keeps them. Also merges a split model.
 
     n_threads=0 uses all cores; force=True replaces an output that exists. Raises MackoError if the source is not a
     valid model or the output exists, OSError if a file cannot be read or written; the output then does not exist.
@@ -38,7 +39,7 @@ def restore(
             console.log("warning: the input is dense already; the output is a copy")
         with AtomicOutput(output, model.paths, force) as out:
             write_dense(model, out, n_threads)
-            check_and_commit(model, out, n_threads)
+            check_and_commit(model, out, n_threads, exact=True)
         return RestorationReport(
             path=out.path,
             was_dense=not model.is_sparse,

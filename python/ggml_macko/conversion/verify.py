@@ -1,4 +1,4 @@
-"""Are two models the same, bit for bit, whatever way each is stored?
+"""Are two models the same, bit for bit but for the signs of zeros, whatever way each is stored?
 
 Where one of them has quantized values: is the error what the type allows, and did zeros stay zeros?
 """
@@ -13,9 +13,10 @@ import gguf
 import numpy as np
 
 from .. import console
-from ..codecs import registry
+from ..codecs import ggml_quants, quantize, registry
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
+from ..native import codec as native_codec
 from ..values import NEGATIVE_ZERO, Array, bits_dtype, to_float
 
 # ---- what was found ----
@@ -42,16 +43,17 @@ class Verification:
     n_tensors: int
     nbytes_dense: int  # of all tensors, stored densely
     n_sparse: tuple[int, int]  # tensors that each model stores sparse
+    n_negative_zeros: int = 0  # places where one model has -0.0 and the other +0.0
 
     @property
     def is_equal(self) -> bool:
-        """Nothing differs, quantized tensors within their bounds."""
+        """Nothing differs but the signs of zeros, quantized tensors within their bounds."""
         return self.difference is None
 
     @property
     def is_identical(self) -> bool:
         """Every value is the same, bit for bit."""
-        return self.difference is None and not self.quantized
+        return self.difference is None and not self.quantized and not self.n_negative_zeros
 
 
 def verify(
@@ -59,20 +61,21 @@ def verify(
     b: str | os.PathLike[str],
     *,
     metadata: bool = True,
-    equal_zeros: bool = False,
+    exact: bool = False,
     n_threads: int = 0,
 ) -> Verification:
     """Compares two GGUF models, each dense, sparse or split: metadata, tensor names, types, shapes and values.
 
     The order of tensors and keys does not count, nor how a tensor is stored. A tensor that only one of the models has
     with quantized values need not be identical: each error must be within what the type allows, and zeros must be
-    zeros.
+    zeros. Where one model has -0.0 and the other +0.0, as convert() leaves it, the places are counted; with exact=True
+    that is a difference like any other.
 
-    metadata=False compares tensors only; equal_zeros=True counts -0.0 and 0.0 as equal; n_threads=0 uses all cores.
+    metadata=False compares tensors only; n_threads=0 uses all cores.
     Raises MackoError if a file is not a valid model, OSError if it cannot be read. A difference is a result, no error.
     """
     with Model(a) as model_a, Model(b) as model_b:
-        comparison = Comparison(n_threads, equal_zeros, allow_quantized=True)
+        comparison = Comparison(n_threads, exact, allow_quantized=True)
         difference = comparison.first_difference(model_a, model_b, metadata)
         return Verification(
             difference=difference,
@@ -80,6 +83,7 @@ def verify(
             n_tensors=len(model_a.tensors),
             nbytes_dense=sum(t.nbytes for t in model_a.tensors),
             n_sparse=(count_sparse(model_a), count_sparse(model_b)),
+            n_negative_zeros=comparison.n_negative_zeros,
         )
 
 
@@ -89,14 +93,17 @@ def count_sparse(model: Model) -> int:
 
 # ---- comparing ----
 
+_PIECE = 1 << 20  # bytes that are compared at a time: they and what is computed from them stay in the cache
+
 
 class Comparison:
     """Compares models, and collects the errors of tensors that are quantized in one of them only."""
 
-    def __init__(self, n_threads: int = 0, equal_zeros: bool = False, allow_quantized: bool = False):
+    def __init__(self, n_threads: int = 0, exact: bool = True, allow_quantized: bool = False):
         self._n_threads = n_threads
-        self._equal_zeros = equal_zeros  # -0.0 and 0.0 count as equal
+        self._exact = exact  # else -0.0 and +0.0 are the same, and counted
         self._allow_quantized = allow_quantized  # else a quantized tensor must be equal to the last bit, too
+        self.n_negative_zeros = 0  # places where only the sign of a zero differs
         self.quantized: list[QuantizationError] = []
 
     def first_difference(self, a: Model, b: Model, metadata: bool = True) -> str | None:
@@ -123,20 +130,37 @@ class Comparison:
         a_has_bits, b_has_bits = tensor_rules.is_value_type(a.type), tensor_rules.is_value_type(b.type)
         if self._allow_quantized and _shape(a) == _shape(b) and a_has_bits != b_has_bits:
             source, other = (a, b) if a_has_bits else (b, a)
-            return self._collect(dense_quantization_error(other, source.read_bits(self._n_threads), source.type))
+            bits = source.read_bits(self._n_threads)
+            return self._collect(dense_quantization_error(other, bits, source.type, self._n_threads))
         if (a.type, _shape(a)) != (b.type, _shape(b)):
             return f"{a.name}: type {a.type} {list(a.ne)} against type {b.type} {list(b.ne)}"
         if self._allow_quantized and a.is_quantized != b.is_quantized:
             source, other = (b, a) if a.is_quantized else (a, b)
-            want, got = source.read_bits(self._n_threads), other.read_bits(self._n_threads)
-            if np.array_equal(want, got):  # restored from it
-                return None
-            return self._collect(quantization_error(other, want, got))
+            error = quantization_error(other, source.read_bits(self._n_threads), self._n_threads)
+            return None if error is None else self._collect(error)
         at = 0
         for block_a, block_b in self._blocks(a, b):
-            if not np.array_equal(block_a, block_b):
-                return _name_byte(a, at + int(np.argmax(block_a != block_b)), block_a, block_b, at)
+            byte = self._first_different_byte(block_a, block_b, a.type)
+            if byte is not None:
+                return _name_byte(a, at + byte, block_a, block_b, at)
             at += len(block_a)
+        return None
+
+    def _first_different_byte(self, x: Array, y: Array, type_id: int) -> int | None:
+        """Of two pieces of data of one type; signs of zeros are counted, unless they are to be the same, too."""
+        if self._exact or not tensor_rules.is_value_type(type_id):
+            return None if np.array_equal(x, y) else int(np.argmax(x != y))
+        dtype = bits_dtype(type_id)
+        for at in range(0, len(x), _PIECE):
+            a, b = x[at : at + _PIECE].view(dtype), y[at : at + _PIECE].view(dtype)
+            if np.array_equal(a, b):
+                continue
+            differs = a != b
+            signs = differs & ((a | b) == NEGATIVE_ZERO[type_id])  # one is -0.0, the other +0.0
+            n = int(np.count_nonzero(signs))
+            if n != int(np.count_nonzero(differs)):
+                return at + int(np.argmax(differs & ~signs)) * dtype.itemsize
+            self.n_negative_zeros += n
         return None
 
     def _collect(self, error: QuantizationError) -> str | None:
@@ -146,70 +170,68 @@ class Comparison:
     def _blocks(self, a: Tensor, b: Tensor) -> Iterator[tuple[Array, Array]]:
         """The dense bytes of both, in pieces of the same length."""
         if a.sparse is None and b.sparse is None:
-            pairs = zip(a.blocks(), b.blocks())
+            yield from zip(a.blocks(), b.blocks())
         else:
-            pairs = zip([a.read(self._n_threads)], [b.read(self._n_threads)])
-        for x, y in pairs:
-            if self._equal_zeros and tensor_rules.is_value_type(a.type):
-                yield _positive_zeros(x, a.type), _positive_zeros(y, a.type)
-            else:
-                yield x, y
+            yield a.read(self._n_threads), b.read(self._n_threads)
 
 
 # ---- errors of quantized tensors ----
 
 
-def quantization_error(quantized: Tensor, bits: Array, decoded: Array) -> QuantizationError:
-    """Of a sparse tensor. bits: its dense source; decoded: what it gives; both bit patterns (rows, cols)."""
-    m = quantized.read_sparse()
+def quantization_error(quantized: Tensor, bits: Array, n_threads: int = 0) -> QuantizationError | None:
+    """Of a sparse tensor. bits: its dense source (rows, cols). None if nothing was lost: the source was restored from
+    it.
+    """
+    m, found = quantized.measure_error(bits, n_threads)
+    if found.is_equal:
+        return None
     codec = registry.codec_of(m)
-    want, got = to_float(bits, m.type), to_float(decoded, m.type)
-    difference = got - want
     fault = None
-    zeros = bits == 0
-    if int(np.count_nonzero(zeros)) != bits.size - m.nnz:
-        zeros = want == 0  # -0.0 was dropped
-    n_nonzero = bits.size - int(np.count_nonzero(zeros))
-    if n_nonzero != m.nnz:
-        fault = f"{quantized.name}: {m.nnz} weights are stored, but {n_nonzero} are not zero"
-    else:  # the stored weights are those that are not zero, in the same order
-        beyond = np.zeros(bits.shape, dtype=bool)
-        beyond[~zeros] = np.abs(difference[~zeros]) > codec.error_bound(m, want[~zeros])
-        for what, wrong in (("a zero did not stay one", zeros & (got != 0)), ("the error is too large", beyond)):
-            if fault is None and wrong.any():
-                row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-                x, y = want[row, column], got[row, column]
-                fault = f"{quantized.name}: row {row}, column {column}: {what} ({x:g}, {y:g})"
-    name = codec.value_name(m.value_type) or codec.name
-    return _measure(quantized.name, name, want, difference, fault)
+    if found.fault == native_codec.FAULT_NNZ:
+        fault = f"{quantized.name}: {m.nnz} weights are stored, but {found.n_nonzero} are not zero"
+    elif found.fault != native_codec.NO_FAULT:
+        is_zero = found.fault == native_codec.FAULT_NOT_ZERO
+        what = "a zero did not stay one" if is_zero else "the error is too large"
+        x, y = (to_float(b[found.row], m.type)[found.col] for b in (bits, codec.decode(m, n_threads)))
+        fault = f"{quantized.name}: row {found.row}, column {found.col}: {what} ({x:g}, {y:g})"
+    return QuantizationError(
+        name=quantized.name,
+        value_type=codec.value_name(m.value_type) or codec.name,
+        max_error=found.max_error,
+        rms_relative=found.rms_relative,
+        rms_relative_max=found.rms_relative_max,
+        fault=fault,
+    )
 
 
-def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int) -> QuantizationError:
+def dense_quantization_error(quantized: Tensor, bits: Array, type_id: int, n_threads: int = 0) -> QuantizationError:
     """Of a dense tensor in one of ggml's types; bits: its source (rows, cols). A fault is an error that its bits do not
     excuse: of n bits per weight 2^(2-n), 2 to 4 times what ggml's types leave of normally distributed weights.
     """
-    want = to_float(bits, type_id)
-    rows = quantized.read().reshape(quantized.rows, -1)
-    got = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(quantized.type)).reshape(want.shape)
-    power = float(np.mean(want**2, dtype=np.float64))
-    rms = float(np.sqrt(np.mean((got - want) ** 2, dtype=np.float64) / max(power, 1e-300)))
+    data = quantized.read().reshape(quantized.rows, -1)
+    kind = gguf.GGMLQuantizationType(quantized.type)
+
+    def measure(rows: tuple[int, int]) -> tuple[float, Array, Array]:
+        """(largest error, sums of squares of the rows' errors, and of the rows)"""
+        want = to_float(bits[slice(*rows)], type_id)
+        difference = gguf.quants.dequantize(data[slice(*rows)], kind).reshape(want.shape) - want
+        squares = (np.einsum("ij,ij->i", x, x, dtype=np.float64) for x in (difference, want))
+        return (float(np.abs(difference).max()), *squares)
+
+    parts = ggml_quants.in_threads(measure, quantize.row_ranges(bits), n_threads)
+    lost, power = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+    rms = float(np.sqrt(lost.sum() / max(power.sum(), 1e-300)))
     limit = 2.0 ** (2 - 8 * quantized.nbytes / quantized.n_elements)
     fault = None
     if not rms <= limit:
         fault = f"{quantized.name}: the error is too large (RMS {rms:.2%} of the weights, limit {limit:.2%})"
-    return _measure(quantized.name, type_name(quantized.type), want, got - want, fault)
-
-
-def _measure(name: str, value_type: str, want: Array, difference: Array, fault: str | None) -> QuantizationError:
-    power = np.einsum("ij,ij->i", want, want, dtype=np.float64)
-    rows = power > 0
-    relative = np.sqrt(np.einsum("ij,ij->i", difference, difference, dtype=np.float64)[rows] / power[rows])
+    relative = np.sqrt(lost[power > 0] / power[power > 0])
     return QuantizationError(
-        name=name,
-        value_type=value_type,
-        max_error=float(np.abs(difference).max()),
-        rms_relative=float(relative.mean()) if rows.any() else 0.0,
-        rms_relative_max=float(relative.max()) if rows.any() else 0.0,
+        name=quantized.name,
+        value_type=type_name(quantized.type),
+        max_error=max(part[0] for part in parts),
+        rms_relative=float(relative.mean()) if len(relative) else 0.0,
+        rms_relative_max=float(relative.max()) if len(relative) else 0.0,
         fault=fault,
     )
 
@@ -226,11 +248,6 @@ def error_line(found: Sequence[QuantizationError]) -> str:
 
 
 # ---- naming a difference ----
-
-
-def _positive_zeros(data: Array, type_id: int) -> Array:
-    bits = data.view(bits_dtype(type_id))
-    return np.where(bits == NEGATIVE_ZERO[type_id], 0, bits).astype(bits.dtype).view(np.uint8)
 
 
 def _shape(t: Tensor) -> tuple[int, ...]:

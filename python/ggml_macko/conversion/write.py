@@ -64,13 +64,14 @@ def encode_as_planned(p: TensorPlan, storage: StoredSparse, options: Options) ->
 
 
 def check_and_commit(
-    model: Model, output: AtomicOutput, n_threads: int = 0, equal_zeros: bool = False
+    model: Model, output: AtomicOutput, n_threads: int = 0, *, exact: bool
 ) -> tuple[QuantizationError, ...]:
     """Seals the output, reads it back through the C library, compares it with the source, and gives it its name.
-    Returns the errors of tensors that were quantized. Raises MackoError if what was written is not what was read.
+    exact: the signs of zeros count, too. Returns the errors of tensors that were quantized. Raises MackoError if what
+    was written is not what was read.
     """
     output.seal()
-    comparison = Comparison(n_threads, equal_zeros, allow_quantized=True)
+    comparison = Comparison(n_threads, exact, allow_quantized=True)
     try:
         with Model(output.partial) as written:
             difference = comparison.first_difference(model, written)

@@ -2,7 +2,8 @@
 
 Sums the squares of each input column of each weight, as llama-imatrix does and in its file format. Sums are kept in
 float64, so that they do not depend on how the text is cut into evaluations. Every few chunks, and when it is
-interrupted, a run leaves OUTPUT.checkpoint; the same call continues from there and writes the same bytes.
+interrupted, a run leaves OUTPUT.checkpoint; the same call continues from there and writes the same bytes. With another
+number of chunks it continues, too: what is measured already is never thrown away.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from .. import console, errors
 from ..evaluation.activations import MIN_ROWS, Weight, signals_held
-from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, TextModel
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX, N_UBATCH, Chunks, TextModel
 from ..gguf import imatrix
 from ..gguf.files import Model, make_key, part_paths
 from ..gguf.outputs import AtomicOutput
@@ -51,7 +52,7 @@ def calibrate(
     n_ctx: int = N_CTX,
     n_batch: int = N_BATCH,
     n_ubatch: int = N_UBATCH,
-    n_chunks: int = -1,
+    n_chunks: int = N_CALIBRATION_CHUNKS,
     n_threads: int = 0,
     n_gpu_layers: int = -1,
     process_output: bool = False,
@@ -65,17 +66,18 @@ def calibrate(
     tokens; for the weights of experts, over the tokens that were routed to each.
 
     n_ctx: tokens of a chunk, at least 16. n_batch: tokens per evaluation; n_ubatch: tokens per matrix product.
-    n_chunks: chunks from the start of the text; -1 is all. n_threads: 0 is all cores. n_gpu_layers: -1 is all.
-    process_output: measure output.weight, too. checkpoint_every: chunks after which OUTPUT.checkpoint is written.
-    verbose: show llama.cpp's log. force: replace output if it exists.
+    n_chunks: chunks from the start of the text, as far as it goes; -1 is all. A checkpoint of more chunks is used
+    whole. n_threads: 0 is all cores. n_gpu_layers: -1 is all. process_output: measure output.weight, too.
+    checkpoint_every: chunks after which OUTPUT.checkpoint is written. verbose: show llama.cpp's log. force: replace
+    output if it exists.
 
     Logs its progress. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not load,
     inputs that are not finite, a checkpoint of another run) or OSError. KeyboardInterrupt leaves a checkpoint.
     """
     if n_ctx < MIN_ROWS:
-        raise errors.error(errors.BAD_ARGUMENT, f"-c {n_ctx}: at least {MIN_ROWS}")
+        raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
     if n_chunks == 0 or checkpoint_every < 1:
-        raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing, --output-frequency must be at least 1")
+        raise errors.usage_error("--chunks 0 measures nothing, --output-frequency must be at least 1")
     sums = SquareSums(process_output)
     inputs: list[str | os.PathLike[str]] = [*part_paths(model), text]
     with (
@@ -84,19 +86,22 @@ def calibrate(
             model,
             text,
             n_ctx,
-            n_chunks,
+            -1,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             n_gpu_layers=n_gpu_layers,
             consumer=sums,
             verbose=verbose,
-        ) as (llama, chunks),
+        ) as (llama, whole),
     ):
         settings = {"-c": n_ctx, "-b": n_batch, "-ub": n_ubatch, "--process-output": process_output}
         checkpoint = Checkpoint(opened.path, model, settings, inputs)
-        done = checkpoint.load(sums, chunks)
-        if done:
+        done = checkpoint.load(sums, whole)
+        chunks = whole if n_chunks < 0 else whole[: max(n_chunks, done)]
+        if done > n_chunks >= 0:
+            console.log(f"{checkpoint.path}: {done} chunks are measured already, more than --chunks {n_chunks}")
+        elif done:
             console.log(f"{checkpoint.path}: continuing after {done} of {len(chunks)} chunks")
         _measure(llama, chunks, sums, done, checkpoint, checkpoint_every)
         found = imatrix.Imatrix(
@@ -185,7 +190,8 @@ class Checkpoint:
     def load(self, sums: SquareSums, chunks: Chunks) -> int:
         """Puts the sums of the checkpoint into `sums`; returns how many chunks they cover, 0 without a checkpoint.
 
-        Raises MackoError if the checkpoint is damaged or of a run with another model, text or setting.
+        chunks: all of the text. Raises MackoError if the checkpoint is damaged or of a run with another model, text or
+        setting.
         """
         if not self.path.exists():
             return 0
@@ -195,7 +201,7 @@ class Checkpoint:
             done = n_chunks if isinstance(n_chunks, int) else 0
             differs = [what for what, value in self._run.items() if found.get(what) != value]
             if not differs and not 0 < done <= len(chunks):
-                differs = ["--chunks"]
+                differs = ["text"]
             if not differs and found.get("text") != _digest(chunks[:done].tobytes()):
                 differs = ["text"]
             if differs:

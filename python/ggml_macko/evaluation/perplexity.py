@@ -44,7 +44,7 @@ def perplexity(
     load) or OSError.
     """
     if n_ctx < likelihood.MIN_CTX:
-        raise errors.error(errors.BAD_ARGUMENT, f"-c {n_ctx}: at least {likelihood.MIN_CTX}")
+        raise errors.usage_error(f"-c {n_ctx}: at least {likelihood.MIN_CTX}")
     _check_chunks(n_chunks)
 
     def measure(base: AtomicOutput | None) -> Estimate:
@@ -113,7 +113,7 @@ def kl_divergence(
 
 def _check_chunks(n_chunks: int) -> None:
     if n_chunks == 0:
-        raise errors.error(errors.BAD_ARGUMENT, "--chunks 0 measures nothing")
+        raise errors.usage_error("--chunks 0 measures nothing")
 
 
 def _measure(model: TextModel, chunks: Chunks, base: AtomicOutput | None) -> Estimate:

@@ -25,6 +25,9 @@ from ..regular_files import read_bytes
 
 N_CTX, N_BATCH, N_UBATCH = 512, 2048, 512  # defaults of llama-perplexity
 
+N_CALIBRATION_CHUNKS = 128
+"""Chunks of a calibration text, as in the Wanda and SparseGPT papers."""
+
 MAX_TEXT = 2**30
 """Bytes of a text at most: llama_tokenize counts tokens in int32."""
 

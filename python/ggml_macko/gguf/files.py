@@ -24,7 +24,7 @@ from .. import errors
 from ..codecs import registry
 from ..codecs.codec import Codec, Component, component_dtype
 from ..native import bindings
-from ..native.codec import EncodedMatrix
+from ..native.codec import EncodedMatrix, MatrixError
 from ..regular_files import open_regular, read_at
 from ..values import TYPE_NAMES, Array, bits_dtype
 
@@ -262,8 +262,19 @@ class Tensor:
         if self.sparse is None:
             return self.shard.read(self.offset, self.nbytes)
         m = self.read_sparse()
-        try:
+        with self._named_errors():
             return registry.codec_of(m).decode(m, n_threads).reshape(-1).view(np.uint8)
+
+    def measure_error(self, source: Array, n_threads: int = 0) -> tuple[EncodedMatrix, MatrixError]:
+        """A sparse tensor, checked, and how far it is from the bit patterns (rows, cols) that it was made from."""
+        m = self.read_sparse()
+        with self._named_errors():
+            return m, registry.codec_of(m).measure_error(m, source, n_threads=n_threads)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except errors.MackoError as e:
             raise errors.error(e.code, f"{self.shard.path}: {self.name}: {e}") from e
 

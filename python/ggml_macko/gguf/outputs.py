@@ -121,6 +121,8 @@ class AtomicOutput:
         self._signature = signature
         self._temporary: _Temporary | None = None
         self._file: io.FileIO | None = None
+        if not self.path.parent.is_dir():
+            raise errors.error(errors.IO, f"{path}: there is no folder {self.path.parent}")
         if any(_is_same(self.path, source) for source in self._inputs):
             raise errors.error(errors.BAD_ARGUMENT, f"{path}: input and output files are the same")
         self._check_free()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+from .. import errors
 from ..native import bindings
 from ..values import TYPE_NAMES
 
@@ -16,6 +20,25 @@ def is_block_weight(name: str, n_dims: int) -> bool:
 def is_multiplied(name: str, n_dims: int) -> bool:
     """llama.cpp uses the tensor in nothing but matrix products: it may be stored sparse."""
     return bindings.weight_use(name, n_dims) != bindings.WEIGHT_OTHER
+
+
+def check_pattern(option: str, pattern: str, names: Iterable[str], others: Iterable[str] = (), why: str = "") -> None:
+    """Raises MackoError (BAD_ARGUMENT), with the nearest names, unless a regular expression is found in a name.
+
+    option: what the user gave, for the message. others: names of tensors for which the option means nothing, and why.
+    """
+    names = list(names)
+    if any(re.search(pattern, name) for name in names):
+        return
+    other = next((name for name in others if re.search(pattern, name)), None)
+    if other is not None:
+        raise errors.error(errors.BAD_ARGUMENT, f"{option}: {other} {why}")
+    kinds = [re.sub(r"^blk\.\d+\.|\.(weight|bias)$", "", name) for name in names]
+    # ffn_up of ffn_up_exps
+    kinds += [kind[: match.start()] for kind in kinds for match in [*re.finditer("_", kind)][1:]]
+    plain = re.sub(r"\\|\.[*+]|[\^$()]", "", pattern)
+    hint = errors.did_you_mean(plain, dict.fromkeys([*kinds, *names]), 3)
+    raise errors.error(errors.BAD_ARGUMENT, f"{option}: no tensor has such a name{hint}")
 
 
 def is_value_type(type_id: int) -> bool:

@@ -80,15 +80,20 @@ def decompress(folder: str | os.PathLike[str], output: str | os.PathLike[str]) -
 # ---- what is in the folder ----
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises MackoError unless it is a JSON object of a reasonable size, or OSError."""
+def parse_json(path: Path) -> Any:
+    """What a JSON file holds. Raises MackoError if it is not valid or very large, or OSError."""
     check_regular(path)
     if path.stat().st_size > _MAX_JSON:
         raise errors.error(errors.LIMIT, f"{path}: more than {_MAX_JSON} bytes")
     try:
-        found = json.loads(read_bytes(path).decode("utf-8"))
+        return json.loads(read_bytes(path).decode("utf-8"))
     except (ValueError, RecursionError) as e:
         raise errors.error(errors.BAD_FORMAT, f"{path}: is not valid JSON: {errors.one_line(e)[:200]}") from e
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises MackoError or OSError."""
+    found = parse_json(path)
     if not isinstance(found, dict):
         raise errors.error(errors.BAD_FORMAT, f"{path}: is not a JSON object")
     return found

@@ -2,6 +2,9 @@
 
 The converter is convert_hf_to_gguf.py of a llama.cpp tree; it needs PyTorch and transformers. It is found under its
 name, or as llama-convert-hf-to-gguf, on the PATH, or where GGML_MACKO_CONVERT_HF says.
+
+It loads tokenizers with trust_remote_code, so that a folder whose JSON names code (auto_map) would run it: such a
+folder is refused here unless the user asks for that, and the converter may not download anything.
 """
 
 from __future__ import annotations
@@ -17,15 +20,15 @@ from pathlib import Path
 
 from .. import console, errors
 from ..gguf.outputs import scratch_folder
-from .decompress import decompress, has_packed_weights, read_config
+from .decompress import decompress, has_packed_weights, parse_json, read_config
 
 VARIABLE = "GGML_MACKO_CONVERT_HF"
 NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 OUTTYPES = ("auto", "f32", "f16", "bf16")
 
 
-def find_converter() -> list[str]:
-    """The command of llama.cpp's converter. Raises MackoError (IO) that says what to do if there is none."""
+def find_converter(folder: Path) -> list[str]:
+    """The command of llama.cpp's converter. Raises MackoError (IO), which says what to do, if there is none."""
     named = os.environ.get(VARIABLE)
     if named and not Path(named).is_file():
         raise errors.error(errors.IO, f"{VARIABLE}={named}: there is no such file")
@@ -33,10 +36,35 @@ def find_converter() -> list[str]:
     if found is None:
         raise errors.error(
             errors.IO,
-            f"a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the PATH; "
-            f"{VARIABLE}=FILE names it (docs/guide/huggingface.md)",
+            f"{folder}: a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the "
+            f"PATH; {VARIABLE}=FILE names it (docs/guide/huggingface.md)",
         )
     return [sys.executable, found] if found.endswith(".py") else [found]
+
+
+def check_runs_no_code(folder: Path) -> None:
+    """Raises MackoError if a JSON file of a checkpoint names Python code that transformers would run."""
+    for path in sorted(folder.glob("*.json")):
+        if _names_code(parse_json(path)):
+            raise errors.error(
+                errors.BAD_ARGUMENT,
+                f"{path}: has auto_map: the converter would run Python code of this checkpoint, or of another "
+                "repository; look at it first, then use --trust-remote-code",
+            )
+
+
+def _names_code(value: object) -> bool:
+    """Whether there is a key auto_map anywhere."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if "auto_map" in item:
+                return True
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return False
 
 
 def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outtype: str = "auto") -> None:
@@ -47,33 +75,47 @@ def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outt
     that the converter printed if it fails.
     """
     read_config(Path(folder))
-    command = [*find_converter(), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
+    command = [*find_converter(Path(folder)), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
     console.log(f"{Path(folder).name}: {Path(command[-6]).name} makes a GGUF ..")
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    is_seen = console.shows_progress()  # then it shows how far it is, and errors, itself
+    done = subprocess.run(
+        command,
+        stdout=subprocess.DEVNULL if is_seen else subprocess.PIPE,
+        stderr=None if is_seen else subprocess.STDOUT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+        text=True,
+        errors="replace",
+    )
     if done.returncode != 0 or not Path(output).is_file():
-        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        lines = [line.strip() for line in (done.stdout or "").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {done.returncode}"
         raise errors.error(errors.LOAD_FAILED, f"{folder}: {Path(command[-6]).name}: {last[:500]}")
 
 
 @contextlib.contextmanager
 def as_gguf(
-    source: str | os.PathLike[str], near: str | os.PathLike[str] | None, outtype: str = "auto"
+    source: str | os.PathLike[str],
+    near: str | os.PathLike[str] | None,
+    outtype: str = "auto",
+    trust_remote_code: bool = False,
 ) -> Iterator[Path]:
     """The GGUF of a source: itself if it is no folder; a temporary file made of a checkpoint.
 
     near: the output, in whose folder temporary files lie; None: the system's. Weights of compressed-tensors are
-    decompressed first. Raises MackoError or OSError; nothing is left behind.
+    decompressed first. trust_remote_code: the checkpoint may name Python code, which the converter then runs.
+    Raises MackoError or OSError; nothing is left behind.
     """
     path = Path(source)
     if not path.is_dir():
         yield path
         return
-    find_converter()  # before anything is written
+    read_config(path)
+    find_converter(path)  # before anything is written
     parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
     if not os.path.isdir(parent):
         raise errors.error(errors.IO, f"{parent}: is not a folder")
-    read_config(path)
+    if not trust_remote_code:
+        check_runs_no_code(path)
     with scratch_folder(parent, ".macko-hf-") as folder:
         dense = path
         if has_packed_weights(path):

@@ -7,7 +7,7 @@ Dense matrices are 2-D arrays of bit patterns: uint16 for F16 and BF16, uint32 f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -177,18 +177,103 @@ def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
     return float(own[0]), float(rows[0])
 
 
-def quantize_q4_nl(values: Array, weights: Array | None = None, n_threads: int = 0) -> npt.NDArray[np.uint8]:
-    """The Q4_NL blocks of n float32 values, as bytes. weights: float32 (n,), how much the square of an error counts.
+def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
+    """Sets each -0.0 in a contiguous array of bit patterns, of any shape, to +0.0; returns how many there were."""
+    dtype = np.dtype(_BITS_DTYPES[type_id])
+    if bits.dtype != dtype or not bits.flags.c_contiguous or not bits.flags.writeable:
+        raise errors.error(errors.BAD_ARGUMENT, f"expected a contiguous, writable array of {dtype}, got {bits.dtype}")
+    count = ffi().new("int64_t *")
+    pointer = ffi().from_buffer("void *", bits, require_writable=True)
+    check(lib().ggml_macko_drop_negative_zeros(pointer, type_id, bits.size, n_threads, count))
+    return int(count[0])
+
+
+@dataclass(frozen=True)
+class MatrixError:
+    """What encoding did to a matrix."""
+
+    is_equal: bool  # all elements are the same, bit for bit
+    fault: int  # one of NO_FAULT ... FAULT_TOO_LARGE
+    row: int  # of the first element at fault
+    col: int
+    n_nonzero: int  # of the dense matrix; -0.0 counts if that makes as many as the encoded one has
+    max_error: float  # of any element
+    rms_relative: float  # RMS of a row's errors over RMS of the row: mean of the rows that are not zero
+    rms_relative_max: float  # ... and the worst row
+    weighted_error: float  # sum of weight * error^2
+    weighted_power: float  # sum of weight * value^2
+
+    @property
+    def relative(self) -> float:
+        """Weighted sum of squared errors over that of the weights. With the weights of an imatrix: the expected squared
+        error of a product over its square, inputs taken as uncorrelated.
+        """
+        return self.weighted_error / self.weighted_power if self.weighted_power else 0.0
+
+
+NO_FAULT, FAULT_NNZ, FAULT_NOT_ZERO, FAULT_TOO_LARGE = range(4)  # enum ggml_macko_fault
+
+
+def measure_error(m: EncodedMatrix, dense: Array, weights: Array | None = None, n_threads: int = 0) -> MatrixError:
+    """Compares a matrix with the dense bit patterns (rows, cols) that it was made from; m is checked in full.
+
+    weights: float32 (matrices, cols), how much the square of an error counts; the tensor's matrices lie one below the
+    other. None: 1. Raises PayloadError or FileFormatError for a matrix that breaks a rule.
+    """
+    dense = dense_bits(dense, m.type)
+    if dense.shape != (m.rows, m.cols):
+        raise errors.error(errors.BAD_ARGUMENT, f"shape {dense.shape} of a matrix of {(m.rows, m.cols)}")
+    if weights is not None and (weights.ndim != 2 or weights.shape[1] != m.cols):
+        raise errors.error(errors.BAD_ARGUMENT, f"weights {weights.shape} of {m.cols} columns")
+    out = ffi().new("struct ggml_macko_error *")
+    c_weights, n_weights = _floats(weights), 0 if weights is None else len(weights)
+    c_dense = ffi().from_buffer("const void *", dense)
+    check(lib().ggml_macko_measure_error(c_matrix(m), c_dense, c_weights, n_weights, n_threads, out))
+    return MatrixError(**{f.name: getattr(out, f.name) for f in fields(MatrixError)})
+
+
+def _floats(values: Array | None) -> Any:
+    """A pointer to float32 values, which lives as long as the result; NULL for None."""
+    if values is None:
+        return ffi().NULL
+    return ffi().from_buffer("const float *", np.ascontiguousarray(values, dtype=np.float32))
+
+
+# ---- quantizing ----
+
+
+def quantize_q4_nl(
+    values: Array, type_id: int, weights: Array | None = None, n_threads: int = 0
+) -> npt.NDArray[np.uint8]:
+    """The Q4_NL blocks, as bytes, of n bit patterns of type F32, F16 or BF16. weights: float32 (n,), how much the
+    square of an error counts.
 
     Raises MackoError if a value is too large for a scale in F16.
     """
-    arrays = [None if a is None else np.ascontiguousarray(a, dtype=np.float32) for a in (values, weights)]
     n = len(values)
     if weights is not None and weights.shape != values.shape:
         raise errors.error(errors.BAD_ARGUMENT, f"{len(weights)} weights of {n} values")
-    pointers = [ffi().NULL if a is None else ffi().from_buffer("const float *", a) for a in arrays]
-    n_blocks = max(1, -(-n // _Q4_NL_BLOCK))
-    out = np.empty(n_blocks * _Q4_NL_NBYTES, dtype=np.uint8)
+    out = np.empty(max(1, -(-n // _Q4_NL_BLOCK)) * _Q4_NL_NBYTES, dtype=np.uint8)
     c_out = ffi().from_buffer("void *", out, require_writable=True)
-    check(lib().ggml_macko_quantize_q4_nl(*pointers, n, n_threads, c_out))
+    c_values = ffi().from_buffer("const void *", _contiguous(values, type_id))
+    check(lib().ggml_macko_quantize_q4_nl(c_values, type_id, _floats(weights), n, n_threads, c_out))
     return out
+
+
+def round_to_scales(values: Array, type_id: int, value_type: int, blocks: Array, n_threads: int = 0) -> None:
+    """Replaces, in blocks (uint8) of ggml's type value_type, each number by the one nearest to its value; the scales
+    stay. values: bit patterns (n,) of type F32, F16 or BF16, n a multiple of 32, as many as the blocks hold.
+
+    Raises MackoError (NOT_FINITE) if a scale is infinite.
+    """
+    c_values = ffi().from_buffer("const void *", _contiguous(values, type_id))
+    c_blocks = ffi().from_buffer("void *", blocks, require_writable=True)
+    check(lib().ggml_macko_round_to_scales(c_values, type_id, len(values), value_type, n_threads, c_blocks))
+
+
+def _contiguous(values: Array, type_id: int) -> Array:
+    if values.ndim != 1 or values.dtype != _BITS_DTYPES.get(type_id):
+        raise errors.error(
+            errors.BAD_ARGUMENT, f"expected bit patterns (n,) of type {type_id}, got {values.dtype} {values.shape}"
+        )
+    return np.ascontiguousarray(values)

@@ -19,12 +19,17 @@ class LlamaFunctions:
 
 
 def load_model(
-    path: str | os.PathLike[str] | bytes, params_address: int, functions: LlamaFunctions, compress: bool = False
+    path: str | os.PathLike[str] | bytes,
+    params_address: int,
+    functions: LlamaFunctions,
+    compress: bool = False,
+    keep_negative_zeros: bool = False,
 ) -> int:
     """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense one. The caller owns
     it.
 
-    params_address: of a llama_model_params. compress: encodes the weights of a dense model that are full of zeros.
+    params_address: of a llama_model_params. compress: encodes the weights of a dense model that are full of zeros;
+    keep_negative_zeros: and takes -0.0 for a value like any other, not for a zero.
     Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
     LoadError if llama.cpp refused a sparse one.
     """
@@ -39,7 +44,10 @@ def load_model(
 
     params = ffi().cast("const struct llama_model_params *", params_address)
     owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # if an exception comes before the return
-    check(lib().ggml_macko_load_model(os.fsencode(path), params, compress, c_functions, owner))
+    flags = (lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
+        lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if keep_negative_zeros else 0
+    )
+    check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))
     address = int(ffi().cast("uintptr_t", owner[0]))
     owner[0] = ffi().NULL
     return address

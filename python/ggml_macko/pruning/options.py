@@ -6,15 +6,17 @@ parameter owl_m.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple, Union
 
 from .. import errors
-from ..evaluation.text_model import N_CTX
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 
 Sparsity = Union[str, float, Fraction]
 """A share of zeros from 0 to 1. A float counts as the decimal number that Python prints for it: 0.7 is 7/10."""
@@ -33,10 +35,23 @@ OWL_LAMBDA = Fraction("0.08")
 DAMPING = 0.01
 """What SparseGPT adds to the diagonal of the Hessian, as a multiple of its mean: the paper's value."""
 
-N_CHUNKS = 128
-"""Chunks of the calibration text, as in the Wanda and SparseGPT papers."""
+MIN_HESSIAN_MEMORY = 2 << 30
+"""Bytes that SparseGPT takes for Hessians where no number is given, at least."""
 
-HESSIAN_MEMORY = 2 << 30
+
+def hessian_memory(root: Path = Path("/")) -> int:
+    """Bytes for Hessians where no number is given: half of what is free, so that few passes over the text are needed.
+
+    root: where proc/ and sys/ are mounted. A memory limit of a container (cgroup v2) counts.
+    """
+    free = []
+    with contextlib.suppress(OSError):
+        found = re.findall(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        free += [int(kib) << 10 for kib in found]
+    group = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(min(free, default=0) // 2, MIN_HESSIAN_MEMORY)
 
 
 class Pattern(NamedTuple):
@@ -74,11 +89,11 @@ class PruneOptions:
     table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
     imatrix: str | None = None  # path
     text: str | None = None  # path of the calibration text
-    n_chunks: int = N_CHUNKS
+    n_chunks: int = N_CALIBRATION_CHUNKS
     n_ctx: int = N_CTX
     sequential: bool = False
     damping: float = DAMPING
-    hessian_memory: int = HESSIAN_MEMORY  # bytes
+    hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
     device: str = "auto"  # of SparseGPT; none: the CPU, even if CuPy finds a GPU
     n_threads: int = 0
 
@@ -88,7 +103,7 @@ class PruneOptions:
         return self.method == "sparsegpt" or self.sequential
 
     def check(self) -> None:
-        """Raises MackoError (BAD_ARGUMENT) for a value out of range, and for options that do not go together."""
+        """Raises UsageError for a value out of range, and for options that do not go together."""
         check_choice("--per", self.per, ("row", "tensor", "model"))
         check_choice("--allocation", self.allocation, ALLOCATIONS)
         check_choice("--device", self.device, ("auto", "none"))
@@ -118,11 +133,11 @@ class PruneOptions:
 
 def _refuse_if(wrong: bool, text: str) -> None:
     if wrong:
-        raise errors.error(errors.BAD_ARGUMENT, text)
+        raise errors.usage_error(text)
 
 
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
-    """Raises MackoError (BAD_ARGUMENT) unless value is one of the choices."""
+    """Raises UsageError unless value is one of the choices."""
     choices = list(choices)
     _refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
 
@@ -130,18 +145,27 @@ def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
 def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:
     """The exact fraction: 0.7 of 10 weights is 7, whatever binary floating point makes of 0.7.
 
-    Raises MackoError (BAD_ARGUMENT) unless it is a number from 0 to 1.
+    Raises UsageError unless it is a number from 0 to 1.
     """
-    try:
-        fraction = Fraction(str(value))
-    except (ValueError, ZeroDivisionError):
-        fraction = Fraction(-1)
-    _refuse_if(not 0 <= fraction <= 1, f"{option} {value}: expected a number from 0 to 1")
+    text = str(value)
+    fraction = _fraction(text.rstrip("%"))
+    is_share = fraction is not None and 0 <= fraction <= 1 and not text.endswith("%")
+    if fraction is None or not is_share:
+        is_percentage = fraction is not None and 0 < fraction <= 100 and (fraction > 1 or text.endswith("%"))
+        hint = f"; did you mean {float((fraction or 0) / 100):g}?" if is_percentage else ""
+        raise errors.usage_error(f"{option} {value}: expected a number from 0 to 1{hint}")
     return fraction
 
 
+def _fraction(text: str) -> Fraction | None:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
 def parse_pattern(text: str) -> Pattern:
-    """The pattern of a text such as "2:4". Raises MackoError (BAD_ARGUMENT)."""
+    """The pattern of a text such as "2:4". Raises UsageError."""
     found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
     n, m = (int(found[1]), int(found[2])) if found else (0, 0)
     _refuse_if(not 0 < n < m, f"--pattern {text}: expected N:M with 0 < N < M")
@@ -153,11 +177,11 @@ def parse_how_many(
 ) -> tuple[Fraction, Pattern | None]:
     """Sparsity and pattern, of which exactly one must be given.
 
-    other_options: options were given that only a sparsity goes with. Raises MackoError (BAD_ARGUMENT).
+    other_options: options were given that only a sparsity goes with. Raises UsageError.
     """
     if pattern is None:
         if sparsity is None:
-            raise errors.error(errors.BAD_ARGUMENT, "--sparsity (or --pattern) is missing")
+            raise errors.usage_error("--sparsity (or --pattern) is missing")
         return parse_sparsity(sparsity), None
     parsed = parse_pattern(pattern)
     _refuse_if(
@@ -168,13 +192,13 @@ def parse_how_many(
 
 
 def parse_table(entries: Iterable[tuple[str, Sparsity]]) -> tuple[TableEntry, ...]:
-    """(regular expression, sparsity) pairs, compiled and checked. Raises MackoError (BAD_ARGUMENT)."""
+    """(regular expression, sparsity) pairs, compiled and checked. Raises UsageError."""
     table = []
     for regex, sparsity in entries:
         try:
             table.append(TableEntry(re.compile(regex), parse_sparsity(sparsity, f"--tensor-sparsity {regex}=")))
         except re.error as e:
-            raise errors.error(errors.BAD_ARGUMENT, f"--tensor-sparsity {regex}={sparsity}: {e}") from e
+            raise errors.usage_error(f"--tensor-sparsity {regex}={sparsity}: {e}") from e
     return tuple(table)
 
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import console, errors
-from ..evaluation.text_model import N_CTX
+from ..evaluation import text_model
+from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
@@ -93,11 +95,11 @@ def prune(
     exclude: Sequence[str] = (),
     imatrix: str | os.PathLike[str] | None = None,
     text: str | os.PathLike[str] | None = None,
-    n_chunks: int = option_rules.N_CHUNKS,
+    n_chunks: int = N_CALIBRATION_CHUNKS,
     n_ctx: int = N_CTX,
     sequential: bool = False,
     damping: float = option_rules.DAMPING,
-    hessian_memory: int = option_rules.HESSIAN_MEMORY,
+    hessian_memory: int | None = None,
     device: str = "auto",
     n_threads: int = 0,
     force: bool = False,
@@ -119,13 +121,52 @@ def prune(
 
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned. damping:
-    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time; less
-    means more passes. device: "auto" runs SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
+    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time, by
+    default half of what is free; less means more passes over the text and the same result. device: "auto" runs
+    SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
 
     n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
     weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
     """
+    options = make_options(
+        sparsity=sparsity,
+        pattern=pattern,
+        method=method,
+        per=per,
+        allocation=allocation,
+        owl_m=owl_m,
+        owl_lambda=owl_lambda,
+        tensor_sparsity=tensor_sparsity,
+        imatrix=imatrix,
+        text=text,
+        n_chunks=n_chunks,
+        n_ctx=n_ctx,
+        sequential=sequential,
+        damping=damping,
+        hessian_memory=hessian_memory,
+        device=device,
+        n_threads=n_threads,
+    )
+    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+
+
+def make_options(
+    *,
+    sparsity: Sparsity | None,
+    pattern: str | None,
+    method: str,
+    per: str | None,
+    allocation: str,
+    owl_lambda: Sparsity,
+    tensor_sparsity: Iterable[tuple[str, Sparsity]],
+    imatrix: str | os.PathLike[str] | None,
+    text: str | os.PathLike[str] | None,
+    hessian_memory: int | None,
+    **more: Any,
+) -> PruneOptions:
+    """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
     option_rules.check_choice("--method", method, METHODS)
+    tensor_sparsity = list(tensor_sparsity)
     parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
         sparsity, pattern, other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None
     )
@@ -135,21 +176,27 @@ def prune(
         per=per or METHODS[method],
         pattern=parsed_pattern,
         allocation=allocation,
-        owl_m=owl_m,
         owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
-        n_chunks=n_chunks,
-        n_ctx=n_ctx,
-        sequential=sequential,
-        damping=damping,
-        hessian_memory=hessian_memory,
-        device=device,
-        n_threads=n_threads,
+        hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
+        **more,
     )
     options.check()
-    return prune_with(options, source, output, include=include, exclude=exclude, force=force)
+    return options
+
+
+def check_inputs(
+    options: PruneOptions, source: str | os.PathLike[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> None:
+    """Raises what prune_with() would find wrong with the files and names that it gets, before any work is done."""
+    with Model(source) as model, console.quiet():
+        _check_table(model, tensors_to_prune(model, include, exclude), options.table)
+        if options.imatrix is not None:
+            imatrix_file.read(options.imatrix).check_model(model)
+    if options.text is not None:
+        text_model.read_text(options.text)
 
 
 def prune_with(
@@ -169,6 +216,7 @@ def prune_with(
         model = stack.enter_context(Model(source))
         pool = stack.enter_context(ThreadPoolExecutor(options.n_threads or None))
         tensors = tensors_to_prune(model, include, exclude)
+        _check_table(model, tensors, options.table)
         opened = None
         if output is not None:
             inputs = [*model.paths, *statistics_files]
@@ -201,6 +249,9 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
     """
     if model.is_sparse:
         raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: is a sparse file; use `macko restore` first")
+    for option, parts in (("--include-weights", include), ("--exclude-weights", exclude)):
+        for part in parts:
+            tensor_rules.check_pattern(f"{option} {part}", re.escape(part), (t.name for t in model.tensors))
     chosen = _select(model, include, exclude)
     refused = [s for s in chosen if s.obstacle]
     for t, obstacle in refused:
@@ -210,6 +261,14 @@ def tensors_to_prune(model: Model, include: Sequence[str] = (), exclude: Sequenc
         hint = f"{refused[0].tensor.name} has {refused[0].obstacle}" if refused else "no tensor has such a name"
         raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: nothing to prune: {hint}")
     return tensors
+
+
+def _check_table(model: Model, tensors: Sequence[Tensor], table: Iterable[TableEntry]) -> None:
+    """Raises MackoError (BAD_ARGUMENT) if an entry is for none of the tensors that are pruned."""
+    names, all_names = ([t.name for t in ts] for ts in (tensors, model.tensors))
+    for entry in table:
+        text = f"--tensor-sparsity {entry.regex.pattern}={float(entry.sparsity):g}"
+        tensor_rules.check_pattern(text, entry.regex.pattern, names, all_names, "is not pruned; see --include-weights")
 
 
 def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> list[_Selected]:

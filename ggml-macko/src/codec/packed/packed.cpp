@@ -6,6 +6,8 @@
 #include "codec/team.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 namespace macko {
@@ -247,6 +249,32 @@ template <typename T> static int check_plain_values(const packed_arrays & a, int
                 static_cast<long long>(k));
 }
 
+// Whether a value d * q of a block is beyond F16, by more than the rounding of d explains. Other dense types hold all.
+static bool leaves_f16(const uint8_t * block, int32_t type) {
+    constexpr float beyond = 65536; // the largest F16 is 65504, and d is rounded by 2^-11 at most
+    const float     d      = std::fabs(float_of_f16(quant_scale_bits(block)));
+    if (d * static_cast<float>(QUANT_MAX) < beyond) {
+        return false;
+    }
+    for (int64_t i = 0; i < QUANT_BLOCK; i++) {
+        if (d * static_cast<float>(std::abs(quant_at(block, type, i))) >= beyond) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static int check_quant_range(const packed_arrays & a, int n_threads) {
+    const int64_t   n = a.n_values / QUANT_BLOCK, nbytes = quant_block_nbytes(a.desc.value_type);
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
+    const int64_t   block  = a.desc.dense.type != GGML_MACKO_TYPE_F16 ? n : first_bad(n, n_threads, [&](int64_t i) {
+        return leaves_f16(blocks + i * nbytes, a.desc.value_type);
+    });
+    return block < n ? fail(GGML_MACKO_STATUS_NOT_FINITE, "block %lld has a value beyond F16, the dense type",
+                            static_cast<long long>(block))
+                     : static_cast<int>(GGML_MACKO_STATUS_OK);
+}
+
 static int check_quant_values(const packed_arrays & a, int n_threads) {
     const int32_t   type   = a.desc.value_type;
     const int64_t   nbytes = quant_block_nbytes(type), nnz = a.desc.dense.nnz;
@@ -263,7 +291,7 @@ static int check_quant_values(const packed_arrays & a, int n_threads) {
                         static_cast<long long>(k));
         }
     }
-    return GGML_MACKO_STATUS_OK;
+    return check_quant_range(a, n_threads);
 }
 
 int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
@@ -336,6 +364,47 @@ int packed_view::decode(void * dense, int n_threads) const {
         }
     });
     return GGML_MACKO_STATUS_OK;
+}
+
+// the distance of x to the nearest value that a block can hold
+static double nearest_distance(const uint8_t * block, int32_t type, double d, double x) {
+    constexpr double WHOLE = 0x1.8p52; // adding it rounds to a whole number, ties to even
+    if (type == GGML_MACKO_TYPE_Q4_NL) {
+        double nearest = std::fabs(x - d * Q4_NL_LEVELS[block[0] & 1][0]);
+        for (const int8_t level : Q4_NL_LEVELS[block[0] & 1]) {
+            nearest = std::min(nearest, std::fabs(x - d * level));
+        }
+        return nearest;
+    }
+    const quant_limits range = quant_range(type);
+    const double       q     = std::max<double>(range.low, std::min<double>(range.high, d == 0 ? 0 : x / d));
+    return std::fabs(x - d * ((q + WHOLE) - WHOLE));
+}
+
+// The distance to the nearest d * q, the rounding of the scale to F16, and that of the product to the dense type. A
+// value beyond twice the largest |q| cannot belong to its scale: searched scales cut off less than half of a value.
+void packed_view::error_bounds(int64_t k, int64_t n, const float * source, double * bounds) const {
+    const int32_t type = arrays_.desc.value_type;
+    if (!is_quant_type(type)) {
+        codec_view::error_bounds(k, n, source, bounds);
+        return;
+    }
+    const auto * blocks   = static_cast<const uint8_t *>(arrays_.values);
+    const double rounding = desc().type == GGML_MACKO_TYPE_F32   ? 0x1p-24
+                            : desc().type == GGML_MACKO_TYPE_F16 ? 0x1p-11
+                                                                 : 0x1p-8;
+    const double most     = 2 - quant_range(type).low;
+    for (int64_t i = 0; i < n; i++) {
+        const uint8_t * block = blocks + (k + i) / QUANT_BLOCK * quant_block_nbytes(type);
+        const auto      x     = static_cast<double>(source[i]);
+        const auto      d     = static_cast<double>(float_of_f16(quant_scale_bits(block)));
+        const double    scale = 2 * most * (std::fabs(d) * 0x1p-11 + 0x1p-25); // twice: it may turn a q beside a tie
+        const double    value = d * quant_at(block, type, (k + i) % QUANT_BLOCK);
+        bounds[i]             = scale + std::fabs(value) * rounding + 0x1p-24;
+        if (std::fabs(x) <= 2 * most * std::fabs(d) + scale) {
+            bounds[i] += nearest_distance(block, type, d, x) + 1e-4 * std::fabs(d);
+        }
+    }
 }
 
 // ---- pack ----
@@ -468,23 +537,25 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
     out->desc             = desc;
     out->index.assign(static_cast<size_t>(index_nbytes_of_bits(plan.n_bits)), 0);
     out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
-    const bool         quantized = is_quant_type(desc.value_type);
-    std::vector<float> floats(quantized ? static_cast<size_t>(nnz) : 0);
+    const bool     quantized = is_quant_type(desc.value_type);
+    std::vector<T> plain(quantized ? static_cast<size_t>(nnz) : 0); // what is to be quantized
+    T *            values = quantized ? plain.data() : reinterpret_cast<T *>(out->values.data());
     parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const T * row = dense + r * cols;
             int64_t   k   = out->row_ptr[static_cast<size_t>(r)];
-            write_index(row, cols, plan, plan.first_bit[static_cast<size_t>(r)], out->index.data(), [&](int64_t col) {
-                if (quantized) {
-                    floats[static_cast<size_t>(k++)] = float_of_value(row[col], desc.dense.type);
-                } else {
-                    reinterpret_cast<T *>(out->values.data())[k++] = row[col];
-                }
-            });
+            write_index(row, cols, plan, plan.first_bit[static_cast<size_t>(r)], out->index.data(),
+                        [&](int64_t col) { values[k++] = row[col]; });
         }
     });
-    return quantized ? quantize(floats.data(), nullptr, nnz, desc.value_type, n_threads, out->values.data())
-                     : static_cast<int>(GGML_MACKO_STATUS_OK);
+    if (!quantized) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status =
+            quantize(plain.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())) {
+        return status;
+    }
+    return check_quant_range(out->arrays(), n_threads); // a searched scale may round a large value up
 }
 
 } // namespace

@@ -48,6 +48,8 @@ def generate(path: str) -> str:
 
 
 def work(path: str, call: int, error: int) -> None:
+    import llama_cpp  # noqa: F401  loads libggml-base, which the plugin needs
+
     import ggml_macko
 
     plugin = ctypes.CDLL(str(pathlib.Path(ggml_macko.__file__).parent / "libggml-macko.so"))

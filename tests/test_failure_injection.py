@@ -33,20 +33,33 @@ def test_failure_of_any_call_gives_one_line_and_no_file(tmp_path, only):
     assert {"right", "refused"} <= {r["outcome"] for r in results}
 
 
-def test_use_of_a_weight_is_known_without_memory(tmp_path):
-    """An answer of "no use" would leave the weight dense, without a word."""
+def run_with_failing_allocations(tmp_path, script: str) -> None:
+    """A script that may call shim.fail_nth_arm; it must end as it should."""
     shim = tmp_path / "fail-nth.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, generators.ROOT / "tests" / "fail-nth.c", "-ldl"], check=True)
-    script = """
+    source = generators.ROOT / "tests" / "fail-nth.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
+    begin = """
 import ctypes
 from ggml_macko.native import bindings
 from ggml_macko.native.library import lib
-shim, name = ctypes.CDLL(None), b"blk.1.attn_output.weight"
-function, allocation = lib().ggml_macko_weight_use_of, 1
+shim = ctypes.CDLL(None)
+def fail(n, from_there_on):
+    shim.fail_nth_arm(1, ctypes.c_long(n), from_there_on, None, ctypes.c_size_t(0))
+"""
+    done = subprocess.run([sys.executable, "-c", begin + script], env={**os.environ, "LD_PRELOAD": str(shim)})
+    assert done.returncode == 0
+
+
+def test_use_of_a_weight_is_known_without_memory(tmp_path):
+    """An answer of "no use" would leave the weight dense, without a word."""
+    run_with_failing_allocations(
+        tmp_path,
+        """
+function, name = lib().ggml_macko_weight_use_of, b"blk.1.attn_output.weight"
 assert function(name, 2) == bindings.WEIGHT_BLOCK  # cffi gets its memory of this thread now
-shim.fail_nth_arm(allocation, ctypes.c_long(1), True, None, ctypes.c_size_t(0))
+fail(1, True)
 use = function(name, 2)
 shim.fail_nth_disarm()
 assert use == bindings.WEIGHT_BLOCK, use
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "LD_PRELOAD": str(shim)})
+""",
+    )

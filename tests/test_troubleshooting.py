@@ -503,8 +503,9 @@ os.waitpid(child, 0)""")
 # ---- converting and pruning ----
 
 
-@row("a Hugging Face checkpoint needs")
+@row("<folder>: a Hugging Face checkpoint needs")
 def _(p):
+    (p.tmp_path / "config.json").write_text("{}")
     p.monkeypatch.setenv("PATH", str(p.tmp_path))
     p.monkeypatch.delenv("GGML_MACKO_CONVERT_HF", raising=False)
     return p.macko("convert", p.tmp_path, p.tmp_path / "out.gguf")

@@ -30,12 +30,12 @@ CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 # name -> largest input, as in tests/fuzz/fuzz-NAME.cpp; and its part of the processes
 TARGETS = {
     "header": (8192, 3),
-    "model": (4096, 3),
+    "model": (8192, 3),
     "payload": (4096, 3),
     "encode": (2048, 2),
     "products": (2048, 2),
-    "compress": (4096, 1),
-    "split": (4096, 2),
+    "compress": (8192, 1),
+    "split": (8192, 2),
 }
 VARIANTS = {"sanitized": "ON", "plain": "OFF"}
 HANG_SECONDS, RSS_MB = 5, 512
@@ -238,7 +238,9 @@ def merge(args: argparse.Namespace) -> None:
         )  # fmt: skip
         known = {p.read_bytes() for p in (args.folder / "corpus" / name).glob("seed-*")}
         found = [p for p in merged.iterdir() if p.read_bytes() not in known]
-        found = sorted(found, key=lambda p: (p.stat().st_size, p.name))[: args.max_files]
+        found = sorted(found, key=lambda p: (p.stat().st_size, p.name))
+        step = max(1, -(-len(found) // args.max_files))
+        found = found[::-step]  # of all sizes, since small ones alone are refused early
         for path in found:
             shutil.copy2(path, args.into / name / path.name[:16])
         print(f"{name}: {len(found)} inputs, {sum(p.stat().st_size for p in found):,} bytes")

@@ -60,7 +60,6 @@ void   operator delete(void * p, size_t) noexcept { counted_free(p); }
 void   operator delete[](void * p, size_t) noexcept { counted_free(p); }
 
 constexpr int64_t MEM_PER_BYTE = 64; // an accepted file may stand for so many dense bytes
-constexpr int64_t MEM_CONSTANT = 4 << 20;
 constexpr double  MAX_SECONDS  = 1;
 
 // ---- mutations that know nothing of the input ----
@@ -148,7 +147,7 @@ struct runner {
         n_run++;
         mem_worst = std::max(mem_worst, used);
         slowest   = std::max(slowest, seconds);
-        FUZZ_CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + MEM_CONSTANT,
+        FUZZ_CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + TARGET.max_memory,
                    "%lld bytes of memory for an input of %zu", static_cast<long long>(used), b.size());
         FUZZ_CHECK(seconds < MAX_SECONDS, "%.1f s for an input of %zu bytes", seconds, b.size());
     }
@@ -178,6 +177,10 @@ int main(int argc, char ** argv) {
     double             seconds = 5;
     uint64_t           seed    = static_cast<uint64_t>(time(nullptr) / 86400);
     std::vector<bytes> pool    = TARGET.seeds();
+    for (const bytes & b : pool) {
+        FUZZ_CHECK(b.size() <= TARGET.max_nbytes && TARGET.run(b.data(), b.size()), "seed %zd of %zu bytes: %s",
+                   &b - pool.data(), b.size(), ggml_macko_last_error());
+    }
     for (int i = 1; i < argc; i++) {
         if (sscanf(argv[i], "--seconds=%lf", &seconds) != 1 && sscanf(argv[i], "--seed=%lu", &seed) != 1) {
             add_stored(argv[i], &pool);

@@ -5,12 +5,13 @@
 
 using namespace fuzz;
 
-static constexpr size_t TAIL = sizeof(uint32_t);
+static constexpr size_t   TAIL      = sizeof(uint32_t);
+static constexpr uint32_t MAX_ZEROS = 0xfffff; // a header may go on in them: its memory grows with the file
 
 static uint32_t tail_of(const uint8_t * data, size_t size) {
     uint32_t n;
     memcpy(&n, data + size - TAIL, TAIL);
-    return n;
+    return n & MAX_ZEROS;
 }
 
 static bool run(const uint8_t * data, size_t size) {
@@ -32,7 +33,7 @@ static bytes header_of(const builder::file & f) {
     uint64_t        file_size   = 0;
     bytes           b           = builder::serialize_header(f, &where, &file_size);
     const uint64_t  data_nbytes = file_size > b.size() ? file_size - b.size() : 0;
-    builder::put<uint32_t>(&b, static_cast<uint32_t>(std::min<uint64_t>(data_nbytes, UINT32_MAX)));
+    builder::put<uint32_t>(&b, static_cast<uint32_t>(std::min<uint64_t>(data_nbytes, MAX_ZEROS)));
     return b;
 }
 
@@ -42,9 +43,6 @@ static std::vector<bytes> seeds() {
         for (const builder::file & f : files) {
             all.push_back(header_of(f));
         }
-    }
-    for (const bool bpe : { false, true }) {
-        all.push_back(header_of(builder::sparse_file(builder::tiny_llama(16, 1, 3, bpe))));
     }
     return all;
 }
@@ -64,4 +62,4 @@ static size_t mutate(uint8_t * data, size_t size, size_t max_size, uint64_t seed
     return b.size();
 }
 
-const target fuzz::TARGET = { "header", 8192, run, seeds, mutate };
+const target fuzz::TARGET = { "header", 8192, 16 << 20, run, seeds, mutate };

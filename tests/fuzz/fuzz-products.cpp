@@ -179,7 +179,12 @@ std::vector<bytes> seeds() {
     std::vector<bytes> all;
     uint8_t            n = 0;
     for (const bytes & matrix : encode_seeds()) {
-        bytes b = { static_cast<uint8_t>(n % 3 ? n : 0), static_cast<uint8_t>(n * 5 + 2), n, 0, 0, 0 };
+        bytes b = { static_cast<uint8_t>(n % 3 ? n : 0),
+                    static_cast<uint8_t>(n % 5 == 0 ? 3 : n / 5 * 4 + n % 2 * 2),
+                    n,
+                    0,
+                    0,
+                    0 };
         b.insert(b.end(), matrix.begin(), matrix.end());
         all.push_back(b);
         n++;
@@ -189,4 +194,4 @@ std::vector<bytes> seeds() {
 
 } // namespace
 
-const target fuzz::TARGET = { "products", 2048, run, seeds, nullptr };
+const target fuzz::TARGET = { "products", 2048, 4 << 20, run, seeds, nullptr };

@@ -45,9 +45,10 @@ struct rng {
 struct target {
     const char * name;
     size_t       max_nbytes; // of an input
+    int64_t      max_memory; // that one input may need, besides 64 bytes for each of its own
     // Runs one input. True if the library accepted it, and its results were compared.
     bool (*run)(const uint8_t * data, size_t size);
-    std::vector<bytes> (*seeds)();
+    std::vector<bytes> (*seeds)(); // all are accepted
     // changes an input in a way that knows its structure; nullptr: the driver's mutations are enough
     size_t (*mutate)(uint8_t * data, size_t size, size_t max_size, uint64_t seed);
 };

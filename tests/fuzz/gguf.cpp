@@ -24,6 +24,8 @@ static file small_header(uint32_t n_embd) {
     f.keys.push_back(builder::texts("tokenizer.ggml.tokens", { "a", "b", "ab" }));
     f.keys.push_back(builder::array<int32_t>("tokenizer.ggml.token_type", builder::I32, { 1, 1, 1 }));
     f.keys.push_back(builder::texts("tokenizer.ggml.merges", { "a b" }));
+    f.keys.push_back(builder::scalar<uint32_t>("tokenizer.ggml.bos_token_id", builder::U32, 0));
+    f.keys.push_back(builder::scalar<uint32_t>("tokenizer.ggml.eos_token_id", builder::U32, 1));
     return f;
 }
 
@@ -74,7 +76,7 @@ std::vector<file> small_dense_files() {
         for (const double density : { 0.02, 0.3, 0.9 }) {
             files.push_back(one_matrix(type, 4, 6, 64, density).dense);
         }
-        files.push_back(one_matrix(type, 4, 1, 700, 0.01).dense);
+        files.push_back(one_matrix(type, 4, 2, 700, 0.01).dense);
     }
     file experts            = one_matrix(builder::TYPE_F16, 4, 12, 32, 0.2).dense;
     experts.tensors[0].name = "blk.0.ffn_up_exps.weight";

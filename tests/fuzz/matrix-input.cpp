@@ -106,7 +106,7 @@ std::vector<bytes> encode_seeds() {
                 bytes             b(reinterpret_cast<const uint8_t *>(&d), reinterpret_cast<const uint8_t *>(&d + 1));
                 b.resize(b.size() + 8u * (option == 4));
                 const uint32_t types[] = { builder::TYPE_F16, builder::TYPE_BF16, builder::TYPE_F32 };
-                const bytes    dense = builder::random_data(random, types[type], 600, 1u + d.cols, 0.1 + 0.2 * option);
+                const bytes    dense = builder::random_data(random, types[type], 400, 1u + d.cols, 0.1 + 0.2 * option);
                 b.insert(b.end(), dense.begin(), dense.end());
                 all.push_back(b);
             }

@@ -6,8 +6,9 @@
 namespace macko {
 
 // Quantizes n values of value_type (F32, F16 or BF16); blocks has room for packed_n_values(n), of which those behind n
-// become padding. weights: how much the square of an error counts, not negative; nullptr weighs all alike. Only the search for Q4_NL's scales uses them.
-// NOT_FINITE if a value is too large for a scale in F16. Same bytes for any number of threads.
+// become padding. weights: how much the square of an error counts, not negative; nullptr weighs all alike. Only the
+// search for Q4_NL's scales uses them. NOT_FINITE if a value is too large for a scale in F16. Same bytes for any number
+// of threads.
 [[nodiscard]] int quantize(const void * values, int32_t value_type, const float * weights, int64_t n, int32_t type,
                            int n_threads, uint8_t * blocks);
 

@@ -287,7 +287,8 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
     cookie *      k   = static_cast<cookie *>(c);
     const int64_t len = k->file->contiguous_bytes(
         k->pos, std::min<int64_t>(static_cast<int64_t>(std::min<size_t>(n, INT64_MAX)), k->file->size() - k->pos));
-    if (const int status = k->file->read_at(k->pos, buffer, len)) {
+    // stdio, which called this, is C: an exception must not pass through it
+    if (const int status = c_boundary([&] { return k->file->read_at(k->pos, buffer, len); })) {
         k->record_error(k->file, status);
         errno = EIO;
         return -1;

@@ -27,8 +27,8 @@ NAMES = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 OUTTYPES = ("auto", "f32", "f16", "bf16")
 
 
-def find_converter() -> list[str]:
-    """The command of llama.cpp's converter. Raises MackoError (IO) that says what to do if there is none."""
+def find_converter(folder: Path) -> list[str]:
+    """The command of llama.cpp's converter. Raises MackoError (IO), which says what to do, if there is none."""
     named = os.environ.get(VARIABLE)
     if named and not Path(named).is_file():
         raise errors.error(errors.IO, f"{VARIABLE}={named}: there is no such file")
@@ -36,8 +36,8 @@ def find_converter() -> list[str]:
     if found is None:
         raise errors.error(
             errors.IO,
-            f"a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the PATH; "
-            f"{VARIABLE}=FILE names it (docs/guide/huggingface.md)",
+            f"{folder}: a Hugging Face checkpoint needs {NAMES[0]} of llama.cpp to become a GGUF, and it is not on the "
+            f"PATH; {VARIABLE}=FILE names it (docs/guide/huggingface.md)",
         )
     return [sys.executable, found] if found.endswith(".py") else [found]
 
@@ -75,7 +75,7 @@ def to_gguf(folder: str | os.PathLike[str], output: str | os.PathLike[str], outt
     that the converter printed if it fails.
     """
     read_config(Path(folder))
-    command = [*find_converter(), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
+    command = [*find_converter(Path(folder)), os.fspath(folder), "--outfile", os.fspath(output), "--outtype", outtype]
     console.log(f"{Path(folder).name}: {Path(command[-6]).name} makes a GGUF ..")
     is_seen = console.shows_progress()  # then it shows how far it is, and errors, itself
     done = subprocess.run(
@@ -109,11 +109,11 @@ def as_gguf(
     if not path.is_dir():
         yield path
         return
-    find_converter()  # before anything is written
+    read_config(path)
+    find_converter(path)  # before anything is written
     parent = tempfile.gettempdir() if near is None else Path(os.path.realpath(near)).parent
     if not os.path.isdir(parent):
         raise errors.error(errors.IO, f"{parent}: is not a folder")
-    read_config(path)
     if not trust_remote_code:
         check_runs_no_code(path)
     with scratch_folder(parent, ".macko-hf-") as folder:

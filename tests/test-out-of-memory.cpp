@@ -1,0 +1,73 @@
+// The stream that llama.cpp reads a model from, where memory runs out: stdio calls it, so that an exception must become
+// an error of the stream.
+#include "gguf-builder.h"
+#include "load/dense-stream.h"
+#include "test.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <new>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+static std::atomic<long> n_left{ -1 }; // allocations until one fails; negative: none does
+
+static void * allocate(size_t n) {
+    if (n_left >= 0 && n_left-- == 0) {
+        return nullptr;
+    }
+    return malloc(n > 0 ? n : 1);
+}
+
+// not inline, or the compiler takes free() for the wrong partner of new
+[[gnu::noinline]] void * operator new(size_t n) {
+    if (void * p = allocate(n)) {
+        return p;
+    }
+    throw std::bad_alloc();
+}
+
+[[gnu::noinline]] void operator delete(void * p) noexcept { free(p); }
+[[gnu::noinline]] void operator delete(void * p, size_t) noexcept { free(p); }
+
+// Returns whether the failing allocation was reached.
+static bool read_with_failing_allocation(const std::string & path, long n) {
+    std::unique_ptr<macko::model_file>   file;
+    std::unique_ptr<macko::dense_stream> stream;
+    CHECK(macko::model_file_open_sparse(path.c_str(), macko::compression::off, &file) == 0 &&
+              macko::dense_stream::create(*file, &stream) == 0,
+          "%s", ggml_macko_last_error());
+    FILE *            f = stream->open_stream();
+    std::vector<char> buffer(1 << 16);
+    n_left = n;
+    while (fread(buffer.data(), 1, buffer.size(), f) > 0) {
+    }
+    const bool failed = n_left < 0;
+    n_left            = -1;
+    CHECK(failed == (ferror(f) != 0), "allocation %ld: the stream has an error exactly if memory ran out", n);
+    CHECK(stream->status() == (failed ? GGML_MACKO_STATUS_OUT_OF_MEMORY : 0), "allocation %ld: status %d", n,
+          stream->status());
+    fclose(f);
+    return failed;
+}
+
+int main() {
+    std::string path = "/tmp/test-out-of-memory.XXXXXX";
+    const int   fd   = mkstemp(path.data());
+    CHECK(fd >= 0, "no temporary file");
+    close(fd);
+    const builder::bytes data =
+        builder::serialize(builder::sparse_file(builder::tiny_llama(64, 2, 5, true), false, true));
+    std::ofstream(path, std::ios::binary)
+        .write(reinterpret_cast<const char *>(data.data()), static_cast<std::streamsize>(data.size()));
+    long n = 0;
+    while (n < 10000 && read_with_failing_allocation(path, n)) {
+        n++;
+    }
+    CHECK(n > 0 && n < 10000, "%ld allocations failed", n);
+    unlink(path.c_str());
+    return test_summary("test-out-of-memory");
+}

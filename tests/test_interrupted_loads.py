@@ -24,6 +24,7 @@ from llama_logits import logits
 
 open_model = functools.partial(llama_logits.open_model, n_ctx=32, logits_all=True)
 TOKENS = [1, 5, 7, 9]
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,6 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an exception in a finalizer
 @pytest.mark.parametrize("compress", [False, True])
 def test_thread_loads_again_after_an_exception_at_any_instruction(models, compress):
     path = models[0] if compress else models[1]

@@ -31,10 +31,16 @@ class Llama(llama_cpp.Llama):
     thread generates lets it finish its token; the model is freed when nothing uses it any more.
     """
 
-    _stack = contextlib.ExitStack()  # what llama_cpp.Llama.__del__ closes if __init__ has not begun
-    _users_lock = threading.RLock()
+    _users_lock: Any  # an RLock of this object
     _n_users = 0
     _closed = False
+
+    def __new__(cls, *unused: Any, **also_unused: Any) -> Llama:
+        """What close() needs, which __del__ calls even if __init__ has not begun."""
+        self = super().__new__(cls)
+        self._stack = contextlib.ExitStack()
+        self._users_lock = threading.RLock()
+        return self
 
     def __init__(
         self,
@@ -57,7 +63,6 @@ class Llama(llama_cpp.Llama):
         socket or device, VersionMismatchError if another llama-cpp-python is installed than the plugin was built for,
         and else what llama_cpp.Llama raises, ValueError above all.
         """
-        self._stack = contextlib.ExitStack()  # llama_cpp.Llama.__del__ closes it, also when register() fails
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
         init = super().__init__

@@ -11,7 +11,7 @@ namespace fuzz {
 constexpr size_t MAX_PARTS = 3;
 constexpr int    FIRST_FD  = 900; // of the parts, so that their names can stay
 
-// A folder with a symbolic link to the descriptor of each part, for each number of parts. It goes when the process ends.
+// A folder with a symbolic link to the descriptor of each part, for each number of parts, until the process ends.
 struct folder {
     std::string path = "/tmp/macko-fuzz.XXXXXX";
     folder() {

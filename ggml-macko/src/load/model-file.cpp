@@ -61,7 +61,7 @@ static bool claims_to_be_sparse(const model_file & file) {
     static constexpr std::string_view keys[] = { "macko.version", "macko.tensor." };
     constexpr int64_t                 chunk  = 1 << 20;
     constexpr int64_t overlap = 16; // at least the length of a name, so that none is cut at the end of a chunk
-    const int64_t     end = std::min(file.size(), CLAIM_SEARCH_NBYTES);
+    const int64_t     end     = std::min(file.size(), CLAIM_SEARCH_NBYTES);
     std::vector<char> buffer(static_cast<size_t>(std::min(end, chunk + overlap)));
     for (int64_t at = 0; at < end; at += chunk) {
         const int64_t n = std::min(end - at, chunk + overlap);

@@ -16,6 +16,7 @@ import pytest
 
 import hf_checkpoint
 from ggml_macko.benchmark import card
+from ggml_macko.native import devices
 
 pytest.importorskip("safetensors")
 
@@ -102,6 +103,7 @@ def test_pruned_checkpoint_is_published_within_the_hour(shell):
         "held-out.txt",
     ):
         assert part in text, part
+    assert ("all on the CPU" in text) == (not devices.gpus())
     generated = run(shlex.join(shlex.split(re.search(r"^macko generate .*$", text, re.MULTILINE)[0])) + " --temp 0")
     assert generated.startswith("Once upon a time")
     left = {p.name for p in shell.folder.iterdir()}

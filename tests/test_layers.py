@@ -101,3 +101,14 @@ def test_room_includes_only_rooms_below_its_own(room):
 
 def test_every_room_has_a_layer():
     assert {p.name for p in SOURCES.iterdir() if p.is_dir()} == set(CPLUSPLUS)
+
+
+def test_only_the_graph_of_a_running_model_uses_openmp():
+    """OpenMP keeps its threads, which a forked child waits for, and ends the process where it gets none: team.h"""
+    known = {"cpu/graph-plan.cpp", "cpu/graph-plan.h", "cpu/dispatch.cpp", "codec/team.cpp"}
+    used = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.*")
+        if re.search(r"#pragma omp|#include <omp\.h>", path.read_text())
+    }
+    assert used <= known

@@ -210,18 +210,20 @@ def test_bench_prints_its_figures(tmp_path, macko):
 
 
 def test_file_that_is_not_sparse_is_left_to_llama_cpp(tmp_path, macko, capfd, monkeypatch):
-    """Dense, split and broken files are llama.cpp's to judge, exactly as without us; also under a wrong
-    GGML_MACKO_FORCE.
+    """Dense, split and broken files are llama.cpp's to judge, also under a wrong GGML_MACKO_FORCE. To its words we add
+    what a file is that is no GGUF.
     """
     import llama_cpp
 
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
     other_arch = generators.write_gguf(tmp_path / "other.gguf", generators.tiny_tensors())
-    for path in (text, other_arch):
-        with pytest.raises(ValueError, match="Failed to load model from file") as e:
-            open_model(path)
-        assert not isinstance(e.value, errors.MackoError)
+    with pytest.raises(ValueError, match="Failed to load model from file") as e:
+        open_model(other_arch)
+    assert not isinstance(e.value, errors.MackoError)
+    with pytest.raises(ValueError, match="Failed to load model from file: .*text.gguf: not a GGUF file") as e:
+        open_model(text)
+    assert isinstance(e.value, errors.FileFormatError)
     code = f"""
 from ggml_macko import Llama, errors
 Llama({str(generators.DEMO)!r}, verbose=False)("The", max_tokens=1)

@@ -16,6 +16,7 @@ import tiny_models
 from ggml_macko.benchmark import report
 from ggml_macko.evaluation import likelihood, perplexity
 from ggml_macko.evaluation.text_model import TextModel
+from ggml_macko.native import devices
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,15 @@ def test_figures_are_those_of_the_other_tools(made, macko, tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     svg = (tmp_path / "plot.svg").read_text()
     assert svg.startswith("<?xml") and all(f">{name}<" in svg for name in results)
+
+
+def test_bench_without_a_gpu_has_no_gpu_memory(made, macko):
+    """-ngl is all by default, also where there is nothing to put layers on."""
+    if devices.gpus():
+        pytest.skip("there is a GPU")
+    _, model, _ = made
+    done = macko("bench", "-m", model, "--dense", model, "-p", 8, "-n", 4, "-r", 1, "-t", 2)
+    assert done.code == 0 and "GPU memory" not in done.out, done.err
 
 
 def test_dense_model_is_the_base_of_the_table(made, macko):

@@ -71,9 +71,9 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
         if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
-        const compression how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
-                                : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
-                                                                              : compression::on;
+        const compression     how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
+                                    : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
+                                                                                  : compression::on;
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;

@@ -1,6 +1,7 @@
 // Loops over several threads, for everything but the products of a running model. The threads are started for one call
 // and have ended when it returns: a process may fork afterwards. OpenMP keeps its threads, which a child does not have
-// and waits for; and it ends the process where the system refuses a thread. Here the threads that there are do the work.
+// and waits for; and it ends the process where the system refuses a thread. Here the threads that there are do the
+// work.
 #pragma once
 
 #include <condition_variable>
@@ -17,9 +18,10 @@ int default_threads();
 // much as some 64 Ki elements
 int threads_for(int n_threads, int64_t elements);
 
-// Calls f(begin, end, thread) for parts of 0...n-1 of `part` indices, the last may be shorter, in any order and on up to
-// n_threads threads, of which the caller's is one; 0 <= thread < n_threads. What f throws first is thrown to the caller
-// when all threads have ended; then parts may be missing. Inside another loop it runs on the caller's thread alone.
+// Calls f(begin, end, thread) for parts of 0...n-1 of `part` indices, the last may be shorter, in any order and on up
+// to n_threads threads, of which the caller's is one; 0 <= thread < n_threads. What f throws first is thrown to the
+// caller when all threads have ended; then parts may be missing. Inside another loop it runs on the caller's thread
+// alone.
 void parallel_parts(int n_threads, int64_t n, int64_t part,
                     const std::function<void(int64_t begin, int64_t end, int thread)> & f);
 

@@ -23,7 +23,7 @@ class Sample:
     prompt_tps: float | None  # tokens per second; None if no prompt was asked for
     gen_tps: float | None
     rss: int  # peak of resident memory in bytes, pages of mapped files included
-    gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there
+    gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there, or without a GPU
 
 
 def peak_rss() -> int:
@@ -39,8 +39,10 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     from ..llama import Llama
     from ..native import devices
 
+    on_gpu = bool(gpu_layers and devices.gpus())
+
     def gpu_free() -> int:
-        return sum(gpu.free for gpu in devices.gpus()) if gpu_layers else 0
+        return sum(gpu.free for gpu in devices.gpus()) if on_gpu else 0
 
     free_before = gpu_free()
     begin = time.perf_counter()
@@ -73,7 +75,7 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
         prompt_tps=prompt_tps,
         gen_tps=gen_tps,
         rss=peak_rss(),
-        gpu_memory=free_before - gpu_free() if gpu_layers else None,
+        gpu_memory=free_before - gpu_free() if on_gpu else None,
     )
 
 

@@ -52,7 +52,7 @@ class Measurement:
     n_gen: int
     repetitions: int
     n_threads: int
-    n_gpu_layers: int
+    gpus: tuple[str, ...]  # that took part
     kernels: str  # of the CPU
     version: str  # of ggml-macko
     llama_cpp_python: str  # the version that it belongs to
@@ -197,7 +197,7 @@ def _results(results: Sequence[FormResult], how: Measurement) -> Iterator[str]:
         "standard error, and the differences between models on the same text are more certain than that."
     )
     if with_speed:
-        where = "all on the CPU" if how.n_gpu_layers == 0 else "layers on the GPU"
+        where = f"with {_plain(', '.join(how.gpus))}" if how.gpus else "all on the CPU"
         yield (
             f"Speed: {how.n_threads} threads, {where}, CPU kernels {how.kernels}; medians of {how.repetitions} "
             "interleaved runs, each in a process of its own."
@@ -272,7 +272,7 @@ def _not_measured(model: ModelFile, results: Sequence[FormResult], how: Measurem
     yield (
         "Speed"
         + (" on any other machine" if any(r.gen_tps for r in results) else ": on any machine")
-        + (" and on GPUs" if how.n_gpu_layers == 0 else "")
+        + ("" if how.gpus else " and on GPUs")
     )
     if not any(r.kind == DENSE for r in results[1:]) and any(r.kind == SPARSE_QUANTIZED for r in results):
         yield "KL divergence of the quantized forms from the dense model"

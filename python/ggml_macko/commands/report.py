@@ -24,7 +24,7 @@ from ..conversion.convert import convert
 from ..evaluation.text_model import N_CTX
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput
-from ..native import bindings
+from ..native import bindings, devices
 from ..pruning.options import parse_how_many
 from ..pruning.prune import check_inputs, make_options, prune_with
 
@@ -201,7 +201,7 @@ def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormR
         n_gen=args.n_gen,
         repetitions=args.repetitions,
         n_threads=n_threads,
-        n_gpu_layers=args.gpu_layers,
+        gpus=tuple(gpu.description for gpu in devices.gpus()) if args.gpu_layers else (),
         kernels=bindings.cpu_kernels(),
         version=bindings.version(),
         llama_cpp_python=bindings.built_for_llama_cpp_python(),

@@ -70,12 +70,11 @@ bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offse
     bool ok = true;
     for (int64_t row = first; ok && row < end; row += rows) {
         const int64_t row_end = std::min(end, row + rows);
-        const auto    error =
-            cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
-        const size_t begin = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
-        const size_t from  = std::max(offset, begin);
-        const size_t to    = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
-        ok                 = device.check(error, "making a sparse weight dense");
+        const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
+        const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
+        const size_t  from    = std::max(offset, begin);
+        const size_t  to      = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
+        ok                    = device.check(error, "making a sparse weight dense");
         if (ok) {
             device.read(data + (from - offset), static_cast<char *>(dense) + (from - begin), to - from);
         }

@@ -235,8 +235,8 @@ cudaError_t op_mul_mat_quantized(const op_context & ctx, const op_tensor & w, co
 //   op_mul_mat_16_type   the 16-bit type in which products of many columns with such weights are made
 //   op_mul_mat_x16       converts x to it (op_mul_mat_x16_nbytes)
 //   op_mul_mat_16        computes rows [first_row, first_row + rows) of dst from rows of w of that type, ldw elements
-//                        apart. scratch: op_mul_mat_16_scratch_nbytes, of which x16 may be the first part. Without units
-//                        for that type it overwrites w.
+//                        apart. scratch: op_mul_mat_16_scratch_nbytes, of which x16 may be the first part. Without
+//                        units for that type it overwrites w.
 tensor_type op_mul_mat_16_type(tensor_type weights);
 size_t      op_mul_mat_x16_nbytes(const op_tensor & x);
 size_t      op_mul_mat_16_scratch_nbytes(const op_tensor & w, const op_tensor & x);

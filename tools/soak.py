@@ -27,7 +27,7 @@ import time
 import numpy as np
 
 from ggml_macko import Llama, convert
-from ggml_macko.benchmark import bench_gpu
+from ggml_macko.native import devices
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHAPE = ["--layers", "2", "--embd", "128", "--ff", "256", "--heads", "4", "--kv-heads", "2", "--vocab", "400"]
@@ -67,7 +67,7 @@ def measure(gpu: bool) -> tuple[int, int, int, int]:
     match = re.search(r"^VmRSS:\s+(\d+)", pathlib.Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match
     descriptors, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
-    return int(match[1]), descriptors, threads, bench_gpu.devices()[0][2] if gpu else 0
+    return int(match[1]), descriptors, threads, devices.gpus()[0].free if gpu else 0
 
 
 def soak(args: argparse.Namespace, models: list[tuple[str, pathlib.Path, bool]]) -> np.ndarray:
@@ -122,7 +122,7 @@ def main() -> None:
     if args.cycles < 1:
         parser.error("--cycles: at least 1")
     args.every = args.every or max(1, args.cycles // 10)
-    if args.gpu and not bench_gpu.devices():
+    if args.gpu and not devices.gpus():
         sys.exit("error: no GPU, or a build without CUDA")
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -139,6 +139,8 @@ def main() -> None:
             for call, (result, text) in zip(calls, tries):
                 what = outcome(result, text, want)
                 found[what] += 1
+                if call // args.every % 50 == 0:
+                    print(f"{name}: call {call} of {n_calls}", file=sys.stderr, flush=True)
                 examples.setdefault((name, what), (call, result, text))
             rows += [[name, what, n] for what, n in sorted(found.items())]
     print(tabulate(rows, ["error", "outcome", "calls"], tablefmt="github"))

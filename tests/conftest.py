@@ -12,9 +12,11 @@ import pytest
 import generators
 from ggml_macko.commands import cli
 
-# A shell that starts pytest in the background makes it ignore SIGINT, and child processes inherit that.
+# A shell that starts pytest in the background makes it ignore SIGINT, nohup SIGHUP, and child processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 Done = namedtuple("Done", "code out err")
 

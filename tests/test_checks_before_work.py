@@ -12,9 +12,10 @@ import generators
 from generators import DEMO
 from ggml_macko import convert, errors, prune
 from ggml_macko.benchmark import forms
-from ggml_macko.codecs import packed, quantize
+from ggml_macko.codecs import packed
 from ggml_macko.evaluation import text_model
 from ggml_macko.gguf.files import Model
+from ggml_macko.native import codec as native_codec
 
 SAMPLE = DEMO.parent / "sample.txt"
 
@@ -87,7 +88,7 @@ def test_target_that_cannot_be_reached_is_refused_before_a_scale_is_searched(tmp
 
     with monkeypatch.context() as m:
         m.setattr(packed, "quantize_non_zeros", searched)
-        m.setattr(quantize, "relative_error", searched)
+        m.setattr(native_codec, "measure_error", searched)
         done = macko("convert", DEMO, tmp_path / "x.gguf", "auto", "--target-bpw", "2")
     found = re.fullmatch(r"error: --target-bpw 2 cannot be reached; the least is (\d+\.\d+)\n", done.err)
     assert done.code == 1 and found, done.err

@@ -156,12 +156,17 @@ def eta(done: int, total: int, seconds: float, n: int) -> str:
 
 
 def size(nbytes: int) -> str:
-    return f"{nbytes / MIB:8.2f} MiB"
+    return f"{nbytes / MIB:.2f} MiB"
+
+
+def size_column(nbytes: int) -> str:
+    """The same, so that lines below each other align."""
+    return f"{size(nbytes):>12s}"
 
 
 def model_line(what: str, nbytes: int, n_elements: int) -> str:
     """Like llama-quantize's "model size  =    12.34 MiB (16.01 BPW)"."""
-    return f"{what:11s} = {size(nbytes)} ({nbytes * 8 / n_elements:.2f} BPW)"
+    return f"{what:11s} = {size_column(nbytes)} ({nbytes * 8 / n_elements:.2f} BPW)"
 
 
 def table(rows: Sequence[Sequence[object]], headers: Sequence[str], number_format: str = ".4f") -> str:

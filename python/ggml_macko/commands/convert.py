@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
 def print_tensors(done: ConversionReport) -> None:
     rows = []
     for t in done.tensors:
-        size, new_size = console.size(t.nbytes_source).strip(), console.size(t.nbytes).strip()
+        size, new_size = console.size(t.nbytes_source), console.size(t.nbytes)
         shape, bpw = "x".join(map(str, t.shape)), round(t.bits_per_weight, 2)
         rows.append([t.name, shape, t.type, t.density, size, new_size, t.storage, bpw, t.break_even_density, t.note])
     headers = [

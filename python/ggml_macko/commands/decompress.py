@@ -26,6 +26,6 @@ def run(args: argparse.Namespace) -> int:
     done = decompress(args.input, args.output)
     print(
         f"{done.path}: {done.n_tensors} tensors, {done.n_decompressed} of them decompressed, "
-        f"{console.size(done.nbytes_source).strip()} -> {console.size(done.nbytes).strip()}"
+        f"{console.size(done.nbytes_source)} -> {console.size(done.nbytes)}"
     )
     return 0

@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 def sections(p: ModelPlan) -> Iterator[str]:
     """The parts of what is printed."""
     yield (
-        f"{p.path}: {_mib(p.nbytes)}, {p.n_parameters} parameters, {p.n_sparse_parameters} of them in matrices that "
-        "can be stored sparse"
+        f"{p.path}: {console.size(p.nbytes)}, {p.n_parameters} parameters, {p.n_sparse_parameters} of them in matrices "
+        "that can be stored sparse"
         + (f" (density {p.density:.4f})" if p.density is not None else "")
         + ("" if p.sampled == 1 else f"; {p.sampled:.0%} of the weights were looked at, the rest is estimated")
     )
@@ -72,8 +72,8 @@ def sections(p: ModelPlan) -> Iterator[str]:
     )
     if p.context is not None:
         yield (
-            f"memory: weights, {_mib(p.context.kv_cache)} of keys and values (F16, {p.context.n_ctx} tokens) and about "
-            f"{_mib(p.context.compute)} to compute in"
+            f"memory: weights, {console.size(p.context.kv_cache)} of keys and values (F16, {p.context.n_ctx} tokens) "
+            f"and about {console.size(p.context.compute)} to compute in"
         )
     if p.advice:
         yield "\n" + "\n".join(f"* {line}" for line in p.advice)
@@ -129,7 +129,3 @@ def _below(density: float | None) -> str:
     if density is None:
         return ""
     return "always" if density == 1 else f"below {density:.2f}"
-
-
-def _mib(nbytes: int) -> str:
-    return console.size(nbytes).strip()

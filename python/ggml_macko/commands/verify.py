@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"not identical: {error_line(found.quantized)}; everything else is identical{but}")
         return 0
     print(
-        f"identical{but}: {found.n_tensors} tensors, {console.size(found.nbytes_dense).strip()} of dense data "
+        f"identical{but}: {found.n_tensors} tensors, {console.size(found.nbytes_dense)} of dense data "
         f"(stored sparse: {found.n_sparse[0]} in A, {found.n_sparse[1]} in B)"
     )
     return 0

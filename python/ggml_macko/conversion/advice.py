@@ -438,7 +438,8 @@ def _advice(p: ModelPlan) -> Iterator[str]:
     if p.density > _PRUNED:
         yield (
             f"Not pruned: {p.density:.1%} of its weights are not zero, and storing it sparse brings nothing. To make "
-            f"it small, use llama-quantize: Q8_0 ({_mib(by_type[Q8_0].nbytes)}) or Q4_K_M ({_mib(quantized.nbytes)})."
+            f"it small, use llama-quantize: Q8_0 ({console.size(by_type[Q8_0].nbytes)}) or Q4_K_M "
+            f"({console.size(quantized.nbytes)})."
         )
         return
     if p.n_negative_zeros:
@@ -452,11 +453,12 @@ def _advice(p: ModelPlan) -> Iterator[str]:
     if smaller:
         t = max(smaller, key=lambda t: t.nbytes_q6_k)  # the one that loses least
         yield (
-            f"{t.type} with embeddings and head in Q6_K ({_mib(t.nbytes_q6_k)}) is smaller than dense Q4_K_M; it "
-            "quantizes the non-zeros: measure perplexity."
+            f"{t.type} with embeddings and head in Q6_K ({console.size(t.nbytes_q6_k)}) is smaller than dense Q4_K_M; "
+            "it quantizes the non-zeros: measure perplexity."
         )
     elif sparse:
-        yield f"No sparse type is smaller than Q4_K_M ({_mib(quantized.nbytes)}): use Q4_K_M where size counts."
+        q4_k_m = console.size(quantized.nbytes)
+        yield f"No sparse type is smaller than Q4_K_M ({q4_k_m}): use Q4_K_M where size counts."
     yield from _speed_advice(p)
     yield from _memory_advice(p)
 
@@ -465,13 +467,14 @@ def _lossless_advice(p: ModelPlan, best: TypePlan, quantized: TypePlan) -> Itera
     if not best.n_sparse:
         yield f"At density {p.density:.2f} no lossless type is smaller than the dense file."
         return
-    yield f"Smallest lossless type: {best.type}, {_mib(best.nbytes)}, {best.nbytes / p.nbytes:.2f} of this file."
+    share = best.nbytes / p.nbytes
+    yield f"Smallest lossless type: {best.type}, {console.size(best.nbytes)}, {share:.2f} of this file."
     if best.nbytes > quantized.nbytes:
         below = best.below.get(Q4_K_M)
         limit = f"; block weights are smaller losslessly below density {below:.2f}" if below else ""
-        yield f"If it need not be lossless, dense Q4_K_M is smaller ({_mib(quantized.nbytes)}){limit}."
+        yield f"If it need not be lossless, dense Q4_K_M is smaller ({console.size(quantized.nbytes)}){limit}."
     else:
-        yield f"It is smaller than dense Q4_K_M ({_mib(quantized.nbytes)}), and nothing is lost."
+        yield f"It is smaller than dense Q4_K_M ({console.size(quantized.nbytes)}), and nothing is lost."
 
 
 def _speed_advice(p: ModelPlan) -> Iterator[str]:
@@ -496,16 +499,12 @@ def _memory_advice(p: ModelPlan) -> Iterator[str]:
     for device in p.gpus:
         fits = [t.type for t in p.types if t.nbytes_gpu + rest <= device.free]
         yield (
-            f"{device.name} has {_mib(device.free)} free; with a context of {p.context.n_ctx} tokens "
+            f"{device.name} has {console.size(device.free)} free; with a context of {p.context.n_ctx} tokens "
             + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")
         )
     if not p.gpus and p.host is not None:
         fits = [t.type for t in p.types if t.nbytes_cpu + rest <= p.host.free]
         yield (
-            f"No GPU here. RAM: {_mib(p.host.free)} free; with a context of {p.context.n_ctx} tokens "
+            f"No GPU here. RAM: {console.size(p.host.free)} free; with a context of {p.context.n_ctx} tokens "
             + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")
         )
-
-
-def _mib(nbytes: int) -> str:
-    return console.size(nbytes).strip()

@@ -335,7 +335,7 @@ def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
         of_codec = [c for c in found if c.codec is codec]
         best += [min(of_codec, key=lambda c: stored_nbytes(c, alignment))] if of_codec else []
     best.sort(key=lambda c: stored_nbytes(c, alignment))
-    return "smallest: " + ", ".join(f"{c.name} {console.size(stored_nbytes(c, alignment)).strip()}" for c in best)
+    return "smallest: " + ", ".join(f"{c.name} {console.size(stored_nbytes(c, alignment))}" for c in best)
 
 
 def _fastest(found: Sequence[Candidate], alignment: int, n_threads: int) -> tuple[Candidate, str]:

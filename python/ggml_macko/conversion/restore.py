@@ -55,7 +55,7 @@ def write_dense(model: Model, output: AtomicOutput, n_threads: int = 0) -> None:
     writer = Writer(output, model.keys, tensors, model.alignment)
     for i, t in enumerate(console.tracked(model.tensors, "restoring", lambda t: t.nbytes, "B")):
         writer.write(t.blocks(n_threads))
-        what = f"size = {console.size(t.nbytes_stored)} -> {console.size(t.nbytes)}"
+        what = f"size = {console.size_column(t.nbytes_stored)} -> {console.size_column(t.nbytes)}"
         console.tensor_line(i + 1, len(tensors), t.name, t.ne, type_name(t.type), what)
     writer.finish()
     model.check_unchanged()

@@ -27,11 +27,11 @@ def write_model(
             for array in arrays:
                 writer.write([array])
             nbytes = sum(a.nbytes for a in arrays)
-            what = f"converting to {p.type} .. size = {console.size(t.nbytes)} -> {console.size(nbytes)}"
+            what = f"converting to {p.type} .. size = {console.size_column(t.nbytes)} -> {console.size_column(nbytes)}"
             what += f" ({p.reason})" if p.reason else ""
         else:
             writer.write(t.blocks())
-            what = f"size = {console.size(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
+            what = f"size = {console.size_column(t.nbytes)}" + (f", stays dense: {p.reason}" if p.reason else "")
         console.tensor_line(i + 1, len(plans), t.name, t.ne, type_name(t.type), what)
     writer.finish()
     model.check_unchanged()

@@ -394,7 +394,7 @@ def write_model(
             what = f"zeros = {pruned.n_zeros_before} -> {pruned.n_zeros} of {bits.size}"
             blocks = [bits]
         else:
-            what = f"size = {console.size(t.nbytes)}"
+            what = f"size = {console.size_column(t.nbytes)}"
             blocks = t.blocks()
         if writer is not None:
             writer.write(blocks)

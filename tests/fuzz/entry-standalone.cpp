@@ -60,7 +60,6 @@ void   operator delete(void * p, size_t) noexcept { counted_free(p); }
 void   operator delete[](void * p, size_t) noexcept { counted_free(p); }
 
 constexpr int64_t MEM_PER_BYTE = 64; // an accepted file may stand for so many dense bytes
-constexpr double  MAX_SECONDS  = 1;
 
 // ---- mutations that know nothing of the input ----
 
@@ -149,7 +148,7 @@ struct runner {
         slowest   = std::max(slowest, seconds);
         FUZZ_CHECK(used < MEM_PER_BYTE * static_cast<int64_t>(b.size()) + TARGET.max_memory,
                    "%lld bytes of memory for an input of %zu", static_cast<long long>(used), b.size());
-        FUZZ_CHECK(seconds < MAX_SECONDS, "%.1f s for an input of %zu bytes", seconds, b.size());
+        FUZZ_CHECK(seconds < TARGET.max_seconds, "%.1f s for an input of %zu bytes", seconds, b.size());
     }
 };
 

@@ -14,4 +14,4 @@ static std::vector<bytes> seeds() {
     return all;
 }
 
-const target fuzz::TARGET = { "compress", 8192, 4 << 20, run, seeds, mutate_gguf };
+const target fuzz::TARGET = { "compress", 8192, 4 << 20, 1, run, seeds, mutate_gguf };

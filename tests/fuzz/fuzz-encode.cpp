@@ -41,4 +41,4 @@ static bool run(const uint8_t * data, size_t size) {
     return true;
 }
 
-const target fuzz::TARGET = { "encode", 2048, 4 << 20, run, encode_seeds, nullptr };
+const target fuzz::TARGET = { "encode", 2048, 4 << 20, 1, run, encode_seeds, nullptr };

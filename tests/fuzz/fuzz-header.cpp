@@ -62,4 +62,4 @@ static size_t mutate(uint8_t * data, size_t size, size_t max_size, uint64_t seed
     return b.size();
 }
 
-const target fuzz::TARGET = { "header", 8192, 16 << 20, run, seeds, mutate };
+const target fuzz::TARGET = { "header", 8192, 16 << 20, 1, run, seeds, mutate };

@@ -27,4 +27,4 @@ static std::vector<bytes> seeds() {
     return all;
 }
 
-const target fuzz::TARGET = { "model", 8192, 1 << 20, run, seeds, mutate_gguf };
+const target fuzz::TARGET = { "model", 8192, 1 << 20, 1, run, seeds, mutate_gguf };

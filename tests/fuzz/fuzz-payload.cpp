@@ -116,5 +116,5 @@ static std::vector<bytes> seeds() {
     return all;
 }
 
-// a matrix may have so many rows without a byte for each
-const target fuzz::TARGET = { "payload", 4096, macko::MAX_DIM * 16, run, seeds, nullptr };
+// A matrix may have 2^24 rows without a byte for each, here if not in a file: memory and time are as of so many rows.
+const target fuzz::TARGET = { "payload", 4096, macko::MAX_DIM * 16, 4, run, seeds, nullptr };

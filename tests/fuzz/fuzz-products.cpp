@@ -194,4 +194,4 @@ std::vector<bytes> seeds() {
 
 } // namespace
 
-const target fuzz::TARGET = { "products", 2048, 4 << 20, run, seeds, nullptr };
+const target fuzz::TARGET = { "products", 2048, 4 << 20, 1, run, seeds, nullptr };

@@ -78,4 +78,4 @@ size_t mutate(uint8_t * data, size_t size, size_t max_size, uint64_t seed) {
 
 } // namespace
 
-const target fuzz::TARGET = { "split", 8192, 4 << 20, run, seeds, mutate };
+const target fuzz::TARGET = { "split", 8192, 4 << 20, 1, run, seeds, mutate };

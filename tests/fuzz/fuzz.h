@@ -44,8 +44,9 @@ struct rng {
 
 struct target {
     const char * name;
-    size_t       max_nbytes; // of an input
-    int64_t      max_memory; // that one input may need, besides 64 bytes for each of its own
+    size_t       max_nbytes;  // of an input
+    int64_t      max_memory;  // that one input may need, besides 64 bytes for each of its own
+    double       max_seconds; // of CPU time for one input, under sanitizers on a slow machine
     // Runs one input. True if the library accepted it, and its results were compared.
     bool (*run)(const uint8_t * data, size_t size);
     std::vector<bytes> (*seeds)(); // all are accepted

@@ -397,11 +397,12 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
     std::atomic<int64_t> nnz{ 0 };
     std::vector<std::vector<uint8_t>> buffers(static_cast<size_t>(n_threads), std::vector<uint8_t>(nbytes));
     parallel_parts(n_threads, desc.rows, 16, [&](int64_t begin, int64_t end, int thread) {
-        uint8_t * row = buffers[static_cast<size_t>(thread)].data();
+        uint8_t * row      = buffers[static_cast<size_t>(thread)].data();
+        int64_t   nnz_part = 0;
         for (int64_t r = begin; r < end; r++) {
             int64_t   n      = 0;
             const int result = decode_rows(view, r, r + 1, row, &n);
-            nnz += n;
+            nnz_part += n;
             if (!result) {
                 f(r, row);
                 continue;
@@ -413,6 +414,7 @@ int each_row(const ec_csr_view & view, int n_threads, const std::function<void(i
                 text    = ggml_macko_last_error();
             }
         }
+        nnz += nnz_part;
     });
     if (status) {
         return fail(status, "%s", text.c_str());

@@ -52,13 +52,13 @@ def run(*command: object, env: dict[str, str] | None = None) -> None:
 
 
 def cuda_architectures() -> str:
-    """Those of the GPUs here. Without one, two that show whether the code compiles; a release builds all."""
+    """Those of the GPUs here. Without one, the oldest and the newest paths of the code; a release builds all."""
     try:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         found = subprocess.run(query, check=True, capture_output=True, text=True, timeout=60).stdout.split()
     except (OSError, subprocess.SubprocessError):
         found = []
-    return ";".join(sorted({cap.replace(".", "") for cap in found})) or "80;90"
+    return ";".join(sorted({cap.replace(".", "") for cap in found})) or "75-virtual;90"
 
 
 def cuda_option() -> str:

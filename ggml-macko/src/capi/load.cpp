@@ -94,14 +94,14 @@ struct caller_progress {
 };
 
 // Serves a vetted file to llama.cpp. The session is current only inside this call, whatever happens to the caller.
-static int load_sparse(load_session & session, model_params params, const llama_functions & llama,
+static int load_sparse(load_session & session, model_params params, bool sparse_only, const llama_functions & llama,
                        llama_model ** model) {
     const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
     FILE * stream = nullptr;
-    if (const int status = session.begin(&stream)) {
+    if (const int status = session.begin(sparse_only, &stream)) {
         return status;
     }
     params.read_plainly();
@@ -126,7 +126,7 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS)) {
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
         if (!model_params::is_valid(llama->params)) {
@@ -144,7 +144,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;
         }
-        return status ? status : load_sparse(*session, copy, functions, model);
+        const bool sparse_only = flags & GGML_MACKO_LOAD_SPARSE_ONLY;
+        return status ? status : load_sparse(*session, copy, sparse_only, functions, model);
     });
 }
 

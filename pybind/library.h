@@ -58,6 +58,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004,
+    GGML_MACKO_TYPE_CODED = 1005,
 };
 
 const char * ggml_macko_last_error(void);

@@ -66,8 +66,8 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_OVERLAP       = 56, // EC-CSR: two blocks hold one element
 };
 
-// Type ids of matrices and their components, ggml's but for Q4_NL (FORMAT.md section 7). Dense matrices are F32, F16 or
-// BF16; quantized values occur in packed matrices only.
+// Type ids of matrices and their components, ggml's but for those from 1000 up (FORMAT.md sections 7 and 8). Dense
+// matrices are F32, F16 or BF16; quantized and coded values occur in packed matrices only.
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32   = 0,
     GGML_MACKO_TYPE_F16   = 1,
@@ -79,6 +79,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004, // this library's own; in a file its blocks are bytes (I8)
+    GGML_MACKO_TYPE_CODED = 1005, // without loss in 10 to 14 bits; in a file words (I32)
 };
 
 // ---- library ----
@@ -145,9 +146,11 @@ GGML_MACKO_API int ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info *
 struct ggml_macko_encoded;
 // Encodes rows x cols dense elements. Options are those of ggml_macko_codec_at(); what is not given has its default:
 //   macko   delta_bits       1, 2, 4 or 8; 0: what takes the fewest bytes
-//   packed  value_type       the dense type, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as ggml's
-//                            reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
+//   packed  value_type       the dense type, CODED, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as
+//                            ggml's reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: what takes the fewest bytes
+//           mantissa_bits    of coded values, 7 or 10 (BF16: 7); -1: what takes the fewest bytes
+//           exponent_bits    of coded values, 2 or 3; -1: what takes the fewest bytes
 //   ec-csr  delta_bits       4 or 8
 //           max_granularity  rows of a block: 1 (no extraction), 2, 4 ... 64
 //           min_columns      of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas

@@ -319,8 +319,8 @@ static void test_false_tensor_is_refused() {
 
 static void test_false_format_version_is_refused() {
     lie("reader too old", S(FORMAT_VERSION), [](file & f) {
-        f.set(scalar<uint32_t>("macko.version", U32, 7));
-        f.set(scalar<uint32_t>("macko.min_reader_version", U32, 6));
+        f.set(scalar<uint32_t>("macko.version", U32, 8));
+        f.set(scalar<uint32_t>("macko.min_reader_version", U32, 7));
     });
     lie("reader much too old", S(FORMAT_VERSION),
         [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, UINT32_MAX)); });
@@ -679,6 +679,7 @@ static void test_false_packed_is_refused() {
     };
     const auto q8     = [](const char * component) { return base_model().sparse[0].name + component; }; // Q8_0
     const auto nl     = [](const char * component) { return base_model().sparse[4].name + component; }; // Q4_NL
+    const auto coded  = [](const char * component) { return base_model().sparse[5].name + component; };
     const auto plain  = [](const char * component) { return base_model().sparse[6].name + component; };
     const auto resize = [](const std::string & name, int64_t n, size_t nbytes) {
         return [=](file & f) {
@@ -694,6 +695,8 @@ static void test_false_packed_is_refused() {
                [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 3)); });
     packed_lie("Q4_NL values for old readers", S(BAD_FORMAT),
                [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 4)); });
+    packed_lie("coded values for old readers", S(BAD_FORMAT),
+               [](file & f) { f.set(scalar<uint32_t>("macko.min_reader_version", U32, 5)); });
     packed_lie("packed with 3 bits", S(BAD_FORMAT), [](file & f) {
         f.set(array<uint32_t>("macko.tensor.delta_bits", U32, std::vector<uint32_t>(base_model().sparse.size(), 3)));
     });
@@ -711,6 +714,23 @@ static void test_false_packed_is_refused() {
     packed_lie("Q8_0 values too short", S(BAD_COMPONENT), resize(q8(".values"), -32, 34));
     packed_lie("Q4_NL values too long", S(BAD_COMPONENT), resize(nl(".values"), 18, 0));
     packed_lie("Q4_NL values too short", S(BAD_COMPONENT), resize(nl(".values"), -1, 0));
+    const auto resize_words = [=](int64_t n) {
+        return [=](file & f) {
+            tensor & t = f.at(coded(".values"));
+            t.ne[0]    = static_cast<uint64_t>(static_cast<int64_t>(t.ne[0]) + n);
+            t.data.resize(4 * t.ne[0]);
+        };
+    };
+    packed_lie("coded values a word too long", S(BAD_COMPONENT), resize_words(1));
+    packed_lie("coded values a word too short", S(BAD_COMPONENT), resize_words(-1));
+    packed_lie("coded values beyond any coding", S(BAD_COMPONENT), resize_words(100000));
+    packed_lie("coded values called plain", S(BAD_COMPONENT), [=](file & f) {
+        tensor & t = f.at(coded(".values"));
+        t.type     = TYPE_F32;
+    });
+    packed_lie("another width of coded values", S(BAD_FORMAT), [=](file & f) { f.at(coded(".values")).data[0] = 9; });
+    packed_lie("a base beyond the dense type", S(BAD_FORMAT), [=](file & f) { f.at(coded(".values")).data[2] = 255; });
+    packed_lie("more outliers than values", S(BAD_COMPONENT), [=](file & f) { f.at(coded(".values")).data[7] = 0xff; });
     packed_lie("Q8_0 values called bytes", S(BAD_COMPONENT), [=](file & f) {
         tensor & t = f.at(q8(".values"));
         t.type     = TYPE_I8;

@@ -199,7 +199,7 @@ def test_integers_are_kept_exactly_or_refused(dtype):
 def test_scipy_matrix_is_taken_in_every_format():
     matrix = scipy.sparse.random(40, 300, 0.3, random_state=np.random.default_rng(7))  # float64
     dense = matrix.toarray().astype(np.float32)
-    for format in ("macko", "ec-csr", "packed", "auto"):
+    for format in ("macko", "ec-csr", "packed", "sparse-lossless", "auto"):
         assert np.array_equal(SparseMatrix.from_dense(matrix, format=format).to_dense(), dense)
 
 
@@ -243,8 +243,10 @@ def test_packed_matrices_multiply_as_what_they_decode_to(data):
 def test_auto_takes_the_smallest_format():
     rng = np.random.default_rng(4)
     dense = np.where(rng.random((64, 640)) < 0.5, rng.standard_normal((64, 640)), 0).astype(np.float16)
-    sizes = {f: SparseMatrix.from_dense(dense, format=f).nbytes for f in ("macko", "ec-csr", "packed")}
-    assert SparseMatrix.from_dense(dense, format="auto").nbytes == min(sizes.values()) == sizes["packed"]
+    sizes = {
+        f: SparseMatrix.from_dense(dense, format=f).nbytes for f in ("macko", "ec-csr", "packed", "sparse-lossless")
+    }
+    assert SparseMatrix.from_dense(dense, format="auto").nbytes == min(sizes.values()) == sizes["sparse-lossless"]
     np.testing.assert_array_equal(SparseMatrix.from_dense(dense, format="auto").to_dense(), dense)
 
 

@@ -64,6 +64,9 @@ enum ggml_macko_type {
 const char * ggml_macko_last_error(void);
 const char * ggml_macko_status_name(int status);
 const char * ggml_macko_version(void);
-const char * ggml_macko_built_for_llama_cpp_python(void);
-const char * ggml_macko_built_for_ggml(void);
+const char * ggml_macko_oldest_llama_cpp_python(void);
+const char * ggml_macko_newest_llama_cpp_python(void);
+const char * ggml_macko_oldest_ggml(void);
+const char * ggml_macko_newest_ggml(void);
+const char * ggml_macko_running_ggml(void);
 const char * ggml_macko_gpus(void);

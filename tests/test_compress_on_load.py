@@ -57,7 +57,7 @@ def compress_log(path, **options):
     params = api.llama_model_default_params()
     llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
     try:
-        functions = bindings.LlamaFunctions(address, address, address)
+        functions = bindings.LlamaFunctions(address, address, address, api.llama_model_params)
         load_options = bindings.LoadOptions(compress=True, **options)
         bindings.load_model(path, ctypes.addressof(params), functions, load_options)
     except errors.LoadError:

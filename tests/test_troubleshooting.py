@@ -126,9 +126,17 @@ def test_message_is_what_the_page_says(place, message):
 # ---- installation ----
 
 
-@row("ggml-macko was built for llama-cpp-python")
+@row("ggml-macko is for llama-cpp-python")
 def _(p):
     return p.python("import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()")
+
+
+@row("ggml-macko <version> does not fit ggml")
+def _(p):
+    source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
+    source.write_text("unsigned long ggml_tensor_overhead(void) { return 400; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
+    return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
 
 
 def package_without(p, name: str) -> str:
@@ -189,7 +197,7 @@ def _(p):
     return p.python(f"import llama_cpp; llama_cpp.Llama({str(p.sparse)!r}, verbose=False)")
 
 
-@row("ggml-macko <version> was built for ggml")
+@row("ggml-macko <version> is for ggml")
 def _(p):
     source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
     source.write_text('const char * ggml_version(void) { return "0.9.9"; }')

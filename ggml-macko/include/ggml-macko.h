@@ -90,9 +90,13 @@ GGML_MACKO_API const char * ggml_macko_last_error(void);
 GGML_MACKO_API const char * ggml_macko_status_name(int status);
 // version of this package, for example "0.1.0"
 GGML_MACKO_API const char * ggml_macko_version(void);
-// the llama-cpp-python version and the ggml version whose headers the plugin was built with
-GGML_MACKO_API const char * ggml_macko_built_for_llama_cpp_python(void);
-GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
+// the range of versions that the plugin is for; it was built with the headers of the newest
+GGML_MACKO_API const char * ggml_macko_oldest_llama_cpp_python(void);
+GGML_MACKO_API const char * ggml_macko_newest_llama_cpp_python(void);
+GGML_MACKO_API const char * ggml_macko_oldest_ggml(void);
+GGML_MACKO_API const char * ggml_macko_newest_ggml(void);
+// that of the libggml-base of this process
+GGML_MACKO_API const char * ggml_macko_running_ggml(void);
 // the GPUs that are used, or why there are none, and what this build has kernels for; asks the driver
 GGML_MACKO_API const char * ggml_macko_gpus(void);
 
@@ -310,6 +314,20 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_SPARSE_ONLY = 4,
 };
 
+// Where the running llama.cpp has the members of its llama_model_params, in bytes from the beginning; -1: it does not
+// have that member. The struct changes from version to version, so this library knows it only by this.
+struct ggml_macko_params_layout {
+    int32_t nbytes; // of the struct; at most 256
+    int32_t progress_callback;
+    int32_t progress_callback_user_data;
+    int32_t vocab_only;
+    int32_t check_tensors;
+    int32_t no_alloc;
+    int32_t load_mode; // an enum; before it, the next two
+    int32_t use_mmap;
+    int32_t use_direct_io;
+};
+
 struct llama_model;
 struct llama_model_params;
 // functions of the process's libllama, which this library is not linked to, cast to a type that cffi can bind
@@ -317,6 +335,7 @@ struct ggml_macko_llama {
     void (*load_from_file)(void);     // llama_model_load_from_file
     void (*load_from_file_ptr)(void); // llama_model_load_from_file_ptr
     void (*model_free)(void);         // llama_model_free
+    struct ggml_macko_params_layout params;
 };
 
 // llama_model_load_from_file for files dense and sparse. A sparse file (of a split model the first; the others lie
@@ -328,6 +347,14 @@ struct ggml_macko_llama {
 // plugin; LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
 GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
-// OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
-// naming both, if not
+// The layout in the versions of llama.cpp that the plugin is for, for programs that cannot tell it: default_params is
+// their llama_model_default_params, which is called; has_load_mode: they have llama_load_mode_name. VERSION_MISMATCH if
+// the struct has none of the known sizes.
+GGML_MACKO_API int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
+                                                 struct ggml_macko_params_layout * layout);
+// VERSION_MISMATCH, naming the range, if ggml_version is not in the range that the plugin is for and the environment does
+// not have GGML_MACKO_ANY_VERSION=1
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);
+// ggml_macko_check_ggml of the libggml-base of this process, and that it has its structs and operations as the plugin
+// expects them; checked once. ggml_backend_load refuses the plugin if this is not OK.
+GGML_MACKO_API int ggml_macko_check_running_ggml(void);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,16 @@ class LlamaFunctions:
     load_from_file: int
     load_from_file_ptr: int
     model_free: int
+    params: type[ctypes.Structure]  # the installed package's llama_model_params
+
+
+def _layout(params: type[ctypes.Structure]) -> dict[str, int]:
+    """The members of a struct ggml_macko_params_layout."""
+    places = {"nbytes": ctypes.sizeof(params)}
+    for name, _ in ffi().typeof("struct ggml_macko_params_layout").fields[1:]:
+        member = getattr(params, name, None)
+        places[name] = -1 if member is None else member.offset
+    return places
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,8 @@ def load_model(
     c_functions = ffi().new("struct ggml_macko_llama *")
     for name in ("load_from_file", "load_from_file_ptr", "model_free"):
         setattr(c_functions, name, ffi().cast("void (*)(void)", getattr(functions, name)))
+    for name, place in _layout(functions.params).items():
+        setattr(c_functions.params, name, place)
     model_free = ffi().cast("void (*)(struct llama_model *)", functions.model_free)
 
     def free_if_kept(owner: Any) -> None:

@@ -11,6 +11,8 @@ import contextvars
 import ctypes
 import functools
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +40,8 @@ def register() -> None:
 
     GGML_MACKO_COMPRESS=1, GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 and GGML_MACKO_SPARSE_ONLY=1 in the environment set options
     of bindings.LoadOptions.
-    Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
+    Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python; GGML_MACKO_ANY_VERSION=1
+    tries versions outside of its range.
     """
     global _registered
     if _registered:
@@ -56,16 +59,24 @@ def register() -> None:
 def _check_versions() -> None:
     import llama_cpp
 
-    built_for = bindings.built_for_llama_cpp_python()
-    if llama_cpp.__version__ != built_for:
+    oldest, newest = bindings.llama_cpp_python_range()
+    if not fits(llama_cpp.__version__) and os.environ.get("GGML_MACKO_ANY_VERSION") != "1":
         raise errors.error(
             errors.VERSION_MISMATCH,
-            f"ggml-macko was built for llama-cpp-python {built_for}, but {llama_cpp.__version__} is installed: "
-            f"pip install llama-cpp-python=={built_for}",
+            f"ggml-macko is for llama-cpp-python {oldest} to {newest}, but {llama_cpp.__version__} is installed: "
+            f"pip install llama-cpp-python=={newest}",
         )
-    base = ctypes.CDLL("libggml-base.so.0")  # loaded already, by llama_cpp
-    base.ggml_version.restype = ctypes.c_char_p
-    bindings.check_ggml(base.ggml_version().decode())
+    bindings.check_running_ggml()
+
+
+def fits(version: str) -> bool:
+    """Whether a version of llama-cpp-python is in the range that the plugin is for."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
+
+    oldest, newest = map(numbers, bindings.llama_cpp_python_range())
+    return oldest <= numbers(version) <= newest
 
 
 def _load_plugin() -> None:
@@ -97,7 +108,10 @@ def _replace_load_function() -> None:
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
         options = _options.get(bindings.LoadOptions()) | bindings.LoadOptions.of_environment()
         functions = bindings.LlamaFunctions(
-            load_from_file, _address(api.llama_model_load_from_file_ptr), _address(api.llama_model_free)
+            load_from_file,
+            _address(api.llama_model_load_from_file_ptr),
+            _address(api.llama_model_free),
+            api.llama_model_params,
         )
         return bindings.load_model(path_model, ctypes.addressof(params), functions, options) or None
 

@@ -454,6 +454,25 @@ static void test_quantized_weights_are_within_the_error_bound() {
     }
 }
 
+// Rows that are longer than all that a kernel compresses or dequantizes at a time.
+static void test_rows_of_several_segments_are_within_the_error_bound() {
+    rng random(15);
+    for (const double density : { 0.04, 0.3, 0.95 }) {
+        for (const int32_t type : all_types) {
+            const matrix        m = random_matrix(random, type, 7, 9001, density);
+            const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+            const bitmap_matrix w = pack(m, 4, 7, memory);
+            check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
+            check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
+        }
+        for (const int32_t type : all_quants) {
+            const quantized q(random, type, 7, 9001, density);
+            check_all_sets(problem(random, q.exact, q.w, 0, 7, 1, true), true);
+            check_all_sets(problem(random, q.exact, q.w, 1, 7, 3, true), true);
+        }
+    }
+}
+
 // An x of zeros, and x of nothing but the largest magnitude and zeros: the extremes of the 16-bit integers.
 static void test_extreme_x_is_within_the_error_bound_of_integers() {
     rng             random(13);
@@ -889,6 +908,7 @@ int main(int argc, char ** argv) {
     test_packed_rows_turn_back_into_the_same_bytes();
     test_every_set_is_within_the_error_bound();
     test_quantized_weights_are_within_the_error_bound();
+    test_rows_of_several_segments_are_within_the_error_bound();
     test_extreme_x_is_within_the_error_bound_of_integers();
     test_quantized_rows_turn_into_scale_times_q();
     test_rows_of_all_blocks_are_computed();

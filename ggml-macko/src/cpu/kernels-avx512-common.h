@@ -27,6 +27,12 @@ struct avx512 {
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 
+    // How expand() takes STEP bits of a mask word: as a number. AVX2 has tables, and takes an offset of a table.
+    static uint64_t                     table_bits(uint64_t word) { return word; }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+    }
+
     static vec   zero() { return _mm512_setzero_ps(); }
     static vec   set1(float a) { return _mm512_set1_ps(a); }
     static vec   load(const float * p) { return _mm512_loadu_ps(p); }

@@ -40,7 +40,8 @@ struct simd : avx512 {
     template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
     template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
     // makes the integers positive: vpdpbusd multiplies unsigned bytes
-    static constexpr float X_OFFSET = 32768;
+    static constexpr float   X_OFFSET = 32768;
+    static constexpr int64_t segment_words(float) { return SEGMENT_WORDS; }
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {

@@ -35,6 +35,12 @@ constexpr pack_table pack_controls = make_pack_table();
 struct compress_avx2 {
     static constexpr float X_OFFSET = 0; // the integers are signed
 
+    // About 512 non-zeros: fewer are multiplied by too many groups that are not theirs, and the compressed x of more, for
+    // two rows and twice, push x out of an L1 cache of 32 KiB.
+    static int64_t segment_words(float density) {
+        return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
+    }
+
     static uint64_t rotate_right(uint64_t bits, int n) { return n == 0 ? bits : bits >> n | bits << (64 - n); }
 
     // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart: n[r] zeros,
@@ -43,8 +49,9 @@ struct compress_avx2 {
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
-        constexpr int zeros = is_quant_type(TYPE) ? 4 : 1; // vectors behind the last x; as many in front of a group
-        const auto    clear = [](uint8_t * at) __attribute__((always_inline)) {
+        constexpr bool quant = is_quant_type(TYPE);
+        constexpr int  zeros = quant ? 4 : 1; // vectors behind the last x; as many in front of a group
+        const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(at) + i, _mm256_setzero_si256());
             }
@@ -52,7 +59,7 @@ struct compress_avx2 {
         const uint8_t * controls = pack_controls.control[0];
         uint8_t *       to[NR];
         for (int r = 0; r < NR; r++) {
-            if (is_quant_type(TYPE)) {
+            if (quant) {
                 clear(out[r].bytes);
             }
             to[r] = out[r].bytes + 2 * n[r];
@@ -125,7 +132,7 @@ struct compress_avx2 {
     // float holds exactly: 4 * 128 * 32767 < 2^24.
     template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & compressed) {
         constexpr int   PREFETCH     = 4096; // bytes ahead
-        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
+        constexpr int   group_nbytes = static_cast<int>(quant_group_nbytes(TYPE));
         const __m256i * x            = reinterpret_cast<const __m256i *>(compressed.bytes);
         __m256          total[2]     = { _mm256_setzero_ps(), _mm256_setzero_ps() };
         for (int64_t i = 0; i < n; i += 64, group += group_nbytes, x += 4) {

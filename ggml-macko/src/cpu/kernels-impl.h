@@ -219,6 +219,11 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     }
 }
 
+INLINE float density_of(const mul_mat_params & p) {
+    return static_cast<float>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) /
+           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(p.w.cols));
+}
+
 // Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by the packed weights.
 // Quantized weights are multiplied by whole groups: up to 63 zeros go in front, so that the first x lies in its group
 // as its weight does, and weights of a group that belong to other segments meet zeros. The second step is one segment
@@ -230,18 +235,26 @@ template <int TYPE, typename S> struct compressor {
         int64_t         n;      // x, with the zeros in front
         float *         y;
     };
-    static constexpr int     ROWS    = S::template rows_compressed<TYPE>; // at a time: they share the loads of x
-    static constexpr int64_t SEGMENT = SEGMENT_WORDS;
+    static constexpr int ROWS = S::template rows_compressed<TYPE>; // at a time: they share the loads of x
 
-    const mul_mat_params & p;
-    const float            scale      = is_quant<TYPE> ? *scale_of_x(p) : 1.0f;
-    segment_of_row         last[ROWS] = {};
-    int                    now        = 0;
+    const mul_mat_params * params;
+    int64_t                segment; // mask words; the same for all rows and threads, since it decides the order of sums
+    float                  scale;
+    int                    now;
+    segment_of_row         last[ROWS];
     compressed_x           compressed[2][ROWS];
 
-    INLINE explicit compressor(const mul_mat_params & params) : p(params) {}
+    void start(const mul_mat_params & p) {
+        params  = &p;
+        segment = S::segment_words(density_of(p));
+        scale   = is_quant<TYPE> ? *scale_of_x(p) : 1.0f;
+        now     = 0;
+        for (int r = 0; r < ROWS; r++) {
+            last[r].y = nullptr;
+        }
+    }
 
-    INLINE void multiply_last() {
+    void multiply_last() {
         for (int r = 0; r < ROWS; r++) {
             if (last[r].y) {
                 *last[r].y +=
@@ -251,19 +264,20 @@ template <int TYPE, typename S> struct compressor {
         }
     }
 
-    template <int NR> INLINE void add_rows(int64_t row) {
-        const int64_t   words = words_of(p.w.cols);
-        const uint8_t * x     = static_cast<const uint8_t *>(p.scratch);
-        const auto *    mask  = p.w.masks + row * words;
-        int64_t         at[NR];
+    template <int NR> void add_rows(int64_t row) {
+        const mul_mat_params & p     = *params;
+        const int64_t          words = words_of(p.w.cols);
+        const uint8_t *        x     = static_cast<const uint8_t *>(p.scratch);
+        const auto *           mask  = p.w.masks + row * words;
+        int64_t                at[NR];
         for (int r = 0; r < NR; r++) {
             at[r]                         = p.w.row_off[row + r];
             p.y[0][row + r - p.row_begin] = is_quant<TYPE> ? -S::X_OFFSET * scale * p.w.row_sums[row + r] : 0.0f;
         }
         // few: rarely more than 32 non-zeros in 64 columns
         const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at[0] < p.w.cols * 3 / 8;
-        for (int64_t word = 0; word < words; word += SEGMENT, now ^= 1) {
-            const int64_t n_words = smaller(SEGMENT, words - word);
+        for (int64_t word = 0; word < words; word += segment, now ^= 1) {
+            const int64_t n_words = smaller(segment, words - word);
             int64_t       n[NR];
             for (int r = 0; r < NR; r++) {
                 n[r] = is_quant<TYPE> ? at[r] % 64 : 0;
@@ -289,8 +303,9 @@ template <int TYPE, typename S> struct compressor {
 
 template <int TYPE, typename S> void multiply_compressed(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     using rows = compressor<TYPE, S>;
-    rows    all(p);
+    rows    all;
     int64_t row = row_begin;
+    all.start(p);
     for (; row + rows::ROWS <= row_end; row += rows::ROWS) {
         all.template add_rows<rows::ROWS>(row);
     }
@@ -341,6 +356,9 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
+    // Words whose values are dequantized before the first of them is used: a load that covers several recent stores
+    // waits until they have reached the cache.
+    constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;
@@ -348,7 +366,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 
     const uint64_t *  mask[NR];
     reader<TYPE>      values[NR];
-    alignas(64) float buffer[NR][BUFFER<TYPE, 64>];
+    alignas(64) float buffer[NR][BUFFER<TYPE, SEGMENT * 64>];
     vec               acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
         mask[r] = p.w.masks + (row + r) * words;
@@ -359,39 +377,49 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             }
         }
     }
-    for (int64_t word = 0; word < words; word++, x += 64) {
-        uint64_t bits[NR];
-        uint64_t any = 0;
+    for (int64_t segment = 0; segment < words; segment += SEGMENT) {
+        const int64_t   n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
+        const uint8_t * at[NR];
+        uint64_t        any = 0;
+#pragma GCC unroll 4
         for (int r = 0; r < NR; r++) {
-            bits[r] = mask[r][word];
-            any |= bits[r];
+            int64_t n = 0;
+            for (int64_t word = 0; word < n_words; word++) {
+                n += __builtin_popcountll(mask[r][segment + word]);
+                any |= mask[r][segment + word];
+            }
             __builtin_prefetch(values[r].at + PREFETCH);
+            at[r] = values[r].next(n, buffer[r]);
         }
         if (!any) {
+            x += 64 * n_words;
             continue;
         }
-        const uint8_t * at[NR];
-        for (int r = 0; r < NR; r++) {
-            at[r] = values[r].next(__builtin_popcountll(bits[r]), buffer[r]);
-        }
-#pragma GCC unroll 16
-        for (int s = 0; s < 64 / STEP; s++) {
-            vec w[NR][VECS];
+        for (int64_t word = segment; word < segment + n_words; word++, x += 64) {
+            uint64_t bits[NR];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                const auto part = mask_bits<STEP>(bits[r], s);
-                simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
-                at[r] += __builtin_popcount(part) * value_size<TYPE>;
+                bits[r] = simd::table_bits(mask[r][word]);
             }
-#pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
-#pragma GCC unroll 8
-                for (int i = 0; i < NX; i++) {
-                    const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 16
+            for (int s = 0; s < 64 / STEP; s++) {
+                vec w[NR][VECS];
 #pragma GCC unroll 4
-                    for (int r = 0; r < NR; r++) {
-                        vec & sum = acc[r][i][(s * VECS + v) % ACCS];
-                        sum       = simd::fma(w[r][v], xv, sum);
+                for (int r = 0; r < NR; r++) {
+                    const auto part = simd::template table_part<STEP>(bits[r], s);
+                    simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
+                    at[r] += __builtin_popcount(part) * value_size<TYPE>;
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 8
+                    for (int i = 0; i < NX; i++) {
+                        const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 4
+                        for (int r = 0; r < NR; r++) {
+                            vec & sum = acc[r][i][(s * VECS + v) % ACCS];
+                            sum       = simd::fma(w[r][v], xv, sum);
+                        }
                     }
                 }
             }

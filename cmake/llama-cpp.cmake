@@ -1,9 +1,14 @@
-# Headers of the llama.cpp inside the pinned llama-cpp-python (ggml-backend-impl.h is in no wheel). Sets
-#   LLAMA_CPP_PYTHON_VERSION  the pin in pyproject.toml
+# Headers of the llama.cpp inside the newest llama-cpp-python that pyproject.toml allows (ggml-backend-impl.h is in no
+# wheel). Sets
+#   LLAMA_CPP_PYTHON_OLDEST   the ends of the range in pyproject.toml
+#   LLAMA_CPP_PYTHON_VERSION
 #   LLAMA_CPP_DIR             tree with include/, ggml/include/, ggml/src/*.h
-#   LLAMA_CPP_GGML_VERSION    what ggml_version() of that tree returns
-string(REGEX MATCH "\"llama-cpp-python==([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
-set(LLAMA_CPP_PYTHON_VERSION ${CMAKE_MATCH_1})
+#   LLAMA_CPP_OLDEST_GGML     what ggml_version() returns in the oldest of the range
+#   LLAMA_CPP_GGML_VERSION    and in that tree
+string(REGEX MATCH "\"llama-cpp-python>=([0-9.]+),<=([0-9.]+)\"" _ "${GGML_MACKO_PYPROJECT}")
+set(LLAMA_CPP_PYTHON_OLDEST ${CMAKE_MATCH_1})
+set(LLAMA_CPP_PYTHON_VERSION ${CMAKE_MATCH_2})
+set(LLAMA_CPP_OLDEST_GGML 0.10.0) # tests/test_versions.py compares it with the record of all versions
 
 if(GGML_MACKO_LLAMA_CPP_DIR)
     set(LLAMA_CPP_DIR ${GGML_MACKO_LLAMA_CPP_DIR})

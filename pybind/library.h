@@ -58,11 +58,15 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004,
+    GGML_MACKO_TYPE_CODED = 1005,
 };
 
 const char * ggml_macko_last_error(void);
 const char * ggml_macko_status_name(int status);
 const char * ggml_macko_version(void);
-const char * ggml_macko_built_for_llama_cpp_python(void);
-const char * ggml_macko_built_for_ggml(void);
+const char * ggml_macko_oldest_llama_cpp_python(void);
+const char * ggml_macko_newest_llama_cpp_python(void);
+const char * ggml_macko_oldest_ggml(void);
+const char * ggml_macko_newest_ggml(void);
+const char * ggml_macko_running_ggml(void);
 const char * ggml_macko_gpus(void);

@@ -3,6 +3,8 @@
 // afterwards.
 #pragma once
 
+#include "values.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -28,7 +30,8 @@ enum tensor_type : uint32_t {
     TYPE_I16   = 25,
     TYPE_I32   = 26,
     TYPE_BF16  = 30,
-    TYPE_Q4_NL = 1004
+    TYPE_Q4_NL = 1004,
+    TYPE_CODED = 1005
 };
 
 template <typename T> void put(bytes * out, T value) {
@@ -580,6 +583,15 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
         c.values.resize(c.n_values * nb, 0);
         return c;
     }
+    if (value_type == TYPE_CODED) {
+        std::vector<uint32_t> values(c.nnz, 0);
+        for (size_t k = 0; k < c.nnz; k++) {
+            memcpy(&values[k], &c.values[k * nb], nb);
+        }
+        c.values   = encode_coded(values, static_cast<int32_t>(m.type), 7, 2);
+        c.n_values = c.values.size() / 4;
+        return c;
+    }
     const bytes plain = std::move(c.values);
     c.values.clear();
     for (uint64_t block = 0; block < c.n_values / 32; block++) {
@@ -601,7 +613,7 @@ inline packed_components encode_packed(const dense_matrix & m, uint32_t value_ty
 }
 
 // The sparse file of a model. with_ec: matrices with delta_bits 4 or 8 are ec-csr. with_packed: every third matrix is
-// packed, with plain or quantized values, and the fifth has Q4_NL values.
+// packed, with plain or quantized values, the fifth has Q4_NL values and the sixth coded ones.
 inline file sparse_file(const model & m, bool with_ec = false, bool with_packed = false) {
     file f = m.dense;
     f.tensors.clear();
@@ -615,8 +627,9 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             continue;
         }
         const uint64_t nb = m.sparse[next].value_nbytes();
-        if (with_packed && (next % 3 == 0 || next == 4)) {
+        if (with_packed && (next % 3 == 0 || next == 4 || next == 5)) {
             const uint32_t          value_type = next == 4        ? TYPE_Q4_NL
+                                                 : next == 5      ? TYPE_CODED
                                                  : next % 18 == 9 ? TYPE_Q5_0
                                                  : next % 9 == 0  ? TYPE_Q8_0
                                                  : next % 9 == 3  ? TYPE_Q4_0
@@ -624,6 +637,8 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
             const packed_components c          = encode_packed(m.sparse[next], value_type);
             if (value_type == TYPE_Q4_NL) { // stored as bytes, because ggml has no such type
                 f.tensors.push_back({ t.name + ".values", { c.values.size() }, TYPE_I8, c.values, 0 });
+            } else if (value_type == TYPE_CODED) { // words, for the same reason
+                f.tensors.push_back({ t.name + ".values", { c.n_values }, TYPE_I32, c.values, 0 });
             } else {
                 f.tensors.push_back({ t.name + ".values", { c.n_values }, value_type, c.values, 0 });
             }
@@ -657,8 +672,8 @@ inline file sparse_file(const model & m, bool with_ec = false, bool with_packed 
         }
         next++;
     }
-    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 5 : with_ec ? 2 : 1));
-    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 5 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.version", U32, with_packed ? 6 : with_ec ? 2 : 1));
+    f.keys.push_back(scalar<uint32_t>("macko.min_reader_version", U32, with_packed ? 6 : with_ec ? 2 : 1));
     f.keys.push_back(texts("macko.tensor.name", names));
     f.keys.push_back(texts("macko.tensor.format", formats));
     f.keys.push_back(array<uint32_t>("macko.tensor.type", U32, types));

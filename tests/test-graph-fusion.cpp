@@ -1,6 +1,7 @@
 // Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
 // the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
 #include "cuda-graphs.h"
+#include "host/running-ops.h"
 #include "test.h"
 
 #include <algorithm>
@@ -395,6 +396,11 @@ void test_unknown_ops_fail_with_their_node() {
 } // namespace
 
 int main() {
+    int last = 0;
+    if (macko::find_last_op(&last) || macko::resolve_ops(last)) {
+        fprintf(stderr, "%s\n", ggml_macko_last_error());
+        return 1;
+    }
     test_products_of_one_norm_are_one_launch();
     test_kinds_of_matrices_get_launches_of_their_own();
     test_a_norm_with_another_use_is_stored();

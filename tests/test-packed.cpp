@@ -1,4 +1,4 @@
-// The packed codec: encoded arrays against a slow decoder written from FORMAT.md section 7 alone, bounds of the
+// The packed codec: encoded arrays against a slow decoder written from FORMAT.md sections 7 and 8 alone, bounds of the
 // quantization, every refusal,
 // and mutated arrays, which are refused or decode as the slow decoder says.
 #include "codec/macko/encode.h"
@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 using namespace macko;
@@ -16,6 +17,7 @@ static const int32_t all_types[]      = { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_B
 static const int32_t all_index_bits[] = { 0, 2, 4, 8 };
 static const int32_t all_quants[]     = { GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
                                           GGML_MACKO_TYPE_Q4_NL };
+constexpr int32_t    CODED            = GGML_MACKO_TYPE_CODED;
 static const int     levels[2][16]    = {
     // of Q4_NL
     { -127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121 },
@@ -65,8 +67,8 @@ static dense_matrix random_dense(rng & r, int32_t type, int64_t rows, int64_t co
 
 struct slow_entry {
     int64_t row, col;
-    double  value; // d * q, or the plain value
-    double  d;     // 0 if plain
+    double  value; // d * q, or the value
+    double  d;     // 0 if not quantized
 };
 
 // the places of a bitmap or of gap codes; false if they cannot be what row_ptr says
@@ -122,9 +124,15 @@ static bool slow_places(const packed_arrays & a, std::vector<slow_entry> * out) 
 }
 
 static void slow_values(const packed_arrays & a, std::vector<slow_entry> * entries) {
-    const auto * bytes = static_cast<const uint8_t *>(a.values);
+    const auto *                bytes = static_cast<const uint8_t *>(a.values);
+    const std::vector<uint32_t> coded =
+        a.desc.value_type == CODED ? decode_coded(bytes, entries->size(), a.desc.dense.type) : std::vector<uint32_t>();
     for (size_t k = 0; k < entries->size(); k++) {
         slow_entry & e = (*entries)[k];
+        if (a.desc.value_type == CODED) {
+            e.value = value_of(coded[k], a.desc.dense.type);
+            continue;
+        }
         if (a.desc.value_type == a.desc.dense.type) {
             uint32_t bits = 0;
             memcpy(&bits, bytes + k * static_cast<size_t>(value_nbytes(a.desc.dense.type)),
@@ -152,8 +160,9 @@ static double largest_of(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 65
 
 // the fast decoder's rows against the slow entries
 static void check_decoded(const packed_view & view) {
-    const packed_arrays &   a = view.arrays();
-    const macko_desc &      d = a.desc.dense;
+    const packed_arrays &   a           = view.arrays();
+    const macko_desc &      d           = a.desc.dense;
+    const bool              is_lossless = a.desc.value_type == d.type || a.desc.value_type == CODED;
     std::vector<slow_entry> entries;
     CHECK(slow_places(a, &entries) && static_cast<int64_t>(entries.size()) == d.nnz,
           "accepted, but the slow decoder finds %zu places, not %ld", entries.size(), (long)d.nnz);
@@ -170,12 +179,12 @@ static void check_decoded(const packed_view & view) {
             const double want   = stored ? entries[next++].value : 0;
             const double got    = value_of(bits, d.type);
             // quantized values are rounded to the dense type: half of 2^-10, 2^-7, or exact
-            const double slack = a.desc.value_type == d.type || d.type == GGML_MACKO_TYPE_F32
+            const double slack = is_lossless || d.type == GGML_MACKO_TYPE_F32
                                      ? 0
                                      : std::fabs(want) * (d.type == GGML_MACKO_TYPE_F16 ? 0x1p-11 : 0x1p-8) + 0x1p-25;
             const bool   right = std::fabs(want) > largest_of(d.type) ? std::fabs(got) == largest_of(d.type)
                                                                       : std::fabs(got - want) <= slack;
-            CHECK(right && (stored ? want != 0 || a.desc.value_type == d.type || bits == 0 : bits == 0),
+            CHECK(right && (stored ? want != 0 || is_lossless || bits == 0 : bits == 0),
                   "type %d values %d bits %d row %ld column %ld: %g, not %g", d.type, a.desc.value_type,
                   a.desc.index_bits, (long)r, (long)c, got, want);
         }
@@ -187,7 +196,7 @@ static void check_decoded(const packed_view & view) {
 static void test_round_trip() {
     rng r(1);
     for (const int32_t type : all_types) {
-        for (const int32_t value_type : { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] }) {
+        for (const int32_t value_type : { type, CODED, all_quants[0], all_quants[1], all_quants[2], all_quants[3] }) {
             for (const int32_t bits : all_index_bits) {
                 for (const double density : { 0.0, 0.02, 0.1, 0.3, 0.9, 1.0 }) {
                     for (const int64_t cols : { 1, 7, 8, 9, 31, 64, 65, 300 }) {
@@ -219,9 +228,9 @@ static void test_round_trip() {
                             // half a step of Q8_0, a whole one of the others (of Q4_0 the largest q is 7, the extreme
                             // value's is -8), and the rounding of d itself
                             const double d = std::fabs(entries[k].d), d_error = d * 0x1p-11 + 0x1p-25;
-                            double       bound = value_type == type                   ? 0
-                                                 : value_type == GGML_MACKO_TYPE_Q8_0 ? d * 0.5001 + 128 * d_error
-                                                                                      : d * 1.0001 + 17 * d_error;
+                            double       bound = value_type == type || value_type == CODED ? 0
+                                                 : value_type == GGML_MACKO_TYPE_Q8_0      ? d * 0.5001 + 128 * d_error
+                                                                                           : d * 1.0001 + 17 * d_error;
                             // the nearest level; scales may be too small for a block's largest values
                             if (value_type == GGML_MACKO_TYPE_Q4_NL) {
                                 bound = 1e300;
@@ -239,7 +248,7 @@ static void test_round_trip() {
                                   again.values == out.values && again.index == out.index &&
                                   again.row_ptr == out.row_ptr,
                               "the number of threads shows");
-                        if (value_type == type) {
+                        if (value_type == type || value_type == CODED) {
                             macko_matrix recoded;
                             CHECK(recode(view, 2, &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s",
                                   ggml_macko_last_error());
@@ -386,16 +395,164 @@ static void test_non_finite_scale_or_non_canonical_value_is_refused() {
     fault("NaN", GGML_MACKO_STATUS_NOT_FINITE, F16, 0, [](P & p, A &) { p.values[1] = 0x7e; });
 }
 
+// ---- coded values ----
+
+// all widths against the slow encoder; ranges of values from any place
+static void test_coded_values_are_those_of_the_slow_encoder() {
+    rng r(5);
+    for (const int32_t type : all_types) {
+        for (const double density : { 0.0, 0.02, 0.4, 1.0 }) {
+            const dense_matrix    m = random_dense(r, type, 20, 150, density);
+            std::vector<uint32_t> values;
+            std::copy_if(m.bits.begin(), m.bits.end(), std::back_inserter(values), [](uint32_t v) { return v != 0; });
+            for (const int mantissa_bits : { 7, 10 }) {
+                for (const int exponent_bits : { 2, 3 }) {
+                    if (mantissa_bits == 10 && type == GGML_MACKO_TYPE_BF16) {
+                        continue;
+                    }
+                    packed_matrix out;
+                    CHECK(pack(m.bytes.data(), { m.desc, CODED, 0 }, 2, &out, mantissa_bits, exponent_bits) == 0, "%s",
+                          ggml_macko_last_error());
+                    CHECK(out.values == encode_coded(values, type, mantissa_bits, exponent_bits), "type %d, %d and %d",
+                          type, mantissa_bits, exponent_bits);
+                    packed_view view;
+                    CHECK(check_packed(out.arrays(), 2, &view) == 0, "%s", ggml_macko_last_error());
+                    for (int i = 0; i < 20; i++) {
+                        const int64_t        all = m.desc.nnz, k = r.range(0, all), n = r.range(0, all - k);
+                        const auto           size = static_cast<size_t>(value_nbytes(type));
+                        std::vector<uint8_t> got(static_cast<size_t>(n) * size + 1, 0xee);
+                        view.copy_values(k, n, got.data());
+                        for (int64_t j = 0; j < n; j++) {
+                            CHECK(
+                                !memcmp(&got[static_cast<size_t>(j) * size], &values[static_cast<size_t>(k + j)], size),
+                                "value %ld of %ld from %ld", (long)j, (long)n, (long)k);
+                        }
+                        CHECK(got.back() == 0xee, "more than %ld values were written", (long)n);
+                    }
+                }
+            }
+        }
+    }
+}
+
+static void test_smallest_widths_are_chosen() {
+    rng r(6);
+    for (const int32_t type : all_types) {
+        for (const uint32_t dropped : { 0u, 7u, 0xffffu }) { // mantissa bits that no value has
+            dense_matrix m = random_dense(r, type, 20, 150, 0.4);
+            for (size_t i = 0; i < m.bits.size(); i++) {
+                m.bits[i] = m.bits[i] & ~dropped ? m.bits[i] & ~dropped : m.bits[i];
+                memcpy(&m.bytes[i * static_cast<size_t>(value_nbytes(type))], &m.bits[i],
+                       static_cast<size_t>(value_nbytes(type)));
+            }
+            packed_matrix best;
+            CHECK(pack(m.bytes.data(), { m.desc, CODED, 0 }, 1, &best) == 0, "%s", ggml_macko_last_error());
+            for (const int mantissa_bits : { 7, 10 }) {
+                for (const int exponent_bits : { 2, 3 }) {
+                    packed_matrix other;
+                    if (pack(m.bytes.data(), { m.desc, CODED, 0 }, 1, &other, mantissa_bits, exponent_bits) == 0) {
+                        CHECK(best.values.size() <= other.values.size(), "type %d: %d and %d bits are smaller", type,
+                              mantissa_bits, exponent_bits);
+                    }
+                }
+            }
+        }
+    }
+    packed_matrix      out;
+    const dense_matrix m          = random_dense(r, GGML_MACKO_TYPE_BF16, 2, 20, 0.4);
+    const int          wrong[][2] = { { 10, 2 }, { 8, 2 }, { 7, 1 }, { 7, 4 }, { INT32_MIN, -1 } };
+    for (const auto & w : wrong) {
+        CHECK(pack(m.bytes.data(), { m.desc, CODED, 0 }, 1, &out, w[0], w[1]) == GGML_MACKO_STATUS_BAD_FORMAT,
+              "BF16 with %d and %d bits", w[0], w[1]);
+    }
+}
+
+// the bytes that FORMAT.md section 8 says, for F16 values of 1, -1.5, 2 + 2^-9, 4 and 2^-24
+static void test_coded_bytes() {
+    const uint16_t       f16[] = { 0x3c00, 0xbe00, 0x4001, 0x4400, 0x0001 };
+    std::vector<uint8_t> want(8 + 4 * 10 + 4, 0);
+    want[0]  = 7;    // bits of mantissa
+    want[1]  = 2;    // of exponent
+    want[2]  = 14;   // base: exponents 15, 16 and 17 have a code
+    want[4]  = 2;    // outliers: a tenth bit of mantissa, and a subnormal number
+    want[8]  = 0x80; // code 1
+    want[9]  = 0xc0; // code 1, mantissa .1
+    want[11] = 0x80; // code 3
+    want[40] = 2;    // sign
+    want[44] = 8;    // high bit of the codes
+    memcpy(&want[48], &f16[2], 2);
+    memcpy(&want[50], &f16[4], 2);
+    packed_matrix out;
+    CHECK(pack(f16, { { 1, 5, GGML_MACKO_TYPE_F16, 4, 5 }, CODED, 0 }, 1, &out, 7, 2) == 0 && out.values == want,
+          "7, 2");
+    want.insert(want.begin() + 48, 12, 0);
+    want[0] = 10;
+    want[4] = 1;
+    want[44] |= 4; // 2 + 2^-9 has code 2
+    want[56] = 4;  // and the lowest bit of mantissa
+    want[60] = 1;
+    want[61] = 0;
+    want[62] = want[63] = 0;
+    CHECK(pack(f16, { { 1, 5, GGML_MACKO_TYPE_F16, 4, 5 }, CODED, 0 }, 1, &out, 10, 2) == 0 && out.values == want,
+          "10, 2");
+
+    // the lowest base that codes most
+    CHECK(pack(f16, { { 1, 1, GGML_MACKO_TYPE_F16, 4, 1 }, CODED, 0 }, 1, &out, 7, 2) == 0 && out.values[2] == 12 &&
+              out.values[8] == 0x80 && out.values[44] == 1,
+          "1 as code 3");
+    packed_view view;
+    out.values[2] = 13;
+    out.values[8] = 0; // code 2: still 1
+    CHECK(check_packed(out.arrays(), 1, &view) == GGML_MACKO_STATUS_NOT_CANONICAL, "base 13 is as good");
+}
+
+// where a block begins, counted from behind the last
+static size_t coded_block(const P & p, int64_t i) {
+    const int64_t n_blocks = packed_n_values(p.desc.dense.nnz) / 32;
+    return static_cast<size_t>(8 + (n_blocks + i) * 4 * (p.values[0] + p.values[1] + 1));
+}
+
+static void test_false_coded_values_are_refused() {
+    constexpr int BAD = GGML_MACKO_STATUS_BAD_FORMAT, LENGTH = GGML_MACKO_STATUS_BAD_COMPONENT,
+                  NOT = GGML_MACKO_STATUS_NOT_CANONICAL;
+    fault("unchanged", 0, CODED, 0, [](P &, A &) {});
+    fault("no header", LENGTH, CODED, 0, [](P &, A & a) { a.n_values = 1; });
+    fault("a word less", LENGTH, CODED, 0, [](P &, A & a) { a.n_values -= 1; });
+    fault("a word more", LENGTH, CODED, 0, [](P & p, A & a) {
+        p.values.resize(p.values.size() + 4);
+        a = p.arrays();
+    });
+    fault("bits of mantissa", BAD, CODED, 0, [](P & p, A &) { p.values[0] = 8; });
+    fault("bits of exponent", BAD, CODED, 0, [](P & p, A &) { p.values[1] = 1; });
+    fault("base beyond F16", BAD, CODED, 0, [](P & p, A &) { p.values[2] = 29; });
+    fault("fourth byte", BAD, CODED, 0, [](P & p, A &) { p.values[3] = 1; });
+    fault("more outliers than values", LENGTH, CODED, 0, [](P & p, A &) { p.values[7] = 0x80; });
+    fault("an outlier more", LENGTH, CODED, 0, [](P & p, A &) { p.values[4]++; });
+    // the last place is padding
+    fault("padding with a code", NOT, CODED, 0, [](P & p, A &) { p.values[coded_block(p, -1) + 31] = 0x80; });
+    fault("padding with a mantissa", NOT, CODED, 0, [](P & p, A &) { p.values[coded_block(p, -1) + 31] = 1; });
+    fault("padding with a sign", NOT, CODED, 0, [](P & p, A &) { p.values[coded_block(p, -1) + 35] |= 0x80; });
+    // the outliers of the test matrix are subnormal numbers and -0.0 among others; they follow the last block
+    fault("an outlier that fits", NOT, CODED, 0, [](P & p, A &) {
+        p.values[coded_block(p, 0)]     = 0;
+        p.values[coded_block(p, 0) + 1] = static_cast<uint8_t>((p.values[2] + 1) << 2);
+    });
+    fault("an outlier of Inf", GGML_MACKO_STATUS_NOT_FINITE, CODED, 0,
+          [](P & p, A &) { p.values[coded_block(p, 0) + 1] = 0x7c; });
+    fault("an outlier of zero", NOT, CODED, 0,
+          [](P & p, A &) { p.values[coded_block(p, 0)] = p.values[coded_block(p, 0) + 1] = 0; });
+}
+
 // bytes, lengths and numbers changed at random: refused, or decoded like the slow decoder does it
 static void test_mutants_are_refused_or_round_trip() {
     rng     r(static_cast<uint64_t>(4));
     int64_t n_accepted = 0, n_all = 60000;
     for (int64_t i = 0; i < n_all; i++) {
         const int32_t      type = all_types[r.range(0, 2)], bits = all_index_bits[r.range(0, 3)];
-        const int32_t      value_types[] = { type, all_quants[0], all_quants[1], all_quants[2], all_quants[3] };
+        const int32_t      value_types[] = { type, CODED, all_quants[0], all_quants[1], all_quants[2], all_quants[3] };
         const dense_matrix m             = random_dense(r, type, r.range(1, 6), r.range(1, 70), r.unit());
         packed_matrix      p;
-        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 4)], bits }, 1, &p) != 0) {
+        if (pack(m.bytes.data(), { m.desc, value_types[r.range(0, 5)], bits }, 1, &p) != 0) {
             continue;
         }
         packed_arrays a = p.arrays();
@@ -436,6 +593,10 @@ int main() {
     test_false_type_or_length_is_refused();
     test_false_row_ptr_or_index_is_refused();
     test_non_finite_scale_or_non_canonical_value_is_refused();
+    test_coded_values_are_those_of_the_slow_encoder();
+    test_smallest_widths_are_chosen();
+    test_coded_bytes();
+    test_false_coded_values_are_refused();
     test_mutants_are_refused_or_round_trip();
     return test_summary("test-packed");
 }

@@ -36,7 +36,7 @@ def test_version_names_what_is_installed(macko):
 
     done = macko("--version")
     assert done.code == 0
-    assert f"macko {bindings.version()}, for llama-cpp-python {llama_cpp.__version__}" in done.out
+    assert f"macko {bindings.version()}, with llama-cpp-python {llama_cpp.__version__} (ggml " in done.out
     text = (generators.ROOT / "pyproject.toml").read_text()
     assert bindings.version() == re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]
 
@@ -85,12 +85,12 @@ def test_values_may_begin_with_a_dash_or_be_glued_numbers(macko, tmp_path):
 def test_version_says_when_the_installed_llama_cpp_python_does_not_fit(macko, monkeypatch):
     import llama_cpp
 
-    wanted = llama_cpp.__version__
+    oldest, newest = bindings.llama_cpp_python_range()
     assert "does not fit" not in macko("--version").out
     monkeypatch.setattr(llama_cpp, "__version__", "0.1.2")
     done = macko("--version")
-    assert done.code == 0 and "llama-cpp-python 0.1.2 is installed, which does not fit" in done.out
-    assert done.out.endswith(f"pip install llama-cpp-python=={wanted}\n")
+    assert done.code == 0 and "llama-cpp-python 0.1.2 does not fit" in done.out
+    assert done.out.endswith(f"ggml-macko is for {oldest} to {newest}: pip install llama-cpp-python=={newest}\n")
 
 
 def test_gpu_layers_have_one_default(macko):

@@ -57,8 +57,9 @@ def compress_log(path, **options):
     params = api.llama_model_default_params()
     llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
     try:
-        functions = bindings.LlamaFunctions(address, address, address)
-        bindings.load_model(path, ctypes.addressof(params), functions, compress=True, **options)
+        functions = bindings.LlamaFunctions(address, address, address, api.llama_model_params)
+        load_options = bindings.LoadOptions(compress=True, **options)
+        bindings.load_model(path, ctypes.addressof(params), functions, load_options)
     except errors.LoadError:
         pass
     finally:
@@ -206,19 +207,24 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import register, run_compressing
+    from ggml_macko.native.loader import register, run_with
 
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
     register()
     params = api.llama_model_default_params()
-    params.no_alloc, params.load_mode = True, api.LLAMA_LOAD_MODE_NONE
+    params.no_alloc = True
+    if hasattr(params, "load_mode"):
+        params.load_mode = api.LLAMA_LOAD_MODE_NONE
+    else:
+        params.use_mmap = False  # before llama-cpp-python 0.3.35
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for path, compress in ((sparse, False), (generators.DEMO, True)):
         for _ in range(3):
             models = []
             load = api.llama_model_load_from_file
-            run_compressing(compress, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
+            options = bindings.LoadOptions(compress)
+            run_with(options, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
             assert models[0]
             context = api.llama_init_from_model(models[0], api.llama_context_default_params())
             assert context

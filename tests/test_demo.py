@@ -8,7 +8,7 @@ import pytest
 
 import generators
 
-VERSION = "macko 0.1.0, for llama-cpp-python 0.3.36 (ggml 0.25.3), CPU kernels: avx2, GPU: none (built without CUDA)"
+VERSION = "macko 0.1.0, with llama-cpp-python 0.3.36 (ggml 0.25.3), CPU kernels: avx2, GPU: none (built without CUDA)"
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_first_minutes_show_what_there_is(sh):
     assert helped.code == 0 and "--sparsity S" in helped.out and "owl" in helped.out
     assert helped.out == sh("macko prune -h").out
     version = sh("macko --version")
-    assert version.code == 0 and re.match(r"macko \d+\.\d+\.\d+, for llama-cpp-python ", version.out)
+    assert version.code == 0 and re.match(r"macko \d+\.\d+\.\d+, with llama-cpp-python ", version.out)
     assert "does not fit" not in version.out
 
 

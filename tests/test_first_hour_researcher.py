@@ -67,7 +67,7 @@ def test_pruned_checkpoint_is_published_within_the_hour(shell):
     run("convert_hf_to_gguf.py dense-checkpoint --outfile pruned.gguf --outtype f16")
 
     planned = run("macko plan pruned.gguf")
-    assert "density 0." in planned and "Smallest lossless type: packed" in planned
+    assert "density 0." in planned and "Smallest lossless type: sparse-lossless" in planned
 
     assert "macko size" in run("macko convert pruned.gguf sparse.gguf packed")
     verified = run("macko verify pruned.gguf sparse.gguf")

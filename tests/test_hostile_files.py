@@ -139,7 +139,7 @@ CASES = {
     "duplicate tensor": (30, rename_tensor("output_norm.weight", "blk.0.attn_norm.weight")),
     "dense beside sparse": (30, rename_tensor("output_norm.weight", Q)),
     "zero dimension": (32, lambda f: f.tensor("output_norm.weight").ne.__setitem__(0, 0)),
-    "newer format": (41, set_key("macko.min_reader_version", gb.U32, 6)),
+    "newer format": (41, set_key("macko.min_reader_version", gb.U32, 7)),
     "ec-csr in a file of version 1": (42, array_with("macko.tensor.format", 0, b"ec-csr")),
     "delta_bits 3": (42, array_with("macko.tensor.delta_bits", 0, 3)),
     "missing sparse key": (27, lambda f: f.drop("macko.tensor.nnz")),

@@ -135,7 +135,8 @@ def test_caller_parameters_stay_as_they_are(tmp_path, macko):
     llama = open_model(sparse, use_mmap=True)
     import llama_cpp
 
-    assert llama.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+    params = llama.model_params  # use_mmap before llama-cpp-python 0.3.35
+    assert params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP if hasattr(params, "load_mode") else params.use_mmap
     import pickle
 
     again = pickle.loads(pickle.dumps(llama))  # llama_cpp supports it
@@ -152,13 +153,11 @@ def test_other_llama_cpp_version_is_refused(monkeypatch):
 
     monkeypatch.setattr(loader, "_registered", False)
     monkeypatch.setattr(llama_cpp, "__version__", "9.9.9")
+    oldest, newest = bindings.llama_cpp_python_range()
     with pytest.raises(
-        errors.VersionMismatchError,
-        match=rf"built for llama-cpp-python {bindings.built_for_llama_cpp_python()}, but 9\.9\.9",
+        errors.VersionMismatchError, match=rf"is for llama-cpp-python {oldest} to {newest}, but 9\.9\.9"
     ):
         loader.register()
-    with pytest.raises(errors.VersionMismatchError, match=r"0\.0\.1"):
-        bindings.check_ggml("0.0.1")
 
 
 def test_registering_twice_wraps_once():
@@ -213,8 +212,6 @@ def test_file_that_is_not_sparse_is_left_to_llama_cpp(tmp_path, macko, capfd, mo
     """Dense, split and broken files are llama.cpp's to judge, also under a wrong GGML_MACKO_FORCE. To its words we add
     what a file is that is no GGUF.
     """
-    import llama_cpp
-
     text = tmp_path / "text.gguf"
     text.write_text("not a model")
     other_arch = generators.write_gguf(tmp_path / "other.gguf", generators.tiny_tensors())
@@ -235,7 +232,6 @@ except errors.MackoError as e:
     monkeypatch.setenv("GGML_MACKO_FORCE", "abacus")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "abacus" in done.stdout, done
-    assert llama_cpp.__version__ == bindings.built_for_llama_cpp_python()
 
 
 def test_check_tensors_does_not_look_at_placeholders(tmp_path, macko):

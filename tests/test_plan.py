@@ -39,7 +39,9 @@ def by_type(found):
 # ---- sizes ----
 
 
-@pytest.mark.parametrize("type_name", ["macko", "packed", "sparse-q8_0", "sparse-q5_0", "sparse-q4_0"])
+@pytest.mark.parametrize(
+    "type_name", ["macko", "packed", "sparse-lossless", "sparse-q8_0", "sparse-q5_0", "sparse-q4_0"]
+)
 def test_size_is_what_convert_writes(pruned, type_name):
     found = ggml_macko.plan(pruned, types=[type_name])
     done = ggml_macko.convert(pruned, None, type_name)
@@ -160,7 +162,7 @@ def test_quantized_model_is_told_why_not(tmp_path, macko):
 
 def test_advice_of_a_pruned_model(pruned, macko):
     done = macko("plan", pruned)
-    assert done.code == 0 and "Smallest lossless type: packed" in done.out
+    assert done.code == 0 and "Smallest lossless type: sparse-lossless" in done.out
     assert "dense Q4_K_M is smaller" in done.out and "measured on NVIDIA H200" in done.out
 
 

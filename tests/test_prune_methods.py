@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -271,6 +272,50 @@ def test_distribution_adds_up_to_the_total(parts):
         assert counts[t.name].sum() <= t.n_elements
 
 
+class Matrix:
+    """What allocation needs to know of a tensor."""
+
+    def __init__(self, name, rows, cols=16):
+        self.name, self.ne, self.rows, self.cols, self.n_elements = name, (cols, rows), rows, cols, rows * cols
+
+
+def test_allocation_by_loss_is_the_least_of_all():
+    """Against a search over all sparsities in steps of 1/160, with losses whose logarithms are linear in sparsity."""
+    tensors = [Matrix(f"blk.{i}.attn_q.weight", rows) for i, rows in enumerate((10, 20, 10))]
+    size = [t.n_elements for t in tensors]
+    weight, slope = (1.0, 0.2, 3.0), (6.0, 8.0, 5.0)
+    sparsity, shift = Fraction("0.6"), Fraction("0.2")
+
+    def loss(i, s):
+        return weight[i] * math.exp(slope[i] * float(s))
+
+    grid = allocation.loss_grid(sparsity, shift)
+    assert grid == [Fraction(x, 10) for x in (4, 5, 6, 7, 8)]
+    losses = {t.name: [loss(i, s) for s in grid] for i, t in enumerate(tensors)}
+    quotas = allocation.by_loss(tensors, sparsity, "tensor", losses, shift)
+    counts = [int(quotas[t.name].sum()) for t in tensors]
+    assert sum(counts) == sum(int(sparsity * n) for n in size)
+    ours = sum(loss(i, n / size[i]) for i, n in enumerate(counts))
+    steps = [Fraction(64 + k, 160) for k in range(65)]
+    total = sparsity * sum(size)
+    rivals = ((a, b, (total - a * size[0] - b * size[1]) / size[2]) for a in steps for b in steps)
+    best = min(sum(loss(i, s) for i, s in enumerate(rival)) for rival in rivals if 0.4 <= rival[2] <= 0.8)
+    assert ours < 1.001 * best < 0.9 * sum(loss(i, sparsity) for i in range(3))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.fractions(0, 1), st.fractions("1/100", 1), st.lists(st.tuples(st.integers(1, 9), st.floats(0, 9)), min_size=1)
+)
+def test_allocation_by_loss_adds_up_to_uniform(sparsity, shift, parts):
+    tensors = [Matrix(f"blk.{i}.attn_q.weight", rows) for i, (rows, _) in enumerate(parts)]
+    grid = allocation.loss_grid(sparsity, shift)
+    losses = {t.name: [rise * float(s) ** 2 for s in grid] for t, (_, rise) in zip(tensors, parts)}
+    quotas = allocation.by_loss(tensors, sparsity, "row", losses, shift)
+    assert sum(int(n.sum()) for n in quotas.values()) == allocation.uniform_total(tensors, sparsity, "row")
+    assert all(0 <= quotas[t.name].sum() <= t.n_elements for t in tensors)
+
+
 # ---- values ----
 
 
@@ -281,6 +326,32 @@ def test_values_are_rounded_to_nearest_even(type_id):
     want = gguf.quants.quantize(x, generators.QUANTIZATION[type_id]).view(values.bits_dtype(type_id))
     assert np.array_equal(masks.from_float32(x, type_id), want)
     assert np.array_equal(masks.from_float32(masks.to_float32(want, type_id), type_id), want)
+
+
+@pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
+@pytest.mark.parametrize("n", [8, 11, 24])
+def test_significant_bits_are_those_of_next_to_all_weights(type_id, n):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal(20000).astype(np.float32)
+    x[rng.random(x.size) < 0.5] = 0
+    full = values.SIGNIFICAND_BITS[type_id]
+    bits = masks.from_float32(masks.with_significant_bits(x, n), type_id)
+    assert masks.significant_bits(bits, type_id) == min(n, full)
+    longer = rng.choice(np.flatnonzero(bits), 50, replace=False)  # .5 % of them: not enough to matter
+    bits[longer] |= 1
+    assert masks.significant_bits(bits, type_id) == min(n, full)
+    bits[rng.random(x.size) < 0.1] |= 1
+    assert masks.significant_bits(bits, type_id) == full
+
+
+def test_rounding_to_significant_bits_is_to_nearest_even():
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
+    want = masks.to_float32(masks.from_float32(x, TYPE_BF16), TYPE_BF16)
+    assert np.array_equal(masks.with_significant_bits(x, 8), want)
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    assert np.array_equal(masks.with_significant_bits(x, 11), np.ldexp(np.rint(mantissa * 2048) / 2048, exponent))
+    assert np.array_equal(masks.with_significant_bits(x, 24), x)
 
 
 # ---- what is refused ----

@@ -1,5 +1,5 @@
-"""Packed matrices, plain and quantized: the C codec against its NumPy twin and ggml's own quantizers, files, tools,
-products, text.
+"""Packed matrices, plain, coded and quantized: the C codec against its NumPy twin and ggml's own quantizers, files,
+tools, products, text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 import c_codecs
 import generators
+import llama_logits
 from ggml_macko import SparseMatrix, errors, values
-from ggml_macko.codecs import packed
-from ggml_macko.codecs.packed import TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
+from ggml_macko.codecs import coded, packed
+from ggml_macko.codecs.packed import TYPE_CODED, TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
 from ggml_macko.conversion import bit_allocation
 from ggml_macko.gguf import imatrix
 from ggml_macko.gguf.files import Model
@@ -49,13 +50,85 @@ def moderate(bits: np.ndarray, type_id: int) -> np.ndarray:
 @pytest.mark.parametrize("index_bits", packed.INDEX_BITS)
 def test_c_and_numpy_give_the_same_bytes(index_bits):
     for label, bits, type_id in generators.matrix_cases():
-        for value_type in (type_id, *QUANTS):
-            dense = bits if value_type == type_id else moderate(bits, type_id)
+        for value_type in (type_id, TYPE_CODED, *QUANTS):
+            dense = moderate(bits, type_id) if value_type in QUANTS else bits
             m = c_codecs.packed(dense, type_id, value_type, index_bits, 1)
             generators.assert_same(packed.encode(dense, type_id, value_type, index_bits), m)
             assert packed.decode(m).tobytes() == c_codecs.decode(m, 1).tobytes(), label
-            if value_type == type_id:
+            if value_type not in QUANTS:
                 assert c_codecs.decode(m, 1).tobytes() == dense.tobytes(), label
+
+
+@st.composite
+def short_matrices(draw) -> tuple[np.ndarray, int]:
+    """(bits, type) of a pruned matrix of any scale, with few mantissa bits or many, and some values of any kind."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows, cols = draw(st.integers(1, 30)), draw(st.integers(1, 300))
+    type_id = draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
+    spread = draw(st.sampled_from((0.0, 1.0, 3.0)))
+    scale = 2.0 ** draw(st.integers(-14, 4))
+    x = (scale * rng.standard_normal((rows, cols)) * np.exp(spread * rng.standard_normal((rows, cols)))).astype("f4")
+    dropped = draw(st.sampled_from((0, 13, 16)))
+    x = np.clip(x.view(np.uint32) >> dropped << dropped, 0, 2**32 - 1).astype(np.uint32).view(np.float32)
+    bits = values.from_float(x, type_id)
+    odd = rng.random(x.shape) < draw(st.sampled_from((0, 0.01)))
+    bits = np.where(odd, generators.random_bits(rng, rows, cols, 1.0, type_id), bits)
+    return np.where(rng.random(x.shape) < draw(st.floats(0, 1)), bits, 0).astype(bits.dtype), type_id
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), matrix=short_matrices())
+def test_coded_matrices_are_restored_and_canonical(data, matrix):
+    """C and NumPy give the same bytes for all widths; the smallest are chosen; encoding again changes nothing."""
+    dense, type_id = matrix
+    n_threads = data.draw(st.integers(1, 3))
+    sizes = {}
+    for m, e in coded.widths_of_type(type_id):
+        found = coded_matrix(dense, type_id, m, e, n_threads)
+        generators.assert_same(packed.encode(dense, type_id, TYPE_CODED, found.index_bits, m, e), found)
+        assert packed.decode(found).tobytes() == c_codecs.decode(found, n_threads).tobytes() == dense.tobytes()
+        coding = coded.coding_of(found.values)
+        assert (coding.widths.mantissa_bits, coding.widths.exponent_bits) == (m, e)
+        sizes[m, e] = found.nbytes
+    best = coded_matrix(dense, type_id)
+    widths = coded.coding_of(best.values).widths
+    assert (widths.mantissa_bits, widths.exponent_bits) == min(sizes, key=lambda w: (sizes[w], w))
+    assert best.nbytes == min(sizes.values())
+
+
+def coded_matrix(
+    dense: np.ndarray, type_id: int, mantissa_bits: int = -1, exponent_bits: int = -1, n_threads: int = 0
+) -> packed.PackedMatrix:
+    options = {"value_type": TYPE_CODED, "mantissa_bits": mantissa_bits, "exponent_bits": exponent_bits}
+    return packed.PackedMatrix.from_encoded(native_codec.encode("packed", dense, type_id, options, n_threads))
+
+
+@pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
+@pytest.mark.parametrize(("density", "limit"), [(0.5, 6.3), (0.3, 4.2)])
+def test_rows_of_a_7b_model_take_a_third_less(type_id, density, limit):
+    """Pruned by magnitude, BF16's significant bits, in any of the types: bits per weight."""
+    rng = np.random.default_rng(21)
+    x = (0.02 * rng.standard_normal((256, 4096))).astype(np.float32)
+    x[np.abs(x) < np.quantile(np.abs(x), 1 - density)] = 0
+    x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    dense = values.from_float(x, type_id)
+    m = coded_matrix(dense, type_id)
+    assert c_codecs.decode(m).tobytes() == dense.tobytes()
+    assert m.nbytes * 8 / dense.size <= limit
+    coding = coded.coding_of(m.values)
+    assert (coding.widths.mantissa_bits, coding.widths.exponent_bits) == (7, 2)
+    want = (density * coding.widths.bits + index_bits_of(density) + 32 / 4096) * dense.size / 8
+    assert m.nbytes == pytest.approx(want + coding.n_outliers * values.value_bits(type_id) / 8, rel=0.01)
+
+
+def test_f16_with_all_its_bits_takes_13_bits():
+    rng = np.random.default_rng(22)
+    dense = pruned(rng, 256, 4096, 0.5)
+    m = coded_matrix(dense, TYPE_F16)
+    coding = coded.coding_of(m.values)
+    assert (coding.widths.mantissa_bits, coding.widths.exponent_bits) == (10, 2)
+    assert m.nbytes * 8 / dense.size <= 7.6
+    assert c_codecs.decode(m).tobytes() == dense.tobytes()
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,6 +164,11 @@ def test_values_are_what_ggml_makes_of_the_non_zeros(value_type):
         )
 
 
+def index_bits_of(density: float) -> float:
+    """Of a weight, where non-zeros are at random places (FORMAT.md section 7)."""
+    return min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
+
+
 @pytest.mark.parametrize("value_type", QUANTS)
 @pytest.mark.parametrize("density", [0.1, 0.2, 0.3, 0.5, 0.8])
 def test_bits_per_weight_follow_the_arithmetic(value_type, density):
@@ -99,20 +177,19 @@ def test_bits_per_weight_follow_the_arithmetic(value_type, density):
     dense = np.where(rng.random((512, 2048)) < density, np.uint16(0x2C00), np.uint16(0))
     m = c_codecs.packed(dense, TYPE_F16, value_type)
     value = {TYPE_Q8_0: 8.5, TYPE_Q5_0: 5.5, TYPE_Q4_0: 4.5, TYPE_Q4_NL: 4.5}[value_type]
-    index = min(1.0, *(density * b / (1 - (1 - density) ** (2**b - 1)) for b in (2, 4, 8)))
-    want = density * value + index + 32 / 2048
+    want = density * value + index_bits_of(density) + 32 / 2048
     assert m.nbytes * 8 / dense.size == pytest.approx(want, rel=0.01)
     assert m.index_bits == (packed.BITMAP if density > 0.38 else 2 if density > 0.19 else 4)
 
 
-@pytest.mark.parametrize("value_type", [TYPE_F16, *QUANTS])
+@pytest.mark.parametrize("value_type", [TYPE_F16, TYPE_CODED, *QUANTS])
 def test_product_is_that_of_the_decoded_weights(value_type):
     rng = np.random.default_rng(7)
     for rows, cols, density in ((33, 300, 0.3), (70, 129, 0.05), (5, 2049, 0.8)):
         dense = moderate(generators.random_bits(rng, rows, cols, density, TYPE_F16), TYPE_F16)
         m = c_codecs.packed(dense, TYPE_F16, value_type)
         w = np.zeros((rows, cols))
-        if value_type == TYPE_F16:
+        if value_type not in QUANTS:
             w = generators.to_float64(dense, TYPE_F16)
         else:
             d, q = packed.dequantize(m.values, value_type)
@@ -149,7 +226,7 @@ def test_measured_error_is_that_of_float64(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     rows, cols = 3 * data.draw(st.integers(1, 8)), data.draw(st.integers(1, 300))
     type_id = data.draw(st.sampled_from((TYPE_F16, TYPE_BF16, TYPE_F32)))
-    value_type = data.draw(st.sampled_from((type_id, *QUANTS)))
+    value_type = data.draw(st.sampled_from((type_id, TYPE_CODED, *QUANTS)))
     dense = moderate(generators.random_bits(rng, rows, cols, data.draw(st.floats(0, 1)), type_id), type_id)
     m = c_codecs.packed(dense, type_id, value_type)
     weights = rng.random((3, cols)).astype(np.float32) if data.draw(st.booleans()) else None
@@ -312,6 +389,36 @@ def test_unpruned_matrix_gets_q4_0_in_place_of_levels(tmp_path, macko):
     }
 
 
+def test_matrix_that_kernels_would_expand_stays_dense(tmp_path, macko):
+    """Coded it would be smaller on file, but not as the kernels multiply with it."""
+    rng = np.random.default_rng(14)
+    weights = {f"blk.0.{t}.weight": (pruned(rng, 64, 512, d), TYPE_F16) for t, d in (("attn_q", 0.9), ("attn_k", 0.96))}
+    dense = generators.write_gguf(tmp_path / "d.gguf", weights)
+    coded_nbytes = coded_matrix(weights["blk.0.attn_k.weight"][0], TYPE_F16).nbytes
+    assert coded_nbytes < 64 * 512 * 2
+    done = macko("convert", dense, tmp_path / "s.gguf", "sparse-lossless")
+    assert done.code == 0 and "blk.0.attn_k.weight" in done.err and "would not shrink: density 0.96" in done.err
+    found = sparse_of(tmp_path / "s.gguf")
+    assert {n: s.value_type for n, s in found.items()} == {"blk.0.attn_q.weight": TYPE_CODED}
+
+
+def test_sources_of_bf16_values_are_restored(tmp_path, macko):
+    """F16, BF16 and F32 tensors with the same values take the same room, and come back byte for byte."""
+    x = values.to_float(pruned(np.random.default_rng(15), 64, 2048, 0.5), TYPE_F16)
+    x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    names = {TYPE_F16: "attn_q", TYPE_BF16: "attn_k", TYPE_F32: "attn_v"}
+    weights = {f"blk.0.{name}.weight": (values.from_float(x, t), t) for t, name in names.items()}
+    dense = generators.write_gguf(tmp_path / "d.gguf", weights)
+    assert macko("convert", dense, tmp_path / "s.gguf", "sparse-lossless").code == 0
+    with Model(tmp_path / "s.gguf") as model:
+        stored = {t.name: t for t in model.tensors}
+        for name, (bits, type_id) in weights.items():
+            assert stored[name].type == type_id and stored[name].nbytes_stored * 8 / bits.size < 6.3
+            assert stored[name].read().tobytes() == bits.tobytes()
+    assert macko("restore", tmp_path / "s.gguf", tmp_path / "r.gguf").code == 0
+    assert (tmp_path / "r.gguf").read_bytes() == dense.read_bytes()
+
+
 @pytest.mark.parametrize("name, value_type", [("q8_0", 8), ("q5_0", 6), ("q4_0", 2), ("q4_nl", 2)])
 def test_matrix_without_zeros_is_no_larger_than_dense(tmp_path, macko, name, value_type):
     """its index would say nothing; but for a type that was asked for"""
@@ -468,7 +575,7 @@ def sparse_of(path) -> dict:
         return {s.name: s for s in f.sparse()}
 
 
-@pytest.mark.parametrize("kind", ["packed", *KINDS])
+@pytest.mark.parametrize("kind", ["packed", "sparse-lossless", *KINDS])
 def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     sparse, dense, again = (tmp_path / f"{n}.gguf" for n in "sda")
     done = macko("convert", DEMO, sparse, kind)
@@ -477,7 +584,9 @@ def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     found = sparse_of(sparse)
     assert {s.format for s in found.values()} == {"packed"} and len(found) >= 28
     used = {s.value_type for s in found.values()}
-    assert used == {KINDS.get(kind, TYPE_F16)} or (kind == "sparse-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0})
+    assert used == {TYPE_CODED if kind == "sparse-lossless" else KINDS.get(kind, TYPE_F16)} or (
+        kind == "sparse-q4_nl" and used == {TYPE_Q4_NL, TYPE_Q4_0}
+    )
     for i in range(len(found)):
         with bindings.File(sparse) as f:
             f.check_payload(i)
@@ -492,7 +601,10 @@ def test_tools_keep_a_packed_model(tmp_path, macko, kind):
     shown = json.loads(macko("inspect", sparse, "--json").out)
     storage = {t["storage"] for t in shown["tensors"]}
     assert {"dense", kind} <= {name.rsplit("-", 1)[0] for name in storage}
-    assert shown["format_version"] == {"sparse-q5_0": 4, "sparse-q4_nl": 5}.get(kind, 3)
+    assert shown["format_version"] == {"sparse-q5_0": 4, "sparse-q4_nl": 5, "sparse-lossless": 6}.get(kind, 3)
+    codings = [t["coding"] for t in shown["tensors"] if "coding" in t]
+    assert len(codings) == (len(found) if kind == "sparse-lossless" else 0)
+    assert all(10 < c["value_bits"] < 15 and c["coverage"] > 0.9 for c in codings)
     assert macko("convert", sparse, again, "macko").code == 0  # a source like any other
     assert macko("verify", again, dense).code == 0
 
@@ -512,12 +624,14 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
             "ffn_down=packed",
             "--tensor-type",
             "ffn_gate=sparse-q4_nl",
+            "--tensor-type",
+            "attn_v=sparse-lossless",
         ).code
         == 0
     )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
-    assert keys["macko.version"] == keys["macko.min_reader_version"] == 5
+    assert keys["macko.version"] == keys["macko.min_reader_version"] == 6
     parts = {t.name: t for t in reader.tensors}
     levels = np.array(
         [
@@ -533,7 +647,9 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
         want = np.frombuffer(dense[name][2], np.float16).reshape(rows, cols).astype(np.float32)
         is_bytes = values.tensor_type == gguf.GGMLQuantizationType.I8
         data = (np.ascontiguousarray(a) for a in (values.data.reshape(-1), index.data.view(np.uint8), row_ptr.data))
-        value_type = TYPE_Q4_NL if is_bytes else int(values.tensor_type)
+        is_coded = values.tensor_type == gguf.GGMLQuantizationType.I32
+        value_type = TYPE_Q4_NL if is_bytes else TYPE_CODED if is_coded else int(values.tensor_type)
+        assert is_coded == ("attn_v" in name)
         bits = keys["macko.tensor.delta_bits"][i]
         m = packed.PackedMatrix(rows, cols, TYPE_F16, value_type, bits, nnz, *data)
         if is_bytes:
@@ -543,11 +659,13 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
                 -1
             )[:nnz]
             assert not np.any(n.reshape(-1)[nnz:])
+        elif is_coded:
+            numbers = coded.decode(m.values, TYPE_F16, nnz).view(np.float16).astype(np.float32)
         else:
             numbers = gguf.quants.dequantize(values.data, values.tensor_type).reshape(-1)[:nnz]
         got = np.zeros((rows, cols), np.float32)
         got[packed.places(m)] = numbers
-        limit = {"ffn_up": 0.2, "ffn_gate": 0.2, "ffn_down": 0}.get(name.split(".")[2], 0.02)
+        limit = {"ffn_up": 0.2, "ffn_gate": 0.2, "ffn_down": 0, "attn_v": 0}.get(name.split(".")[2], 0.02)
         assert np.sqrt(np.mean((got - want) ** 2)) <= limit * np.sqrt(np.mean(want**2)), name
         assert not np.any(got[want == 0])
 
@@ -589,13 +707,25 @@ def test_packed_format_needs_reader_version_3(tmp_path, macko):
 # ---- models ----
 
 
-@pytest.mark.parametrize("kind", ["packed", *KINDS])
+@pytest.mark.parametrize("kind", ["packed", "sparse-lossless", *KINDS])
 def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", DEMO, sparse, kind).code == 0
     assert macko("restore", sparse, dense).code == 0
     prompt = (DEMO.parent / "sample.txt").read_text()[:600]
     assert greedy(open_model(sparse), 24, prompt) == greedy(open_model(dense), 24, prompt)
+
+
+def test_coded_model_has_the_logits_of_a_plain_one(tmp_path, macko):
+    """To the last bit: the kernels get the same values."""
+    prompt = (DEMO.parent / "sample.txt").read_bytes()[:600]
+    found = []
+    for kind in ("packed", "sparse-lossless"):
+        assert macko("convert", DEMO, tmp_path / f"{kind}.gguf", kind).code == 0
+        llama = llama_logits.open_model(tmp_path / f"{kind}.gguf", logits_all=True)
+        found.append(llama_logits.logits(llama, llama.tokenize(prompt)))
+        llama.close()
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("name", ["sparse-q8_0", "sparse-q5_0", "sparse-q4_0", "sparse-q4_nl"])

@@ -148,7 +148,7 @@ def test_hessian_without_inverse_is_refused(xp):
 
 
 @pytest.mark.slow
-def test_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
+def test_alps_beats_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
     """By perplexity of a real model on text that was not used for calibration."""
     found = {}
     for sparsity in ("0.5", "0.7"):
@@ -161,7 +161,7 @@ def test_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
             )  # fmt: skip
             assert done.code == 0, done.err
             found[method] = report.perplexity_of(out, shared_models / "held-out.txt", 16).ppl
-        assert found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
+        assert 0 < found["alps"] < found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
 
 
 # ---- second moments ----
@@ -282,6 +282,32 @@ def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more)
     assert abs(int(total_line[5]) - int(dry_line[5])) <= 0.01 * total
 
 
+def test_changed_weights_have_the_significant_bits_of_the_source(tmp_path, model, text, macko):
+    """Those of BF16 here, but for subnormal numbers; all of F16 if they are asked for."""
+    short = tmp_path / "short.gguf"
+    data = bytearray(model.read_bytes())
+    for t in gguf.GGUFReader(model).tensors:
+        if t.name.endswith(".weight") and t.tensor_type == gguf.GGMLQuantizationType.F16:
+            view = np.frombuffer(data, np.uint16, t.n_elements, t.data_offset)
+            view &= np.uint16(0xFFF8)
+    short.write_bytes(data)
+
+    def longer(more: list[str]) -> tuple[int, int]:
+        """(changed weights with more than 8 significant bits, changed weights)"""
+        out = tmp_path / "out.gguf"
+        args = ["--method", "sparsegpt", "--sparsity", "0.8", "-f", text, "--chunks", 2, "-c", 64, "--force", *more]
+        done = macko("prune", short, out, *args)
+        assert done.code == 0, done.err
+        before, after = pruned_tensors(short), pruned_tensors(out)
+        changed = [after[n][(after[n] != b) & (after[n] & 0x7C00 != 0)] for n, b in before.items()]
+        return sum(int(np.count_nonzero(c & 7)) for c in changed), sum(c.size for c in changed)
+
+    rounded, n_changed = longer([])
+    assert rounded == 0 and n_changed > 1000
+    kept, n_changed = longer(["--all-bits"])
+    assert kept > 0.8 * n_changed
+
+
 def test_result_does_not_depend_on_the_memory_limit(tmp_path, model, text, macko):
     outs = []
     for memory in (2048, 1):
@@ -344,7 +370,7 @@ def test_interrupted_run_removes_the_working_copy(tmp_path, text, number, code, 
     for line in process.stderr:
         if line.startswith("pass 1/"):
             break
-    assert len(list(tmp_path.glob(".macko-prune-*"))) == 1
+    assert (tmp_path / "out.gguf.checkpoint").exists()
     time.sleep(1)
     process.send_signal(number)
     _, err = process.communicate(timeout=120)

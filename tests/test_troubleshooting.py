@@ -126,9 +126,17 @@ def test_message_is_what_the_page_says(place, message):
 # ---- installation ----
 
 
-@row("ggml-macko was built for llama-cpp-python")
+@row("ggml-macko is for llama-cpp-python")
 def _(p):
     return p.python("import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()")
+
+
+@row("ggml-macko <version> does not fit ggml")
+def _(p):
+    source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
+    source.write_text("unsigned long ggml_tensor_overhead(void) { return 400; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
+    return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
 
 
 def package_without(p, name: str) -> str:
@@ -189,7 +197,7 @@ def _(p):
     return p.python(f"import llama_cpp; llama_cpp.Llama({str(p.sparse)!r}, verbose=False)")
 
 
-@row("ggml-macko <version> was built for ggml")
+@row("ggml-macko <version> is for ggml")
 def _(p):
     source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
     source.write_text('const char * ggml_version(void) { return "0.9.9"; }')
@@ -331,30 +339,19 @@ def _(p):
     return p.python(LITTLE_MEMORY.format(path=str(sparse), mib=24, n_ctx=64))
 
 
-OTHER_BUFFER = """
-import ctypes
-import llama_cpp.llama_cpp as api
-from ggml_macko import register
-register()
-class Override(ctypes.Structure):
-    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
-ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
-for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_host_buffer_type):
-    f.restype = ctypes.c_void_p
-ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-base.ggml_backend_dev_host_buffer_type.argtypes = [ctypes.c_void_p]
-pinned = base.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
-overrides = (Override * 2)(Override(b"attn_q", pinned), Override(None, None))
-params = api.llama_model_default_params()
-params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-api.llama_model_load_from_file({path!r}.encode(), params)
+OTHER_DEVICE = """
+import sys
+sys.path.insert(0, {tests!r})
+import other_device
+from ggml_macko import Llama
+with other_device.place("attn_q"):
+    Llama({path!r}, sparse_only=True, verbose=False)
 """
 
 
 @row("<file>: <tensor>: sparse, but llama.cpp did not place it")
 def _(p):
-    skip_without_gpu()  # without one there is no other buffer type that holds weights
-    return p.python(OTHER_BUFFER.format(path=str(p.sparse)))
+    return p.python(OTHER_DEVICE.format(tests=str(generators.ROOT / "tests"), path=str(p.sparse)))
 
 
 def split(p) -> list:

@@ -27,13 +27,22 @@ def run(name: str, *args: object, cwd: pathlib.Path | None = None) -> subprocess
     return done
 
 
+def header_tree() -> pathlib.Path:
+    """The headers that the plugin is built with, in a llama.cpp tree: GGML_MACKO_LLAMA_CPP_DIR, or what the build got.
+    Skips the test if there are none.
+    """
+    given = os.environ.get("GGML_MACKO_LLAMA_CPP_DIR")
+    headers = pathlib.Path(given) if given else next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
+    if headers is None:
+        pytest.skip("llama.cpp headers are fetched by the CMake build, which has not run here")
+    return headers
+
+
 def compile_program(source: pathlib.Path, out: pathlib.Path, library: pathlib.Path | None = None) -> pathlib.Path:
     """A C program that knows only llama.h, linked to a libllama: that of the installed llama-cpp-python, or another."""
     import llama_cpp
 
-    headers = next(iter(sorted((ROOT / "build").glob("*/llama-cpp-python-*"))), None)
-    if headers is None:
-        pytest.skip("llama.cpp headers are fetched by the CMake build, which has not run here")
+    headers = header_tree()
     library = library or pathlib.Path(llama_cpp.__file__).parent / "lib" / "libllama.so"
     subprocess.run(
         ["cc", "-o", out, source, f"-I{headers}/include", f"-I{headers}/ggml/include", library,

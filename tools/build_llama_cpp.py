@@ -32,9 +32,10 @@ NOT_DYNAMIC = ("llama-export-lora",)  # it uses symbols of the CPU backend, so l
 
 
 def pinned_version() -> str:
-    match = re.search(r'"llama-cpp-python==([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
+    """The newest llama-cpp-python in the range."""
+    match = re.search(r'"llama-cpp-python>=[0-9.]+,<=([0-9.]+)"', (ROOT / "pyproject.toml").read_text())
     if not match:
-        sys.exit("error: no pin of llama-cpp-python in pyproject.toml")
+        sys.exit("error: no range of llama-cpp-python in pyproject.toml")
     return match[1]
 
 

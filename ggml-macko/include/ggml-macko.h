@@ -66,8 +66,8 @@ enum ggml_macko_status {
     GGML_MACKO_STATUS_OVERLAP       = 56, // EC-CSR: two blocks hold one element
 };
 
-// Type ids of matrices and their components, ggml's but for Q4_NL (FORMAT.md section 7). Dense matrices are F32, F16 or
-// BF16; quantized values occur in packed matrices only.
+// Type ids of matrices and their components, ggml's but for those from 1000 up (FORMAT.md sections 7 and 8). Dense
+// matrices are F32, F16 or BF16; quantized and coded values occur in packed matrices only.
 enum ggml_macko_type {
     GGML_MACKO_TYPE_F32   = 0,
     GGML_MACKO_TYPE_F16   = 1,
@@ -79,6 +79,7 @@ enum ggml_macko_type {
     GGML_MACKO_TYPE_I32   = 26,
     GGML_MACKO_TYPE_BF16  = 30,
     GGML_MACKO_TYPE_Q4_NL = 1004, // this library's own; in a file its blocks are bytes (I8)
+    GGML_MACKO_TYPE_CODED = 1005, // without loss in 10 to 14 bits; in a file words (I32)
 };
 
 // ---- library ----
@@ -89,9 +90,13 @@ GGML_MACKO_API const char * ggml_macko_last_error(void);
 GGML_MACKO_API const char * ggml_macko_status_name(int status);
 // version of this package, for example "0.1.0"
 GGML_MACKO_API const char * ggml_macko_version(void);
-// the llama-cpp-python version and the ggml version whose headers the plugin was built with
-GGML_MACKO_API const char * ggml_macko_built_for_llama_cpp_python(void);
-GGML_MACKO_API const char * ggml_macko_built_for_ggml(void);
+// the range of versions that the plugin is for; it was built with the headers of the newest
+GGML_MACKO_API const char * ggml_macko_oldest_llama_cpp_python(void);
+GGML_MACKO_API const char * ggml_macko_newest_llama_cpp_python(void);
+GGML_MACKO_API const char * ggml_macko_oldest_ggml(void);
+GGML_MACKO_API const char * ggml_macko_newest_ggml(void);
+// that of the libggml-base of this process
+GGML_MACKO_API const char * ggml_macko_running_ggml(void);
 // the GPUs that are used, or why there are none, and what this build has kernels for; asks the driver
 GGML_MACKO_API const char * ggml_macko_gpus(void);
 
@@ -141,9 +146,11 @@ GGML_MACKO_API int ggml_macko_codec_at(int32_t i, struct ggml_macko_codec_info *
 struct ggml_macko_encoded;
 // Encodes rows x cols dense elements. Options are those of ggml_macko_codec_at(); what is not given has its default:
 //   macko   delta_bits       1, 2, 4 or 8; 0: what takes the fewest bytes
-//   packed  value_type       the dense type, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as ggml's
-//                            reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
+//   packed  value_type       the dense type, CODED, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as
+//                            ggml's reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: what takes the fewest bytes
+//           mantissa_bits    of coded values, 7 or 10 (BF16: 7); -1: what takes the fewest bytes
+//           exponent_bits    of coded values, 2 or 3; -1: what takes the fewest bytes
 //   ec-csr  delta_bits       4 or 8
 //           max_granularity  rows of a block: 1 (no extraction), 2, 4 ... 64
 //           min_columns      of an extracted block, a multiple of 128; 0: where it pays for its bases (8-bit deltas
@@ -303,6 +310,22 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
     // with LOAD_COMPRESS: -0.0 stays a value, bit for bit and at the price of an entry; else it counts as zero
     GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
+    // a sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there
+    GGML_MACKO_LOAD_SPARSE_ONLY = 4,
+};
+
+// Where the running llama.cpp has the members of its llama_model_params, in bytes from the beginning; -1: it does not
+// have that member. The struct changes from version to version, so this library knows it only by this.
+struct ggml_macko_params_layout {
+    int32_t nbytes; // of the struct; at most 256
+    int32_t progress_callback;
+    int32_t progress_callback_user_data;
+    int32_t vocab_only;
+    int32_t check_tensors;
+    int32_t no_alloc;
+    int32_t load_mode; // an enum; before it, the next two
+    int32_t use_mmap;
+    int32_t use_direct_io;
 };
 
 struct llama_model;
@@ -312,6 +335,7 @@ struct ggml_macko_llama {
     void (*load_from_file)(void);     // llama_model_load_from_file
     void (*load_from_file_ptr)(void); // llama_model_load_from_file_ptr
     void (*model_free)(void);         // llama_model_free
+    struct ggml_macko_params_layout params;
 };
 
 // llama_model_load_from_file for files dense and sparse. A sparse file (of a split model the first; the others lie
@@ -323,6 +347,14 @@ struct ggml_macko_llama {
 // plugin; LOAD_FAILED if llama.cpp refused the model; NOT_A_FILE for a directory, FIFO, socket or device.
 GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_model_params * params, int32_t flags,
                                          const struct ggml_macko_llama * llama, struct llama_model ** model);
-// OK if ggml_version (that of the running libggml-base) is the one that the plugin was built for; VERSION_MISMATCH,
-// naming both, if not
+// The layout in the versions of llama.cpp that the plugin is for, for programs that cannot tell it: default_params is
+// their llama_model_default_params, which is called; has_load_mode: they have llama_load_mode_name. VERSION_MISMATCH if
+// the struct has none of the known sizes.
+GGML_MACKO_API int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
+                                                 struct ggml_macko_params_layout * layout);
+// VERSION_MISMATCH, naming the range, if ggml_version is not in the range that the plugin is for and the environment does
+// not have GGML_MACKO_ANY_VERSION=1
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);
+// ggml_macko_check_ggml of the libggml-base of this process, and that it has its structs and operations as the plugin
+// expects them; checked once. ggml_backend_load refuses the plugin if this is not OK.
+GGML_MACKO_API int ggml_macko_check_running_ggml(void);

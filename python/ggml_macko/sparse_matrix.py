@@ -59,9 +59,10 @@ class SparseMatrix:
         is).
         delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
         format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
-        "packed", "auto" for the smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0",
-        "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl" is
-        searched). options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
+        "packed", "sparse-lossless" (packed, its values coded bit for bit where that is smaller), "auto" for the
+        smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl" or "sparse-q4_0" (the
+        scale of a block follows from its largest value; that of "sparse-q4_nl" is searched).
+        options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
         keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
         (quantized, it always does).
 

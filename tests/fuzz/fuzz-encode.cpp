@@ -19,16 +19,20 @@ static bool run(const uint8_t * data, size_t size) {
     if (status != GGML_MACKO_STATUS_OK) {
         return false;
     }
-    const bool quantized = m.value_type != m.type;
+    const bool coded = m.value_type == GGML_MACKO_TYPE_CODED, quantized = m.value_type != m.type && !coded;
     FUZZ_CHECK(in.patched || quantized || dense == in.dense, "decoded to something else");
     if (quantized || strcmp(m.format, "ec-csr") == 0) { // the arrays of these formats have a choice
         return true;
     }
     // Any accepted matrix of the others is what the encoder makes of its elements.
-    const ggml_macko_option option = { strcmp(m.format, "macko") == 0 ? "delta_bits" : "index_bits", m.bits };
-    ggml_macko_encoded *    e      = nullptr;
+    const auto *            values    = static_cast<const uint8_t *>(m.arrays[0].data);
+    const ggml_macko_option options[] = { { strcmp(m.format, "macko") == 0 ? "delta_bits" : "index_bits", m.bits },
+                                          { "value_type", m.value_type },
+                                          { "mantissa_bits", values[0] },
+                                          { "exponent_bits", values[1] } };
+    ggml_macko_encoded *    e         = nullptr;
     ggml_macko_matrix       again;
-    FUZZ_CHECK(ggml_macko_encode(m.format, dense.data(), m.type, m.rows, m.cols, &option, 1, 1, &e) == 0 &&
+    FUZZ_CHECK(ggml_macko_encode(m.format, dense.data(), m.type, m.rows, m.cols, options, coded ? 4 : 1, 1, &e) == 0 &&
                    ggml_macko_encoded_matrix(e, &again) == 0,
                "%s", ggml_macko_last_error());
     FUZZ_CHECK(again.nnz == m.nnz && again.bits == m.bits, "accepted, but not canonical");

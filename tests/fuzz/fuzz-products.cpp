@@ -137,7 +137,7 @@ bool run(const uint8_t * data, size_t size) {
     }
     const ggml_macko_matrix & m = e.encoded.matrix;
     bytes                     dense(e.dense.size());
-    if ((m.value_type != m.type && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
+    if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
     aligned<uint8_t> memory(bitmap_nbytes({ m.rows, m.cols, m.type, 4, m.nnz }, m.value_type));
@@ -180,11 +180,8 @@ std::vector<bytes> seeds() {
     uint8_t            n = 0;
     for (const bytes & matrix : encode_seeds()) {
         bytes b = { static_cast<uint8_t>(n % 3 ? n : 0),
-                    static_cast<uint8_t>(n % 5 == 0 ? 3 : n / 5 * 4 + n % 2 * 2),
-                    n,
-                    0,
-                    0,
-                    0 };
+                    // what is not quantized, the first of the options of an encoder, keeps its type
+                    static_cast<uint8_t>(n % SEED_OPTIONS == 0 ? 3 : n / SEED_OPTIONS * 4 + n % 2 * 2), n, 0, 0, 0 };
         b.insert(b.end(), matrix.begin(), matrix.end());
         all.push_back(b);
         n++;

@@ -29,9 +29,12 @@ static std::vector<ggml_macko_option> options_of(const std::string & format, con
         return { { "delta_bits", choice(d.options[0], { 0, 1, 2, 4, 8 }) } };
     }
     if (format == "packed") {
-        return { { "value_type", choice(d.options[0], { -1, GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0,
-                                                        GGML_MACKO_TYPE_Q4_0, GGML_MACKO_TYPE_Q4_NL }) },
-                 { "index_bits", choice(d.options[1], { -1, 0, 2, 4, 8 }) } };
+        return { { "value_type",
+                   choice(d.options[0], { -1, GGML_MACKO_TYPE_Q8_0, GGML_MACKO_TYPE_Q5_0, GGML_MACKO_TYPE_Q4_0,
+                                          GGML_MACKO_TYPE_Q4_NL, GGML_MACKO_TYPE_CODED }) },
+                 { "index_bits", choice(d.options[1], { -1, 0, 2, 4, 8 }) },
+                 { "mantissa_bits", d.type % 3 == 1 ? 7 : choice(d.options[2], { -1, 7, 10 }) },
+                 { "exponent_bits", choice(d.options[3], { -1, 2, 3 }) } };
     }
     if (format == "ec-csr") {
         return { { "delta_bits", choice(d.options[0], { 4, 8 }) },
@@ -96,7 +99,7 @@ std::vector<bytes> encode_seeds() {
     std::mt19937_64    random(11);
     for (uint8_t format = 0; format < ggml_macko_codec_count(); format++) {
         for (uint8_t type = 0; type < 3; type++) {
-            for (uint8_t option = 0; option < 5; option++) {
+            for (uint8_t option = 0; option < SEED_OPTIONS; option++) {
                 const description d = { format,
                                         type,
                                         static_cast<uint8_t>(3 + option * 5),
@@ -106,7 +109,7 @@ std::vector<bytes> encode_seeds() {
                 bytes             b(reinterpret_cast<const uint8_t *>(&d), reinterpret_cast<const uint8_t *>(&d + 1));
                 b.resize(b.size() + 8u * (option == 4));
                 const uint32_t types[] = { builder::TYPE_F16, builder::TYPE_BF16, builder::TYPE_F32 };
-                const bytes    dense = builder::random_data(random, types[type], 400, 1u + d.cols, 0.1 + 0.2 * option);
+                const bytes    dense = builder::random_data(random, types[type], 400, 1u + d.cols, 0.1 + 0.15 * option);
                 b.insert(b.end(), dense.begin(), dense.end());
                 all.push_back(b);
             }

@@ -26,7 +26,9 @@ struct encoded_input {
 
 // Takes a description, patches and elements. plain_type: -1, or the only dense type. False if the elements cannot be
 // encoded, because some are not finite.
-bool               encode_input(input in, int32_t plain_type, int64_t max_elements, encoded_input * out);
+bool encode_input(input in, int32_t plain_type, int64_t max_elements, encoded_input * out);
+// inputs of every format and dense type, each with this many choices of options
+constexpr int      SEED_OPTIONS = 6;
 std::vector<bytes> encode_seeds();
 
 } // namespace fuzz

@@ -89,15 +89,21 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
     const bytes &values = c[macko::PACKED_VALUES], &index = c[macko::PACKED_INDEX];
     const size_t nb = static_cast<size_t>(macko::value_nbytes(m.desc.type));
     bytes        dense(static_cast<size_t>(m.nbytes_dense), 0);
-    size_t       k     = 0;
-    const auto   store = [&](int64_t element) {
+    size_t       k = 0;
+
+    const std::vector<uint32_t> coded = m.value_type == GGML_MACKO_TYPE_CODED
+                                            ? decode_coded(values.data(), static_cast<size_t>(m.desc.nnz), m.desc.type)
+                                            : std::vector<uint32_t>();
+    const auto                  store = [&](int64_t element) {
         uint8_t * out = &dense[static_cast<size_t>(element) * nb];
-        if (m.value_type == m.desc.type) {
+        if (m.value_type == GGML_MACKO_TYPE_CODED) {
+            memcpy(out, &coded[k], nb);
+        } else if (m.value_type == m.desc.type) {
             memcpy(out, &values[k * nb], nb);
         } else {
             const auto     i = static_cast<int64_t>(k);
             const uint32_t v = nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, i, m.desc.type)
-                                         : macko::dense_at<uint16_t>(values.data(), m.value_type, i, m.desc.type);
+                                                        : macko::dense_at<uint16_t>(values.data(), m.value_type, i, m.desc.type);
             memcpy(out, &v, nb);
         }
         k++;

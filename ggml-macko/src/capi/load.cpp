@@ -2,17 +2,25 @@
 // itself is host/load-session.h.
 #include "cpu/kernels.h"
 #include "host/load-session.h"
-#include "llama.h"
+#include "host/running-ggml.h"
 
 #include <cstring>
 
 using namespace macko;
 
+// llama_model_params of any version: a function of llama.cpp that takes the struct reads as much of it as it knows
+struct any_params {
+    static constexpr int32_t MAX_NBYTES = 256;
+    alignas(8) char bytes[MAX_NBYTES];
+};
+
+using progress_callback = bool (*)(float progress, void * user_data); // llama_progress_callback
+
 // The functions of libllama in their own types.
 struct llama_functions {
-    decltype(&llama_model_load_from_file)     load_from_file;
-    decltype(&llama_model_load_from_file_ptr) load_from_file_ptr;
-    decltype(&llama_model_free)               model_free;
+    llama_model * (*load_from_file)(const char * path, any_params params);
+    llama_model * (*load_from_file_ptr)(FILE * stream, any_params params);
+    void (*model_free)(llama_model * model);
 
     explicit llama_functions(const ggml_macko_llama & l)
         : load_from_file(reinterpret_cast<decltype(load_from_file)>(l.load_from_file)),
@@ -20,10 +28,63 @@ struct llama_functions {
           model_free(reinterpret_cast<decltype(model_free)>(l.model_free)) {}
 };
 
+// A copy of the caller's parameters, and its members by the places that the caller names.
+class model_params {
+public:
+    model_params(const void * params, const ggml_macko_params_layout & layout) : layout_(layout) {
+        memcpy(value_.bytes, params, static_cast<size_t>(layout.nbytes));
+    }
+    static bool is_valid(const ggml_macko_params_layout & l) {
+        const auto is_inside = [&](int32_t at, size_t size) {
+            return at >= -1 && at <= l.nbytes - static_cast<int32_t>(size);
+        };
+        const bool has_mode = l.load_mode >= 0 || (l.use_mmap >= 0 && l.use_direct_io >= 0);
+        return l.nbytes > 0 && l.nbytes <= any_params::MAX_NBYTES && l.progress_callback >= 0 &&
+               l.progress_callback_user_data >= 0 && l.vocab_only >= 0 && l.check_tensors >= 0 && l.no_alloc >= 0 &&
+               has_mode && is_inside(l.progress_callback, sizeof(void *)) &&
+               is_inside(l.progress_callback_user_data, sizeof(void *)) && is_inside(l.vocab_only, 1) &&
+               is_inside(l.check_tensors, 1) && is_inside(l.no_alloc, 1) && is_inside(l.load_mode, sizeof(int32_t)) &&
+               is_inside(l.use_mmap, 1) && is_inside(l.use_direct_io, 1);
+    }
+
+    const any_params & value() const { return value_; }
+    bool               vocab_only() const { return value_.bytes[layout_.vocab_only]; }
+    bool               no_alloc() const { return value_.bytes[layout_.no_alloc]; }
+    progress_callback  callback() const { return get<progress_callback>(layout_.progress_callback); }
+    void *             user_data() const { return get<void *>(layout_.progress_callback_user_data); }
+
+    void set_progress(progress_callback callback, void * user_data) {
+        set(layout_.progress_callback, callback);
+        set(layout_.progress_callback_user_data, user_data);
+    }
+    // The stream has no file descriptor that could be mapped. And llama.cpp would check placeholders instead of values;
+    // the plugin checks the values of every sparse tensor.
+    void read_plainly() {
+        if (layout_.load_mode >= 0) {
+            set(layout_.load_mode, int32_t(0)); // LLAMA_LOAD_MODE_NONE
+        } else {
+            set(layout_.use_mmap, false);
+            set(layout_.use_direct_io, false);
+        }
+        set(layout_.check_tensors, false);
+    }
+
+private:
+    template <typename T> T get(int32_t at) const {
+        T member;
+        memcpy(&member, value_.bytes + at, sizeof(member));
+        return member;
+    }
+    template <typename T> void set(int32_t at, T member) { memcpy(value_.bytes + at, &member, sizeof(member)); }
+
+    ggml_macko_params_layout layout_;
+    any_params               value_ = {};
+};
+
 // The caller's progress callback, which may load and run other models: no load is current while it runs.
 struct caller_progress {
-    llama_progress_callback callback;
-    void *                  user_data;
+    progress_callback callback;
+    void *            user_data;
 
     static bool call(float progress, void * self) {
         const load_session::none_current guard;
@@ -33,26 +94,23 @@ struct caller_progress {
 };
 
 // Serves a vetted file to llama.cpp. The session is current only inside this call, whatever happens to the caller.
-static int load_sparse(load_session & session, llama_model_params params, const llama_functions & llama,
+static int load_sparse(load_session & session, model_params params, bool sparse_only, const llama_functions & llama,
                        llama_model ** model) {
     const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
     FILE * stream = nullptr;
-    if (const int status = session.begin(&stream)) {
+    if (const int status = session.begin(sparse_only, &stream)) {
         return status;
     }
-    params.load_mode = LLAMA_LOAD_MODE_NONE; // the stream has no file descriptor that could be mapped
-    // llama.cpp would check placeholders instead of values; the plugin checks the values of every sparse tensor
-    params.check_tensors     = false;
-    caller_progress progress = { params.progress_callback, params.progress_callback_user_data };
+    params.read_plainly();
+    caller_progress progress = { params.callback(), params.user_data() };
     if (progress.callback) {
-        params.progress_callback           = caller_progress::call;
-        params.progress_callback_user_data = &progress;
+        params.set_progress(caller_progress::call, &progress);
     }
-    llama_model * loaded = llama.load_from_file_ptr(stream, params);
-    const int     status = session.end(loaded != nullptr, !params.vocab_only && !params.no_alloc);
+    llama_model * loaded = llama.load_from_file_ptr(stream, params.value());
+    const int     status = session.end(loaded != nullptr, !params.vocab_only() && !params.no_alloc());
     if (status && loaded) {
         llama.model_free(loaded);
         return status;
@@ -68,34 +126,81 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS)) {
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
+        if (!model_params::is_valid(llama->params)) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "impossible layout of llama_model_params");
+        }
+        const model_params    copy(params, llama->params);
         const compression     how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
                                     : flags & GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS ? compression::bit_exact
                                                                                   : compression::on;
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;
-        const int                     status = load_session::open(path, how, params->no_alloc, &session);
+        const int                     status = load_session::open(path, how, copy.no_alloc(), &session);
         if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
-            *model = functions.load_from_file(path, *params);
+            *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;
         }
-        return status ? status : load_sparse(*session, *params, functions, model);
+        const bool sparse_only = flags & GGML_MACKO_LOAD_SPARSE_ONLY;
+        return status ? status : load_sparse(*session, copy, sparse_only, functions, model);
+    });
+}
+
+// nbytes, progress_callback and its user_data, vocab_only, check_tensors, no_alloc, load_mode, use_mmap, use_direct_io
+static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
+    { 72, 40, 48, 64, 68, 71, -1, 65, 66 }, // before load_mode
+    { 72, 40, 48, 64, 65, 68, 24, -1, -1 }, // with load_mode
+    { 80, 48, 56, 72, 73, 76, 24, -1, -1 }, // and with lazy_mode
+};
+
+// Of the struct that a function returns: on x86-64 it gets the address of a struct of this size and writes all members.
+// The last one is a bool, which never has the value of the filling.
+static int32_t nbytes_written(void (*default_params)(void)) {
+    constexpr char filling = 0x5a;
+    any_params     params;
+    memset(params.bytes, filling, sizeof(params.bytes));
+    reinterpret_cast<void * (*)(void *)>(default_params)(params.bytes);
+    int32_t n = any_params::MAX_NBYTES;
+    while (n > 0 && params.bytes[n - 1] == filling) {
+        n--;
+    }
+    return (n + 7) / 8 * 8;
+}
+
+int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
+                                  ggml_macko_params_layout * layout) {
+    return c_boundary([&]() -> int {
+        if (!default_params || !layout) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
+        }
+        const int32_t nbytes = nbytes_written(default_params);
+        for (const ggml_macko_params_layout & known : KNOWN_LAYOUTS) {
+            if (known.nbytes == nbytes && (known.load_mode >= 0) == (has_load_mode != 0)) {
+                *layout = known;
+                return GGML_MACKO_STATUS_OK;
+            }
+        }
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
+                    "this llama.cpp has llama_model_params of %d bytes, which ggml-macko %s does not know", nbytes,
+                    ggml_macko_version());
     });
 }
 
 int ggml_macko_check_ggml(const char * ggml_version) {
-    if (!ggml_version || strcmp(ggml_version, GGML_MACKO_GGML_VERSION) != 0) {
-        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
-                    "ggml-macko %s was built for ggml %s (llama-cpp-python %s), but ggml %s is running",
-                    ggml_macko_version(), GGML_MACKO_GGML_VERSION, GGML_MACKO_LLAMA_CPP_PYTHON_VERSION,
-                    ggml_version ? printable(ggml_version).text : "(none)");
-    }
-    return GGML_MACKO_STATUS_OK;
+    return c_boundary([&] { return check_ggml_version(ggml_version); });
 }
 
-const char * ggml_macko_built_for_llama_cpp_python(void) { return GGML_MACKO_LLAMA_CPP_PYTHON_VERSION; }
+int ggml_macko_check_running_ggml(void) { return check_running_ggml(); }
 
-const char * ggml_macko_built_for_ggml(void) { return GGML_MACKO_GGML_VERSION; }
+const char * ggml_macko_oldest_llama_cpp_python(void) { return GGML_MACKO_OLDEST_LLAMA_CPP_PYTHON; }
+
+const char * ggml_macko_newest_llama_cpp_python(void) { return GGML_MACKO_NEWEST_LLAMA_CPP_PYTHON; }
+
+const char * ggml_macko_oldest_ggml(void) { return OLDEST_GGML; }
+
+const char * ggml_macko_newest_ggml(void) { return NEWEST_GGML; }
+
+const char * ggml_macko_running_ggml(void) { return ggml_version(); }

@@ -9,7 +9,7 @@
 namespace macko {
 
 // the newest format version that this library reads (macko.min_reader_version)
-constexpr int64_t FORMAT_VERSION = 5;
+constexpr int64_t FORMAT_VERSION = 6;
 // of a component's suffix with its dot; FORMAT.md section 2 derives the longest name of a matrix from it
 constexpr size_t MAX_SUFFIX = 8;
 

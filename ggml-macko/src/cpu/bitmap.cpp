@@ -19,7 +19,7 @@ static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROU
 
 static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
     return is_quant_type(value_type) ? n_groups(desc) * quant_group_nbytes(value_type)
-                                     : values_nbytes(value_type, desc.nnz);
+                                     : values_nbytes(desc.type, desc.nnz);
 }
 
 int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
@@ -32,7 +32,7 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
     bitmap_matrix m;
     m.rows    = desc.rows;
     m.cols    = desc.cols;
-    m.type    = value_type;
+    m.type    = is_quant_type(value_type) ? value_type : desc.type; // coded values are expanded
     m.masks   = reinterpret_cast<uint64_t *>(base);
     m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
     base += masks_nbytes(desc) + row_off_nbytes(desc);
@@ -215,7 +215,9 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
     if (is_quant_type(dst.type)) {
         pack_groups(a, n_threads, dst.values);
     } else {
-        memcpy(dst.values, a.values, nbytes);
+        parallel_ranges(n_threads, a.desc.dense.nnz, [&](int64_t begin, int64_t end) {
+            view.copy_values(begin, end - begin, dst.values + begin * value_nbytes(dst.type));
+        });
     }
     memset(dst.values + nbytes, 0, VALUES_SLACK);
 }

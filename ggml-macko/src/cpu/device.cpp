@@ -12,6 +12,7 @@
 #include "host/load-session.h"
 #include "host/log.h"
 #include "host/planned-buffer.h"
+#include "host/running-ops.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -87,7 +88,7 @@ void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) { memset(buffer->
 const ggml_backend_buffer_i buffer_iface = {
     /* .free_buffer   = */ buffer_free_buffer,
     /* .get_base      = */ buffer_get_base,
-    /* .init_tensor   = */ nullptr,
+    /* .init_tensor   = */ load_session::claim_tensor,
     /* .memset_tensor = */ buffer_memset_tensor,
     /* .set_tensor    = */ buffer_set_tensor,
     /* .get_tensor    = */ buffer_get_tensor,
@@ -137,8 +138,9 @@ bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
 // ---- backend ----
 
 bool is_no_op(const ggml_tensor * node) {
-    return node->op == GGML_OP_NONE || node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE ||
-           node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+    const ggml_op op = op_of(node);
+    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE ||
+           op == GGML_OP_TRANSPOSE;
 }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
@@ -287,7 +289,7 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
 // costs 5 to 10 us; but only those near a sparse product, or it would take operations from a dense model in the same
 // process.
 bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
-    switch (op->op) {
+    switch (op_of(op)) {
         case GGML_OP_MUL_MAT:
         case GGML_OP_MUL_MAT_ID: return product_is_ours(dev, op);
         case GGML_OP_ADD:

@@ -3,6 +3,7 @@
 #include "cpu/row-ops.h"
 #include "cpu/weight.h"
 #include "host/log.h"
+#include "host/running-ops.h"
 
 #include <algorithm>
 #include <cstring>
@@ -30,7 +31,7 @@ const float * repeated_row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int
 // Computes columns begin ... begin + n - 1 of one row. The destination may be an operand.
 void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const float * b, float * y, int64_t begin,
             int64_t n) {
-    switch (dst->op) {
+    switch (op_of(dst)) {
         case GGML_OP_ADD: ops.add(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_MUL: ops.mul(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_GLU: ops.silu_mul(a + begin, b + begin, y + begin, n); break;
@@ -48,7 +49,7 @@ void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
     const row_ops &     ops   = row_ops_in_use();
     const int64_t       cols  = dst->ne[0];
     const int64_t       rows  = ggml_nrows(dst);
-    const bool          share = rows < nth && dst->op != GGML_OP_RMS_NORM;
+    const bool          share = rows < nth && op_of(dst) != GGML_OP_RMS_NORM;
     const int64_t       step  = share ? (cols + nth - 1) / nth : cols;
     const int64_t       begin = share ? std::min(step * ith, cols) : 0;
     for (int64_t r = share ? 0 : rows * ith / nth; r < (share ? rows : rows * (ith + 1) / nth); r++) {
@@ -68,11 +69,11 @@ bool is_row_op(const ggml_tensor * op) {
     if (!has_plain_rows(op) || !has_plain_rows(a) || !ggml_are_same_shape(a, op)) {
         return false;
     }
-    if (op->op == GGML_OP_RMS_NORM) {
+    if (op_of(op) == GGML_OP_RMS_NORM) {
         return true;
     }
     return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a) &&
-           (op->op != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
+           (op_of(op) != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
 }
 
 graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix) {
@@ -139,7 +140,7 @@ bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
 }
 
 bool graph_plan::add(const ggml_tensor * node) {
-    if (node->op != GGML_OP_MUL_MAT && node->op != GGML_OP_MUL_MAT_ID) {
+    if (op_of(node) != GGML_OP_MUL_MAT && op_of(node) != GGML_OP_MUL_MAT_ID) {
         next_step(node, nullptr, 0);
         return true;
     }
@@ -148,7 +149,7 @@ bool graph_plan::add(const ggml_tensor * node) {
         log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
         return false;
     }
-    if (node->op == GGML_OP_MUL_MAT_ID) {
+    if (op_of(node) == GGML_OP_MUL_MAT_ID) {
         return add_mul_mat_id(m, node);
     }
     add_mul_mat(m, node);

@@ -10,7 +10,7 @@ namespace macko::cpu {
 struct alignas(BITMAP_ALIGNMENT) weight {
     uint64_t   magic; // WEIGHT_MAGIC when the whole payload has been read
     macko_desc desc;
-    int32_t    value_type;      // desc.type, or a quantized type
+    int32_t    value_type;      // on file: desc.type, or a type that only packed values have
     int64_t    rows_per_matrix; // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
 
     bitmap_matrix bitmap() const { return bitmap_bind(desc, value_type, const_cast<weight *>(this) + 1); }

@@ -14,7 +14,7 @@ struct sparse_tensor_info {
     std::string   name;
     const codec * format;
     macko_desc    desc;       // of the MACKO rows that a consumer may get: delta_bits is the format's choice
-    int32_t       value_type; // desc.type, or a quantized type
+    int32_t       value_type; // desc.type, or a type that only packed values have
     int32_t       bits;       // macko.tensor.delta_bits
     int32_t       n_dims;
     int64_t       ne[4];

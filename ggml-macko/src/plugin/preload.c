@@ -1,32 +1,40 @@
 // LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
 // libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
-// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
+// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
+// sparse weight on a device of another backend is an error.
 //
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
 // first model is loaded if the program does not call ggml_backend_load_all.
 #define _GNU_SOURCE
 #include "ggml-macko.h"
-#include "llama.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct llama_model * (*load_from_file_t)(const char *, struct llama_model_params);
+// llama_model_params of any version. It is passed on the stack, where a function reads as much of it as it knows.
+struct any_params {
+    uint64_t words[32];
+};
+
+typedef struct llama_model * (*load_from_file_t)(const char *, struct any_params);
 typedef void (*function_t)(void);
 typedef void (*backend_load_all_t)(void);
 typedef void * (*backend_load_t)(const char *);
 typedef int (*load_model_t)(const char *, const struct llama_model_params *, int32_t, const struct ggml_macko_llama *,
                             struct llama_model **);
+typedef int (*find_params_layout_t)(function_t, int32_t, struct ggml_macko_params_layout *);
 typedef const char * (*last_error_t)(void);
 
 static struct {
-    load_model_t load_model;
-    last_error_t last_error;
+    load_model_t         load_model;
+    find_params_layout_t find_params_layout;
+    last_error_t         last_error;
 } plugin; // all null if there is no plugin; then only dense files can be opened
 
 static void load_plugin(void) {
@@ -42,8 +50,9 @@ static void load_plugin(void) {
         fprintf(stderr, "ggml-macko: ggml did not accept the plugin %s\n", path);
         return;
     }
-    plugin.last_error = (last_error_t)dlsym(library, "ggml_macko_last_error");
-    plugin.load_model = (load_model_t)dlsym(library, "ggml_macko_load_model");
+    plugin.last_error         = (last_error_t)dlsym(library, "ggml_macko_last_error");
+    plugin.find_params_layout = (find_params_layout_t)dlsym(library, "ggml_macko_find_params_layout");
+    plugin.load_model         = (load_model_t)dlsym(library, "ggml_macko_load_model");
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -61,13 +70,13 @@ static int is_set(const char * variable) {
     return value && strcmp(value, "1") == 0;
 }
 
-__attribute__((visibility("default"))) struct llama_model *
-llama_model_load_from_file(const char * path, struct llama_model_params params) {
+__attribute__((visibility("default"))) struct llama_model * llama_model_load_from_file(const char *      path,
+                                                                                       struct any_params params) {
     pthread_once(&once, load_plugin);
-    const struct ggml_macko_llama llama = {
-        (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file"),
-        (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr"),
-        (function_t)dlsym(RTLD_NEXT, "llama_model_free"),
+    struct ggml_macko_llama llama = {
+        .load_from_file     = (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file"),
+        .load_from_file_ptr = (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr"),
+        .model_free         = (function_t)dlsym(RTLD_NEXT, "llama_model_free"),
     };
     if (!llama.load_from_file || !llama.load_from_file_ptr || !llama.model_free) {
         fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
@@ -77,9 +86,13 @@ llama_model_load_from_file(const char * path, struct llama_model_params params) 
         return ((load_from_file_t)llama.load_from_file)(path, params);
     }
     const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
-                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0);
-    struct llama_model * model = NULL;
-    if (plugin.load_model(path, &params, flags, &llama, &model)) {
+                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
+                      (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0);
+    const function_t     default_params = (function_t)dlsym(RTLD_NEXT, "llama_model_default_params");
+    const int32_t        has_load_mode  = dlsym(RTLD_NEXT, "llama_load_mode_name") != NULL;
+    struct llama_model * model          = NULL;
+    if (plugin.find_params_layout(default_params, has_load_mode, &llama.params) ||
+        plugin.load_model(path, (const struct llama_model_params *)&params, flags, &llama, &model)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());
     }
     return model;

@@ -1,6 +1,5 @@
-// The backend registry that ggml_backend_load gets from this plugin: it lists the devices. It refuses every version of
-// ggml but the one that it was built for, because the structs of a backend have no version of their own, and
-// GGML_BACKEND_API_VERSION does not change with their layout.
+// The backend registry that ggml_backend_load gets from this plugin: it lists the devices. A ggml that the plugin does
+// not fit (host/running-ggml.h) gets none.
 #include "cpu/device.h"
 #include "host/log.h"
 #ifdef GGML_MACKO_CUDA
@@ -58,7 +57,7 @@ ggml_backend_reg_t unchecked_registry() {
 }
 
 ggml_backend_reg_t registry() {
-    if (ggml_macko_check_ggml(ggml_version())) {
+    if (ggml_macko_check_running_ggml()) {
         log_error("%s\n", ggml_macko_last_error());
         return nullptr;
     }

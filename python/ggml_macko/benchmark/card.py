@@ -55,7 +55,7 @@ class Measurement:
     gpus: tuple[str, ...]  # that took part
     kernels: str  # of the CPU
     version: str  # of ggml-macko
-    llama_cpp_python: str  # the version that it belongs to
+    llama_cpp_python: str  # the installed version
 
 
 def read_model(path: str | os.PathLike[str], n_threads: int = 0) -> ModelFile:

@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def is_lossy(self) -> bool:
-        return self.value_type is not None
+        return self.value_type is not None and self.codec.is_lossy(self.value_type)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,28 @@ class StoredArrays(Protocol):
     def array(self, i: int) -> Array:
         """All of component i."""
 
+    def first_numbers(self, i: int, n: int) -> Array:
+        """The first n elements of component i, an array of int32."""
+
     def last_number(self, i: int) -> int:
         """The last element of component i, an array of int32."""
+
+
+@dataclass(frozen=True)
+class EncodedArrays:
+    """The arrays of a matrix in memory; StoredArrays."""
+
+    matrix: EncodedMatrix
+    components: tuple[Component, ...]
+
+    def array(self, i: int) -> Array:
+        return self.matrix.arrays[i]
+
+    def first_numbers(self, i: int, n: int) -> Array:
+        return self.matrix.arrays[i][:n]
+
+    def last_number(self, i: int) -> int:
+        return int(self.matrix.arrays[i][-1])
 
 
 @dataclass(frozen=True)
@@ -118,6 +138,22 @@ class Settings:
     n_threads: int = 0
     options: Mapping[str, int] = field(default_factory=dict)
     search: bool = True  # search scales of quantized values for the least error; else the largest value gives the scale
+
+
+@dataclass(frozen=True)
+class ValueCoding:
+    """How the values of a matrix are coded without loss. Numbers of values are not whole where they are estimated."""
+
+    n_values: float
+    value_bits: float  # of a value on average, outliers included
+    mantissa_bits: int  # of a value that is no outlier
+    exponents: int  # how many neighbouring ones have a code
+    n_outliers: float  # values without a code, which are stored in full
+
+    @property
+    def coverage(self) -> float:
+        """Share of the values that have a code."""
+        return 1 - self.n_outliers / max(1, self.n_values)
 
 
 @dataclass(frozen=True)
@@ -181,8 +217,12 @@ class Codec(ABC):
         return self.name
 
     def value_name(self, value_type: int) -> str | None:
-        """Name of a quantized type of values; None for plain bit patterns."""
+        """Name of a quantized type of values; None of what is kept bit for bit."""
         return None
+
+    def is_lossy(self, value_type: int) -> bool:
+        """Whether such values are not bit for bit those that were encoded."""
+        return self.value_name(value_type) is not None
 
     @abstractmethod
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
@@ -201,6 +241,12 @@ class Codec(ABC):
 
     def own_options(self, settings: Settings) -> dict[str, int]:
         return {name: value for name, value in settings.options.items() if name in self.options}
+
+    def nbytes_expanded(self, candidate: Candidate, source: Source) -> int:
+        """Of a matrix as devices multiply with it, if that is larger than what is stored: what was coded for the file
+        only is plain there.
+        """
+        return sum(part.nbytes for part in candidate.components)
 
     def components_of(self, m: EncodedMatrix) -> tuple[Component, ...]:
         return tuple(Component(t, self.n_elements(m, i), m.arrays[i].nbytes) for i, t in enumerate(m.types))
@@ -242,6 +288,10 @@ class Codec(ABC):
 
     def sets(self, stored: StoredArrays) -> Array | None:
         """Of a format in blocks: int32 (n_sets, 4) of granularity, vector size, blocks, columns; else None."""
+        return None
+
+    def coding(self, stored: StoredArrays, value_type: int, nnz: int) -> ValueCoding | None:
+        """Of values that are coded without loss; else None. Reads what stands in front of them."""
         return None
 
     def gpu_cost(self, m: EncodedMatrix, n_threads: int = 0) -> GpuCost | None:

@@ -1,4 +1,4 @@
-"""Packed: non-zeros without fillers, plain or quantized, behind a bitmap or gap codes (FORMAT.md section 7).
+"""Packed: non-zeros without fillers, plain, coded or quantized, behind a bitmap or gap codes (FORMAT.md section 7).
 
 The NumPy twin of the C codec, the search for scales, and the codec for the tools. The twin is the readable reference
 that tests hold the C library against, byte for byte; it does not use it. Scales of ggml's types are searched by
@@ -29,12 +29,13 @@ from ..values import (
     to_float,
     value_bits,
 )
-from . import ggml_quants, quantize
-from .codec import Choice, Codec, Settings, Source, StoredArrays
+from . import coded, ggml_quants, quantize
+from .codec import Candidate, Choice, Codec, Settings, Source, StoredArrays, ValueCoding
 
 BLOCK = 32  # values that share a scale
 TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
 TYPE_Q4_NL = 1004  # no type of ggml's: its blocks are bytes in a file
+TYPE_CODED = 1005  # without loss (FORMAT.md section 8), words in a file
 QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q5_0: "q5_0", TYPE_Q4_NL: "q4_nl", TYPE_Q4_0: "q4_0"}
 BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q5_0: 22, TYPE_Q4_NL: 18, TYPE_Q4_0: 18}
 Q_RANGE = {TYPE_Q8_0: (-127, 127), TYPE_Q5_0: (-16, 15), TYPE_Q4_NL: (-127, 124), TYPE_Q4_0: (-8, 7)}
@@ -50,6 +51,10 @@ INDEX_BITS = (BITMAP, 2, 4, 8)
 ARRAYS = ("values", "index", "row_ptr")  # the order of the components in a file
 
 
+_FILE_TYPES = {TYPE_Q4_NL: TYPE_I8, TYPE_CODED: TYPE_I32}
+"""ggml types that stand for those that ggml does not have."""
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
     """The arrays of one matrix; exactly what stands in a file."""
@@ -57,10 +62,10 @@ class PackedMatrix:
     rows: int
     cols: int
     type: int  # of the dense matrix
-    value_type: int  # the same, or one of QUANT_NAMES
+    value_type: int  # the same, TYPE_CODED, or one of QUANT_NAMES
     index_bits: int
     nnz: int
-    values: Array  # bit patterns, or bytes (uint8) if quantized
+    values: Array  # bit patterns; words (int32) if coded, bytes (uint8) if quantized
     index: Array  # uint8
     row_ptr: Array  # int32, rows + 1
 
@@ -73,7 +78,6 @@ class PackedMatrix:
         return self.values.nbytes + self.index.nbytes + self.row_ptr.nbytes
 
     def encoded(self) -> EncodedMatrix:
-        is_bytes = self.value_type == TYPE_Q4_NL  # ggml has no such type
         return EncodedMatrix(
             format="packed",
             rows=self.rows,
@@ -83,7 +87,7 @@ class PackedMatrix:
             bits=self.index_bits,
             nnz=self.nnz,
             arrays=(self.values, self.index, self.row_ptr),
-            types=(TYPE_I8 if is_bytes else self.value_type, TYPE_I8, TYPE_I32),
+            types=(_FILE_TYPES.get(self.value_type, self.value_type), TYPE_I8, TYPE_I32),
         )
 
     @classmethod
@@ -248,8 +252,17 @@ def _gap_codes(row: Array, col: Array, bits: int) -> Array:
     return codes
 
 
-def encode(dense: Array, type_id: int, value_type: int, index_bits: int) -> PackedMatrix:
-    """dense: bit patterns (rows, cols), finite."""
+def encode(
+    dense: Array,
+    type_id: int,
+    value_type: int,
+    index_bits: int,
+    mantissa_bits: int | None = None,
+    exponent_bits: int | None = None,
+) -> PackedMatrix:
+    """dense: bit patterns (rows, cols), finite. The last two are those of coded values, None what takes the fewest
+    bytes.
+    """
     rows, cols = dense.shape
     row, col = np.nonzero(dense)
     if index_bits == BITMAP:
@@ -260,7 +273,9 @@ def encode(dense: Array, type_id: int, value_type: int, index_bits: int) -> Pack
         bits = np.packbits(each.astype(np.uint8).reshape(-1), bitorder="little")
     values = np.zeros(n_values(len(row)), dtype=bits_dtype(type_id))
     values[: len(row)] = dense[row, col]
-    if value_type == TYPE_Q4_NL:
+    if value_type == TYPE_CODED:
+        values = coded.encode(values[: len(row)], type_id, mantissa_bits, exponent_bits)
+    elif value_type == TYPE_Q4_NL:
         values = quantize_levels(to_float(values[: len(row)], type_id)).reshape(-1)
     elif value_type in QUANT_NAMES:
         values = round_to_blocks(to_float(values, type_id), value_type).reshape(-1)
@@ -295,6 +310,8 @@ def decode(m: PackedMatrix) -> Array:
         d, q = (x[: m.nnz] for x in dequantize(m.values, m.value_type))
         product = d * q.astype(np.float32)
         values = np.where(product == 0, 0, from_float(product, m.type)).astype(dense.dtype)
+    elif m.value_type == TYPE_CODED:
+        values = coded.decode(m.values, m.type, m.nnz)
     else:
         values = m.values[: m.nnz]
     dense[places(m)] = values
@@ -395,6 +412,17 @@ def _search_blocks(
     return blocks
 
 
+def value_coding(header: coded.Coding, values_nbytes: int, nnz: int) -> ValueCoding:
+    """values_nbytes: of the component."""
+    return ValueCoding(
+        n_values=nnz,
+        value_bits=values_nbytes * 8 / max(1, nnz),
+        mantissa_bits=header.widths.mantissa_bits,
+        exponents=header.widths.n_codes,
+        n_outliers=header.n_outliers,
+    )
+
+
 def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | None, n_threads: int) -> PackedMatrix:
     options = {"value_type": value_type, "index_bits": -1 if index_bits is None else index_bits}
     return PackedMatrix.from_encoded(native_codec.encode("packed", bits, type_id, options, n_threads))
@@ -403,42 +431,54 @@ def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | N
 # ---- codec ----
 
 
+LOSSLESS = "sparse-lossless"
+"""The TYPE with coded values where they are smaller than plain ones."""
+
+
 class PackedCodec(Codec):
     """The index, a bitmap or gap codes of 2, 4 or 8 bits, is whatever is smallest for the matrix."""
 
     name: ClassVar[str] = "packed"
     components: ClassVar[tuple[str, ...]] = ARRAYS
     # sparse-q4_0 is left out: sparse-q4_nl falls back to Q4_0 where that is nearer
-    mixed_types: ClassVar[tuple[str, ...]] = ("packed", "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
+    mixed_types: ClassVar[tuple[str, ...]] = (LOSSLESS, "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl")
     aliases: ClassVar[Mapping[str, str]] = {f"macko-{name}": f"sparse-{name}" for name in QUANT_NAMES.values()}
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
         lossy = {f"sparse-{name}": (Choice(self, None, value_type),) for value_type, name in QUANT_NAMES.items()}
-        return {"packed": self.automatic(), **lossy}
+        return {"packed": (Choice(self),), LOSSLESS: self.automatic(), **lossy}
 
     def automatic(self) -> tuple[Choice, ...]:
-        return (Choice(self),)
+        return (Choice(self, None, TYPE_CODED), Choice(self))
 
     def version(self, value_type: int) -> int:
-        return {TYPE_Q5_0: 4, TYPE_Q4_NL: 5}.get(value_type, 3)
+        return {TYPE_Q5_0: 4, TYPE_Q4_NL: 5, TYPE_CODED: 6}.get(value_type, 3)
 
     def storage_name(self, bits: int, value_type: int) -> str:
         return f"{self.type_name(value_type)}-gaps{bits}" if bits else f"{self.type_name(value_type)}-bitmap"
 
     def type_name(self, value_type: int) -> str:
+        if value_type == TYPE_CODED:
+            return LOSSLESS
         return f"sparse-{QUANT_NAMES[value_type]}" if value_type in QUANT_NAMES else self.name
 
     def value_name(self, value_type: int) -> str | None:
         return QUANT_NAMES.get(value_type)
 
     def break_even_density(self, cols: int, type_id: int, bits: int | None, value_type: int) -> float:
-        """With a bitmap; an index takes at most one bit per weight."""
+        """With a bitmap; an index takes at most one bit per weight. Coded values are plain ones where they are used."""
         n = value_bits(type_id)
         return 1.0 if value_type in QUANT_NAMES else (n - 1 - 32 / cols) / n
 
+    def nbytes_expanded(self, candidate: Candidate, source: Source) -> int:
+        values, *places = candidate.components
+        is_coded = candidate.value_type == TYPE_CODED
+        plain = values_nbytes(source.type, source.type, n_values(source.count.nnz)) if is_coded else values.nbytes
+        return plain + sum(part.nbytes for part in places)
+
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         kind = source.type if value_type is None else value_type
-        if kind == source.type or not settings.search:
+        if kind in (source.type, TYPE_CODED) or not settings.search:
             return _encode_in_c(source.bits, source.type, kind, bits, settings.n_threads).encoded()
         weights, n_threads = source.column_weights, settings.n_threads
         # the levels of Q4_NL leave out what is near zero: Q4_0 is nearer to a matrix that was not pruned, as many heads
@@ -450,8 +490,14 @@ class PackedCodec(Codec):
         return min(tried, key=lambda m: self.measure_error(m, source.bits, weights, n_threads).relative)
 
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
-        """Of quantized values ggml counts values; the blocks of Q4_NL are bytes in a file."""
-        return n_values(m.nnz) if i == 0 and m.types[0] != TYPE_I8 else len(m.arrays[i])
+        """Of quantized values ggml counts values; the blocks of types that it does not have are bytes or words."""
+        return n_values(m.nnz) if i == 0 and m.value_type not in _FILE_TYPES else len(m.arrays[i])
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.last_number(2)
+
+    def coding(self, stored: StoredArrays, value_type: int, nnz: int) -> ValueCoding | None:
+        if value_type != TYPE_CODED:
+            return None
+        header = coded.coding_of(stored.first_numbers(0, coded.HEADER_WORDS))
+        return value_coding(header, stored.components[0].nbytes, nnz)

@@ -81,17 +81,18 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
         import llama_cpp
 
-        from ..native import bindings
+        from ..native import bindings, loader
 
-        wanted, installed = bindings.built_for_llama_cpp_python(), llama_cpp.__version__
+        installed = llama_cpp.__version__
         print(
-            f"macko {bindings.version()}, for llama-cpp-python {wanted} "
-            f"(ggml {bindings.built_for_ggml()}), CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
+            f"macko {bindings.version()}, with llama-cpp-python {installed} (ggml {bindings.running_ggml()}), "
+            f"CPU kernels: {bindings.cpu_kernels()}, GPU: {bindings.gpus()}"
         )
-        if installed != wanted:
+        if not loader.fits(installed):
+            oldest, newest = bindings.llama_cpp_python_range()
             print(
-                f"llama-cpp-python {installed} is installed, which does not fit: models cannot be loaded; "
-                f"pip install llama-cpp-python=={wanted}"
+                f"llama-cpp-python {installed} does not fit: models cannot be loaded; "
+                f"ggml-macko is for {oldest} to {newest}: pip install llama-cpp-python=={newest}"
             )
         parser.exit()
 

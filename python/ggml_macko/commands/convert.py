@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="macko: the number of delta bits that makes each tensor smallest (default); "
         "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
         "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap "
-        "codes. auto: whatever of these lossless types is smallest for each tensor. sparse-q8_0, sparse-q5_0, "
+        "codes. sparse-lossless: packed, with the non-zeros coded in 10 to 14 bits, bit for bit, where that is "
+        "smaller. auto: whatever of these lossless types is smallest for each tensor. sparse-q8_0, sparse-q5_0, "
         "sparse-q4_nl, sparse-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there "
         "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
         "q4_0. The older names macko-q8_0 ... macko-q4_0 are accepted too",

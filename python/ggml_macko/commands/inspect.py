@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Lists the tensors of a GGUF, dense or sparse, with shape, density of non-zeros, share of padding entries, "
         "effective density (bytes here over bytes of the dense tensor), bytes, bits per weight, and the break-even "
         "density: from there on random non-zeros would take as much room as dense. Of EC-CSR tensors also the block "
-        "sets, with the share of stored values that each covers; then totals of the file."
+        "sets, with the share of stored values that each covers; of sparse-lossless ones the bits of a value, the "
+        "mantissa bits and exponents that have a code, the share of values that they cover, and the outliers; then "
+        "totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -81,6 +83,8 @@ def _tensor_as_json(t: TensorReport) -> dict[str, Any]:
     }
     if t.sets is not None:
         out["sets"] = [dataclasses.asdict(s) for s in t.sets]
+    if t.coding is not None:
+        out["coding"] = {**dataclasses.asdict(t.coding), "coverage": t.coding.coverage}
     return out
 
 
@@ -119,6 +123,16 @@ def print_report(report: ModelReport) -> None:
     sets = [[t.name, *dataclasses.astuple(s)] for t in report.tensors for s in t.sets or ()]
     if sets:
         print(console.table(sets, ["tensor", "rows of a block", "vector size", "blocks", "columns", "coverage"]))
+        print()
+    coded = [
+        [t.name, round(c.value_bits, 2), c.mantissa_bits, c.exponents, c.coverage, c.n_outliers]
+        for t in report.tensors
+        for c in [t.coding]
+        if c is not None
+    ]
+    if coded:
+        headers = ["tensor", "bits per value", "mantissa bits", "exponents", "coverage", "outliers"]
+        print(console.table(coded, headers))
         print()
     for name, value in report.metadata.items():
         print(f"{name} = {value!r}")

@@ -64,11 +64,12 @@ def sections(p: ModelPlan) -> Iterator[str]:
         + (f" (density {p.density:.4f})" if p.density is not None else "")
         + ("" if p.sampled == 1 else f"; {p.sampled:.0%} of the weights were looked at, the rest is estimated")
     )
-    yield "\n" + console.table(list(_group_rows(p)), ["tensors", "n", "weights", "type", "density", "-0.0", "MiB"], "g")
+    yield "\n" + console.table(list(_group_rows(p)), _GROUP_HEADERS, "g")
     yield "\n" + console.table(list(_type_rows(p)), _TYPE_HEADERS, "g")
     yield (
-        '\n"ends in Q6_K": with --token-embedding-type q6_k --output-tensor-type q6_k; "smaller than": at densities of '
-        "random non-zeros\nbelow that"
+        '\n"bits per value", "exponents covered": of the non-zeros as sparse-lossless stores them, and the share of\n'
+        'them that are no outliers; "ends in Q6_K": with --token-embedding-type q6_k --output-tensor-type q6_k;\n'
+        '"smaller than": at densities of random non-zeros below that'
     )
     if p.context is not None:
         yield (
@@ -78,6 +79,8 @@ def sections(p: ModelPlan) -> Iterator[str]:
     if p.advice:
         yield "\n" + "\n".join(f"* {line}" for line in p.advice)
 
+
+_GROUP_HEADERS = ["tensors", "n", "weights", "type", "density", "-0.0", "MiB", "bits per value", "exponents covered"]
 
 _TYPE_HEADERS = [
     "type",
@@ -105,6 +108,8 @@ def _group_rows(p: ModelPlan) -> Iterator[list[object]]:
             density,
             g.n_negative_zeros,
             round(g.nbytes / console.MIB, 2),
+            None if g.value_bits is None else round(g.value_bits, 2),
+            None if g.coverage is None else round(g.coverage, 4),
         ]
 
 

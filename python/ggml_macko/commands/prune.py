@@ -50,7 +50,8 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         choices=options.ALLOCATIONS,
         default="uniform",
         help="uniform: the same share in each tensor (default); owl: more in blocks with fewer outliers, the same in "
-        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics)",
+        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics); loss: such that the loss on "
+        "the text rises least, measured with one tensor pruned at a time (needs -f)",
     )
     group.add_argument(
         "--owl-m",
@@ -66,6 +67,12 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         help="blocks differ by at most 2 L (default: %(default)s)",
     )
     group.add_argument(
+        "--loss-shift",
+        default=str(float(options.LOSS_SHIFT)),
+        metavar="D",
+        help="--allocation loss: a tensor's sparsity differs from the mean by at most D (default: %(default)s)",
+    )
+    group.add_argument(
         "--pattern",
         metavar="N:M",
         help="N of every M neighbours in a row stay, for example 2:4, in place of --sparsity",
@@ -78,13 +85,34 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         choices=sorted(options.METHODS),
         default="magnitude",
         help="magnitude: the smallest (default); wanda: the smallest, times the norm of their inputs (needs "
-        "statistics); sparsegpt: those that changes of others can best make up for (needs -f)",
+        "statistics); sparsegpt: those that changes of others can best make up for (needs -f); alps: the same, "
+        "chosen from the whole matrix: better and slower (needs -f)",
     )
     group.add_argument(
         "--per",
         choices=["row", "tensor", "model"],
         help="compare weights within each row (default), each matrix, or all that is pruned; sparsegpt always compares "
-        "within 128 columns of a matrix",
+        "within 128 columns of a matrix, alps within the matrix",
+    )
+    group.add_argument(
+        "--refit",
+        action="store_true",
+        help="magnitude, wanda and sparsegpt: fit the weights that stay to the outputs of the dense matrix (needs -f)",
+    )
+    group.add_argument(
+        "--dense-targets",
+        type=float,
+        metavar="A",
+        help="alps and --refit: take statistics anew for each input of a block, and correct the share A (0 ... 1) of "
+        "what the matrices before have changed in it: two passes over the text for each input, about half of the model "
+        "each",
+    )
+    group.add_argument(
+        "--all-bits",
+        action="store_true",
+        help="sparsegpt, alps and --refit: give the weights that they change all bits of the type; without it they are "
+        "rounded to the significant bits that the tensor's weights have (8 from BF16, 11 from F16), so that `macko "
+        "convert ... sparse-lossless` can make them small",
     )
     only = group.add_mutually_exclusive_group()
     only.add_argument(
@@ -123,7 +151,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sequential",
         action="store_true",
-        help="take the statistics of each block anew after the blocks before it are pruned (wanda and sparsegpt, with "
+        help="take the statistics of each block anew after the blocks before it are pruned (not for magnitude; with "
         "-f): one pass over the text per block",
     )
     group.add_argument(
@@ -131,21 +159,22 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=options.DAMPING,
         metavar="D",
-        help="sparsegpt: added to second moments, times their mean (default: %(default)s)",
+        help="sparsegpt, alps, --refit: added to second moments, times their mean (default: %(default)s)",
     )
     group.add_argument(
         "--hessian-memory",
         type=int,
         metavar="MIB",
-        help="sparsegpt: memory for second moments; less means more passes over the text, and the same result "
-        "(default: half of what is free)",
+        help="sparsegpt, alps, --refit: memory for second moments; less means more passes over the text, and the same "
+        "result (default: half of what is free)",
     )
     group.add_argument(
         "-dev",
         "--device",
         choices=["auto", "none"],
         default="auto",
-        help="sparsegpt: auto (the default) prunes on a GPU where CuPy is installed and finds one, none on the CPU",
+        help="sparsegpt, alps, --refit: auto (the default) prunes on a GPU where CuPy is installed and finds one, none "
+        "on the CPU",
     )
 
 
@@ -167,6 +196,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "allocation": args.allocation,
         "owl_m": args.owl_m,
         "owl_lambda": args.owl_lambda,
+        "loss_shift": args.loss_shift,
         "tensor_sparsity": [parse_table_entry(text) for text in args.tensor_sparsity],
         "include": args.include_weights,
         "exclude": args.exclude_weights,
@@ -175,6 +205,9 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "n_chunks": args.chunks,
         "n_ctx": args.ctx_size,
         "sequential": args.sequential,
+        "refit": args.refit,
+        "dense_targets": args.dense_targets,
+        "all_bits": args.all_bits,
         "damping": args.damping,
         "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
         "device": args.device,

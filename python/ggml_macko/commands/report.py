@@ -193,6 +193,8 @@ def measure(args: argparse.Namespace, n_threads: int) -> list[FormResult]:
 
 def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormResult], output: AtomicOutput) -> None:
     """Writes the card into an open output, and gives it its name."""
+    import llama_cpp
+
     how = card.Measurement(
         text=Path(args.file).name,
         n_chunks=args.chunks,
@@ -204,7 +206,7 @@ def write_card(args: argparse.Namespace, n_threads: int, results: Sequence[FormR
         gpus=tuple(gpu.description for gpu in devices.gpus()) if args.gpu_layers else (),
         kernels=bindings.cpu_kernels(),
         version=bindings.version(),
-        llama_cpp_python=bindings.built_for_llama_cpp_python(),
+        llama_cpp_python=llama_cpp.__version__,
     )
     dense, *models = (card.read_model(path, n_threads) for path in (args.dense, *args.models))
     plot = os.path.relpath(f"{args.output}.png", output.path.parent) if args.output else ""

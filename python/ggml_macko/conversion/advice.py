@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import console, errors
 from ..codecs import registry
-from ..codecs.codec import Choice, Settings, Source
+from ..codecs.codec import Candidate, Choice, EncodedArrays, Settings, Source, ValueCoding
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 from ..gguf.writer import align
@@ -52,6 +52,8 @@ class GroupPlan:
     n_negative_zeros: int
     nbytes: int  # as they are in this file
     nbytes_as: Mapping[str, int]  # TYPE of `macko convert`, or of llama-quantize -> bytes in a file
+    value_bits: float | None  # of a non-zero as sparse-lossless codes it; None where no tensor would be stored so
+    coverage: float | None  # share of those non-zeros that are no outliers
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def default_types() -> list[str]:
         name
         for name, choices in registry.types().items()
         if name != registry.AUTO
-        and all(c.codec.note is None and c.codec.type_name(c.value_type or TYPE_F16) == name for c in choices)
+        and all(c.codec.note is None for c in choices)
+        and any(c.codec.type_name(c.value_type or TYPE_F16) == name for c in choices)
     ]
 
 
@@ -177,7 +180,13 @@ class _Stored:
 
     nbytes: int
     is_sparse: bool
+    nbytes_memory: int  # where the CPU multiplies with it
     name: str = ""  # of what is stored, such as packed-d0
+    coding: ValueCoding | None = None
+
+
+def _dense(nbytes: int) -> _Stored:
+    return _Stored(nbytes, False, nbytes)
 
 
 @dataclass(frozen=True)
@@ -213,8 +222,8 @@ def _sampled(rows: int, n: int) -> Array:
 
 
 def _look(t: Tensor, names: Sequence[str], of: _Frame, all_rows: bool, n_threads: int) -> _Looked:
-    dense = {name: _Stored(align(t.nbytes, of.alignment), False) for name in names}
-    dense.update({name: _Stored(int(_quantized_nbytes(t, name, of)), False) for name in (Q8_0, Q4_K_M)})
+    dense = {name: _dense(align(t.nbytes, of.alignment)) for name in names}
+    dense.update({name: _dense(int(_quantized_nbytes(t, name, of))) for name in (Q8_0, Q4_K_M)})
     if not tensor_rules.is_value_type(t.type):
         return _Looked(t, False, t.n_elements, None, 0, dense)
     bits = sample_rows(t, all_rows, n_threads)
@@ -246,15 +255,24 @@ def _stored(
         except errors.MackoError as e:
             if e.code not in (errors.LIMIT, errors.NOT_FINITE):
                 raise
-    stays = _Stored(align(t.nbytes, alignment), False)
+    stays = _dense(align(t.nbytes, alignment))
     if not found:
         return stays
     chosen = min(found, key=lambda c: stored_nbytes(c, alignment))
     nbytes = round(stored_nbytes(chosen, alignment) * scale)
     twin = dense_nbytes(t, chosen.codec.value_name(chosen.value_type))
     if twin <= nbytes:
-        return _Stored(align(int(twin), alignment), False)
-    return _Stored(nbytes, True, chosen.name) if nbytes < stays.nbytes else stays
+        return _dense(align(int(twin), alignment))
+    expanded = max(nbytes, round(chosen.codec.nbytes_expanded(chosen, source) * scale))
+    return _Stored(nbytes, True, expanded, chosen.name, _coding(chosen, scale)) if expanded < stays.nbytes else stays
+
+
+def _coding(c: Candidate, scale: float) -> ValueCoding | None:
+    """Of the whole tensor, of which `scale` times less was looked at."""
+    if c.matrix is None:
+        return None
+    found = c.codec.coding(EncodedArrays(c.matrix, c.components), c.value_type, c.matrix.nnz)
+    return found and replace(found, n_values=found.n_values * scale, n_outliers=found.n_outliers * scale)
 
 
 def _quantized_nbytes(t: Tensor, name: str, of: _Frame) -> float:
@@ -305,6 +323,7 @@ def _groups(looked: Sequence[_Looked]) -> Iterator[GroupPlan]:
     for x in looked:
         by_name.setdefault(group_name(x.tensor), []).append(x)
     for name, members in by_name.items():
+        value_bits, coverage = _coding_of_group(members)
         yield GroupPlan(
             name=name,
             n_tensors=len(members),
@@ -314,7 +333,18 @@ def _groups(looked: Sequence[_Looked]) -> Iterator[GroupPlan]:
             n_negative_zeros=sum(x.n_negative_zeros for x in members),
             nbytes=sum(x.tensor.nbytes_stored for x in members),
             nbytes_as={k: sum(x.stored[k].nbytes for x in members) for k in members[0].stored},
+            value_bits=value_bits,
+            coverage=coverage,
         )
+
+
+def _coding_of_group(members: Sequence[_Looked]) -> tuple[float | None, float | None]:
+    """(bits of a value, share of values that are no outliers), of the type that codes values without loss."""
+    found = [x.coding for member in members for x in member.stored.values() if x.coding is not None]
+    n = sum(c.n_values for c in found)
+    if not n:
+        return None, None
+    return sum(c.value_bits * c.n_values for c in found) / n, 1 - sum(c.n_outliers for c in found) / n
 
 
 _GPU_GROWTH = 1.5  # quantized values in GPU memory over the bytes in the file, at most (docs/guide/performance.md)
@@ -326,7 +356,7 @@ def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan
     choices = registry.types().get(name, ())
     is_lossy = any(c.is_lossy for c in choices)
     dense = sum(x.stored[name].nbytes for x in looked if not x.stored[name].is_sparse)
-    sparse = nbytes - dense
+    sparse = sum(x.stored[name].nbytes_memory for x in looked if x.stored[name].is_sparse)
     by_density = _mean_density([x for x in looked if x.stored[name].is_sparse])
     kind = _measured_kind(name, looked)
     return TypePlan(
@@ -337,7 +367,7 @@ def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan
         nbytes=nbytes,
         nbytes_q6_k=nbytes - _saved_by_q6_k(name, looked),
         nbytes_gpu=dense + _gpu_nbytes(name, sparse, is_lossy, looked),
-        nbytes_cpu=nbytes,
+        nbytes_cpu=dense + sparse,
         bits_per_weight=nbytes * 8 / n_parameters if n_parameters else 0.0,
         below=_break_evens(choices, looked, n_threads),
         speed=_speeds(kind, by_density),
@@ -401,7 +431,7 @@ def _random_break_even(choices: Sequence[Choice], cols: int, type_id: int, limit
 
 def _measured_kind(name: str, looked: Sequence[_Looked]) -> str | None:
     """What measured_speed.py calls a type: plain values of any format run alike, quantized ones under their name."""
-    if name.startswith("sparse-"):
+    if any(choice.is_lossy for choice in registry.types().get(name, ())):
         return name
     is_f16 = any(x.can_be_sparse and x.tensor.type == TYPE_F16 for x in looked)
     return measured_speed.SPARSE_F16 if is_f16 and name in registry.types() else None

@@ -109,8 +109,9 @@ def convert(
     llama.cpp computes the same.
 
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
-    type: a TYPE of `macko convert`: macko (MACKO paper, section 4), ec-csr (EC-SpMV paper, section 6), packed, auto for
-    the smallest of these, or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
+    type: a TYPE of `macko convert`: macko (MACKO paper, section 4), ec-csr (EC-SpMV paper, section 6), packed,
+    sparse-lossless (packed, its values coded bit for bit where that is smaller), auto for the smallest of these, or
+    sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
     overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
     keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
     optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import console
 from ..codecs import registry
+from ..codecs.codec import ValueCoding
 from ..gguf import tensor_rules
 from ..gguf.files import Model, Tensor, type_name
 
@@ -42,6 +43,7 @@ class TensorReport:
     break_even_density: float | None  # of random non-zeros, from which on this format, or the default one of a dense
     # tensor that could be stored sparse, is as large as dense
     sets: tuple[BlockSet, ...] | None = None  # of a format in blocks
+    coding: ValueCoding | None = None  # of values that are coded without loss
 
     @property
     def effective_density(self) -> float:
@@ -106,12 +108,13 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
 
 
 def inspect_tensor(t: Tensor, n_threads: int = 0) -> TensorReport:
-    density = padding = sets = None
+    density = padding = sets = coding = None
     if t.codec is not None and t.sparse is not None:
         stored = t.stored_arrays()
         n_stored = t.codec.n_stored(stored)
         density = t.sparse.nnz / t.n_elements
         padding = (n_stored - t.sparse.nnz) / n_stored if n_stored else 0.0
+        coding = t.codec.coding(stored, t.sparse.value_type, t.sparse.nnz)
         table = t.codec.sets(stored)
         if table is not None:
             rows = table.tolist()
@@ -131,6 +134,7 @@ def inspect_tensor(t: Tensor, n_threads: int = 0) -> TensorReport:
         n_elements=t.n_elements,
         break_even_density=_break_even(t),
         sets=sets,
+        coding=coding,
     )
 
 

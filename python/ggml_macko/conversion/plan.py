@@ -256,9 +256,10 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     if wanted == registry.AUTO and options.optimize == "speed":
         chosen, why = _fastest(found, alignment, options.n_threads)
     nbytes = stored_nbytes(chosen, alignment)
-    if nbytes >= align(t.nbytes, alignment):
+    used = max(nbytes, chosen.codec.nbytes_expanded(chosen, source))
+    if used >= align(t.nbytes, alignment):
         density = count.nnz / t.n_elements
-        return stay(f"would not shrink: density {density:.3f}, {nbytes / t.nbytes:.3f} of dense", contents)
+        return stay(f"would not shrink: density {density:.3f}, {used / t.nbytes:.3f} of dense", contents)
     dense_twin = chosen.codec.value_name(chosen.value_type)
     if asked is None and not options.measure and dense_nbytes(t, dense_twin) <= nbytes:
         # the index of a head, or of a layer that was not pruned, would say nothing

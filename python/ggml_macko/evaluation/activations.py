@@ -131,13 +131,15 @@ class Tap:
     """Connects llama.cpp's scheduler with a consumer.
 
     `callback` belongs into llama_context_params.cb_eval and must live as long as the context. Each llama_decode must be
-    called within `with tap.evaluation()`.
+    called within `with tap.evaluation()`. until: the weight after whose product an evaluation ends, if any; logits mean
+    nothing then.
     """
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: Consumer, until: str = "") -> None:
         import llama_cpp.llama_cpp as api
 
         self._consumer = consumer
+        self._until = until
         self._ggml = _ggml()
         self._error: BaseException | None = None
         self.callback = api.ggml_backend_sched_eval_callback(self._on_node)
@@ -187,7 +189,7 @@ class Tap:
                 for i2 in range(x.shape[1]):
                     index = (i3 % w.ne[3]) * w.ne[2] + i2 % w.ne[2]
                     self._consumer.take(weight, index, x[i3, i2])
-        return True
+        return weight.name != self._until
 
     def _array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
         """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""

@@ -171,7 +171,7 @@ class Checkpoint:
         """inputs: files that the checkpoint must not replace."""
         self.path = output.with_name(output.name + ".checkpoint")
         self._inputs = inputs
-        self._run = {"model": _model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
+        self._run = {"model": model_digest(model_path), **{k: str(v) for k, v in settings.items()}}
 
     def save(self, sums: SquareSums, chunks: Chunks) -> None:
         """Writes the sums over these chunks."""
@@ -227,7 +227,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _model_digest(path: str | os.PathLike[str]) -> str:
+def model_digest(path: str | os.PathLike[str]) -> str:
     """A digest of the model's metadata, and of the size and time of modification of its files."""
     with Model(path) as model:
         digest = hashlib.sha256()

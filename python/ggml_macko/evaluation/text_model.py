@@ -50,7 +50,8 @@ class TextModel:
 
     n_ctx: tokens of a chunk. n_batch: tokens per evaluation: several chunks, one, or a part of one. n_ubatch: tokens
     per matrix product. n_threads: 0 is all cores. n_gpu_layers: -1 is all. consumer: gets the inputs of matrix products
-    (activations.py). verbose: show llama.cpp's log. Raises MackoError (file, memory) or OSError.
+    (activations.py). until: the weight after whose product evaluations end. verbose: show llama.cpp's log. Raises
+    MackoError (file, memory) or OSError.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class TextModel:
         n_threads: int = 0,
         n_gpu_layers: int = 0,
         consumer: Consumer | None = None,
+        until: str = "",
         verbose: bool = False,
     ) -> None:
         import llama_cpp.llama_cpp as api
@@ -78,7 +80,7 @@ class TextModel:
         self.n_ctx = n_ctx
         self.n_seq = max(1, n_batch // n_ctx)
         self.n_batch = min(n_batch, self.n_seq * n_ctx)
-        self._tap = Tap(consumer) if consumer is not None else None
+        self._tap = Tap(consumer, until) if consumer is not None else None
         self._stack = contextlib.ExitStack()
         set_verbose(verbose)
         register()

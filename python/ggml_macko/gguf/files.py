@@ -207,6 +207,10 @@ class FileArrays:
         """All of component i, an array of int32 or of bytes."""
         return self.data(i).view(component_dtype(self._tensors[i].type))
 
+    def first_numbers(self, i: int, n: int) -> Array:
+        t = self._tensors[i]
+        return self._shard.read(t.offset, min(t.nbytes, 4 * n)).view(np.int32)
+
     def last_number(self, i: int) -> int:
         t = self._tensors[i]
         return int(self._shard.read(t.offset + t.nbytes - 4, 4).view(np.int32)[0])
@@ -251,7 +255,7 @@ class Tensor:
     @property
     def is_quantized(self) -> bool:
         """Stored sparse with quantized values: not bit for bit what it was made from."""
-        return self.sparse is not None and self.sparse.value_type != self.type
+        return self.codec is not None and self.sparse is not None and self.codec.is_lossy(self.sparse.value_type)
 
     @property
     def nbytes_stored(self) -> int:

@@ -77,14 +77,19 @@ def version() -> str:
     return text(lib().ggml_macko_version())
 
 
-def built_for_llama_cpp_python() -> str:
-    """The llama-cpp-python version whose headers the plugin was built with."""
-    return text(lib().ggml_macko_built_for_llama_cpp_python())
+def llama_cpp_python_range() -> tuple[str, str]:
+    """The oldest and the newest version of llama-cpp-python that the plugin is for."""
+    return text(lib().ggml_macko_oldest_llama_cpp_python()), text(lib().ggml_macko_newest_llama_cpp_python())
 
 
-def built_for_ggml() -> str:
-    """The ggml version whose headers the plugin was built with."""
-    return text(lib().ggml_macko_built_for_ggml())
+def running_ggml() -> str:
+    """The version of the ggml of this process."""
+    return text(lib().ggml_macko_running_ggml())
+
+
+def ggml_range() -> tuple[str, str]:
+    """The oldest and the newest version of ggml that the plugin is for."""
+    return text(lib().ggml_macko_oldest_ggml()), text(lib().ggml_macko_newest_ggml())
 
 
 def gpus() -> str:
@@ -98,5 +103,10 @@ def status_name(code: int) -> str:
 
 
 def check_ggml(ggml_version: str) -> None:
-    """VersionMismatchError unless the plugin was built for this ggml."""
+    """VersionMismatchError unless this version is in the range, or GGML_MACKO_ANY_VERSION is 1."""
     check(lib().ggml_macko_check_ggml(ggml_version.encode()))
+
+
+def check_running_ggml() -> None:
+    """VersionMismatchError unless the plugin fits the ggml of this process: its version, structs and operations."""
+    check(lib().ggml_macko_check_running_ggml())

@@ -1,4 +1,5 @@
-"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, or outlier-weighed.
+"""How many weights each matrix loses: the same share of each, by one ranking of the whole model, outlier-weighed, or by
+what each matrix costs.
 
 Works on counts alone, in integers and fractions, so that a total is exact and the same on every machine. Scores come
 from a function that the caller passes; this module reads no files.
@@ -160,6 +161,51 @@ def outlier_ratio(tensors: Sequence[Tensor], scores: Scores, m: float) -> Fracti
             n += block.size
     limit = m * total / n
     return Fraction(sum(int((block > limit).sum()) for t in tensors for _, block in scores(t)), n)
+
+
+# ---- by loss ----
+
+_STEPS = 64
+"""Steps in which by_loss takes a tensor from the lowest to the highest sparsity."""
+
+
+def loss_grid(sparsity: Fraction, max_shift: Fraction) -> list[Fraction]:
+    """The sparsities at which by_loss needs losses: five, from sparsity - max_shift to sparsity + max_shift, as far as
+    weights are left.
+    """
+    shifts = [max_shift * i / 2 for i in range(-2, 3)]
+    return sorted({min(max(sparsity + shift, Fraction(0)), (1 + sparsity) / 2) for shift in shifts})
+
+
+def by_loss(
+    tensors: Sequence[Tensor], sparsity: Fraction, per: str, losses: dict[str, list[float]], max_shift: Fraction
+) -> Quotas:
+    """Gives each tensor a sparsity, at most max_shift from the mean, such that the losses add up to the least.
+
+    losses: of each tensor, by how much the loss of the model rises at the sparsities of loss_grid(); between these, its
+    logarithm counts as linear. Beginning with the lowest sparsity everywhere, the tensor with which the loss rises
+    least per weight gets the next zeros.
+    """
+    grid = loss_grid(sparsity, max_shift)
+    total = uniform_total(tensors, sparsity, per)
+    step = (grid[-1] - grid[0]) / _STEPS
+    at = np.linspace(float(grid[0]), float(grid[-1]), _STEPS + 1)
+    growth = {}
+    for t in tensors:
+        log = np.log(np.maximum(losses[t.name], np.finfo(float).tiny))
+        growth[t.name] = np.diff(np.exp(np.interp(at, [float(g) for g in grid], log))) / t.n_elements
+    n_steps = dict.fromkeys(growth, 0)
+    size = {t.name: t.n_elements for t in tensors}
+    lowest = min(grid[0], Fraction(total, sum(size.values())))  # whole numbers in each row may make less than the mean
+    shares = dict.fromkeys(growth, lowest)
+    left = total - lowest * sum(size.values())
+    while left > 0 and step > 0:
+        name = min((name for name in size if n_steps[name] < _STEPS), key=lambda name: growth[name][n_steps[name]])
+        more = min(step, Fraction(left, size[name]))
+        shares[name] += more
+        n_steps[name] += 1
+        left -= more * size[name]
+    return distribute(tensors, shares, total)
 
 
 def distribute(tensors: Sequence[Tensor], sparsity: dict[str, Fraction], total: int) -> Quotas:

@@ -1,20 +1,21 @@
-"""The Hessians that SparseGPT needs: H = sum of x x^T over the inputs x of a weight during a calibration text.
+"""The Hessians that SparseGPT, ALPS and refits need: H = sum of x x^T over the inputs x of a weight during a
+calibration text.
 
-A consumer of evaluation/activations.py. Takes 4 * cols^2 bytes for each distinct input of the weights asked for:
-weights that read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in the authors'
-implementation.
+Consumers of evaluation/activations.py. Takes 4 * cols^2 bytes for each distinct input of the weights asked for:
+weights that read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in SparseGPT's
+own implementation. With the inputs of the dense model, cross moments take as much again.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Callable, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from .. import errors
 from ..evaluation.activations import Weight
 from ..gguf.files import Tensor
-from ..pruning import allocation, sparsegpt
+from ..pruning import allocation, alps, sparsegpt
 from ..pruning.array_backend import Array, ArrayModule
 from ..pruning.masks import FloatArray
 
@@ -31,6 +32,31 @@ class _Key(NamedTuple):
     matrix: int
 
 
+_Made = TypeVar("_Made")
+
+
+class DenseInputs:
+    """A Consumer that keeps the inputs of one weight while the dense model evaluates a chunk, for Hessians.
+
+    Keeps none of an expert: its tokens are others in the pruned model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._found: dict[int, list[FloatArray]] = {}  # by matrix index, of successive products
+
+    def wants(self, name: str) -> bool:
+        return name == self.name
+
+    def take(self, weight: Weight, index: int, x: FloatArray) -> None:
+        if not weight.routed:
+            self._found.setdefault(index, []).append(np.array(x))
+
+    def next(self, index: int) -> FloatArray:
+        """The inputs of the next product with a matrix; each is handed out once."""
+        return self._found[index].pop(0)
+
+
 class _LastInput(NamedTuple):
     owner: str
     x: FloatArray
@@ -39,17 +65,22 @@ class _LastInput(NamedTuple):
 class Hessians:
     """The Hessians of the inputs of `names`, to be asked for after the text has been evaluated.
 
-    xp: the module, numpy or cupy, that factors are computed with.
+    xp: the module, numpy or cupy, that is computed with. dense: has the inputs that the weights of `names`, which all
+    read the same, have in the dense model. share: of the difference that the targets of problem() make up for.
     """
 
-    def __init__(self, names: set[str], xp: ArrayModule = np) -> None:
+    def __init__(
+        self, names: set[str], xp: ArrayModule = np, dense: DenseInputs | None = None, share: float = 1.0
+    ) -> None:
         self.xp = xp
+        self._dense = dense
+        self._share = share
+        self._differences: dict[_Key, FloatArray] = {}  # sum of (z - x) x^T, where z is the input in the dense model
         self._names = names
         self._sums: dict[_Key, FloatArray] = {}
         self._owner: dict[str, str] = {}
         self._last: dict[int, _LastInput] = {}  # by matrix index
-        self._factor_key: _Key | None = None
-        self._factor: Array = None  # the last one that was computed
+        self._derived: dict[str, tuple[_Key, object]] = {}  # what -> that of the last matrix it was computed of
 
     def wants(self, name: str) -> bool:
         return name in self._names
@@ -70,10 +101,9 @@ class Hessians:
         x = np.array(x)  # a copy: the graph's memory is reused
         self._last[index] = _LastInput(owner, x)
         key = _Key(owner, index)
-        if key not in self._sums:
-            self._sums[key] = x.T @ x
-        else:
-            self._sums[key] += x.T @ x
+        _add(self._sums, key, x, x)
+        if self._dense is not None and not weight.routed:
+            _add(self._differences, key, self._dense.next(index) - x, x)
 
     def get(self, name: str, index: int, cols: int) -> FloatArray:
         """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert that no token was routed to.
@@ -93,14 +123,48 @@ class Hessians:
 
     def inverse_factor(self, name: str, index: int, cols: int, damping: float) -> Array:
         """sparsegpt.inverse_factor of get(), as an array of self.xp. Raises MackoError if there is no inverse."""
+        return self._derive(
+            "factor",
+            name,
+            index,
+            lambda: sparsegpt.inverse_factor(self.xp.asarray(self.get(name, index, cols)), damping),
+        )
+
+    def problem(self, name: str, index: int, dense: Array, damping: float) -> alps.Problem:
+        """The least squares problem of one matrix of a weight. dense: its dense weights (rows, cols), of self.xp."""
+        hessian = self.xp.asarray(self.get(name, index, dense.shape[1]))
+        damped = self._derive("damped", name, index, lambda: alps.damped(hessian, damping))
+        moved = self._differences.get(_Key(self._owner[name], index))
+        target = dense @ damped
+        if moved is not None:
+            target += dense @ self.xp.asarray(np.float32(self._share) * moved)
+        return alps.Problem(damped, target, dense)
+
+    def spectrum(self, name: str, index: int, problem: alps.Problem) -> alps.Spectrum:
+        """alps.spectrum of the Hessian of problem(). Raises MackoError if it is not positive definite."""
+        return self._derive("spectrum", name, index, lambda: alps.spectrum(problem.hessian))
+
+    def _derive(self, what: str, name: str, index: int, make: Callable[[], _Made]) -> _Made:
+        """make(), or what it made for the weight before if that reads the same inputs."""
         key = _Key(self._owner.get(name, ""), index)
-        if self._factor_key != key or self._factor is None:
-            try:
-                self._factor = sparsegpt.inverse_factor(self.xp.asarray(self.get(name, index, cols)), damping)
-                self._factor_key = key
-            except np.linalg.LinAlgError:
-                raise errors.error(
-                    errors.NOT_FINITE,
-                    f"{name}: the second moments of its inputs have no inverse; use a larger --damping",
-                ) from None
-        return self._factor
+        last = self._derived.get(what)
+        if last is not None and last[0] == key:
+            return cast(_Made, last[1])
+        self._derived.pop(what, None)
+        try:
+            made = make()
+        except np.linalg.LinAlgError:
+            raise errors.error(
+                errors.NOT_FINITE,
+                f"{name}: the second moments of its inputs have no inverse; use a larger --damping",
+            ) from None
+        self._derived[what] = (key, made)
+        return made
+
+
+def _add(sums: dict[_Key, FloatArray], key: _Key, a: FloatArray, b: FloatArray) -> None:
+    """Adds a^T b, of inputs (tokens, cols), to one of the sums."""
+    if key in sums:
+        sums[key] += a.T @ b
+    else:
+        sums[key] = a.T @ b

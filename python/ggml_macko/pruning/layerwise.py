@@ -2,31 +2,39 @@
 
 A pass evaluates the text, gathers statistics of the inputs of some tensors, and prunes these. Memory holds one tensor
 and the statistics of one pass. In a sequential run, the statistics of each transformer block come from the copy, in
-which the blocks before it are pruned already; else all statistics are those of the dense model.
+which the blocks before it are pruned already. With dense targets, each pass is for the matrices that read one input,
+and evaluates both models. Else all statistics are those of the dense model.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
+import dataclasses
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .. import console
-from ..evaluation.activations import Consumer
+from ..evaluation import likelihood
+from ..evaluation.activations import Consumer, Weight
 from ..evaluation.calibrate import SquareSums
 from ..evaluation.text_model import TextModel
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
 from ..gguf.outputs import AtomicOutput
-from ..gguf.writer import NewTensor, Writer
 from ..pruning import allocation, array_backend, hessians, methods
 from ..pruning.allocation import Quotas
+from ..pruning.masks import FloatArray
 from ..pruning.options import PruneOptions
-from ..regular_files import named, write_at
+from ..pruning.working_copy import TensorFile, WorkingCopy, write_copy
+
+N_LOSS_CHUNKS = 8
+"""Chunks on which the loss is measured for allocation."""
 
 # ---- statistics ----
 
@@ -86,6 +94,58 @@ def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: PruneOpt
     )
 
 
+def loss_curves(
+    model: Model, tensors: Sequence[Tensor], options: PruneOptions, grid: Sequence[Fraction], output: AtomicOutput
+) -> dict[str, list[float]]:
+    """For each tensor, what the loss on the text would rise by if it alone had the sparsities of the grid.
+
+    Each tensor is pruned as methods.refitted() does, with the inputs of the dense model. The loss is measured once, at
+    the sparsity of the options; it is taken to rise and fall with the error of the outputs. output: where a copy of the
+    model may be made; it is not committed.
+    """
+    out: dict[str, list[float]] = {}
+    todo = passes(tensors, dataclasses.replace(options, sequential=False))
+    write_copy(model, output)
+    with (
+        contextlib.closing(TensorFile(output.partial)) as copy,
+        console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
+    ):
+        dense = _loss(output.partial, options)
+        for group in todo:
+            found = hessians_for(group, options)
+            gather_for(model.path, options, found)
+            for t in group:
+                at_mean = methods.refitted(t, found, options.damping, options.sparsity)
+                errors = [methods.refitted(t, found, options.damping, s).error for s in grid]
+                copy.write(t, at_mean.bits)
+                rise = max(_loss(output.partial, options) - dense, 0.0)
+                copy.restore([t])
+                out[t.name] = [rise * e / at_mean.error if at_mean.error else 0.0 for e in errors]
+                console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
+                advance(t.n_elements)
+    return out
+
+
+def _loss(path: Path, options: PruneOptions) -> float:
+    """The mean negative log-likelihood of a few chunks, spread over those of the calibration text."""
+    assert options.text is not None
+    with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads) as (
+        llama,
+        chunks,
+    ):
+        n = min(N_LOSS_CHUNKS, len(chunks))
+        return likelihood.estimate(llama, chunks[[i * len(chunks) // n for i in range(n)]]).nll
+
+
+def hessians_for(
+    group: Sequence[Tensor], options: PruneOptions, dense: hessians.DenseInputs | None = None
+) -> hessians.Hessians:
+    """Empty Hessians of the inputs of a group of tensors."""
+    xp = None if options.device == "none" else array_backend.gpu()
+    share = 1.0 if options.dense_targets is None else options.dense_targets
+    return hessians.Hessians({t.name for t in group}, xp or np, dense, share)
+
+
 # ---- passes ----
 
 
@@ -111,50 +171,122 @@ def passes(tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor
     return out
 
 
+class InputGroups:
+    """A Consumer that groups weights that read the same activations, in the order in which a model reads them."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.groups: list[list[str]] = []
+        self._left = set(names)
+        self._last: FloatArray | None = None
+
+    def wants(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, weight: Weight, index: int, x: FloatArray) -> None:
+        if weight.name not in self._left:  # its first matrix decides
+            return
+        self._left.remove(weight.name)
+        if self._last is None or not np.array_equal(x, self._last):
+            self.groups.append([])
+            self._last = np.array(x)
+        self.groups[-1].append(weight.name)
+
+
+def passes_by_input(model: Path, tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor]]:
+    """The tensors of each pass where statistics are taken anew for each input: those that read it, in the order of the
+    model. Last come those that it does not multiply with.
+    """
+    assert options.text is not None
+    by_name = {t.name: t for t in tensors}
+    found = InputGroups(set(by_name))
+    gather(model, options.text, found, n_chunks=1, n_ctx=options.n_ctx, n_threads=options.n_threads)
+    groups = [[by_name.pop(name) for name in names] for names in found.groups]
+    return groups + ([list(by_name.values())] if by_name else [])
+
+
 def prune_in_passes(
     model: Model,
     tensors: Sequence[Tensor],
     quotas: Quotas,
     options: PruneOptions,
-    path: Path,
+    copy: WorkingCopy,
     pool: ThreadPoolExecutor,
 ) -> int:
-    """Makes path, a copy of the model, and prunes these tensors of it in place. Returns the number of chunks."""
-    copy_model(model, path)
-    with Model(path) as copy:
-        offset = {t.name: t.offset for t in copy.tensors}
-    n_chunks = 0
-    todo = passes(tensors, options)
-    n_weights = sum(t.n_elements for t in tensors)
-    with io.FileIO(path, "r+") as f, console.progress("pruning", n_weights, "weights") as advance:
+    """Prunes these tensors in the working copy. Returns the number of chunks of the text that were used."""
+    by_input = options.dense_targets is not None
+    todo = passes_by_input(model.path, tensors, options) if by_input else passes(tensors, options)
+    order = [t for group in todo for t in group]
+    todo = _without(todo, copy.n_done)
+    n_weights = sum(t.n_elements for t in order)
+    done = sum(t.n_elements for t in order[: copy.n_done])
+    depends = options.sequential or by_input  # statistics come from the copy
+    if todo and depends:
+        copy.tensors.restore(todo[0])
+    with console.progress("pruning", n_weights, "weights", done) as advance:
         for i, group in enumerate(todo):
             console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
-            source = path if options.sequential else model.path
-            if options.method == "wanda":
-                statistics = statistics_of_text(source, group, options)
-                n_chunks = statistics.chunk_count
-                pruner = methods.by_scores(methods.Scorer(statistics), options, quotas, pool)
-            else:
-                xp = None if options.device == "none" else array_backend.gpu()
-                found = hessians.Hessians({t.name for t in group}, xp or np)
-                n_chunks = gather_for(source, options, found)
-                pruner = methods.by_hessians(found, options, quotas)
+            pruner, n_chunks = _statistics_and_pruner(model, group, quotas, options, copy, pool)
             for t in group:
                 bits = methods.read_finite(t)
                 pruner(bits, t)
-                with named(path):
-                    write_at(f, offset[t.name], bits.data.cast("B"))
+                copy.tensors.write(t, bits)
+                if not depends:
+                    copy.count(1, n_chunks)
                 advance(t.n_elements)
-    return n_chunks
+            if depends:
+                copy.count(len(group), n_chunks)
+    return copy.n_chunks
 
 
-def copy_model(model: Model, path: Path) -> None:
-    """Writes a dense model, of one file or several, into one file."""
-    with AtomicOutput(path, model.paths) as output:
-        tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
-        writer = Writer(output, model.keys, tensors, model.alignment)
-        for t in model.tensors:
-            writer.write(t.blocks())
-        writer.finish()
-        output.seal()
-        output.commit()
+def _without(groups: list[list[Tensor]], n: int) -> list[list[Tensor]]:
+    """The groups without the first n tensors."""
+    out = []
+    for group in groups:
+        if len(group) > n:
+            out.append(group[n:])
+        n = max(0, n - len(group))
+    return out
+
+
+def _statistics_and_pruner(
+    model: Model,
+    group: list[Tensor],
+    quotas: Quotas,
+    options: PruneOptions,
+    copy: WorkingCopy,
+    pool: ThreadPoolExecutor,
+) -> tuple[methods.Pruner, int]:
+    """Makes the pass over the text for a group of tensors. Returns what prunes them, and the number of chunks."""
+    source = copy.path if options.sequential else model.path
+    if not options.needs_hessians:
+        statistics = statistics_of_text(source, group, options)
+        return methods.by_scores(methods.Scorer(statistics), options, quotas, pool), statistics.chunk_count
+    if options.dense_targets is None:
+        found = hessians_for(group, options)
+        n_chunks = gather_for(source, options, found)
+    else:
+        dense = hessians.DenseInputs(group[0].name)
+        found = hessians_for(group, options, dense)
+        n_chunks = gather_pairs(model.path, dense, copy.path, found, options, until=group[-1].name)
+    return methods.by_hessians(found, options, quotas, pool), n_chunks
+
+
+def gather_pairs(
+    model: Path, dense: Consumer, copy: Path, pruned: Consumer, options: PruneOptions, *, until: str
+) -> int:
+    """Evaluates each chunk of the text with the dense model, then with the pruned one, as far as the weight `until`.
+
+    Returns the number of chunks.
+    """
+    assert options.text is not None
+    settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}
+    with (
+        TextModel.opened_with(
+            model, options.text, options.n_ctx, options.n_chunks, consumer=dense, until=until, **settings
+        ) as (first, chunks),
+        TextModel(copy, options.n_ctx, consumer=pruned, until=until, **settings) as second,
+    ):
+        for _, batch in first.batches(chunks):
+            first.evaluate(batch)
+            second.evaluate(batch)
+    return len(chunks)

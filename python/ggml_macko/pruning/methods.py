@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from typing import Callable, NamedTuple
 
 import numpy as np
@@ -17,11 +18,13 @@ from .. import console, errors
 from ..gguf import imatrix
 from ..gguf.files import Tensor, type_name
 from ..native import bindings
-from ..pruning import allocation, array_backend, masks, sparsegpt
+from ..pruning import allocation, alps, array_backend, masks, sparsegpt
 from ..pruning.allocation import Quotas, ScoreBlock
+from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
 from ..pruning.masks import Bits, FloatArray
 from ..pruning.options import PruneOptions
+from ..values import SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
 """Weights that are scored and sorted at a time."""
@@ -109,41 +112,98 @@ def by_scores(scorer: Scorer, options: PruneOptions, quotas: Quotas, pool: Threa
     return prune_tensor
 
 
-# ---- SparseGPT: by Hessians ----
+class MomentScorer(Scorer):
+    """Wanda's scores of weights whose Hessians are known."""
+
+    def __init__(self, hessians: Hessians) -> None:
+        super().__init__()
+        self._hessians = hessians
+
+    def sums(self, t: Tensor) -> list[FloatArray | None]:
+        return [self._hessians.get(t.name, i, t.cols).diagonal() for i in range(allocation.n_matrices(t))]
 
 
-def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas) -> Pruner:
-    """SparseGPT on each matrix. Logs the error of a tensor's outputs on the calibration text, relative to their energy.
+# ---- SparseGPT, ALPS and refits: by Hessians ----
 
-    The pruner raises MackoError (NOT_FINITE) if a changed weight overflows the type of the tensor.
+
+def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
+    """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the weights that stay.
+
+    Logs the error of a tensor's outputs on the calibration text, relative to their energy. The pruner raises MackoError
+    (NOT_FINITE) if a changed weight overflows the type of the tensor.
     """
     xp = hessians.xp
+    scorer = MomentScorer(hessians) if options.method == "wanda" else Scorer()
+    choose = by_scores(scorer, options, quotas, pool) if options.method in ("magnitude", "wanda") else None
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
-        with console.progress(t.name, len(quotas[t.name]) * t.cols, "columns") as advance:
-            lost, total = prune_matrices(bits, t, advance)
-        console.detail(f"{t.name:36s} - relative output error {lost / total if total else 0.0:.5f}")
+        n = len(quotas[t.name])
+        unit, total = ("columns", n * t.cols) if options.method == "sparsegpt" else ("matrices", n)
+        dense = bits.copy()
+        kept = SIGNIFICAND_BITS[t.type] if options.all_bits else masks.significant_bits(dense, t.type)
+        if choose is not None:
+            choose(bits, t)
+        lost = energy = 0.0
+        with console.progress(t.name, total, unit) as advance:
+            for i in range(n):
+                rows = slice(i * t.ne[1], (i + 1) * t.ne[1])
+                before = xp.asarray(masks.to_float32(dense[rows], t.type))
+                w = prune_matrix(before, bits[rows], t, i, advance)
+                bits[rows] = masks.from_float32(masks.with_significant_bits(array_backend.to_host(w), kept), t.type)
+                if bindings.count_dense(bits[rows], t.type).n_nonfinite:
+                    raise errors.error(
+                        errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
+                    )
+                hessian = xp.asarray(hessians.get(t.name, i, t.cols))
+                lost += sparsegpt.energy(before - xp.asarray(masks.to_float32(bits[rows], t.type)), hessian)
+                energy += sparsegpt.energy(before, hessian)
+                if unit == "matrices":
+                    advance(1)
+        console.detail(f"{t.name:36s} - relative output error {lost / energy if energy else 0.0:.5f}")
 
-    def prune_matrices(bits: Bits, t: Tensor, advance: Callable[[float], object]) -> tuple[float, float]:
-        rows = t.ne[1]
-        lost = total = 0.0
-        for i, n_zeros in enumerate(quotas[t.name]):
-            part = bits[i * rows : (i + 1) * rows]
-            hessian = xp.asarray(hessians.get(t.name, i, t.cols))
-            before = xp.asarray(masks.to_float32(part, t.type))
+    def prune_matrix(before: Array, chosen: Bits, t: Tensor, i: int, advance: Callable[[float], object]) -> Array:
+        """Weights (rows, cols) of matrix i. chosen: the bit patterns after scores have decided, if they do."""
+        n_zeros = int(quotas[t.name][i])
+        if options.method == "sparsegpt":
             w = before.copy()
             factor = hessians.inverse_factor(t.name, i, t.cols, options.damping)
-            sparsegpt.prune_matrix(w, factor, int(n_zeros), options.pattern, advance)
-            part[:] = masks.from_float32(array_backend.to_host(w), t.type)
-            if bindings.count_dense(part, t.type).n_nonfinite:
-                raise errors.error(
-                    errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
-                )
-            lost += sparsegpt.energy(before - xp.asarray(masks.to_float32(part, t.type)), hessian)
-            total += sparsegpt.energy(before, hessian)
-        return lost, total
+            sparsegpt.prune_matrix(w, factor, n_zeros, options.pattern, advance)
+        elif options.method == "alps":
+            problem = hessians.problem(t.name, i, before, options.damping)
+            spectrum = hessians.spectrum(t.name, i, problem)
+            return alps.refit(problem, alps.prune_matrix(problem, spectrum, n_zeros, options.pattern))
+        else:
+            w = xp.asarray(masks.to_float32(chosen, t.type))
+        if options.refit:
+            w = alps.refit(hessians.problem(t.name, i, before, options.damping), w)
+        return w
 
     return prune_tensor
+
+
+class Refitted(NamedTuple):
+    """A tensor that was pruned to see what that costs."""
+
+    bits: Bits
+    error: float  # squared error of its outputs, relative to their energy
+
+
+def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) -> Refitted:
+    """A tensor at some sparsity: with Wanda's choice within each matrix, and a refit."""
+    xp, rows = hessians.xp, t.ne[1]
+    bits = read_finite(t)
+    lost = energy = 0.0
+    for i in range(allocation.n_matrices(t)):
+        part = bits[i * rows : (i + 1) * rows]
+        w = xp.array(masks.to_float32(part, t.type))
+        problem = hessians.problem(t.name, i, w, damping)
+        scores = array_backend.to_host(xp.abs(w) * xp.sqrt(problem.hessian.diagonal())).reshape(1, -1)
+        mask = xp.asarray(masks.lowest_per_row(scores, int(sparsity * w.size)).reshape(w.shape))
+        found = alps.refit(problem, xp.where(mask, 0, w))
+        energy += sparsegpt.energy(w, problem.hessian)
+        lost += sparsegpt.energy(w - found, problem.hessian)
+        part[:] = masks.from_float32(array_backend.to_host(found), t.type)
+    return Refitted(bits, lost / energy if energy else 0.0)
 
 
 # ---- copies and dry runs ----

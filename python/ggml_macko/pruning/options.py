@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import NamedTuple, Union
 
 from .. import errors
+from ..evaluation import likelihood
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 
 Sparsity = Union[str, float, Fraction]
 """A share of zeros from 0 to 1. A float counts as the decimal number that Python prints for it: 0.7 is 7/10."""
 
-METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor"}
+METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "tensor"}
 """Pruning method -> within what it compares weights, unless the user says otherwise."""
 
-ALLOCATIONS = ("uniform", "owl")
+ALLOCATIONS = ("uniform", "owl", "loss")
 
 OWL_M = 5.0
 """An outlier is above this multiple of the mean score: the value of the OWL paper for LLaMA."""
@@ -32,11 +33,14 @@ OWL_M = 5.0
 OWL_LAMBDA = Fraction("0.08")
 """The sparsities of two blocks differ by at most twice this: the value of the OWL paper for LLaMA."""
 
+LOSS_SHIFT = Fraction("0.2")
+"""How far `--allocation loss` takes the sparsity of a tensor from the mean, at most."""
+
 DAMPING = 0.01
-"""What SparseGPT adds to the diagonal of the Hessian, as a multiple of its mean: the paper's value."""
+"""What is added to the diagonal of the Hessian, as a multiple of its mean: the value of the SparseGPT paper."""
 
 MIN_HESSIAN_MEMORY = 2 << 30
-"""Bytes that SparseGPT takes for Hessians where no number is given, at least."""
+"""Bytes for Hessians where no number is given, at least."""
 
 
 def hessian_memory(root: Path = Path("/")) -> int:
@@ -86,21 +90,30 @@ class PruneOptions:
     allocation: str = "uniform"
     owl_m: float = OWL_M
     owl_lambda: Fraction = OWL_LAMBDA
+    loss_shift: Fraction = LOSS_SHIFT
     table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
     imatrix: str | None = None  # path
     text: str | None = None  # path of the calibration text
     n_chunks: int = N_CALIBRATION_CHUNKS
     n_ctx: int = N_CTX
     sequential: bool = False
+    refit: bool = False
+    dense_targets: float | None = None  # share of the difference of inputs that is made up for
+    all_bits: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
     damping: float = DAMPING
     hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
-    device: str = "auto"  # of SparseGPT; none: the CPU, even if CuPy finds a GPU
+    device: str = "auto"  # that prunes with Hessians; none: the CPU, even if CuPy finds a GPU
     n_threads: int = 0
 
     @property
     def needs_passes(self) -> bool:
-        """The text is needed for more than statistics that are taken once, of the dense model."""
-        return self.method == "sparsegpt" or self.sequential
+        """The text is needed for more than sums of squares that are taken once, of the dense model."""
+        return self.needs_hessians or self.sequential
+
+    @property
+    def needs_hessians(self) -> bool:
+        """Weights that stay are changed, or chosen by more than a score."""
+        return self.refit or self.method in ("sparsegpt", "alps")
 
     def check(self) -> None:
         """Raises UsageError for a value out of range, and for options that do not go together."""
@@ -108,17 +121,36 @@ class PruneOptions:
         check_choice("--allocation", self.allocation, ALLOCATIONS)
         check_choice("--device", self.device, ("auto", "none"))
         _refuse_if(
-            self.method == "sparsegpt" and self.per != "tensor",
-            f"--per {self.per} does not go with sparsegpt, which compares within 128 columns of a matrix",
+            self.method in ("sparsegpt", "alps") and self.per != "tensor",
+            f"--per {self.per} does not go with {self.method}, which compares within "
+            + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
         _refuse_if(
-            self.per == "model" and (self.allocation != "uniform" or self.sequential),
-            "--per model goes neither with --allocation owl nor with --sequential",
+            self.per == "model" and (self.allocation != "uniform" or self.sequential or self.refit),
+            "--per model goes with none of --allocation owl, --allocation loss, --sequential and --refit",
         )
-        _refuse_if(self.sequential and self.method == "magnitude", "--sequential: magnitude needs no statistics")
+        _refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
         _refuse_if(
-            self.text is None and self.needs_passes,
-            f"{'--sequential' if self.sequential else 'sparsegpt'} needs a calibration text: -f FNAME",
+            self.dense_targets is not None and not (self.refit or self.method == "alps"),
+            f"--dense-targets: {self.method} has no targets; use --method alps or --refit",
+        )
+        _refuse_if(
+            self.dense_targets is not None and self.sequential,
+            "--dense-targets takes statistics anew for each input; leave out --sequential",
+        )
+        _refuse_if(
+            self.dense_targets is not None and not 0 <= self.dense_targets <= 1,
+            f"--dense-targets {self.dense_targets}: expected a number from 0 to 1",
+        )
+        _refuse_if(
+            self.sequential and self.method == "magnitude" and not self.refit,
+            "--sequential: magnitude needs no statistics",
+        )
+        user = "--sequential" if self.sequential else "--refit" if self.refit else self.method
+        _refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
+        _refuse_if(
+            self.text is None and self.allocation == "loss",
+            "--allocation loss needs a calibration text: -f FNAME",
         )
         user = self.method if self.method == "wanda" else self.allocation
         _refuse_if(
@@ -128,6 +160,11 @@ class PruneOptions:
         _refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
         _refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
         _refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
+        _refuse_if(self.loss_shift == 0, "--loss-shift 0 is uniform allocation")
+        _refuse_if(
+            self.allocation == "loss" and self.n_ctx < likelihood.MIN_CTX,
+            f"-c {self.n_ctx}: --allocation loss needs at least {likelihood.MIN_CTX}",
+        )
         _refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
 
 

@@ -8,33 +8,37 @@ loses, masks.py which, and ties go to the lowest index, so that a mask depends n
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
 from .. import console, errors
 from ..evaluation import text_model
+from ..evaluation.calibrate import model_digest
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
-from ..gguf.outputs import AtomicOutput, scratch_folder
+from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
-from ..pruning import allocation, methods
+from ..pruning import allocation, layerwise, methods
 from ..pruning import options as option_rules
 from ..pruning.allocation import Quotas
-from ..pruning.layerwise import prune_in_passes, statistics_of_text
 from ..pruning.masks import Bits
 from ..pruning.methods import Pruner, Scorer
 from ..pruning.options import METHODS, Pattern, PruneOptions, Sparsity, TableEntry
+from ..pruning.working_copy import WorkingCopy
 from ..regular_files import check_regular
 from ..values import NEGATIVE_ZERO, bits_dtype
 
@@ -90,6 +94,7 @@ def prune(
     allocation: str = "uniform",
     owl_m: float = option_rules.OWL_M,
     owl_lambda: Sparsity = option_rules.OWL_LAMBDA,
+    loss_shift: Sparsity = option_rules.LOSS_SHIFT,
     tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -98,6 +103,9 @@ def prune(
     n_chunks: int = N_CALIBRATION_CHUNKS,
     n_ctx: int = N_CTX,
     sequential: bool = False,
+    refit: bool = False,
+    dense_targets: float | None = None,
+    all_bits: bool = False,
     damping: float = option_rules.DAMPING,
     hessian_memory: int | None = None,
     device: str = "auto",
@@ -113,17 +121,29 @@ def prune(
 
     sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
     tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
-    allocation: "uniform", or "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda).
+    allocation: "uniform"; "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda); or "loss": the
+    sparsities of the tensors, at most loss_shift from the mean, at which the loss on a few chunks of the text should
+    rise least. It is measured with one tensor pruned at a time.
     pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
     method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
-    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3).
-    per: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a matrix.
+    "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
+    ADMM over the whole matrix (arXiv 2406.07831). refit: with the other methods, the weights that stay are fitted as
+    ALPS does.
+    per: compare within each "row", "tensor" (a matrix) or "model"; sparsegpt always within 128 columns of a matrix,
+    alps within the matrix.
 
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
-    n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned. damping:
-    added to the diagonal of SparseGPT's Hessians, times their mean. hessian_memory: bytes for these at a time, by
-    default half of what is free; less means more passes over the text and the same result. device: "auto" runs
-    SparseGPT on a GPU where CuPy finds one, "none" on the CPU.
+    n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned.
+    dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those of the dense
+    model, as far as this share (0 to 1) of the change of the inputs is concerned. all_bits: weights that sparsegpt,
+    alps and refit change have all bits of their type; by default they are rounded to the 8 or 11 significant bits that
+    99 % of the tensor's weights have, if they do, so that the type sparse-lossless stays small. damping: added to the
+    diagonal of the Hessians that sparsegpt, alps and refit use, times their mean. hessian_memory: bytes for these at a
+    time, by default half of what is free; less means more passes over the text and the same result. device: "auto"
+    computes with them on a GPU where CuPy finds one, "none" on the CPU.
+
+    A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
+    same call goes on and gives the same bytes.
 
     n_threads: 0 is all cores. force: replace output if it exists. Raises MackoError (options that do not go together,
     weights that are not finite, a source that is sparse or quantized) or OSError; no output is left behind then.
@@ -136,12 +156,16 @@ def prune(
         allocation=allocation,
         owl_m=owl_m,
         owl_lambda=owl_lambda,
+        loss_shift=loss_shift,
         tensor_sparsity=tensor_sparsity,
         imatrix=imatrix,
         text=text,
         n_chunks=n_chunks,
         n_ctx=n_ctx,
         sequential=sequential,
+        refit=refit,
+        dense_targets=dense_targets,
+        all_bits=all_bits,
         damping=damping,
         hessian_memory=hessian_memory,
         device=device,
@@ -158,6 +182,7 @@ def make_options(
     per: str | None,
     allocation: str,
     owl_lambda: Sparsity,
+    loss_shift: Sparsity,
     tensor_sparsity: Iterable[tuple[str, Sparsity]],
     imatrix: str | os.PathLike[str] | None,
     text: str | os.PathLike[str] | None,
@@ -177,6 +202,7 @@ def make_options(
         pattern=parsed_pattern,
         allocation=allocation,
         owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
+        loss_shift=option_rules.parse_sparsity(loss_shift, "--loss-shift"),
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
@@ -224,7 +250,7 @@ def prune_with(
         pruned = _prune_model(model, tensors, options, opened, pool, stack)
         if opened is not None:
             opened.seal()
-            check_pruned(model, opened, pruned, changed=options.method == "sparsegpt")
+            check_pruned(model, opened, pruned, changed=options.needs_hessians)
             opened.commit()
         return PruneReport(
             tensors=tuple(pruned),
@@ -288,11 +314,18 @@ def _select(model: Model, include: Sequence[str], exclude: Sequence[str]) -> lis
 # ---- how many weights ----
 
 
-def plan(tensors: Sequence[Tensor], options: PruneOptions, scorer: Scorer, owl_scorer: Scorer | None = None) -> Quotas:
+def plan(
+    tensors: Sequence[Tensor],
+    options: PruneOptions,
+    scorer: Scorer,
+    owl_scorer: Scorer | None = None,
+    loss_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
+) -> Quotas:
     """How many weights each matrix loses.
 
     scorer: the scores that are compared (used with per model). owl_scorer: Wanda's scores, from which OWL finds
-    outliers. Raises MackoError (BAD_ARGUMENT) if a pattern does not divide the columns of a tensor.
+    outliers. loss_curves: of tensors at sparsities, for allocation by loss. Raises MackoError (BAD_ARGUMENT) if a
+    pattern does not divide the columns of a tensor.
     """
     if options.pattern is not None:
         for t in tensors:
@@ -316,6 +349,11 @@ def plan(tensors: Sequence[Tensor], options: PruneOptions, scorer: Scorer, owl_s
                 max_shift=options.owl_lambda,
             )
         )
+    elif options.allocation == "loss" and free:
+        assert loss_curves is not None
+        grid = allocation.loss_grid(options.sparsity, options.loss_shift)
+        losses = loss_curves(free, grid)
+        quotas.update(allocation.by_loss(free, options.sparsity, options.per, losses, options.loss_shift))
     else:
         quotas.update({t.name: allocation.uniform(t, options.sparsity, options.per) for t in free})
     return quotas
@@ -328,11 +366,11 @@ def table_sparsity(name: str, table: Iterable[TableEntry]) -> Fraction | None:
 
 def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix_file.Imatrix | None:
     """Sums of squares of the inputs of the tensors, if anything needs those of the dense model."""
-    if options.allocation != "owl" and (options.method != "wanda" or options.sequential):
+    if options.allocation != "owl" and (options.method != "wanda" or options.needs_passes):
         return None
     if options.imatrix is None:
         console.log(f"statistics from {options.text} ...")
-        found = statistics_of_text(model.path, tensors, options)
+        found = layerwise.statistics_of_text(model.path, tensors, options)
     else:
         found = imatrix_file.read(options.imatrix)
         found.check_model(model)
@@ -341,6 +379,18 @@ def _statistics(model: Model, tensors: Sequence[Tensor], options: PruneOptions) 
         if n:
             console.log(f"warning: {t.name}: {n} of {allocation.n_matrices(t)} experts got no token: magnitude decides")
     return found
+
+
+def _what_decides(model: Model, options: PruneOptions, quotas: Quotas) -> dict[str, str]:
+    """What the weights of a model that is pruned in passes depend on."""
+    assert options.text is not None
+    settings = dataclasses.asdict(dataclasses.replace(options, table=(), hessian_memory=0, n_threads=0, imatrix=None))
+    return {
+        "model": model_digest(model.path),
+        "text": hashlib.sha256(text_model.read_text(options.text)).hexdigest(),
+        "set of options": repr(sorted(settings.items())),
+        "number of zeros": repr([(name, n.tolist()) for name, n in sorted(quotas.items())]),
+    }
 
 
 # ---- writing ----
@@ -358,15 +408,22 @@ def _prune_model(
     statistics = _statistics(model, tensors, options)
     with_statistics = Scorer(statistics) if statistics is not None else None
     scorer = with_statistics if options.method == "wanda" and with_statistics is not None else Scorer()
-    quotas = plan(tensors, options, scorer, with_statistics)
+
+    def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:
+        path = output.path if output is not None else Path(tempfile.gettempdir()) / f"macko-prune-{os.getpid()}"
+        with AtomicOutput(path.with_name(path.name + ".losses"), model.paths, force=True) as copy:
+            return layerwise.loss_curves(model, tensors, options, grid, copy)
+
+    quotas = plan(tensors, options, scorer, with_statistics, loss_curves)
     n_chunks = 0
     if not options.needs_passes:
         pruner = methods.by_scores(scorer, options, quotas, pool)
     elif output is None:
         pruner = methods.count_only(quotas)
     else:
-        path = stack.enter_context(scratch_folder(output.path.parent, ".macko-prune-")) / "model.gguf"
-        n_chunks = prune_in_passes(model, tensors, quotas, options, path, pool)
+        path = output.path.with_name(output.path.name + ".checkpoint")
+        working = stack.enter_context(WorkingCopy(model, path, _what_decides(model, options, quotas)))
+        n_chunks = layerwise.prune_in_passes(model, tensors, quotas, options, working, pool)
         copy = stack.enter_context(Model(path))
         pruner = methods.take_from({t.name: t for t in copy.tensors})
     keys = provenance(options, statistics, n_chunks)
@@ -437,6 +494,12 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
         keys.append(make_key("macko.prune.tensor_sparsity", "[str", table))
     if options.sequential:
         keys.append(make_key("macko.prune.sequential", "u32", 1))
+    if options.refit:
+        keys.append(make_key("macko.prune.refit", "u32", 1))
+    if options.all_bits:
+        keys.append(make_key("macko.prune.all_bits", "u32", 1))
+    if options.dense_targets is not None:
+        keys.append(make_key("macko.prune.dense_targets", "f32", options.dense_targets))
     if statistics is not None or n_chunks:
         datasets = statistics.datasets if statistics is not None else [options.text or ""]
         chunk_count = n_chunks or (statistics.chunk_count if statistics is not None else 0)

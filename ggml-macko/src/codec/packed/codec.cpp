@@ -1,4 +1,4 @@
-// The packed format as a row of the registry (FORMAT.md section 7).
+// The packed format as a row of the registry (FORMAT.md sections 7 and 8).
 #include "codec/macko/encode.h"
 #include "codec/packed/packed.h"
 
@@ -43,29 +43,39 @@ public:
         : codec({ "packed",
                   3,
                   { ".values", ".index", ".row_ptr" },
-                  { { "value_type", DENSE_TYPE }, { "index_bits", SMALLEST } },
+                  { { "value_type", DENSE_TYPE },
+                    { "index_bits", SMALLEST },
+                    { "mantissa_bits", SMALLEST },
+                    { "exponent_bits", SMALLEST } },
                   false,
                   false }) {}
 
     int check_desc(const ggml_macko_matrix & m) const override { return check_packed_desc(desc_of(m)); }
 
-    // Q4_NL is no type of ggml's: its blocks are bytes on file
+    // Q4_NL and coded values are no types of ggml's: bytes and words on file
     int32_t value_type_of(int32_t dense_type, int32_t component_type) const override {
-        return component_type == GGML_MACKO_TYPE_I8 ? GGML_MACKO_TYPE_Q4_NL
-               : is_quant_type(component_type)      ? component_type
-                                                    : dense_type;
+        return component_type == GGML_MACKO_TYPE_I8    ? GGML_MACKO_TYPE_Q4_NL
+               : component_type == GGML_MACKO_TYPE_I32 ? GGML_MACKO_TYPE_CODED
+               : is_quant_type(component_type)         ? component_type
+                                                       : dense_type;
     }
 
     int64_t version_of(int32_t value_type) const override {
-        return value_type == GGML_MACKO_TYPE_Q5_0 ? 4 : value_type == GGML_MACKO_TYPE_Q4_NL ? 5 : version();
+        return value_type == GGML_MACKO_TYPE_Q5_0    ? 4
+               : value_type == GGML_MACKO_TYPE_Q4_NL ? 5
+               : value_type == GGML_MACKO_TYPE_CODED ? 6
+                                                     : version();
     }
 
-    // the exact length of gap codes follows from the codes themselves
+    // the exact lengths of gap codes and of coded values follow from themselves
     void component_rules(const ggml_macko_matrix & m, component_rule * rules) const override {
-        const bool    bytes    = m.value_type == GGML_MACKO_TYPE_Q4_NL;
         const int64_t n_values = packed_n_values(m.nnz);
-        rules[PACKED_VALUES]   = { bytes ? static_cast<int32_t>(GGML_MACKO_TYPE_I8) : m.value_type,
-                                 bytes ? values_nbytes(m.value_type, n_values) : n_values, 0 };
+        rules[PACKED_VALUES]   = { m.value_type, n_values, 0 };
+        if (m.value_type == GGML_MACKO_TYPE_Q4_NL) {
+            rules[PACKED_VALUES] = { GGML_MACKO_TYPE_I8, values_nbytes(m.value_type, n_values), 0 };
+        } else if (m.value_type == GGML_MACKO_TYPE_CODED) {
+            rules[PACKED_VALUES] = { GGML_MACKO_TYPE_I32, max_coded_words(m.nnz, m.type), 1 };
+        }
         rules[PACKED_INDEX]   = { GGML_MACKO_TYPE_I8, max_index_nbytes(desc_of(m)), m.bits == INDEX_BITMAP ? 0 : 4 };
         rules[PACKED_ROW_PTR] = { GGML_MACKO_TYPE_I32, m.rows + 1, 0 };
     }
@@ -103,7 +113,8 @@ public:
             return status;
         }
         auto result = std::make_unique<encoded_packed>();
-        if (const int status = pack(dense, desc, n_threads, &result->packed)) {
+        if (const int status =
+                pack(dense, desc, n_threads, &result->packed, int32_option(options[2]), int32_option(options[3]))) {
             return status;
         }
         *out = std::move(result);
@@ -112,9 +123,9 @@ public:
 
 private:
     static constexpr int64_t DENSE_TYPE = -1; // option value_type
-    static constexpr int64_t SMALLEST   = -1; // option index_bits: what takes the fewest bytes
+    static constexpr int64_t SMALLEST   = -1; // options with a number of bits: what takes the fewest bytes
 
-    // values; blocks of Q4_NL are counted as such, not as bytes
+    // values, or words of coded ones; blocks of Q4_NL are counted as such, not as bytes
     static int64_t n_values(const ggml_macko_matrix & m) {
         const ggml_macko_array & a     = m.arrays[PACKED_VALUES];
         const int64_t            block = quant_block_nbytes(m.value_type);

@@ -18,10 +18,12 @@ int check_packed_desc(const packed_desc & desc) {
     if (const int status = check_desc(desc.dense)) {
         return status;
     }
-    if (desc.value_type != desc.dense.type && !is_quant_type(desc.value_type)) {
-        return fail(GGML_MACKO_STATUS_BAD_FORMAT,
-                    "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2) or Q4_NL (1004)",
-                    desc.value_type, desc.dense.type);
+    if (desc.value_type != desc.dense.type && desc.value_type != GGML_MACKO_TYPE_CODED &&
+        !is_quant_type(desc.value_type)) {
+        return fail(
+            GGML_MACKO_STATUS_BAD_FORMAT,
+            "value type %d is neither the dense type %d nor Q8_0 (8), Q5_0 (6), Q4_0 (2), Q4_NL (1004) or coded (1005)",
+            desc.value_type, desc.dense.type);
     }
     if (!is_index_bits(desc.index_bits)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "delta_bits %d of packed is not 0, 2, 4 or 8", desc.index_bits);
@@ -44,8 +46,10 @@ static int check_lengths(const packed_arrays & a) {
                              : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong length (%lld vs %lld)", name,
                                     static_cast<long long>(n), static_cast<long long>(expected));
     };
-    if (const int status = length("values", a.n_values, packed_n_values(a.desc.dense.nnz))) {
-        return status;
+    if (a.desc.value_type != GGML_MACKO_TYPE_CODED) { // the length of coded values follows from themselves
+        if (const int status = length("values", a.n_values, packed_n_values(a.desc.dense.nnz))) {
+            return status;
+        }
     }
     if (const int status = length("row_ptr", a.n_row_ptr, a.desc.dense.rows + 1)) {
         return status;
@@ -294,6 +298,15 @@ static int check_quant_values(const packed_arrays & a, int n_threads) {
     return check_quant_range(a, n_threads);
 }
 
+static int check_values(const packed_arrays & a, int n_threads, coded_view * coded) {
+    const macko_desc & dense = a.desc.dense;
+    return a.desc.value_type == GGML_MACKO_TYPE_CODED ? open_coded(static_cast<const uint32_t *>(a.values), a.n_values,
+                                                                   dense.type, dense.nnz, n_threads, coded)
+           : is_quant_type(a.desc.value_type)         ? check_quant_values(a, n_threads)
+           : dense.type == GGML_MACKO_TYPE_F32        ? check_plain_values<uint32_t>(a, n_threads)
+                                                      : check_plain_values<uint16_t>(a, n_threads);
+}
+
 int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
     if (const int status = check_packed_desc(a.desc)) {
         return status;
@@ -309,9 +322,7 @@ int check_packed(const packed_arrays & a, int n_threads, packed_view * view) {
             a.desc.index_bits == INDEX_BITMAP ? check_bitmap(a, n_threads) : check_gaps(a, n_threads, &row_bits)) {
         return status;
     }
-    if (const int status = is_quant_type(a.desc.value_type)           ? check_quant_values(a, n_threads)
-                           : a.desc.dense.type == GGML_MACKO_TYPE_F32 ? check_plain_values<uint32_t>(a, n_threads)
-                                                                      : check_plain_values<uint16_t>(a, n_threads)) {
+    if (const int status = check_values(a, n_threads, &view->coded_)) {
         return status;
     }
     view->arrays_   = a;
@@ -329,9 +340,23 @@ template <typename T> static void decode_row_type(const packed_view & view, int6
         const auto * blocks = static_cast<const uint8_t *>(a.values);
         view.for_each_column(
             row, [&](int64_t col) { dense[col] = dense_at<T>(blocks, a.desc.value_type, k++, a.desc.dense.type); });
+    } else if (a.desc.value_type == GGML_MACKO_TYPE_CODED) {
+        std::vector<T> values(static_cast<size_t>(a.row_ptr[row + 1] - k));
+        view.copy_values(k, static_cast<int64_t>(values.size()), values.data());
+        const T * next = values.data();
+        view.for_each_column(row, [&](int64_t col) { dense[col] = *next++; });
     } else {
         const T * values = static_cast<const T *>(a.values);
         view.for_each_column(row, [&](int64_t col) { dense[col] = values[k++]; });
+    }
+}
+
+void packed_view::copy_values(int64_t k, int64_t n, void * out) const {
+    if (arrays_.desc.value_type == GGML_MACKO_TYPE_CODED) {
+        coded_.expand(k, n, out);
+    } else if (n > 0) {
+        const int64_t nbytes = value_nbytes(arrays_.desc.dense.type);
+        memcpy(out, static_cast<const uint8_t *>(arrays_.values) + k * nbytes, static_cast<size_t>(n * nbytes));
     }
 }
 
@@ -412,7 +437,8 @@ void packed_view::error_bounds(int64_t k, int64_t n, const float * source, doubl
 packed_arrays packed_matrix::arrays() const {
     return { desc,
              values.data(),
-             packed_n_values(desc.dense.nnz),
+             desc.value_type == GGML_MACKO_TYPE_CODED ? static_cast<int64_t>(values.size()) / 4
+                                                      : packed_n_values(desc.dense.nnz),
              index.data(),
              static_cast<int64_t>(index.size()),
              row_ptr.data(),
@@ -524,7 +550,9 @@ void write_index(const T * row, int64_t cols, const index_plan & plan, int64_t f
     codes.finish();
 }
 
-template <typename T> int pack_type(const T * dense, packed_desc desc, int n_threads, packed_matrix * out) {
+template <typename T>
+int pack_type(const T * dense, packed_desc desc, int32_t mantissa_bits, int32_t exponent_bits, int n_threads,
+              packed_matrix * out) {
     const int64_t                rows = desc.dense.rows, cols = desc.dense.cols;
     const std::vector<gap_count> counts = count_gaps(dense, rows, cols, n_threads);
     if (const int status = make_row_ptr(counts, &out->row_ptr)) {
@@ -536,10 +564,10 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
     desc.dense.nnz        = nnz;
     out->desc             = desc;
     out->index.assign(static_cast<size_t>(index_nbytes_of_bits(plan.n_bits)), 0);
-    out->values.assign(static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
-    const bool     quantized = is_quant_type(desc.value_type);
-    std::vector<T> plain(quantized ? static_cast<size_t>(nnz) : 0); // what is to be quantized
-    T *            values = quantized ? plain.data() : reinterpret_cast<T *>(out->values.data());
+    const bool     is_plain = desc.value_type == desc.dense.type, is_coded = desc.value_type == GGML_MACKO_TYPE_CODED;
+    std::vector<T> source(is_plain ? 0 : static_cast<size_t>(nnz)); // what is to be coded or quantized
+    out->values.assign(is_coded ? 0 : static_cast<size_t>(values_nbytes(desc.value_type, packed_n_values(nnz))), 0);
+    T * values = is_plain ? reinterpret_cast<T *>(out->values.data()) : source.data();
     parallel_ranges(n_threads, rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             const T * row = dense + r * cols;
@@ -548,11 +576,14 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
                         [&](int64_t col) { values[k++] = row[col]; });
         }
     });
-    if (!quantized) {
+    if (is_plain) {
         return GGML_MACKO_STATUS_OK;
     }
+    if (is_coded) {
+        return encode_coded(source.data(), desc.dense.type, nnz, mantissa_bits, exponent_bits, n_threads, &out->values);
+    }
     if (const int status =
-            quantize(plain.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())) {
+            quantize(source.data(), desc.dense.type, nullptr, nnz, desc.value_type, n_threads, out->values.data())) {
         return status;
     }
     return check_quant_range(out->arrays(), n_threads); // a searched scale may round a large value up
@@ -560,10 +591,11 @@ template <typename T> int pack_type(const T * dense, packed_desc desc, int n_thr
 
 } // namespace
 
-int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out) {
+int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out, int32_t mantissa_bits,
+         int32_t exponent_bits) {
     return desc.dense.type == GGML_MACKO_TYPE_F32
-               ? pack_type(static_cast<const uint32_t *>(dense), desc, n_threads, out)
-               : pack_type(static_cast<const uint16_t *>(dense), desc, n_threads, out);
+               ? pack_type(static_cast<const uint32_t *>(dense), desc, mantissa_bits, exponent_bits, n_threads, out)
+               : pack_type(static_cast<const uint16_t *>(dense), desc, mantissa_bits, exponent_bits, n_threads, out);
 }
 
 } // namespace macko

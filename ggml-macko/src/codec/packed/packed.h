@@ -1,8 +1,9 @@
-// The packed codec: non-zeros without fillers, plain or quantized, and a bitmap or gap codes that place them (FORMAT.md
-// section 7). Plain C++17: no ggml, no CUDA.
+// The packed codec: non-zeros without fillers, plain, coded or quantized, and a bitmap or gap codes that place them
+// (FORMAT.md sections 7 and 8). Plain C++17: no ggml, no CUDA.
 #pragma once
 
 #include "codec/codec.h"
+#include "codec/packed/coded.h"
 #include "codec/quants.h"
 
 namespace macko {
@@ -23,7 +24,7 @@ constexpr int64_t index_nbytes_of_bits(int64_t bits) { return bits <= 32 ? 4 : (
 
 struct packed_desc {
     macko_desc dense;      // delta_bits: of the MACKO rows that recode() makes
-    int32_t    value_type; // dense.type, or a quantized type
+    int32_t    value_type; // dense.type, GGML_MACKO_TYPE_CODED, or a quantized type
     int32_t    index_bits;
 };
 // limits of section 4, value_type and index_bits
@@ -35,7 +36,7 @@ int64_t max_index_nbytes(const packed_desc & desc);
 struct packed_arrays {
     packed_desc     desc;
     const void *    values;
-    int64_t         n_values;
+    int64_t         n_values; // of coded values their words
     const uint8_t * index;
     int64_t         n_index; // bytes
     const int32_t * row_ptr;
@@ -60,11 +61,16 @@ public:
     template <typename F> void for_each_column(int64_t row, F && f) const;
     // writes one row as cols dense elements
     void decode_row(int64_t row, void * dense) const;
+    // writes values k ... k + n - 1, which are not quantized, as bits of the dense type
+    void copy_values(int64_t k, int64_t n, void * out) const;
+    // of coded values
+    const coded_view & coded() const { return coded_; }
 
 private:
     friend int           check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
     packed_arrays        arrays_ = {};
     std::vector<int64_t> row_bits_; // of gap codes: where those of a row begin
+    coded_view           coded_;
 };
 [[nodiscard]] int check_packed(const packed_arrays & arrays, int n_threads, packed_view * view);
 
@@ -78,8 +84,10 @@ struct packed_matrix {
     packed_arrays arrays() const;
 };
 // Packs a dense matrix of finite values, whose non-zeros are counted here (desc.dense.nnz is ignored). index_bits -1:
-// what makes the index smallest. LIMIT if there are too many non-zeros.
-[[nodiscard]] int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out);
+// what makes the index smallest. mantissa_bits, exponent_bits: of coded values, -1 what makes them smallest. LIMIT if
+// there are too many non-zeros.
+[[nodiscard]] int pack(const void * dense, packed_desc desc, int n_threads, packed_matrix * out,
+                       int32_t mantissa_bits = -1, int32_t exponent_bits = -1);
 
 template <typename F> void packed_view::for_each_column(int64_t row, F && f) const {
     const int64_t n = arrays_.row_ptr[row + 1] - arrays_.row_ptr[row];

@@ -1,4 +1,5 @@
 #include "cuda/device/captures.h"
+#include "host/running-ops.h"
 
 #include <cstring>
 
@@ -60,7 +61,7 @@ void free_exec(captured_graph & c) {
 
 bool is_worth_capturing(const ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
-        if (graph->nodes[i]->op == GGML_OP_MUL_MAT) {
+        if (op_of(graph->nodes[i]) == GGML_OP_MUL_MAT) {
             return graph->nodes[i]->src[1]->ne[1] <= MAX_CAPTURE_COLUMNS;
         }
     }

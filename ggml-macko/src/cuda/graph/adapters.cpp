@@ -1,4 +1,5 @@
 #include "cuda/graph/adapters.h"
+#include "host/running-ops.h"
 
 #include <cstring>
 
@@ -77,11 +78,11 @@ op_tensor operand(const ggml_tensor * t) {
     return result;
 }
 
-std::optional<binary_op> binary_op_of(const ggml_tensor * node) { return find_pair(BINARY_OPS, node->op); }
+std::optional<binary_op> binary_op_of(const ggml_tensor * node) { return find_pair(BINARY_OPS, op_of(node)); }
 
 std::optional<unary_op> unary_op_of(const ggml_tensor * node) {
-    return node->op == GGML_OP_UNARY ? find_pair(UNARY_OPS, ggml_get_unary_op(node))
-                                     : find_pair(ONE_SOURCE_OPS, node->op);
+    return op_of(node) == GGML_OP_UNARY ? find_pair(UNARY_OPS, ggml_get_unary_op(node))
+                                        : find_pair(ONE_SOURCE_OPS, op_of(node));
 }
 
 std::optional<glu_params> glu_params_of(const ggml_tensor * node) {

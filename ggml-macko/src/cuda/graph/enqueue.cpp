@@ -8,12 +8,12 @@ namespace macko::cuda {
 namespace {
 
 cudaError_t enqueue_node(panel_pipeline & panels, ggml_tensor * node) {
-    const bool     is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
-    const op_row * row        = find_op(node->op, is_product && stored(node->src[0]));
+    const bool     is_product = op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
+    const op_row * row        = find_op(op_of(node), is_product && stored(node->src[0]));
     if (!row) {
         return cudaErrorInvalidValue;
     }
-    if (node->op != GGML_OP_MUL_MAT) { // its rows decide themselves
+    if (op_of(node) != GGML_OP_MUL_MAT) { // its rows decide themselves
         panels.forget_x16();
     }
     return row->enqueue(panels, node);

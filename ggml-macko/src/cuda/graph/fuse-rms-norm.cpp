@@ -37,13 +37,13 @@ private:
 bool fused_rms_norm::match(const op_context &, const ggml_cgraph * graph, int i) {
     *this    = fused_rms_norm();
     int norm = i;
-    if (graph->nodes[i]->op == GGML_OP_ADD) {
+    if (op_of(graph->nodes[i]) == GGML_OP_ADD) {
         norm = next_node(graph, i);
         if (!match_add(graph, i, norm)) {
             return false;
         }
     }
-    if (graph->nodes[norm]->op != GGML_OP_RMS_NORM) {
+    if (op_of(graph->nodes[norm]) != GGML_OP_RMS_NORM) {
         return false;
     }
     norm_ = mul_ = graph->nodes[norm];
@@ -55,13 +55,14 @@ bool fused_rms_norm::match(const op_context &, const ggml_cgraph * graph, int i)
 // the ADD at i, if the norm at `norm` is that of the sum
 bool fused_rms_norm::match_add(const ggml_cgraph * graph, int i, int norm) {
     add_ = graph->nodes[i];
-    return norm < graph->n_nodes && graph->nodes[norm]->op == GGML_OP_RMS_NORM && graph->nodes[norm]->src[0] == add_ &&
-           ggml_are_same_shape(add_->src[0], add_) && ggml_are_same_shape(add_->src[1], add_);
+    return norm < graph->n_nodes && op_of(graph->nodes[norm]) == GGML_OP_RMS_NORM &&
+           graph->nodes[norm]->src[0] == add_ && ggml_are_same_shape(add_->src[0], add_) &&
+           ggml_are_same_shape(add_->src[1], add_);
 }
 
 // the MUL at `mul`, if it multiplies the norm by rows of its length
 void fused_rms_norm::match_mul(const ggml_cgraph * graph, int norm, int mul) {
-    const ggml_op ops[]   = { GGML_OP_RMS_NORM, GGML_OP_MUL };
+    const ggml_op ops[]   = { running_op(GGML_OP_RMS_NORM), running_op(GGML_OP_MUL) };
     const int     nodes[] = { norm, mul };
     if (!ggml_can_fuse_ext(graph, nodes, ops, 2)) {
         return;

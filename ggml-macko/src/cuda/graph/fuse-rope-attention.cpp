@@ -39,7 +39,7 @@ bool fused_rope_attention::match(const op_context &, const ggml_cgraph * graph, 
         return false;
     }
     last_ = next_node(graph, nodes_.last);
-    if (last_ >= graph->n_nodes || graph->nodes[last_]->op != GGML_OP_FLASH_ATTN_EXT) {
+    if (last_ >= graph->n_nodes || op_of(graph->nodes[last_]) != GGML_OP_FLASH_ATTN_EXT) {
         return false;
     }
     attention_ = graph->nodes[last_];
@@ -72,7 +72,7 @@ bool fused_rope_attention::reads_only_inputs_early() const {
     const ggml_tensor * early[] = { nodes_.rope_k->src[1], nodes_.rope_k->src[2], attention_->src[3],
                                     nodes_.set_k->src[1], nodes_.set_v->src[1] };
     return std::all_of(std::begin(early), std::end(early),
-                       [](const ggml_tensor * t) { return !t || t->op == GGML_OP_NONE; });
+                       [](const ggml_tensor * t) { return !t || op_of(t) == GGML_OP_NONE; });
 }
 
 bool fused_rope_attention::is_safe() const {

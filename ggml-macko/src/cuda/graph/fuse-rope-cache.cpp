@@ -74,7 +74,7 @@ cudaError_t fused_rope_cache::enqueue(const op_context & ctx) const {
 } // namespace
 
 const ggml_tensor * source_of_views(const ggml_tensor * t) {
-    while (ggml_op_is_empty(t->op) && t->src[0]) {
+    while (ggml_op_is_empty(op_of(t)) && t->src[0]) {
         t = t->src[0];
     }
     return t;
@@ -82,19 +82,19 @@ const ggml_tensor * source_of_views(const ggml_tensor * t) {
 
 bool rope_cache_nodes::match(const ggml_cgraph * graph, int i) {
     *this = rope_cache_nodes();
-    if (graph->nodes[i]->op != GGML_OP_ROPE) {
+    if (op_of(graph->nodes[i]) != GGML_OP_ROPE) {
         return false;
     }
     int       k      = i;
     const int second = next_node(graph, i);
-    if (second < graph->n_nodes && graph->nodes[second]->op == GGML_OP_ROPE &&
+    if (second < graph->n_nodes && op_of(graph->nodes[second]) == GGML_OP_ROPE &&
         same_rope(graph->nodes[i], graph->nodes[second])) {
         rope_q = graph->nodes[i];
         k      = second;
     }
     const int k_set = next_node(graph, k), v_set = next_node(graph, k_set);
-    if (v_set >= graph->n_nodes || graph->nodes[k_set]->op != GGML_OP_SET_ROWS ||
-        graph->nodes[v_set]->op != GGML_OP_SET_ROWS || !ggml_node_has_n_uses(graph, k, 1)) {
+    if (v_set >= graph->n_nodes || op_of(graph->nodes[k_set]) != GGML_OP_SET_ROWS ||
+        op_of(graph->nodes[v_set]) != GGML_OP_SET_ROWS || !ggml_node_has_n_uses(graph, k, 1)) {
         return false;
     }
     rope_k = graph->nodes[k];

@@ -34,7 +34,7 @@ bool has_part(const ggml_tensor * product) { return stored(product->src[0])->mat
 
 // GET_ROWS that chooses the only row of its source, so that it changes nothing
 bool is_only_row(const ggml_tensor * t) {
-    return t->op == GGML_OP_GET_ROWS && t->src[0]->type == GGML_TYPE_F32 && t->src[0]->nb[0] == sizeof(float) &&
+    return op_of(t) == GGML_OP_GET_ROWS && t->src[0]->type == GGML_TYPE_F32 && t->src[0]->nb[0] == sizeof(float) &&
            ggml_nrows(t->src[0]) == 1 && ggml_are_same_shape(t, t->src[0]);
 }
 
@@ -91,7 +91,7 @@ private:
 
 bool can_join(const op_context & ctx, const ggml_tensor * node, const ggml_tensor * x) {
     const ggml_tensor * w = node->src[0];
-    if (node->op != GGML_OP_MUL_MAT || node->src[1] != x || !stored(w)) {
+    if (op_of(node) != GGML_OP_MUL_MAT || node->src[1] != x || !stored(w)) {
         return false;
     }
     const bool one_matrix = x->ne[2] * x->ne[3] == 1 && w->ne[2] * w->ne[3] == 1;
@@ -100,7 +100,7 @@ bool can_join(const op_context & ctx, const ggml_tensor * node, const ggml_tenso
 
 bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * graph, int i) {
     *this = fused_sparse_products();
-    if (graph->nodes[i]->op == GGML_OP_RMS_NORM) {
+    if (op_of(graph->nodes[i]) == GGML_OP_RMS_NORM) {
         const int mul = next_node(graph, i);
         if (!match_norm(graph, i, mul) || !match_products(ctx, graph, next_node(graph, mul), graph->nodes[mul]) ||
             !ggml_node_has_n_uses(graph, mul, n_)) {
@@ -119,7 +119,7 @@ bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * gr
 
 // RMS_NORM at i, and the product with its weight at mul
 bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul) {
-    const ggml_op ops[]   = { GGML_OP_RMS_NORM, GGML_OP_MUL };
+    const ggml_op ops[]   = { running_op(GGML_OP_RMS_NORM), running_op(GGML_OP_MUL) };
     const int     nodes[] = { i, mul };
     if (!ggml_can_fuse_ext(graph, nodes, ops, 2) || graph->nodes[mul]->src[0] != graph->nodes[i]) {
         return false;
@@ -128,7 +128,7 @@ bool fused_sparse_products::match_norm(const ggml_cgraph * graph, int i, int mul
     norm_weight_ = graph->nodes[mul]->src[1];
     x_           = norm_->src[0];
     // the kernel reads the weight before the kernels ahead of it end: no node may compute it
-    return is_row_vector(norm_weight_, norm_->ne[0]) && norm_weight_->op == GGML_OP_NONE && is_f32_rows(x_);
+    return is_row_vector(norm_weight_, norm_->ne[0]) && op_of(norm_weight_) == GGML_OP_NONE && is_f32_rows(x_);
 }
 
 // the products of `input` from node `first` on
@@ -154,7 +154,7 @@ void fused_sparse_products::match_sums(const ggml_cgraph * graph) {
             chosen.add(node);
             continue;
         }
-        if (node->op != GGML_OP_ADD || !match_sum(graph, k, chosen)) {
+        if (op_of(node) != GGML_OP_ADD || !match_sum(graph, k, chosen)) {
             return;
         }
         last_ = k;
@@ -213,7 +213,7 @@ bool fused_sparse_products::has_sums() const {
 // gate and up, and the SWIGLU that follows
 void fused_sparse_products::match_glu(const ggml_cgraph * graph) {
     const int next = next_node(graph, last_);
-    if (n_ != 2 || has_sums() || next >= graph->n_nodes || graph->nodes[next]->op != GGML_OP_GLU) {
+    if (n_ != 2 || has_sums() || next >= graph->n_nodes || op_of(graph->nodes[next]) != GGML_OP_GLU) {
         return;
     }
     ggml_tensor *       glu = graph->nodes[next];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/stored-matrix.h"
+#include "host/running-ops.h"
 
 #include "ggml-backend.h"
 #include "ggml-impl.h"
@@ -10,7 +11,7 @@ namespace macko::cuda {
 
 // false: a view, an empty tensor, or a node that the scheduler switched off
 inline bool computes(const ggml_tensor * node) {
-    return !ggml_op_is_empty(node->op) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node);
+    return !ggml_op_is_empty(op_of(node)) && (node->flags & GGML_TENSOR_FLAG_COMPUTE) && !ggml_is_empty(node);
 }
 
 // index of the computing node that follows node i; n_nodes if there is none
@@ -22,7 +23,7 @@ inline int next_node(const ggml_cgraph * graph, int i) {
 }
 
 inline bool is_weight(const ggml_tensor * t) {
-    return t->op == GGML_OP_NONE && t->buffer &&
+    return op_of(t) == GGML_OP_NONE && t->buffer &&
            ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 

@@ -199,7 +199,7 @@ const op_row OP_TABLE[] = {
 } // namespace
 
 const op_row * find_op(ggml_op op, bool sparse) {
-    using index_t              = std::array<const op_row *, 2 * GGML_OP_COUNT>;
+    using index_t              = std::array<const op_row *, 2 * (GGML_OP_COUNT + 1)>;
     static const index_t index = [] {
         index_t rows = {};
         for (const op_row & row : OP_TABLE) {
@@ -211,15 +211,15 @@ const op_row * find_op(ggml_op op, bool sparse) {
 }
 
 bool graph_supports_op(const ggml_tensor * op, bool sparse) {
-    if (ggml_op_is_empty(op->op)) {
+    if (ggml_op_is_empty(op_of(op))) {
         return true;
     }
-    const op_row * row = find_op(op->op, sparse);
+    const op_row * row = find_op(op_of(op), sparse);
     return row && row->supported(op);
 }
 
 size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse) {
-    const op_row * row = find_op(op->op, sparse);
+    const op_row * row = find_op(op_of(op), sparse);
     return row && row->scratch_nbytes ? row->scratch_nbytes(op) : 0;
 }
 

@@ -16,7 +16,7 @@ struct op_row {
     cudaError_t (*enqueue)(panel_pipeline & panels, ggml_tensor * node);
 };
 
-// null: the op has no kernel
+// op: of op_of(), so GGML_OP_COUNT, too. null: the op has no kernel
 const op_row * find_op(ggml_op op, bool sparse);
 
 } // namespace macko::cuda

@@ -13,7 +13,7 @@ namespace {
 constexpr int REACH = 24;
 
 bool is_weight_product(const ggml_tensor * node, const ggml_tensor * x) {
-    return node->op == GGML_OP_MUL_MAT && node->src[1] == x && is_weight(node->src[0]) && x->ne[2] * x->ne[3] == 1;
+    return op_of(node) == GGML_OP_MUL_MAT && node->src[1] == x && is_weight(node->src[0]) && x->ne[2] * x->ne[3] == 1;
 }
 
 // moves node `from` up to position `to`
@@ -42,8 +42,8 @@ int gather_biases(ggml_cgraph * graph, int i, int end) {
     int sums = end;
     for (int k = end; k < std::min(graph->n_nodes, i + REACH); k++) {
         const ggml_tensor * node = graph->nodes[k];
-        if (node->op == GGML_OP_ADD && node->src[1]->op == GGML_OP_NONE && is_row_vector(node->src[1], node->ne[0]) &&
-            is_product(node->src[0])) {
+        if (op_of(node) == GGML_OP_ADD && op_of(node->src[1]) == GGML_OP_NONE &&
+            is_row_vector(node->src[1], node->ne[0]) && is_product(node->src[0])) {
             move_up(graph, k, sums++);
         }
     }
@@ -53,7 +53,7 @@ int gather_biases(ggml_cgraph * graph, int i, int end) {
 void gather(ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
-        if (node->op != GGML_OP_MUL_MAT || !is_weight_product(node, node->src[1])) {
+        if (op_of(node) != GGML_OP_MUL_MAT || !is_weight_product(node, node->src[1])) {
             continue;
         }
         const int  end         = gather_products(graph, i);
@@ -73,7 +73,7 @@ void keep_operands(const op_context & ctx, const ggml_cgraph * graph, ggml_backe
         ggml_tensor * last = graph->nodes[pattern->last()];
         for (int k = i; k < pattern->last(); k++) {
             for (ggml_tensor * src : graph->nodes[k]->src) {
-                if (src && src->op != GGML_OP_NONE) {
+                if (src && op_of(src) != GGML_OP_NONE) {
                     params->add_alloc_dep(params->user_data, src->view_src ? src->view_src : src, last);
                 }
             }

@@ -63,12 +63,12 @@ op_tensor batch_operand(const ggml_tensor * t, int64_t i2, int64_t i3) {
 bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n) { return densifies(ctx, w, n, false); }
 
 bool densifies(const op_context & ctx, const ggml_tensor * node) {
-    const bool is_product = node->op == GGML_OP_MUL_MAT || node->op == GGML_OP_MUL_MAT_ID;
+    const bool is_product = op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
     if (!is_product || !stored(node->src[0])) {
         return false;
     }
-    return node->op == GGML_OP_MUL_MAT ? densifies(ctx, *stored(node->src[0]), node->src[1]->ne[1])
-                                       : densifies_experts(ctx, node);
+    return op_of(node) == GGML_OP_MUL_MAT ? densifies(ctx, *stored(node->src[0]), node->src[1]->ne[1])
+                                          : densifies_experts(ctx, node);
 }
 
 panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
@@ -77,7 +77,7 @@ panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) 
         if (!computes(node) || !densifies(ctx, node)) {
             continue;
         }
-        if (node->op == GGML_OP_MUL_MAT_ID) {
+        if (op_of(node) == GGML_OP_MUL_MAT_ID) {
             add_panels_of_experts(node);
         } else {
             add_panels(node);

@@ -1,0 +1,508 @@
+// Coded values: check, expand, encode (FORMAT.md section 8).
+#include "codec/packed/coded.h"
+#include "codec/packed/packed.h"
+#include "codec/team.h"
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+namespace macko {
+
+namespace {
+
+constexpr int64_t RANK_BLOCKS   = 8; // blocks between two numbers of outliers_before
+constexpr int64_t MAX_EXPONENTS = 256;
+
+using histogram = std::array<int64_t, MAX_EXPONENTS>; // values that fit but for the base, by exponent
+
+int64_t n_ranks(int64_t n_blocks) { return (n_blocks + RANK_BLOCKS - 1) / RANK_BLOCKS; }
+int64_t coded_blocks(int64_t nnz) { return packed_n_values(nnz) / QUANT_BLOCK; }
+int64_t outliers_words(int64_t n, int32_t type) { return (n * value_nbytes(type) + 3) / 4; }
+// of Inf and NaN
+constexpr int infinite_exponent(int32_t type) { return type == GGML_MACKO_TYPE_F16 ? 31 : 255; }
+
+template <typename T> int exponent_of(T value, int32_t type) {
+    return static_cast<int>((value & exponent_mask<T>(type)) >> coded_dense_mantissa_bits(type));
+}
+// whether the mantissa of a value has no more than so many bits, and the value is normal
+template <typename T> bool is_short(T value, int32_t type, int mantissa_bits) {
+    const int dropped = coded_dense_mantissa_bits(type) - mantissa_bits;
+    return (value & ((T(1) << dropped) - 1)) == 0 && exponent_of(value, type) != 0;
+}
+template <typename T> int code_of(T value, int32_t type, const coded_widths & w) {
+    const int code = exponent_of(value, type) - w.base;
+    return is_short(value, type, w.mantissa_bits) && code >= 1 && code <= w.n_codes() ? code : 0;
+}
+
+// ---- blocks ----
+
+// The parts of a block, which begins with its bytes.
+struct block_masks {
+    uint32_t sign;
+    uint32_t code[3];     // bit j of the codes
+    uint32_t mantissa[3]; // bits 2, 1, 0 of a mantissa of 10 bits
+};
+
+// bits 7 of 32 bytes
+uint32_t top_bits(const uint32_t * bytes) {
+    uint32_t mask = 0;
+    for (int i = 0; i < 8; i++) {
+        mask |= ((bytes[i] >> 7 & 0x01010101u) * 0x10204080u >> 28) << (4 * i);
+    }
+    return mask;
+}
+
+block_masks masks_of(const uint32_t * block, const coded_widths & w) {
+    block_masks      m    = {};
+    const uint32_t * mask = block + 8;
+    m.sign                = *mask++;
+    m.code[0]             = top_bits(block);
+    for (int j = 1; j < w.exponent_bits; j++) {
+        m.code[j] = *mask++;
+    }
+    for (int j = 0; j < w.mantissa_bits - 7; j++) {
+        m.mantissa[j] = *mask++;
+    }
+    return m;
+}
+
+// values of a block that stand for themselves; the others are outliers or padding
+uint32_t has_code(const block_masks & m) { return m.code[0] | m.code[1] | m.code[2]; }
+
+uint32_t places_of(int64_t block, int64_t nnz) { // values that a block has, as a mask
+    const int64_t n = nnz - block * QUANT_BLOCK;
+    return n >= QUANT_BLOCK ? ~uint32_t(0) : n <= 0 ? 0 : (uint32_t(1) << n) - 1;
+}
+
+// bit j of i at bit 16 j
+constexpr std::array<uint64_t, 16> make_spread() {
+    std::array<uint64_t, 16> t = {};
+    for (uint64_t i = 0; i < 16; i++) {
+        t[i] = (i & 1) | (i >> 1 & 1) << 16 | (i >> 2 & 1) << 32 | (i >> 3 & 1) << 48;
+    }
+    return t;
+}
+constexpr std::array<uint64_t, 16> SPREAD = make_spread();
+
+constexpr uint64_t four(uint64_t x) { return x * 0x0001000100010001u; }
+
+// Values 4 i ... 4 i + 3 of a block in 16 bits each: sign, code and mantissa; bit 15, from bit mantissa_bits on, below.
+uint64_t four_values(const uint32_t * block, const block_masks & m, const coded_widths & w, int i) {
+    const auto spread = [&](uint32_t mask) { return SPREAD[mask >> (4 * i) & 15]; };
+    uint64_t   u      = block[i];
+    u                 = (u | u << 16) & 0x0000ffff0000ffffu;
+    u                 = (u | u << 8) & four(0xff);
+    u                 = u << (w.mantissa_bits - 7) | spread(m.sign) << 15 | spread(m.code[1]) << (w.mantissa_bits + 1);
+    if (w.exponent_bits == 3) {
+        u |= spread(m.code[2]) << (w.mantissa_bits + 2);
+    }
+    if (w.mantissa_bits == 10) {
+        u |= spread(m.mantissa[0]) << 2 | spread(m.mantissa[1]) << 1 | spread(m.mantissa[2]);
+    }
+    return u;
+}
+
+// the 32 values of a block as bits of the dense type; what has no code comes out as anything
+void expand_block(const uint32_t * block, const block_masks & m, const coded_widths & w, int32_t type, uint16_t * out) {
+    const int      bits = coded_dense_mantissa_bits(type);
+    const uint64_t sign = four(0x8000), base = four(static_cast<uint64_t>(w.base) << bits);
+    for (int i = 0; i < 8; i++) {
+        const uint64_t u = four_values(block, m, w, i);
+        const uint64_t v = (((u & ~sign) << (bits - w.mantissa_bits)) + base) | (u & sign);
+        memcpy(out + 4 * i, &v, sizeof(v));
+    }
+}
+void expand_block(const uint32_t * block, const block_masks & m, const coded_widths & w, int32_t, uint32_t * out) {
+    const int      shift = 23 - w.mantissa_bits;
+    const uint32_t base  = static_cast<uint32_t>(w.base) << 23;
+    for (int i = 0; i < 8; i++) {
+        const uint64_t u = four_values(block, m, w, i);
+        for (int j = 0; j < 4; j++) {
+            const auto v   = static_cast<uint32_t>(u >> (16 * j) & 0xffff);
+            out[4 * i + j] = (v & 0x8000) << 16 | (((v & 0x7fff) << shift) + base);
+        }
+    }
+}
+
+// Puts n values into a block of zeros; returns which of them are outliers.
+template <typename T>
+uint32_t put_values(uint32_t * block, const T * values, int n, int32_t type, const coded_widths & w) {
+    const int   dropped = coded_dense_mantissa_bits(type) - w.mantissa_bits, low = w.mantissa_bits - 7;
+    block_masks m        = {};
+    uint32_t    outliers = 0;
+    for (int i = 0; i < n; i++) {
+        const auto code = static_cast<uint32_t>(code_of(values[i], type, w));
+        if (code == 0) {
+            outliers |= 1u << i;
+            continue;
+        }
+        const auto mantissa = static_cast<uint32_t>(values[i] >> dropped) & ((1u << w.mantissa_bits) - 1);
+        block[i / 4] |= ((code & 1) << 7 | mantissa >> low) << (i % 4 * 8);
+        m.sign |= static_cast<uint32_t>(values[i] >> (8 * sizeof(T) - 1)) << i;
+        m.code[1] |= (code >> 1 & 1) << i;
+        m.code[2] |= (code >> 2) << i;
+        for (int j = 0; j < low; j++) {
+            m.mantissa[j] |= (mantissa >> (low - 1 - j) & 1) << i;
+        }
+    }
+    uint32_t * mask = block + 8;
+    *mask++         = m.sign;
+    mask            = std::copy(m.code + 1, m.code + w.exponent_bits, mask);
+    std::copy(m.mantissa, m.mantissa + low, mask);
+    return outliers;
+}
+
+// ---- base ----
+
+// the base with the most values, and how many those are
+std::pair<int32_t, int64_t> best_base(const histogram & values, int exponent_bits, int32_t type) {
+    const int                   n_codes = (1 << exponent_bits) - 1;
+    std::pair<int32_t, int64_t> best    = { 0, -1 };
+    for (int base = 0; base + n_codes < infinite_exponent(type); base++) {
+        int64_t n = 0;
+        for (int code = 1; code <= n_codes; code++) {
+            n += values[static_cast<size_t>(base + code)];
+        }
+        if (n > best.second) {
+            best = { base, n };
+        }
+    }
+    return best;
+}
+
+void add(histogram * sum, const histogram & h) {
+    for (size_t i = 0; i < h.size(); i++) {
+        (*sum)[i] += h[i];
+    }
+}
+
+} // namespace
+
+int64_t max_coded_words(int64_t nnz, int32_t type) {
+    constexpr coded_widths widest = { 10, 3, 0 };
+    return CODED_HEADER_WORDS + widest.blocks_words(packed_n_values(nnz)) + outliers_words(nnz, type);
+}
+
+// ---- check ----
+
+namespace {
+
+// What the pass over the blocks finds.
+struct block_counts {
+    histogram            values = {};        // that have a code, by exponent
+    int64_t              bad    = INT64_MAX; // the first place without a code that is not zero
+    std::vector<int64_t> outliers;           // of each RANK_BLOCKS blocks
+};
+
+void count_codes(const block_masks & m, const coded_widths & w, histogram * values) {
+    for (int code = 1; code <= w.n_codes(); code++) {
+        uint32_t mask = ~uint32_t(0);
+        for (int j = 0; j < w.exponent_bits; j++) {
+            mask &= code >> j & 1 ? m.code[j] : ~m.code[j];
+        }
+        (*values)[static_cast<size_t>(w.base + code)] += __builtin_popcount(mask);
+    }
+}
+
+// The first place of a block without a code, but with other bits, or that is padding, but has a code; else -1.
+int bad_place(const uint32_t * block, const block_masks & m, uint32_t places) {
+    uint32_t bad = (m.sign | m.mantissa[0] | m.mantissa[1] | m.mantissa[2]) & ~has_code(m);
+    bad |= has_code(m) & ~places;
+    for (uint32_t empty = ~has_code(m); empty; empty &= empty - 1) {
+        const int i = __builtin_ctz(empty);
+        bad |= (block[i / 4] >> (i % 4 * 8) & 0xff) != 0 ? uint32_t(1) << i : 0;
+    }
+    return bad ? __builtin_ctz(bad) : -1;
+}
+
+block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64_t nnz, int n_threads) {
+    const int64_t n_blocks = coded_blocks(nnz);
+    block_counts  all;
+    all.outliers.assign(static_cast<size_t>(n_ranks(n_blocks)), 0);
+    std::mutex mutex;
+    parallel_ranges(n_threads, n_ranks(n_blocks), [&](int64_t begin, int64_t end) {
+        histogram values = {};
+        int64_t   bad    = INT64_MAX;
+        for (int64_t b = begin * RANK_BLOCKS; b < std::min(n_blocks, end * RANK_BLOCKS); b++) {
+            const uint32_t *  block  = blocks + b * w.bits();
+            const block_masks m      = masks_of(block, w);
+            const uint32_t    places = places_of(b, nnz);
+            if (const int i = bad_place(block, m, places); i >= 0) {
+                bad = std::min(bad, b * QUANT_BLOCK + i);
+            }
+            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += __builtin_popcount(places & ~has_code(m));
+            count_codes(m, w, &values);
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        add(&all.values, values);
+        all.bad = std::min(all.bad, bad);
+    });
+    return all;
+}
+
+// Adds the outliers that another base would code.
+template <typename T>
+int check_outliers(const uint8_t * outliers, int64_t n, int32_t type, const coded_widths & w, histogram * values) {
+    for (int64_t i = 0; i < n; i++) {
+        T v;
+        memcpy(&v, outliers + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+        if (exponent_of(v, type) == infinite_exponent(type)) {
+            return fail(GGML_MACKO_STATUS_NOT_FINITE, "outlier %lld is Inf or NaN (bits 0x%x)",
+                        static_cast<long long>(i), static_cast<unsigned>(v));
+        }
+        if (v == 0 || code_of(v, type, w) != 0) {
+            return fail(GGML_MACKO_STATUS_NOT_CANONICAL, v == 0 ? "outlier %lld is zero" : "outlier %lld has a code",
+                        static_cast<long long>(i));
+        }
+        if (is_short(v, type, w.mantissa_bits)) {
+            (*values)[static_cast<size_t>(exponent_of(v, type))]++;
+        }
+    }
+    const int64_t  nbytes = n * static_cast<int64_t>(sizeof(T));
+    const uint32_t zero   = 0;
+    return memcmp(outliers + nbytes, &zero, static_cast<size_t>(outliers_words(n, type) * 4 - nbytes)) == 0
+               ? static_cast<int>(GGML_MACKO_STATUS_OK)
+               : fail(GGML_MACKO_STATUS_NOT_CANONICAL, "the bytes behind the last outlier are not zero");
+}
+
+int check_header(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, coded_widths * w,
+                 int64_t * n_outliers) {
+    if (n_words < CODED_HEADER_WORDS) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "values has the wrong length (%lld words, without a header)",
+                    static_cast<long long>(n_words));
+    }
+    *w          = { static_cast<int32_t>(words[0] & 255), static_cast<int32_t>(words[0] >> 8 & 255),
+                    static_cast<int32_t>(words[0] >> 16) };
+    *n_outliers = words[1];
+    if (!is_coded_mantissa_bits(w->mantissa_bits, type) || !is_coded_exponent_bits(w->exponent_bits) ||
+        w->base + w->n_codes() >= infinite_exponent(type)) {
+        return fail(GGML_MACKO_STATUS_BAD_FORMAT,
+                    "coded values with %d bits of mantissa, %d of exponent and base %d (limit 7 or 10, 2 or 3, and "
+                    "exponents up to %d)",
+                    w->mantissa_bits, w->exponent_bits, w->base, infinite_exponent(type) - 1);
+    }
+    if (*n_outliers > nnz) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%lld outliers of %lld values",
+                    static_cast<long long>(*n_outliers), static_cast<long long>(nnz));
+    }
+    const int64_t length =
+        CODED_HEADER_WORDS + w->blocks_words(packed_n_values(nnz)) + outliers_words(*n_outliers, type);
+    return n_words == length ? static_cast<int>(GGML_MACKO_STATUS_OK)
+                             : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "values has the wrong length (%lld vs %lld)",
+                                    static_cast<long long>(n_words), static_cast<long long>(length));
+}
+
+} // namespace
+
+int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, int n_threads, coded_view * out) {
+    coded_view v;
+    v.type_ = type;
+    if (const int status = check_header(words, n_words, type, nnz, &v.widths_, &v.n_outliers_)) {
+        return status;
+    }
+    const coded_widths & w = v.widths_;
+    v.blocks_              = words + CODED_HEADER_WORDS;
+    v.outliers_            = reinterpret_cast<const uint8_t *>(v.blocks_ + w.blocks_words(packed_n_values(nnz)));
+    block_counts found     = count_blocks(v.blocks_, w, nnz, n_threads);
+    if (found.bad != INT64_MAX) {
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL,
+                    found.bad < nnz ? "value %lld is an outlier, but not zero in its place"
+                                    : "value %lld, behind the last non-zero, is not zero",
+                    static_cast<long long>(found.bad));
+    }
+    v.outliers_before_.assign(1, 0);
+    for (const int64_t n : found.outliers) {
+        v.outliers_before_.push_back(v.outliers_before_.back() + n);
+    }
+    if (v.outliers_before_.back() != v.n_outliers_) {
+        return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%lld values have no code, but there are %lld outliers",
+                    static_cast<long long>(v.outliers_before_.back()), static_cast<long long>(v.n_outliers_));
+    }
+    if (const int status = type == GGML_MACKO_TYPE_F32
+                               ? check_outliers<uint32_t>(v.outliers_, v.n_outliers_, type, w, &found.values)
+                               : check_outliers<uint16_t>(v.outliers_, v.n_outliers_, type, w, &found.values)) {
+        return status;
+    }
+    if (const int32_t base = best_base(found.values, w.exponent_bits, type).first; base != w.base) {
+        return fail(GGML_MACKO_STATUS_NOT_CANONICAL, "base %d codes fewer values than base %d, or as many", w.base,
+                    base);
+    }
+    *out = std::move(v);
+    return GGML_MACKO_STATUS_OK;
+}
+
+// ---- expand ----
+
+namespace {
+
+template <typename T> struct expander {
+    const uint32_t *     blocks;
+    const uint8_t *      outliers; // the next one
+    const coded_widths & w;
+    int32_t              type;
+
+    void skip(int64_t block, uint32_t places) { // the outliers of these places
+        const uint32_t mask = places & ~has_code(masks_of(blocks + block * w.bits(), w));
+        outliers += __builtin_popcount(mask) * static_cast<int64_t>(sizeof(T));
+    }
+    // places: values of the block that there are
+    void expand(int64_t block, uint32_t places, T * out) {
+        const uint32_t *  at = blocks + block * w.bits();
+        const block_masks m  = masks_of(at, w);
+        expand_block(at, m, w, type, out);
+        for (uint32_t mask = places & ~has_code(m); mask; mask &= mask - 1) {
+            memcpy(out + __builtin_ctz(mask), outliers, sizeof(T));
+            outliers += sizeof(T);
+        }
+    }
+};
+
+template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T * out) {
+    for (int64_t b = k / QUANT_BLOCK / RANK_BLOCKS * RANK_BLOCKS; b < k / QUANT_BLOCK; b++) {
+        e.skip(b, ~uint32_t(0));
+    }
+    while (n > 0) {
+        const int64_t b = k / QUANT_BLOCK, first = k % QUANT_BLOCK, there = std::min(QUANT_BLOCK - first, n);
+        if (there == QUANT_BLOCK) {
+            e.expand(b, ~uint32_t(0), out);
+        } else {
+            T block[QUANT_BLOCK];
+            e.skip(b, (uint32_t(1) << first) - 1);
+            e.expand(b, places_of(0, there) << first, block);
+            memcpy(out, block + first, static_cast<size_t>(there) * sizeof(T));
+        }
+        k += there;
+        n -= there;
+        out += there;
+    }
+}
+
+} // namespace
+
+void coded_view::expand(int64_t k, int64_t n, void * out) const {
+    const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / QUANT_BLOCK / RANK_BLOCKS)] : 0;
+    const uint8_t * next   = outliers_ + before * value_nbytes(type_);
+    if (type_ == GGML_MACKO_TYPE_F32) {
+        expand_values<uint32_t>({ blocks_, next, widths_, type_ }, k, n, static_cast<uint32_t *>(out));
+    } else {
+        expand_values<uint16_t>({ blocks_, next, widths_, type_ }, k, n, static_cast<uint16_t *>(out));
+    }
+}
+
+// ---- encode ----
+
+namespace {
+
+template <typename T>
+void count_exponents(const T * values, int32_t type, int64_t n, int n_threads, histogram * short7,
+                     histogram * short10) {
+    std::mutex mutex;
+    parallel_ranges(n_threads, n, [&](int64_t begin, int64_t end) {
+        histogram h7 = {}, h10 = {};
+        for (int64_t i = begin; i < end; i++) {
+            const auto exponent = static_cast<size_t>(exponent_of(values[i], type));
+            h7[exponent] += is_short(values[i], type, 7);
+            h10[exponent] += is_coded_mantissa_bits(10, type) && is_short(values[i], type, 10);
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        add(short7, h7);
+        add(short10, h10);
+    });
+}
+
+// The widths as given, or those that take the fewest words, of equals the first.
+template <typename T>
+coded_widths choose_widths(const T * values, int32_t type, int64_t n, int32_t mantissa_bits, int32_t exponent_bits,
+                           int n_threads, int64_t * n_outliers) {
+    histogram short7 = {}, short10 = {};
+    count_exponents(values, type, n, n_threads, &short7, &short10);
+    coded_widths best       = {};
+    int64_t      best_words = INT64_MAX;
+    for (const int32_t m : { 7, 10 }) {
+        for (const int32_t e : { 2, 3 }) {
+            if (!is_coded_mantissa_bits(m, type) || (mantissa_bits != -1 && m != mantissa_bits) ||
+                (exponent_bits != -1 && e != exponent_bits)) {
+                continue;
+            }
+            const auto [base, n_coded] = best_base(m == 7 ? short7 : short10, e, type);
+            const coded_widths w       = { m, e, base };
+            const int64_t      words   = w.blocks_words(packed_n_values(n)) + outliers_words(n - n_coded, type);
+            if (words < best_words) {
+                best        = w;
+                best_words  = words;
+                *n_outliers = n - n_coded;
+            }
+        }
+    }
+    return best;
+}
+
+template <typename T>
+void encode_blocks(const T * values, int32_t type, int64_t n, const coded_widths & w, int n_threads, uint32_t * blocks,
+                   uint8_t * outliers) {
+    const int64_t        n_blocks = coded_blocks(n), per_rank = RANK_BLOCKS * QUANT_BLOCK;
+    std::vector<int64_t> before(static_cast<size_t>(n_ranks(n_blocks)) + 1, 0);
+    const auto           for_each_rank = [&](auto && f) {
+        parallel_ranges(n_threads, n_ranks(n_blocks), [&](int64_t begin, int64_t end) {
+            for (int64_t rank = begin; rank < end; rank++) {
+                f(static_cast<size_t>(rank), rank * per_rank, std::min(n, (rank + 1) * per_rank));
+            }
+        });
+    };
+    for_each_rank([&](size_t rank, int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; k++) {
+            before[rank + 1] += code_of(values[k], type, w) == 0;
+        }
+    });
+    for (size_t i = 1; i < before.size(); i++) {
+        before[i] += before[i - 1];
+    }
+    for_each_rank([&](size_t rank, int64_t begin, int64_t end) {
+        uint8_t * next = outliers + before[rank] * static_cast<int64_t>(sizeof(T));
+        for (int64_t k = begin; k < end; k += QUANT_BLOCK) {
+            uint32_t * block = blocks + k / QUANT_BLOCK * w.bits();
+            uint32_t   mask  = put_values(block, values + k, static_cast<int>(std::min(QUANT_BLOCK, end - k)), type, w);
+            for (; mask; mask &= mask - 1) {
+                memcpy(next, values + k + __builtin_ctz(mask), sizeof(T));
+                next += sizeof(T);
+            }
+        }
+    });
+}
+
+template <typename T>
+void encode_type(const T * values, int32_t type, int64_t n, int32_t mantissa_bits, int32_t exponent_bits, int n_threads,
+                 std::vector<uint8_t> * out) {
+    int64_t            n_outliers = 0;
+    const coded_widths w = choose_widths(values, type, n, mantissa_bits, exponent_bits, n_threads, &n_outliers);
+    const int64_t      blocks_words = w.blocks_words(packed_n_values(n));
+    const auto words = static_cast<size_t>(CODED_HEADER_WORDS + blocks_words + outliers_words(n_outliers, type));
+    out->assign(4 * words, 0);
+    auto * at = reinterpret_cast<uint32_t *>(out->data()); // a vector's memory is aligned for any type
+    at[0]     = static_cast<uint32_t>(w.mantissa_bits | w.exponent_bits << 8 | w.base << 16);
+    at[1]     = static_cast<uint32_t>(n_outliers);
+    at += CODED_HEADER_WORDS;
+    encode_blocks(values, type, n, w, n_threads, at, reinterpret_cast<uint8_t *>(at + blocks_words));
+}
+
+} // namespace
+
+int encode_coded(const void * values, int32_t type, int64_t n, int32_t mantissa_bits, int32_t exponent_bits,
+                 int n_threads, std::vector<uint8_t> * out) {
+    if ((mantissa_bits != -1 && !is_coded_mantissa_bits(mantissa_bits, type)) ||
+        (exponent_bits != -1 && !is_coded_exponent_bits(exponent_bits))) {
+        return fail(
+            GGML_MACKO_STATUS_BAD_FORMAT,
+            "coded values of type %d cannot have %d bits of mantissa and %d of exponent (7 or 10, BF16 7; 2 or 3)",
+            type, mantissa_bits, exponent_bits);
+    }
+    if (type == GGML_MACKO_TYPE_F32) {
+        encode_type(static_cast<const uint32_t *>(values), type, n, mantissa_bits, exponent_bits, n_threads, out);
+    } else {
+        encode_type(static_cast<const uint16_t *>(values), type, n, mantissa_bits, exponent_bits, n_threads, out);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace macko

@@ -1,0 +1,64 @@
+// Coded values: short exponents, short mantissas and outliers, without loss (FORMAT.md section 8). Plain C++17: no
+// ggml, no CUDA.
+#pragma once
+
+#include "codec/quants.h"
+
+#include <vector>
+
+namespace macko {
+
+constexpr int64_t CODED_HEADER_WORDS = 2;
+
+constexpr int coded_dense_mantissa_bits(int32_t type) {
+    return type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
+}
+
+// What the values of a matrix have in common. A value takes bits().
+struct coded_widths {
+    int32_t mantissa_bits; // 7 or 10
+    int32_t exponent_bits; // 2 or 3
+    int32_t base;          // codes of exponents begin at 1, which is base + 1
+
+    constexpr int bits() const { return mantissa_bits + exponent_bits + 1; }
+    constexpr int n_codes() const { return (1 << exponent_bits) - 1; }
+    // words of the blocks of n values, a multiple of QUANT_BLOCK
+    constexpr int64_t blocks_words(int64_t n) const { return n / QUANT_BLOCK * bits(); }
+};
+constexpr bool is_coded_mantissa_bits(int32_t bits, int32_t type) {
+    return bits == 7 || (bits == 10 && type != GGML_MACKO_TYPE_BF16);
+}
+constexpr bool is_coded_exponent_bits(int32_t bits) { return bits == 2 || bits == 3; }
+
+// words that nnz values of a type take at most
+int64_t max_coded_words(int64_t nnz, int32_t type);
+
+// Coded values that passed the checks of open_coded(). The words must outlive it.
+class coded_view {
+public:
+    const coded_widths & widths() const { return widths_; }
+    int64_t              n_outliers() const { return n_outliers_; }
+    // Writes values k ... k + n - 1 as bits of the dense type.
+    void expand(int64_t k, int64_t n, void * out) const;
+
+private:
+    friend int           open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, int n_threads,
+                                    coded_view * out);
+    int32_t              type_       = 0;
+    coded_widths         widths_     = {};
+    int64_t              n_outliers_ = 0;
+    const uint32_t *     blocks_     = nullptr;
+    const uint8_t *      outliers_   = nullptr;
+    std::vector<int64_t> outliers_before_; // of every RANK_BLOCKS-th block
+};
+
+// Makes all checks of section 8 on n_words untrusted words: nnz values of a dense type.
+[[nodiscard]] int open_coded(const uint32_t * words, int64_t n_words, int32_t type, int64_t nnz, int n_threads,
+                             coded_view * out);
+
+// Codes n values, bits of a dense type, none zero and all finite. Widths of -1 are chosen for the fewest bytes. Same
+// words for any n_threads. BAD_FORMAT for widths that there are not.
+[[nodiscard]] int encode_coded(const void * values, int32_t type, int64_t n, int32_t mantissa_bits,
+                               int32_t exponent_bits, int n_threads, std::vector<uint8_t> * out);
+
+} // namespace macko

@@ -1,0 +1,83 @@
+#include "host/running-ggml.h"
+#include "codec/status.h"
+#include "host/running-ops.h"
+#include "host/struct-check.h"
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+namespace macko {
+
+const char * const OLDEST_GGML = GGML_MACKO_OLDEST_GGML;
+const char * const NEWEST_GGML = GGML_MACKO_NEWEST_GGML;
+
+namespace {
+
+using version = std::array<int, 3>;
+
+// "0.25.3" or "0.25.3-dev"; all 0 for what is no version, so that it is older than any
+version parse_version(const char * text) {
+    version v = {};
+    return text && sscanf(text, "%9d.%9d.%9d", &v[0], &v[1], &v[2]) == 3 ? v : version{};
+}
+
+bool any_version_allowed() {
+    const char * value = getenv("GGML_MACKO_ANY_VERSION");
+    return value && strcmp(value, "1") == 0;
+}
+
+int find_out() {
+    const char * running = ggml_version();
+    if (const int status = check_ggml_version(running)) {
+        return status;
+    }
+    if (const char * different = first_different_member()) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "ggml-macko %s does not fit ggml %s: %s is not where it was",
+                    ggml_macko_version(), printable(running).text, different);
+    }
+    int last   = 0;
+    int status = find_last_op(&last);
+    status     = status ? status : resolve_ops(last);
+    if (status) {
+        const std::string reason = ggml_macko_last_error();
+        return fail(status, "ggml-macko %s does not fit ggml %s: %s", ggml_macko_version(), printable(running).text,
+                    reason.c_str());
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace
+
+int check_ggml_version(const char * ggml_version) {
+    const version v = parse_version(ggml_version);
+    if (any_version_allowed() || (v >= parse_version(OLDEST_GGML) && v <= parse_version(NEWEST_GGML))) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
+                "ggml-macko %s is for ggml %s to %s (llama-cpp-python %s to %s), but ggml %s is running; "
+                "GGML_MACKO_ANY_VERSION=1 tries it",
+                ggml_macko_version(), OLDEST_GGML, NEWEST_GGML, ggml_macko_oldest_llama_cpp_python(),
+                ggml_macko_newest_llama_cpp_python(), ggml_version ? printable(ggml_version).text : "(none)");
+}
+
+int check_running_ggml() {
+    static std::once_flag once;
+    static int            status;
+    static std::string    message;
+    std::call_once(once, [] {
+        status  = c_boundary(find_out);
+        message = status ? ggml_macko_last_error() : "";
+    });
+    return status ? fail(status, "%s", message.c_str()) : status;
+}
+
+bool passes_optimize_params() {
+    static const bool passes = parse_version(ggml_version()) >= version{ 0, 25, 3 };
+    return passes;
+}
+
+} // namespace macko

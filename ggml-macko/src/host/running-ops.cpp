@@ -1,0 +1,64 @@
+#include "host/running-ops.h"
+#include "codec/status.h"
+
+#include <cstring>
+#include <memory>
+
+namespace macko {
+
+op_translation op_numbers;
+
+namespace {
+
+struct used_op {
+    ggml_op      op;
+    const char * name; // what ggml_op_name() calls it
+};
+
+// every op that a file of cpu/ or cuda/ compares with
+#define USED(name) { GGML_OP_##name, #name }
+constexpr used_op USED_OPS[] = {
+    USED(NONE),     USED(DUP),      USED(ADD),     USED(ADD_ID),  USED(SUB),        USED(MUL),
+    USED(DIV),      USED(SQR),      USED(SQRT),    USED(LOG),     USED(SIN),        USED(COS),
+    USED(SUM_ROWS), USED(RMS_NORM), USED(MUL_MAT), USED(SCALE),   USED(MUL_MAT_ID), USED(CPY),
+    USED(CONT),     USED(RESHAPE),  USED(VIEW),    USED(PERMUTE), USED(TRANSPOSE),  USED(GET_ROWS),
+    USED(SET_ROWS), USED(SOFT_MAX), USED(ROPE),    USED(CLAMP),   USED(ARGSORT),    USED(FLASH_ATTN_EXT),
+    USED(UNARY),    USED(GLU),
+};
+#undef USED
+
+} // namespace
+
+int find_last_op(int * last) {
+    const std::unique_ptr<ggml_context, void (*)(ggml_context *)> ctx(
+        ggml_init({ 4 * ggml_tensor_overhead(), nullptr, true }), ggml_free);
+    if (!ctx) {
+        return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "out of memory");
+    }
+    ggml_tensor * x = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 4);
+    const int     n = ggml_swiglu_split(ctx.get(), x, x)->op;
+    if (n < 0 || static_cast<size_t>(n) >= op_numbers.ours.size() ||
+        strcmp(ggml_op_name(static_cast<ggml_op>(n)), "GLU") != 0) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "the op of ggml_swiglu_split is not GLU");
+    }
+    *last = n;
+    return GGML_MACKO_STATUS_OK;
+}
+
+int resolve_ops(int last) {
+    op_numbers.ours.fill(GGML_OP_COUNT);
+    for (const used_op & used : USED_OPS) {
+        int i = 0;
+        while (i <= last && strcmp(ggml_op_name(static_cast<ggml_op>(i)), used.name) != 0) {
+            i++;
+        }
+        if (i > last) {
+            return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "it has no operation %s", used.name);
+        }
+        op_numbers.ours[static_cast<size_t>(i)]          = used.op;
+        op_numbers.running[static_cast<size_t>(used.op)] = static_cast<ggml_op>(i);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace macko

@@ -47,7 +47,7 @@ def test_logits_are_those_of_the_dense_file(sparse, host):
     assert np.array_equal(got, want)
 
 
-@pytest.mark.parametrize("kind", ["macko", "packed", "ec-csr", "sparse-q8_0"])
+@pytest.mark.parametrize("kind", ["macko", "packed", "sparse-lossless", "ec-csr", "sparse-q8_0"])
 def test_every_format_becomes_dense(kind, macko, tmp_path):
     path, restored = tmp_path / "sparse.gguf", tmp_path / "restored.gguf"
     assert macko("convert", generators.DEMO, path, kind).code == 0

@@ -328,6 +328,32 @@ def test_values_are_rounded_to_nearest_even(type_id):
     assert np.array_equal(masks.from_float32(masks.to_float32(want, type_id), type_id), want)
 
 
+@pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
+@pytest.mark.parametrize("n", [8, 11, 24])
+def test_significant_bits_are_those_of_next_to_all_weights(type_id, n):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal(20000).astype(np.float32)
+    x[rng.random(x.size) < 0.5] = 0
+    full = values.SIGNIFICAND_BITS[type_id]
+    bits = masks.from_float32(masks.with_significant_bits(x, n), type_id)
+    assert masks.significant_bits(bits, type_id) == min(n, full)
+    longer = rng.choice(np.flatnonzero(bits), 50, replace=False)  # .5 % of them: not enough to matter
+    bits[longer] |= 1
+    assert masks.significant_bits(bits, type_id) == min(n, full)
+    bits[rng.random(x.size) < 0.1] |= 1
+    assert masks.significant_bits(bits, type_id) == full
+
+
+def test_rounding_to_significant_bits_is_to_nearest_even():
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal(5000) * 10.0 ** rng.integers(-8, 5, 5000)).astype(np.float32)
+    want = masks.to_float32(masks.from_float32(x, TYPE_BF16), TYPE_BF16)
+    assert np.array_equal(masks.with_significant_bits(x, 8), want)
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    assert np.array_equal(masks.with_significant_bits(x, 11), np.ldexp(np.rint(mantissa * 2048) / 2048, exponent))
+    assert np.array_equal(masks.with_significant_bits(x, 24), x)
+
+
 # ---- what is refused ----
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import c_codecs
 import generators
+import llama_logits
 from ggml_macko import SparseMatrix, errors, values
 from ggml_macko.codecs import coded, packed
 from ggml_macko.codecs.packed import TYPE_CODED, TYPE_Q4_0, TYPE_Q4_NL, TYPE_Q5_0, TYPE_Q8_0
@@ -388,6 +389,36 @@ def test_unpruned_matrix_gets_q4_0_in_place_of_levels(tmp_path, macko):
     }
 
 
+def test_matrix_that_kernels_would_expand_stays_dense(tmp_path, macko):
+    """Coded it would be smaller on file, but not as the kernels multiply with it."""
+    rng = np.random.default_rng(14)
+    weights = {f"blk.0.{t}.weight": (pruned(rng, 64, 512, d), TYPE_F16) for t, d in (("attn_q", 0.9), ("attn_k", 0.96))}
+    dense = generators.write_gguf(tmp_path / "d.gguf", weights)
+    coded_nbytes = coded_matrix(weights["blk.0.attn_k.weight"][0], TYPE_F16).nbytes
+    assert coded_nbytes < 64 * 512 * 2
+    done = macko("convert", dense, tmp_path / "s.gguf", "sparse-lossless")
+    assert done.code == 0 and "blk.0.attn_k.weight" in done.err and "would not shrink: density 0.96" in done.err
+    found = sparse_of(tmp_path / "s.gguf")
+    assert {n: s.value_type for n, s in found.items()} == {"blk.0.attn_q.weight": TYPE_CODED}
+
+
+def test_sources_of_bf16_values_are_restored(tmp_path, macko):
+    """F16, BF16 and F32 tensors with the same values take the same room, and come back byte for byte."""
+    x = values.to_float(pruned(np.random.default_rng(15), 64, 2048, 0.5), TYPE_F16)
+    x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    names = {TYPE_F16: "attn_q", TYPE_BF16: "attn_k", TYPE_F32: "attn_v"}
+    weights = {f"blk.0.{name}.weight": (values.from_float(x, t), t) for t, name in names.items()}
+    dense = generators.write_gguf(tmp_path / "d.gguf", weights)
+    assert macko("convert", dense, tmp_path / "s.gguf", "sparse-lossless").code == 0
+    with Model(tmp_path / "s.gguf") as model:
+        stored = {t.name: t for t in model.tensors}
+        for name, (bits, type_id) in weights.items():
+            assert stored[name].type == type_id and stored[name].nbytes_stored * 8 / bits.size < 6.3
+            assert stored[name].read().tobytes() == bits.tobytes()
+    assert macko("restore", tmp_path / "s.gguf", tmp_path / "r.gguf").code == 0
+    assert (tmp_path / "r.gguf").read_bytes() == dense.read_bytes()
+
+
 @pytest.mark.parametrize("name, value_type", [("q8_0", 8), ("q5_0", 6), ("q4_0", 2), ("q4_nl", 2)])
 def test_matrix_without_zeros_is_no_larger_than_dense(tmp_path, macko, name, value_type):
     """its index would say nothing; but for a type that was asked for"""
@@ -593,12 +624,14 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
             "ffn_down=packed",
             "--tensor-type",
             "ffn_gate=sparse-q4_nl",
+            "--tensor-type",
+            "attn_v=sparse-lossless",
         ).code
         == 0
     )
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
-    assert keys["macko.version"] == keys["macko.min_reader_version"] == 5
+    assert keys["macko.version"] == keys["macko.min_reader_version"] == 6
     parts = {t.name: t for t in reader.tensors}
     levels = np.array(
         [
@@ -614,7 +647,9 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
         want = np.frombuffer(dense[name][2], np.float16).reshape(rows, cols).astype(np.float32)
         is_bytes = values.tensor_type == gguf.GGMLQuantizationType.I8
         data = (np.ascontiguousarray(a) for a in (values.data.reshape(-1), index.data.view(np.uint8), row_ptr.data))
-        value_type = TYPE_Q4_NL if is_bytes else int(values.tensor_type)
+        is_coded = values.tensor_type == gguf.GGMLQuantizationType.I32
+        value_type = TYPE_Q4_NL if is_bytes else TYPE_CODED if is_coded else int(values.tensor_type)
+        assert is_coded == ("attn_v" in name)
         bits = keys["macko.tensor.delta_bits"][i]
         m = packed.PackedMatrix(rows, cols, TYPE_F16, value_type, bits, nnz, *data)
         if is_bytes:
@@ -624,11 +659,13 @@ def test_file_is_what_the_specification_says(tmp_path, macko):
                 -1
             )[:nnz]
             assert not np.any(n.reshape(-1)[nnz:])
+        elif is_coded:
+            numbers = coded.decode(m.values, TYPE_F16, nnz).view(np.float16).astype(np.float32)
         else:
             numbers = gguf.quants.dequantize(values.data, values.tensor_type).reshape(-1)[:nnz]
         got = np.zeros((rows, cols), np.float32)
         got[packed.places(m)] = numbers
-        limit = {"ffn_up": 0.2, "ffn_gate": 0.2, "ffn_down": 0}.get(name.split(".")[2], 0.02)
+        limit = {"ffn_up": 0.2, "ffn_gate": 0.2, "ffn_down": 0, "attn_v": 0}.get(name.split(".")[2], 0.02)
         assert np.sqrt(np.mean((got - want) ** 2)) <= limit * np.sqrt(np.mean(want**2)), name
         assert not np.any(got[want == 0])
 
@@ -670,13 +707,25 @@ def test_packed_format_needs_reader_version_3(tmp_path, macko):
 # ---- models ----
 
 
-@pytest.mark.parametrize("kind", ["packed", *KINDS])
+@pytest.mark.parametrize("kind", ["packed", "sparse-lossless", *KINDS])
 def test_model_writes_the_text_of_its_dense_form(tmp_path, macko, kind):
     sparse, dense = tmp_path / "s.gguf", tmp_path / "d.gguf"
     assert macko("convert", DEMO, sparse, kind).code == 0
     assert macko("restore", sparse, dense).code == 0
     prompt = (DEMO.parent / "sample.txt").read_text()[:600]
     assert greedy(open_model(sparse), 24, prompt) == greedy(open_model(dense), 24, prompt)
+
+
+def test_coded_model_has_the_logits_of_a_plain_one(tmp_path, macko):
+    """To the last bit: the kernels get the same values."""
+    prompt = (DEMO.parent / "sample.txt").read_bytes()[:600]
+    found = []
+    for kind in ("packed", "sparse-lossless"):
+        assert macko("convert", DEMO, tmp_path / f"{kind}.gguf", kind).code == 0
+        llama = llama_logits.open_model(tmp_path / f"{kind}.gguf", logits_all=True)
+        found.append(llama_logits.logits(llama, llama.tokenize(prompt)))
+        llama.close()
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("name", ["sparse-q8_0", "sparse-q5_0", "sparse-q4_0", "sparse-q4_nl"])

@@ -282,6 +282,32 @@ def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more)
     assert abs(int(total_line[5]) - int(dry_line[5])) <= 0.01 * total
 
 
+def test_changed_weights_have_the_significant_bits_of_the_source(tmp_path, model, text, macko):
+    """Those of BF16 here, but for subnormal numbers; all of F16 if they are asked for."""
+    short = tmp_path / "short.gguf"
+    data = bytearray(model.read_bytes())
+    for t in gguf.GGUFReader(model).tensors:
+        if t.name.endswith(".weight") and t.tensor_type == gguf.GGMLQuantizationType.F16:
+            view = np.frombuffer(data, np.uint16, t.n_elements, t.data_offset)
+            view &= np.uint16(0xFFF8)
+    short.write_bytes(data)
+
+    def longer(more: list[str]) -> tuple[int, int]:
+        """(changed weights with more than 8 significant bits, changed weights)"""
+        out = tmp_path / "out.gguf"
+        args = ["--method", "sparsegpt", "--sparsity", "0.8", "-f", text, "--chunks", 2, "-c", 64, "--force", *more]
+        done = macko("prune", short, out, *args)
+        assert done.code == 0, done.err
+        before, after = pruned_tensors(short), pruned_tensors(out)
+        changed = [after[n][(after[n] != b) & (after[n] & 0x7C00 != 0)] for n, b in before.items()]
+        return sum(int(np.count_nonzero(c & 7)) for c in changed), sum(c.size for c in changed)
+
+    rounded, n_changed = longer([])
+    assert rounded == 0 and n_changed > 1000
+    kept, n_changed = longer(["--all-bits"])
+    assert kept > 0.8 * n_changed
+
+
 def test_result_does_not_depend_on_the_memory_limit(tmp_path, model, text, macko):
     outs = []
     for memory in (2048, 1):

@@ -77,9 +77,11 @@ def _codes(values: Array, type_id: int, w: Widths) -> Array:
 def best_base(values: Array, type_id: int, mantissa_bits: int, exponent_bits: int) -> int:
     """The lowest of those that code the most values."""
     infinite = EXPONENT[type_id] >> (SIGNIFICAND_BITS[type_id] - 1)
-    bases = range(infinite - (1 << exponent_bits) + 1)
-    counts = [np.count_nonzero(_codes(values, type_id, Widths(mantissa_bits, exponent_bits, b))) for b in bases]
-    return int(np.argmax(counts))
+    _, exponent, mantissa = _fields(values, type_id)
+    dropped = SIGNIFICAND_BITS[type_id] - 1 - mantissa_bits
+    counts = np.bincount(exponent[mantissa & ((1 << dropped) - 1) == 0], minlength=infinite)
+    n_codes = (1 << exponent_bits) - 1
+    return int(np.argmax([counts[b + 1 : b + 1 + n_codes].sum() for b in range(infinite - n_codes)]))
 
 
 def encode(values: Array, type_id: int, mantissa_bits: int | None = None, exponent_bits: int | None = None) -> Array:

@@ -107,6 +107,13 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "what the matrices before have changed in it: two passes over the text for each input, about half of the model "
         "each",
     )
+    group.add_argument(
+        "--all-bits",
+        action="store_true",
+        help="sparsegpt, alps and --refit: give the weights that they change all bits of the type; without it they are "
+        "rounded to the significant bits that the tensor's weights have (8 from BF16, 11 from F16), so that `macko "
+        "convert ... sparse-lossless` can make them small",
+    )
     only = group.add_mutually_exclusive_group()
     only.add_argument(
         "--include-weights",
@@ -200,6 +207,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "sequential": args.sequential,
         "refit": args.refit,
         "dense_targets": args.dense_targets,
+        "all_bits": args.all_bits,
         "damping": args.damping,
         "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,
         "device": args.device,

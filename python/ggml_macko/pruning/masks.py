@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..values import TYPE_BF16, TYPE_F16
+from ..values import EXPONENT, SIGNIFICAND_BITS, TYPE_BF16, TYPE_F16
 
 Bits = npt.NDArray[Any]
 """Bit patterns of weights: uint16 for F16 and BF16, uint32 for F32."""
@@ -42,6 +42,32 @@ def from_float32(values: FloatArray, type_id: int) -> Bits:
     if type_id == TYPE_BF16:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return bits
+
+
+_COMMON_BITS = (8, 11)  # significant bits of BF16 and F16, from which weights of other types are often made
+_MORE_BITS = 0.01  # share of a tensor's weights that may have more
+
+
+def significant_bits(bits: Bits, type_id: int) -> int:
+    """How many significant bits the weights of a tensor have, next to all of them: 8 if they come from BF16, 11 if from
+    F16, else what the type has. Zeros and subnormal numbers do not count.
+    """
+    full = SIGNIFICAND_BITS[type_id]
+    normal = bits[bits & EXPONENT[type_id] != 0]
+    for n in _COMMON_BITS:
+        if n < full and np.count_nonzero(normal & ((1 << (full - n)) - 1)) <= _MORE_BITS * normal.size:
+            return n
+    return full
+
+
+def with_significant_bits(values: FloatArray, n: int) -> FloatArray:
+    """The nearest float32 values that have n significant bits, ties to even. The largest may become infinite."""
+    dropped = 24 - n
+    if dropped == 0:
+        return values
+    u = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    half = (1 << (dropped - 1)) - 1
+    return ((u + np.uint32(half) + ((u >> dropped) & 1)) >> dropped << dropped).astype(np.uint32).view(np.float32)
 
 
 # ---- scores ----

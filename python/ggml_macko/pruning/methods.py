@@ -24,6 +24,7 @@ from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
 from ..pruning.masks import Bits, FloatArray
 from ..pruning.options import PruneOptions
+from ..values import SIGNIFICAND_BITS
 
 BLOCK_ELEMENTS = 1 << 21
 """Weights that are scored and sorted at a time."""
@@ -139,6 +140,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
         n = len(quotas[t.name])
         unit, total = ("columns", n * t.cols) if options.method == "sparsegpt" else ("matrices", n)
         dense = bits.copy()
+        kept = SIGNIFICAND_BITS[t.type] if options.all_bits else masks.significant_bits(dense, t.type)
         if choose is not None:
             choose(bits, t)
         lost = energy = 0.0
@@ -147,7 +149,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
                 rows = slice(i * t.ne[1], (i + 1) * t.ne[1])
                 before = xp.asarray(masks.to_float32(dense[rows], t.type))
                 w = prune_matrix(before, bits[rows], t, i, advance)
-                bits[rows] = masks.from_float32(array_backend.to_host(w), t.type)
+                bits[rows] = masks.from_float32(masks.with_significant_bits(array_backend.to_host(w), kept), t.type)
                 if bindings.count_dense(bits[rows], t.type).n_nonfinite:
                     raise errors.error(
                         errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"

@@ -99,6 +99,7 @@ class PruneOptions:
     sequential: bool = False
     refit: bool = False
     dense_targets: float | None = None  # share of the difference of inputs that is made up for
+    all_bits: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
     damping: float = DAMPING
     hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
     device: str = "auto"  # that prunes with Hessians; none: the CPU, even if CuPy finds a GPU

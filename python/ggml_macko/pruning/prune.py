@@ -105,6 +105,7 @@ def prune(
     sequential: bool = False,
     refit: bool = False,
     dense_targets: float | None = None,
+    all_bits: bool = False,
     damping: float = option_rules.DAMPING,
     hessian_memory: int | None = None,
     device: str = "auto",
@@ -134,10 +135,12 @@ def prune(
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned.
     dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those of the dense
-    model, as far as this share (0 to 1) of the change of the inputs is concerned. damping: added to the diagonal of the
-    Hessians that sparsegpt, alps and refit use, times their mean. hessian_memory: bytes for these at a time, by default
-    half of what is free; less means more passes over the text and the same result. device: "auto" computes with them on
-    a GPU where CuPy finds one, "none" on the CPU.
+    model, as far as this share (0 to 1) of the change of the inputs is concerned. all_bits: weights that sparsegpt,
+    alps and refit change have all bits of their type; by default they are rounded to the 8 or 11 significant bits that
+    99 % of the tensor's weights have, if they do, so that the type sparse-lossless stays small. damping: added to the
+    diagonal of the Hessians that sparsegpt, alps and refit use, times their mean. hessian_memory: bytes for these at a
+    time, by default half of what is free; less means more passes over the text and the same result. device: "auto"
+    computes with them on a GPU where CuPy finds one, "none" on the CPU.
 
     A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
     same call goes on and gives the same bytes.
@@ -162,6 +165,7 @@ def prune(
         sequential=sequential,
         refit=refit,
         dense_targets=dense_targets,
+        all_bits=all_bits,
         damping=damping,
         hessian_memory=hessian_memory,
         device=device,
@@ -492,6 +496,8 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
         keys.append(make_key("macko.prune.sequential", "u32", 1))
     if options.refit:
         keys.append(make_key("macko.prune.refit", "u32", 1))
+    if options.all_bits:
+        keys.append(make_key("macko.prune.all_bits", "u32", 1))
     if options.dense_targets is not None:
         keys.append(make_key("macko.prune.dense_targets", "f32", options.dense_targets))
     if statistics is not None or n_chunks:

@@ -204,7 +204,7 @@ ALPS = ["--method", "alps"]
         ALPS,
         [*ALPS, "--sequential"],
         [*ALPS, "--dense-targets", 0.5],
-        [*ALPS, "--allocation", "error"],
+        [*ALPS, "--allocation", "loss", "--loss-shift", 0.05],
         ["--method", "sparsegpt", "--refit"],
         ["--method", "wanda", "--refit", "--dense-targets", 1],
         ["--refit"],
@@ -251,8 +251,8 @@ def test_weights_of_one_input_are_pruned_together(model, text):  # noqa: F811
         (["--method", "alps", "--dense-targets", "nan"], "--dense-targets nan"),
         (["--method", "alps", "--dense-targets", "1", "--sequential"], "leave out --sequential"),
         (["--refit", "--per", "model"], "--per model goes with none of"),
-        (["--allocation", "error", "--error-shift", "0", "-f", "x"], "--error-shift 0"),
-        (["--allocation", "error"], "--allocation error needs a calibration text"),
+        (["--allocation", "loss", "--loss-shift", "0", "-f", "x"], "--loss-shift 0"),
+        (["--allocation", "loss"], "--allocation loss needs a calibration text"),
     ],
 )
 def test_bad_options_are_refused_at_once(tmp_path, model, macko, args, message):  # noqa: F811
@@ -305,7 +305,7 @@ def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch): 
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, "--sequential"]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, whole, *args).code == 0
-    write, calls = working_copy.WorkingCopy.write, []
+    write, calls = working_copy.TensorFile.write, []
 
     def torn(self, t, bits):
         calls.append(t.name)
@@ -316,9 +316,9 @@ def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch): 
         if len(calls) == 17:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(working_copy.WorkingCopy, "write", torn)
+    monkeypatch.setattr(working_copy.TensorFile, "write", torn)
     assert macko("prune", model, out, *args).code == 130
-    monkeypatch.setattr(working_copy.WorkingCopy, "write", write)
+    monkeypatch.setattr(working_copy.TensorFile, "write", write)
     assert (tmp_path / "out.gguf.checkpoint").exists()
     assert macko("prune", model, out, *args).code == 0
     assert out.read_bytes() == whole.read_bytes()

@@ -213,7 +213,11 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     assert macko("convert", generators.DEMO, sparse).code == 0
     register()
     params = api.llama_model_default_params()
-    params.no_alloc, params.load_mode = True, api.LLAMA_LOAD_MODE_NONE
+    params.no_alloc = True
+    if hasattr(params, "load_mode"):
+        params.load_mode = api.LLAMA_LOAD_MODE_NONE
+    else:
+        params.use_mmap = False  # before llama-cpp-python 0.3.35
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for path, compress in ((sparse, False), (generators.DEMO, True)):
         for _ in range(3):

@@ -135,7 +135,8 @@ def test_caller_parameters_stay_as_they_are(tmp_path, macko):
     llama = open_model(sparse, use_mmap=True)
     import llama_cpp
 
-    assert llama.model_params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP
+    params = llama.model_params  # use_mmap before llama-cpp-python 0.3.35
+    assert params.load_mode == llama_cpp.LLAMA_LOAD_MODE_MMAP if hasattr(params, "load_mode") else params.use_mmap
     import pickle
 
     again = pickle.loads(pickle.dumps(llama))  # llama_cpp supports it

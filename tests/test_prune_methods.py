@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -269,6 +270,50 @@ def test_distribution_adds_up_to_the_total(parts):
     for t in tensors:
         assert abs(int(counts[t.name].sum()) - exact[t.name] * t.n_elements) < 1
         assert counts[t.name].sum() <= t.n_elements
+
+
+class Matrix:
+    """What allocation needs to know of a tensor."""
+
+    def __init__(self, name, rows, cols=16):
+        self.name, self.ne, self.rows, self.cols, self.n_elements = name, (cols, rows), rows, cols, rows * cols
+
+
+def test_allocation_by_loss_is_the_least_of_all():
+    """Against a search over all sparsities in steps of 1/160, with losses whose logarithms are linear in sparsity."""
+    tensors = [Matrix(f"blk.{i}.attn_q.weight", rows) for i, rows in enumerate((10, 20, 10))]
+    size = [t.n_elements for t in tensors]
+    weight, slope = (1.0, 0.2, 3.0), (6.0, 8.0, 5.0)
+    sparsity, shift = Fraction("0.6"), Fraction("0.2")
+
+    def loss(i, s):
+        return weight[i] * math.exp(slope[i] * float(s))
+
+    grid = allocation.loss_grid(sparsity, shift)
+    assert grid == [Fraction(x, 10) for x in (4, 5, 6, 7, 8)]
+    losses = {t.name: [loss(i, s) for s in grid] for i, t in enumerate(tensors)}
+    quotas = allocation.by_loss(tensors, sparsity, "tensor", losses, shift)
+    counts = [int(quotas[t.name].sum()) for t in tensors]
+    assert sum(counts) == sum(int(sparsity * n) for n in size)
+    ours = sum(loss(i, n / size[i]) for i, n in enumerate(counts))
+    steps = [Fraction(64 + k, 160) for k in range(65)]
+    total = sparsity * sum(size)
+    rivals = ((a, b, (total - a * size[0] - b * size[1]) / size[2]) for a in steps for b in steps)
+    best = min(sum(loss(i, s) for i, s in enumerate(rival)) for rival in rivals if 0.4 <= rival[2] <= 0.8)
+    assert ours < 1.001 * best < 0.9 * sum(loss(i, sparsity) for i in range(3))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.fractions(0, 1), st.fractions("1/100", 1), st.lists(st.tuples(st.integers(1, 9), st.floats(0, 9)), min_size=1)
+)
+def test_allocation_by_loss_adds_up_to_uniform(sparsity, shift, parts):
+    tensors = [Matrix(f"blk.{i}.attn_q.weight", rows) for i, (rows, _) in enumerate(parts)]
+    grid = allocation.loss_grid(sparsity, shift)
+    losses = {t.name: [rise * float(s) ** 2 for s in grid] for t, (_, rise) in zip(tensors, parts)}
+    quotas = allocation.by_loss(tensors, sparsity, "row", losses, shift)
+    assert sum(int(n.sum()) for n in quotas.values()) == allocation.uniform_total(tensors, sparsity, "row")
+    assert all(0 <= quotas[t.name].sum() <= t.n_elements for t in tensors)
 
 
 # ---- values ----

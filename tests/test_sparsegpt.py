@@ -148,7 +148,7 @@ def test_hessian_without_inverse_is_refused(xp):
 
 
 @pytest.mark.slow
-def test_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
+def test_alps_beats_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
     """By perplexity of a real model on text that was not used for calibration."""
     found = {}
     for sparsity in ("0.5", "0.7"):
@@ -161,7 +161,7 @@ def test_sparsegpt_beats_wanda_beats_magnitude(tmp_path, shared_models, macko):
             )  # fmt: skip
             assert done.code == 0, done.err
             found[method] = report.perplexity_of(out, shared_models / "held-out.txt", 16).ppl
-        assert found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
+        assert 0 < found["alps"] < found["sparsegpt"] < found["wanda"] < found["magnitude"], (sparsity, found)
 
 
 # ---- second moments ----

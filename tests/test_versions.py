@@ -183,7 +183,13 @@ def test_layout_of_parameters_is_found_without_ctypes():
              "use_mmap", "use_direct_io"]  # fmt: skip
     members = [getattr(api.llama_model_params, name, None) for name in names]
     assert list(layout) == [ctypes.sizeof(api.llama_model_params), *(-1 if m is None else m.offset for m in members)]
-    assert library.ggml_macko_find_params_layout(default_params, not has_load_mode, layout) == errors.VERSION_MISMATCH
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+    def larger(address):  # a struct of 88 bytes, returned as on x86-64
+        ctypes.memset(address, 1, 88)
+        return address
+
+    assert library.ggml_macko_find_params_layout(larger, 1, layout) == errors.VERSION_MISMATCH
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -3,9 +3,10 @@
 
     tools/prune_quality.py model-f16.gguf -f calibration.txt --held-out held-out.txt -o table.md
 
-Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda and SparseGPT with
-statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method.
-Results are written to FILE.json as they come; a run that was interrupted goes on from there.
+Statistics of the dense model are taken once and serve all sparsities. --sequential adds Wanda, SparseGPT and ALPS with
+statistics that are taken anew after each block, which costs a pass over the text per block, sparsity and method;
+--dense-targets adds ALPS with targets of the dense model, which costs two per input of a block. Results are written to
+FILE.json as they come; a run that was interrupted goes on from there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,11 +26,11 @@ from typing import Any, NamedTuple
 
 from ggml_macko import console
 from ggml_macko.benchmark import report
-from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.files import Model, Tensor
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.pruning import hessians, layerwise, methods
 from ggml_macko.pruning import prune as pruning
-from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, parse_pattern, parse_sparsity
+from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, hessian_memory, parse_pattern, parse_sparsity
 
 
 class Method(NamedTuple):
@@ -38,9 +39,16 @@ class Method(NamedTuple):
     label: str
     method: str
     per: str  # within what weights are compared
+    refit: bool = False
 
 
-METHODS_WITH_STATISTICS = (Method("Wanda", "wanda", "row"), Method("SparseGPT", "sparsegpt", "tensor"))
+METHODS_WITH_STATISTICS = (
+    Method("Wanda", "wanda", "row"),
+    Method("Wanda, refit", "wanda", "row", refit=True),
+    Method("SparseGPT", "sparsegpt", "tensor"),
+    Method("SparseGPT, refit", "sparsegpt", "tensor", refit=True),
+    Method("ALPS", "alps", "tensor"),
+)
 METHODS = (
     Method("magnitude, row", "magnitude", "row"),
     Method("magnitude, tensor", "magnitude", "tensor"),
@@ -53,8 +61,7 @@ class Job:
     """A pruned model to measure."""
 
     label: str  # its key in the results
-    method: str
-    per: str
+    method: Method
     allocation: str
     how_many: str  # a sparsity, or a pattern N:M
 
@@ -72,6 +79,7 @@ class Sweep:
     def __init__(self, args: argparse.Namespace, folder: str):
         self.args = args
         self.path = pathlib.Path(folder) / "pruned.gguf"
+        self.methods = [m for m in METHODS if args.methods is None or m.label in args.methods.split(";")]
         self.results_path = pathlib.Path(args.output).with_suffix(".json")
         self.results: dict[str, dict[str, Any]] = {}  # label -> figures
         if self.results_path.exists():
@@ -89,21 +97,15 @@ class Sweep:
             if pathlib.Path(path).stem not in self.results:
                 self.measure(pathlib.Path(path).stem, pathlib.Path(path))
         todo = [
-            Job(label=f"{m.label}, {rule}, {s}", method=m.method, per=m.per, allocation=rule, how_many=s)
+            Job(label=f"{m.label}, {rule}, {s}", method=m, allocation=rule, how_many=s)
             for s in args.sparsities.split(",")
-            for m in METHODS
+            for m in self.methods
             for rule in ALLOCATIONS
         ]
         todo += [
-            Job(
-                label=f"{m.label}, uniform, {pattern}",
-                method=m.method,
-                per=m.per,
-                allocation="uniform",
-                how_many=pattern,
-            )
+            Job(label=f"{m.label}, uniform, {pattern}", method=m, allocation="uniform", how_many=pattern)
             for pattern in filter(None, args.patterns.split(","))
-            for m in METHODS
+            for m in self.methods
             if m.label != "magnitude, tensor"
         ]
         todo = [job for job in todo if job.label not in self.results]
@@ -111,8 +113,14 @@ class Sweep:
             self.run_one_pass(todo)
         if args.sequential:
             for s in args.sequential.split(","):
-                for m in METHODS_WITH_STATISTICS:
-                    self.run_sequential(f"{m.label}, sequential, {s}", m.method, s)
+                for m in self.methods:
+                    if m in METHODS_WITH_STATISTICS and not m.refit:
+                        self.run_in_passes(f"{m.label}, sequential, {s}", m.method, s, sequential=True)
+        for s in filter(None, (args.dense_targets or "").split(",")):
+            for rule in ALLOCATIONS:
+                for share in args.shares.split(","):
+                    label = f"ALPS, targets {share}, {rule}, {s}"
+                    self.run_in_passes(label, "alps", s, dense_targets=float(share), allocation=rule)
 
     def run_one_pass(self, todo: list[Job]) -> None:
         args = self.args
@@ -121,23 +129,32 @@ class Sweep:
             names = {t.name for t in tensors}
             options = PruneOptions(sparsity=Fraction(0), text=args.file, n_chunks=args.chunks)
             console.log("statistics ...")
-            wanda = methods.Scorer(layerwise.statistics_of_text(model.path, tensors, options))
             found = hessians.Hessians(names)
             layerwise.gather_for(model.path, options, found)
+            wanda = methods.MomentScorer(found)
+
+            def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:
+                with AtomicOutput(self.path.with_suffix(".losses"), [], force=True) as copy:
+                    return layerwise.loss_curves(model, tensors, options, grid, copy)
+
             for job in todo:
                 pattern = parse_pattern(job.how_many) if ":" in job.how_many else None
                 options = PruneOptions(
                     sparsity=pattern.sparsity if pattern is not None else parse_sparsity(job.how_many),
-                    method=job.method,
-                    per=job.per,
+                    method=job.method.method,
+                    refit=job.method.refit,
+                    per=job.method.per,
                     allocation=job.allocation,
                     pattern=pattern,
+                    text=args.file,
+                    n_chunks=args.chunks,
+                    hessian_memory=hessian_memory(),
                 )
-                scorer = wanda if job.method == "wanda" else methods.Scorer()
-                quotas = pruning.plan(tensors, options, scorer, wanda)
+                scorer = wanda if options.method == "wanda" else methods.Scorer()
+                quotas = pruning.plan(tensors, options, scorer, wanda, loss_curves)
                 with silence():
-                    if job.method == "sparsegpt":
-                        pruner = methods.by_hessians(found, options, quotas)
+                    if options.needs_hessians:
+                        pruner = methods.by_hessians(found, options, quotas, pool)
                     else:
                         pruner = methods.by_scores(scorer, options, quotas, pool)
                     with AtomicOutput(self.path, [], force=True) as output:
@@ -146,7 +163,7 @@ class Sweep:
                         output.commit()
                 self.measure(job.label, self.path)
 
-    def run_sequential(self, label: str, method: str, sparsity: str) -> None:
+    def run_in_passes(self, label: str, method: str, sparsity: str, **options: Any) -> None:
         args = self.args
         if label in self.results:
             return
@@ -158,8 +175,8 @@ class Sweep:
                 sparsity=sparsity,
                 text=args.file,
                 n_chunks=args.chunks,
-                sequential=True,
                 force=True,
+                **options,
             )
         self.measure(label, self.path)
 
@@ -172,12 +189,16 @@ class Sweep:
             found = (self.results.get(f"{prefix}, {column}") for column in columns)
             return [f"{result['ppl']:.2f}" if result is not None else "" for result in found]
 
-        for m in METHODS:
+        for m in self.methods:
             for rule in ALLOCATIONS:
                 rows.append([m.label, rule, *cells(f"{m.label}, {rule}")])
         for m in METHODS_WITH_STATISTICS:
-            if args.sequential:
+            if args.sequential and not m.refit:
                 rows.append([f"{m.label}, sequential", "uniform", *cells(f"{m.label}, sequential")])
+        if args.dense_targets:
+            for rule in ALLOCATIONS:
+                for share in args.shares.split(","):
+                    rows.append([f"ALPS, dense targets {share}", rule, *cells(f"ALPS, targets {share}, {rule}")])
         for path in [args.model, *args.other]:
             found = self.results[pathlib.Path(path).stem]
             name = f"**{pathlib.Path(path).stem}**"
@@ -199,6 +220,9 @@ def main() -> int:
     parser.add_argument("--sparsities", default="0.3,0.4,0.5,0.6,0.7", help="default: %(default)s")
     parser.add_argument("--patterns", default="2:4", metavar="N:M,...", help="default: %(default)s")
     parser.add_argument("--sequential", metavar="S,...", help="also with sequential statistics at these sparsities")
+    parser.add_argument("--dense-targets", metavar="S,...", help="also ALPS with --dense-targets at these sparsities")
+    parser.add_argument("--shares", default="0,0.5,1", help="of --dense-targets (default: %(default)s)")
+    parser.add_argument("--methods", metavar="LABEL;...", help="only these rows, by their labels in the table")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.md", help="table to write")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

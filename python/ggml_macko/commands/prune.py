@@ -50,8 +50,8 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         choices=options.ALLOCATIONS,
         default="uniform",
         help="uniform: the same share in each tensor (default); owl: more in blocks with fewer outliers, the same in "
-        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics); error: such that the errors "
-        "of all matrices' outputs add up to the least (needs -f)",
+        "total (outlier-weighed layerwise sparsity, arXiv 2310.05175; needs statistics); loss: such that the loss on "
+        "the text rises least, measured with one tensor pruned at a time (needs -f)",
     )
     group.add_argument(
         "--owl-m",
@@ -67,10 +67,10 @@ def _add_how_many(group: argparse._ArgumentGroup) -> None:
         help="blocks differ by at most 2 L (default: %(default)s)",
     )
     group.add_argument(
-        "--error-shift",
-        default=str(float(options.ERROR_SHIFT)),
+        "--loss-shift",
+        default=str(float(options.LOSS_SHIFT)),
         metavar="D",
-        help="--allocation error: a block's sparsity differs from the mean by at most D (default: %(default)s)",
+        help="--allocation loss: a tensor's sparsity differs from the mean by at most D (default: %(default)s)",
     )
     group.add_argument(
         "--pattern",
@@ -196,7 +196,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "allocation": args.allocation,
         "owl_m": args.owl_m,
         "owl_lambda": args.owl_lambda,
-        "error_shift": args.error_shift,
+        "loss_shift": args.loss_shift,
         "tensor_sparsity": [parse_table_entry(text) for text in args.tensor_sparsity],
         "include": args.include_weights,
         "exclude": args.exclude_weights,

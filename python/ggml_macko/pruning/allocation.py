@@ -1,5 +1,5 @@
 """How many weights each matrix loses: the same share of each, by one ranking of the whole model, outlier-weighed, or by
-reconstruction error.
+what each matrix costs.
 
 Works on counts alone, in integers and fractions, so that a total is exact and the same on every machine. Scores come
 from a function that the caller passes; this module reads no files.
@@ -163,52 +163,49 @@ def outlier_ratio(tensors: Sequence[Tensor], scores: Scores, m: float) -> Fracti
     return Fraction(sum(int((block > limit).sum()) for t in tensors for _, block in scores(t)), n)
 
 
-# ---- by reconstruction error ----
+# ---- by loss ----
 
 _STEPS = 64
-"""Steps in which by_error takes a block from the lowest to the highest sparsity."""
+"""Steps in which by_loss takes a tensor from the lowest to the highest sparsity."""
 
 
-def error_grid(sparsity: Fraction, max_shift: Fraction) -> list[Fraction]:
-    """The sparsities at which by_error needs errors: five, from sparsity - max_shift to sparsity + max_shift, as far as
+def loss_grid(sparsity: Fraction, max_shift: Fraction) -> list[Fraction]:
+    """The sparsities at which by_loss needs losses: five, from sparsity - max_shift to sparsity + max_shift, as far as
     weights are left.
     """
     shifts = [max_shift * i / 2 for i in range(-2, 3)]
     return sorted({min(max(sparsity + shift, Fraction(0)), (1 + sparsity) / 2) for shift in shifts})
 
 
-def by_error(
-    tensors: Sequence[Tensor], sparsity: Fraction, per: str, errors_of: dict[str, list[float]], max_shift: Fraction
+def by_loss(
+    tensors: Sequence[Tensor], sparsity: Fraction, per: str, losses: dict[str, list[float]], max_shift: Fraction
 ) -> Quotas:
-    """Gives the blocks the sparsities, at most max_shift from the mean, at which the sum of the relative errors of all
-    tensors' outputs is least. All matrices of a block get its sparsity.
+    """Gives each tensor a sparsity, at most max_shift from the mean, such that the losses add up to the least.
 
-    errors_of: for each tensor, the relative squared error of its outputs at the sparsities of error_grid(); between
-    these, its logarithm counts as linear. Beginning with the lowest sparsity everywhere, the block whose error grows
-    least by another weight gets the next zeros.
+    losses: of each tensor, by how much the loss of the model rises at the sparsities of loss_grid(); between these, its
+    logarithm counts as linear. Beginning with the lowest sparsity everywhere, the tensor with which the loss rises
+    least per weight gets the next zeros.
     """
-    grid = error_grid(sparsity, max_shift)
+    grid = loss_grid(sparsity, max_shift)
     total = uniform_total(tensors, sparsity, per)
-    size: dict[int, int] = {}
-    logs: dict[int, list[npt.NDArray[np.float64]]] = {}
-    for t in tensors:
-        b = block_of(t.name)
-        size[b] = size.get(b, 0) + t.n_elements
-        logs.setdefault(b, []).append(np.log(np.maximum(errors_of[t.name], np.finfo(float).tiny)))
     step = (grid[-1] - grid[0]) / _STEPS
     at = np.linspace(float(grid[0]), float(grid[-1]), _STEPS + 1)
-    costs = {b: sum(np.exp(np.interp(at, [float(g) for g in grid], log)) for log in logs[b]) for b in size}
-    growth = {b: np.diff(costs[b]) / size[b] for b in size}
-    n_steps = dict.fromkeys(size, 0)
-    left = total - grid[0] * sum(size.values())
-    block_sparsity = dict.fromkeys(size, grid[0])
+    growth = {}
+    for t in tensors:
+        log = np.log(np.maximum(losses[t.name], np.finfo(float).tiny))
+        growth[t.name] = np.diff(np.exp(np.interp(at, [float(g) for g in grid], log))) / t.n_elements
+    n_steps = dict.fromkeys(growth, 0)
+    size = {t.name: t.n_elements for t in tensors}
+    lowest = min(grid[0], Fraction(total, sum(size.values())))  # whole numbers in each row may make less than the mean
+    shares = dict.fromkeys(growth, lowest)
+    left = total - lowest * sum(size.values())
     while left > 0 and step > 0:
-        b = min((b for b in size if n_steps[b] < _STEPS), key=lambda b: float(growth[b][n_steps[b]]))
-        more = min(step, Fraction(left, size[b]))
-        block_sparsity[b] += more
-        n_steps[b] += 1
-        left -= more * size[b]
-    return distribute(tensors, {t.name: block_sparsity[block_of(t.name)] for t in tensors}, total)
+        name = min((name for name in size if n_steps[name] < _STEPS), key=lambda name: growth[name][n_steps[name]])
+        more = min(step, Fraction(left, size[name]))
+        shares[name] += more
+        n_steps[name] += 1
+        left -= more * size[name]
+    return distribute(tensors, shares, total)
 
 
 def distribute(tensors: Sequence[Tensor], sparsity: dict[str, Fraction], total: int) -> Quotas:

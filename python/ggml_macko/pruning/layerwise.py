@@ -8,6 +8,7 @@ and evaluates both models. Else all statistics are those of the dense model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -19,16 +20,21 @@ from typing import Any
 import numpy as np
 
 from .. import console
+from ..evaluation import likelihood
 from ..evaluation.activations import Consumer, Weight
 from ..evaluation.calibrate import SquareSums
 from ..evaluation.text_model import TextModel
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
+from ..gguf.outputs import AtomicOutput
 from ..pruning import allocation, array_backend, hessians, methods
 from ..pruning.allocation import Quotas
 from ..pruning.masks import FloatArray
 from ..pruning.options import PruneOptions
-from ..pruning.working_copy import WorkingCopy
+from ..pruning.working_copy import TensorFile, WorkingCopy, write_copy
+
+N_LOSS_CHUNKS = 8
+"""Chunks on which the loss is measured for allocation."""
 
 # ---- statistics ----
 
@@ -88,22 +94,47 @@ def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: PruneOpt
     )
 
 
-def error_curves(
-    model: Path, tensors: Sequence[Tensor], options: PruneOptions, grid: Sequence[Fraction]
+def loss_curves(
+    model: Model, tensors: Sequence[Tensor], options: PruneOptions, grid: Sequence[Fraction], output: AtomicOutput
 ) -> dict[str, list[float]]:
-    """For each tensor, the relative squared error of its outputs if it had the sparsities of the grid: with Wanda's
-    choice within each matrix, and a refit of the weights that stay. Inputs are those of the dense model.
+    """For each tensor, what the loss on the text would rise by if it alone had the sparsities of the grid.
+
+    Each tensor is pruned as methods.refitted() does, with the inputs of the dense model. The loss is measured once, at
+    the sparsity of the options; it is taken to rise and fall with the error of the outputs. output: where a copy of the
+    model may be made; it is not committed.
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
-    with console.progress("measuring errors", sum(t.n_elements for t in tensors), "weights") as advance:
+    write_copy(model, output)
+    with (
+        contextlib.closing(TensorFile(output.partial)) as copy,
+        console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
+    ):
+        dense = _loss(output.partial, options)
         for group in todo:
             found = hessians_for(group, options)
-            gather_for(model, options, found)
+            gather_for(model.path, options, found)
             for t in group:
-                out[t.name] = methods.relative_errors(t, found, options.damping, grid)
+                at_mean = methods.refitted(t, found, options.damping, options.sparsity)
+                errors = [methods.refitted(t, found, options.damping, s).error for s in grid]
+                copy.write(t, at_mean.bits)
+                rise = max(_loss(output.partial, options) - dense, 0.0)
+                copy.restore([t])
+                out[t.name] = [rise * e / at_mean.error if at_mean.error else 0.0 for e in errors]
+                console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
                 advance(t.n_elements)
     return out
+
+
+def _loss(path: Path, options: PruneOptions) -> float:
+    """The mean negative log-likelihood of a few chunks, spread over those of the calibration text."""
+    assert options.text is not None
+    with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads) as (
+        llama,
+        chunks,
+    ):
+        n = min(N_LOSS_CHUNKS, len(chunks))
+        return likelihood.estimate(llama, chunks[[i * len(chunks) // n for i in range(n)]]).nll
 
 
 def hessians_for(
@@ -190,7 +221,7 @@ def prune_in_passes(
     done = sum(t.n_elements for t in order[: copy.n_done])
     depends = options.sequential or by_input  # statistics come from the copy
     if todo and depends:
-        copy.restore(todo[0])
+        copy.tensors.restore(todo[0])
     with console.progress("pruning", n_weights, "weights", done) as advance:
         for i, group in enumerate(todo):
             console.detail(f"pass {i + 1}/{len(todo)} over {options.text}: {group[0].name} ... {group[-1].name}")
@@ -198,7 +229,7 @@ def prune_in_passes(
             for t in group:
                 bits = methods.read_finite(t)
                 pruner(bits, t)
-                copy.write(t, bits)
+                copy.tensors.write(t, bits)
                 if not depends:
                     copy.count(1, n_chunks)
                 advance(t.n_elements)

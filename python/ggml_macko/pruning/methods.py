@@ -7,7 +7,7 @@ this module reads nothing but the tensor that it scores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Callable, NamedTuple
@@ -181,22 +181,29 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
     return prune_tensor
 
 
-def relative_errors(t: Tensor, hessians: Hessians, damping: float, sparsities: Sequence[Fraction]) -> list[float]:
-    """The squared error of a tensor's outputs, relative to their energy, at each of these sparsities: with Wanda's
-    choice within each matrix, and a refit.
-    """
+class Refitted(NamedTuple):
+    """A tensor that was pruned to see what that costs."""
+
+    bits: Bits
+    error: float  # squared error of its outputs, relative to their energy
+
+
+def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) -> Refitted:
+    """A tensor at some sparsity: with Wanda's choice within each matrix, and a refit."""
     xp, rows = hessians.xp, t.ne[1]
     bits = read_finite(t)
-    lost, energy = [0.0] * len(sparsities), 0.0
+    lost = energy = 0.0
     for i in range(allocation.n_matrices(t)):
-        w = xp.asarray(masks.to_float32(bits[i * rows : (i + 1) * rows], t.type))
+        part = bits[i * rows : (i + 1) * rows]
+        w = xp.array(masks.to_float32(part, t.type))
         problem = hessians.problem(t.name, i, w, damping)
         scores = array_backend.to_host(xp.abs(w) * xp.sqrt(problem.hessian.diagonal())).reshape(1, -1)
+        mask = xp.asarray(masks.lowest_per_row(scores, int(sparsity * w.size)).reshape(w.shape))
+        found = alps.refit(problem, xp.where(mask, 0, w))
         energy += sparsegpt.energy(w, problem.hessian)
-        for k, sparsity in enumerate(sparsities):
-            mask = xp.asarray(masks.lowest_per_row(scores, int(sparsity * w.size)).reshape(w.shape))
-            lost[k] += sparsegpt.energy(w - alps.refit(problem, xp.where(mask, 0, w)), problem.hessian)
-    return [x / energy if energy else 0.0 for x in lost]
+        lost += sparsegpt.energy(w - found, problem.hessian)
+        part[:] = masks.from_float32(array_backend.to_host(found), t.type)
+    return Refitted(bits, lost / energy if energy else 0.0)
 
 
 # ---- copies and dry runs ----

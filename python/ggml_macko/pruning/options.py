@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Union
 
 from .. import errors
+from ..evaluation import likelihood
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 
 Sparsity = Union[str, float, Fraction]
@@ -24,7 +25,7 @@ Sparsity = Union[str, float, Fraction]
 METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "tensor"}
 """Pruning method -> within what it compares weights, unless the user says otherwise."""
 
-ALLOCATIONS = ("uniform", "owl", "error")
+ALLOCATIONS = ("uniform", "owl", "loss")
 
 OWL_M = 5.0
 """An outlier is above this multiple of the mean score: the value of the OWL paper for LLaMA."""
@@ -32,8 +33,8 @@ OWL_M = 5.0
 OWL_LAMBDA = Fraction("0.08")
 """The sparsities of two blocks differ by at most twice this: the value of the OWL paper for LLaMA."""
 
-ERROR_SHIFT = Fraction("0.1")
-"""How far `--allocation error` takes the sparsity of a block from the mean, at most."""
+LOSS_SHIFT = Fraction("0.2")
+"""How far `--allocation loss` takes the sparsity of a tensor from the mean, at most."""
 
 DAMPING = 0.01
 """What is added to the diagonal of the Hessian, as a multiple of its mean: the value of the SparseGPT paper."""
@@ -89,7 +90,7 @@ class PruneOptions:
     allocation: str = "uniform"
     owl_m: float = OWL_M
     owl_lambda: Fraction = OWL_LAMBDA
-    error_shift: Fraction = ERROR_SHIFT
+    loss_shift: Fraction = LOSS_SHIFT
     table: tuple[TableEntry, ...] = ()  # the first entry that matches decides, else sparsity
     imatrix: str | None = None  # path
     text: str | None = None  # path of the calibration text
@@ -126,7 +127,7 @@ class PruneOptions:
         )
         _refuse_if(
             self.per == "model" and (self.allocation != "uniform" or self.sequential or self.refit),
-            "--per model goes with none of --allocation owl, --allocation error, --sequential and --refit",
+            "--per model goes with none of --allocation owl, --allocation loss, --sequential and --refit",
         )
         _refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
         _refuse_if(
@@ -148,8 +149,8 @@ class PruneOptions:
         user = "--sequential" if self.sequential else "--refit" if self.refit else self.method
         _refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
         _refuse_if(
-            self.text is None and self.allocation == "error",
-            "--allocation error needs a calibration text: -f FNAME",
+            self.text is None and self.allocation == "loss",
+            "--allocation loss needs a calibration text: -f FNAME",
         )
         user = self.method if self.method == "wanda" else self.allocation
         _refuse_if(
@@ -159,7 +160,11 @@ class PruneOptions:
         _refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
         _refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
         _refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
-        _refuse_if(self.error_shift == 0, "--error-shift 0 is uniform allocation")
+        _refuse_if(self.loss_shift == 0, "--loss-shift 0 is uniform allocation")
+        _refuse_if(
+            self.allocation == "loss" and self.n_ctx < likelihood.MIN_CTX,
+            f"-c {self.n_ctx}: --allocation loss needs at least {likelihood.MIN_CTX}",
+        )
         _refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
 
 

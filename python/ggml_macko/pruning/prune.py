@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,7 +94,7 @@ def prune(
     allocation: str = "uniform",
     owl_m: float = option_rules.OWL_M,
     owl_lambda: Sparsity = option_rules.OWL_LAMBDA,
-    error_shift: Sparsity = option_rules.ERROR_SHIFT,
+    loss_shift: Sparsity = option_rules.LOSS_SHIFT,
     tensor_sparsity: Iterable[tuple[str, Sparsity]] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -120,9 +121,9 @@ def prune(
 
     sparsity: share of zeros; exactly floor(S * n) weights of each row or matrix of n weights become zero.
     tensor_sparsity: (regular expression, sparsity) pairs; the first that is found in a tensor's name counts for it.
-    allocation: "uniform"; "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda); or "error": the
-    sparsities of the blocks, at most error_shift from the mean, at which the relative errors of all matrices' outputs
-    add up to the least.
+    allocation: "uniform"; "owl" (arXiv 2310.05175, section 3, with M = owl_m and lambda = owl_lambda); or "loss": the
+    sparsities of the tensors, at most loss_shift from the mean, at which the loss on a few chunks of the text should
+    rise least. It is measured with one tensor pruned at a time.
     pattern: in place of all these, "N:M", for example "2:4"; N of every M neighbours in a row stay.
     method: "magnitude": the smallest |w| go; "wanda": the smallest |w_ij| * ||x_j|| (arXiv 2306.11695, section 3);
     "sparsegpt": those that changes of the others make up for best (arXiv 2301.00774, section 3); "alps": the same by
@@ -155,7 +156,7 @@ def prune(
         allocation=allocation,
         owl_m=owl_m,
         owl_lambda=owl_lambda,
-        error_shift=error_shift,
+        loss_shift=loss_shift,
         tensor_sparsity=tensor_sparsity,
         imatrix=imatrix,
         text=text,
@@ -181,7 +182,7 @@ def make_options(
     per: str | None,
     allocation: str,
     owl_lambda: Sparsity,
-    error_shift: Sparsity,
+    loss_shift: Sparsity,
     tensor_sparsity: Iterable[tuple[str, Sparsity]],
     imatrix: str | os.PathLike[str] | None,
     text: str | os.PathLike[str] | None,
@@ -201,7 +202,7 @@ def make_options(
         pattern=parsed_pattern,
         allocation=allocation,
         owl_lambda=option_rules.parse_sparsity(owl_lambda, "--owl-lambda"),
-        error_shift=option_rules.parse_sparsity(error_shift, "--error-shift"),
+        loss_shift=option_rules.parse_sparsity(loss_shift, "--loss-shift"),
         table=option_rules.parse_table(tensor_sparsity),
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
@@ -318,12 +319,12 @@ def plan(
     options: PruneOptions,
     scorer: Scorer,
     owl_scorer: Scorer | None = None,
-    error_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
+    loss_curves: Callable[[Sequence[Tensor], Sequence[Fraction]], dict[str, list[float]]] | None = None,
 ) -> Quotas:
     """How many weights each matrix loses.
 
     scorer: the scores that are compared (used with per model). owl_scorer: Wanda's scores, from which OWL finds
-    outliers. error_curves: of tensors at sparsities, for allocation by error. Raises MackoError (BAD_ARGUMENT) if a
+    outliers. loss_curves: of tensors at sparsities, for allocation by loss. Raises MackoError (BAD_ARGUMENT) if a
     pattern does not divide the columns of a tensor.
     """
     if options.pattern is not None:
@@ -348,12 +349,11 @@ def plan(
                 max_shift=options.owl_lambda,
             )
         )
-    elif options.allocation == "error" and free:
-        assert error_curves is not None
-        grid = allocation.error_grid(options.sparsity, options.error_shift)
-        quotas.update(
-            allocation.by_error(free, options.sparsity, options.per, error_curves(free, grid), options.error_shift)
-        )
+    elif options.allocation == "loss" and free:
+        assert loss_curves is not None
+        grid = allocation.loss_grid(options.sparsity, options.loss_shift)
+        losses = loss_curves(free, grid)
+        quotas.update(allocation.by_loss(free, options.sparsity, options.per, losses, options.loss_shift))
     else:
         quotas.update({t.name: allocation.uniform(t, options.sparsity, options.per) for t in free})
     return quotas
@@ -408,13 +408,13 @@ def _prune_model(
     statistics = _statistics(model, tensors, options)
     with_statistics = Scorer(statistics) if statistics is not None else None
     scorer = with_statistics if options.method == "wanda" and with_statistics is not None else Scorer()
-    quotas = plan(
-        tensors,
-        options,
-        scorer,
-        with_statistics,
-        lambda tensors, grid: layerwise.error_curves(model.path, tensors, options, grid),
-    )
+
+    def loss_curves(tensors: Sequence[Tensor], grid: Sequence[Fraction]) -> dict[str, list[float]]:
+        path = output.path if output is not None else Path(tempfile.gettempdir()) / f"macko-prune-{os.getpid()}"
+        with AtomicOutput(path.with_name(path.name + ".losses"), model.paths, force=True) as copy:
+            return layerwise.loss_curves(model, tensors, options, grid, copy)
+
+    quotas = plan(tensors, options, scorer, with_statistics, loss_curves)
     n_chunks = 0
     if not options.needs_passes:
         pruner = methods.by_scores(scorer, options, quotas, pool)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .. import console, errors
-from ..gguf.files import Model, Tensor, make_key
+from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
 from ..pruning.masks import Bits
@@ -24,6 +24,40 @@ from ..regular_files import named, write_at
 
 _DONE, _CHUNKS, _RUN = "macko.prune.done", "macko.prune.chunks_done", "macko.prune.run."
 _FIRST_KEY = 24  # offset of the first metadata entry in a GGUF
+
+
+def write_copy(model: Model, output: AtomicOutput, keys: Iterable[Key] = ()) -> None:
+    """Writes a model, of one file or several, into one file, and seals it. keys: more metadata, in front."""
+    tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
+    writer = Writer(output, [*keys, *model.keys], tensors, model.alignment)
+    for t in model.tensors:
+        writer.write(t.blocks())
+    writer.finish()
+    output.seal()
+
+
+class TensorFile:
+    """A GGUF of a model whose tensors are overwritten in place. Close it after use."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with Model(path) as copy:
+            self._offset = {t.name: t.offset for t in copy.tensors}
+        with named(path):
+            self.file = io.FileIO(path, "r+")
+
+    def close(self) -> None:
+        self.file.close()
+
+    def write(self, t: Tensor, bits: Bits) -> None:
+        """Gives a tensor new bit patterns."""
+        with named(self.path):
+            write_at(self.file, self._offset[t.name], bits.data.cast("B"))
+
+    def restore(self, tensors: Iterable[Tensor]) -> None:
+        """Gives tensors of the model the weights that they have there."""
+        for t in tensors:
+            self.write(t, t.read_bits())
 
 
 class WorkingCopy:
@@ -39,7 +73,6 @@ class WorkingCopy:
         self._run = {what: hashlib.sha256(value.encode()).hexdigest() for what, value in run.items()}
         self.n_done = 0  # tensors, in the order of the run
         self.n_chunks = 0  # of the text, in the passes so far
-        self._file: io.FileIO | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> WorkingCopy:
@@ -48,12 +81,11 @@ class WorkingCopy:
             console.log(f"{self.path}: continuing after {self.n_done} tensors")
         else:
             self._make()
-        with Model(self.path) as copy, named(self.path):
-            self._offset = {t.name: t.offset for t in copy.tensors}
+        with Model(self.path) as copy:
             done, chunks = copy.keys[:2]
             self._n_done_at = _FIRST_KEY + done.value_at
             self._n_chunks_at = _FIRST_KEY + len(done.record) + chunks.value_at
-            self._file = self._stack.enter_context(io.FileIO(self.path, "r+"))
+        self.tensors = self._stack.enter_context(contextlib.closing(TensorFile(self.path)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
@@ -68,12 +100,7 @@ class WorkingCopy:
         counts = [make_key(_DONE, "u32", 0), make_key(_CHUNKS, "u32", 0)]
         keys = counts + [make_key(_RUN + what, "str", digest) for what, digest in self._run.items()]
         with AtomicOutput(self.path, self._model.paths) as output:
-            tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in self._model.tensors]
-            writer = Writer(output, keys + self._model.keys, tensors, self._model.alignment)
-            for t in self._model.tensors:
-                writer.write(t.blocks())
-            writer.finish()
-            output.seal()
+            write_copy(self._model, output, keys)
             output.commit()
 
     def _load(self) -> None:
@@ -90,23 +117,12 @@ class WorkingCopy:
             )
         self.n_done, self.n_chunks = int(found[_DONE]), int(found[_CHUNKS])
 
-    def restore(self, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors the weights of the model."""
-        for t in tensors:
-            self.write(t, t.read_bits())
-
-    def write(self, t: Tensor, bits: Bits) -> None:
-        """Gives a tensor new bit patterns."""
-        assert self._file is not None
-        with named(self.path):
-            write_at(self._file, self._offset[t.name], bits.data.cast("B"))
-
     def count(self, n_tensors: int, n_chunks: int) -> None:
         """Says that n_tensors more are done, with n_chunks chunks of the text; all that was written is durable then."""
-        assert self._file is not None
+        file = self.tensors.file
         with named(self.path):
-            os.fsync(self._file.fileno())
+            os.fsync(file.fileno())
             self.n_done, self.n_chunks = self.n_done + n_tensors, n_chunks
-            write_at(self._file, self._n_chunks_at, memoryview(struct.pack("<I", n_chunks)))
-            write_at(self._file, self._n_done_at, memoryview(struct.pack("<I", self.n_done)))
-            os.fsync(self._file.fileno())
+            write_at(file, self._n_chunks_at, memoryview(struct.pack("<I", n_chunks)))
+            write_at(file, self._n_done_at, memoryview(struct.pack("<I", self.n_done)))
+            os.fsync(file.fileno())

@@ -1511,6 +1511,13 @@ static void test_out_of_memory_in_a_thread_is_a_status() {
     CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OUT_OF_MEMORY), "%s", ggml_macko_last_error());
 }
 
+static void claim_all(macko::dense_stream & stream, const macko::model_file & file) {
+    for (size_t i = 0; i < file.sparse.size(); i++) {
+        stream.claim(static_cast<int64_t>(i));
+    }
+}
+
+// of sparse tensors that a device has claimed, and of those that none has
 static void test_dense_stream_is_the_dense_file() {
     for (uint64_t seed : { 1, 2, 3 }) {
         const builder::model                 m = builder::tiny_llama(seed == 3 ? 64 : 16, 2, seed);
@@ -1523,6 +1530,9 @@ static void test_dense_stream_is_the_dense_file() {
         CHECK(v->size() == static_cast<int64_t>(expected.size()), "size %lld vs %zu", static_cast<long long>(v->size()),
               expected.size());
         bytes got(expected.size(), 0xee);
+        CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
+        CHECK(got == expected, "seed %llu: without claims", static_cast<unsigned long long>(seed));
+        claim_all(*v, *file);
         CHECK(v->read_at(0, got.data(), v->size()) == S(OK), "%s", ggml_macko_last_error());
         for (size_t i = 0; i < m.sparse.size(); i++) { // a sparse tensor is read as a placeholder and zeros
             const size_t at = l.data_at[m.dense.tensor_index(m.sparse[i].name)];
@@ -1585,14 +1595,15 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     return n_read;
 }
 
-// Dense tensors are read in full; of a sparse tensor only the placeholder is read.
-static void test_zeros_of_sparse_tensors_are_not_read() {
+// Dense tensors are read in full; of a sparse tensor that a device has claimed only the placeholder is read.
+static void test_zeros_of_claimed_tensors_are_not_read() {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
         const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
         const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
         const auto                           file = open_or_die(f);
         std::unique_ptr<macko::dense_stream> v;
         CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        claim_all(*v, *file);
         layout      l;
         const bytes dense  = builder::serialize(m.dense, &l);
         FILE *      stream = v->open_stream();
@@ -1619,6 +1630,78 @@ static void test_zeros_of_sparse_tensors_are_not_read() {
     }
 }
 
+// Some tensors claimed, others not, read as llama.cpp reads them: in any order, whole or in pieces.
+static void test_unclaimed_tensors_are_read_as_dense_elements() {
+    for (uint64_t seed : { 1, 2, 3, 4 }) {
+        const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
+        const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
+        const auto                           file = open_or_die(f);
+        std::unique_ptr<macko::dense_stream> v;
+        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        FILE * stream = v->open_stream();
+        CHECK(stream != nullptr, "%s", ggml_macko_last_error());
+        uint8_t header[64]; // llama.cpp reads it before any claim
+        CHECK(fread(header, sizeof(header), 1, stream) == 1, "header");
+        rng     random(seed);
+        int64_t n_unclaimed = 0, nbytes_unclaimed = 0;
+        for (size_t i = 0; i < m.sparse.size(); i++) {
+            if (i % 3 == seed % 3) {
+                v->claim(static_cast<int64_t>(i));
+            } else {
+                n_unclaimed++;
+                nbytes_unclaimed += file->sparse[i].nbytes_dense;
+            }
+        }
+        layout l;
+        builder::serialize(m.dense, &l);
+        for (int i = 0; i < 600; i++) {
+            const size_t  at = static_cast<size_t>(random.range(0, static_cast<int64_t>(m.sparse.size()) - 1));
+            const size_t  t  = m.dense.tensor_index(m.sparse[at].name);
+            bytes         got(m.dense.tensors[t].data.size(), 0xee);
+            const auto    n      = static_cast<int64_t>(got.size());
+            const int64_t n_read = read_as_llama_cpp(stream, v->size(), static_cast<int64_t>(l.data_at[t]), got,
+                                                     i % 2 ? n : random.range(24, 9000));
+            CHECK(v->is_claimed(static_cast<int64_t>(at)) ? n_read == sizeof(macko::tensor_placeholder)
+                                                          : n_read == n && got == m.dense.tensors[t].data,
+                  "seed %llu: %s", static_cast<unsigned long long>(seed), m.sparse[at].name.c_str());
+        }
+        const macko::dense_stream::dense_reads reads = v->decoded();
+        CHECK(reads.n == n_unclaimed && reads.nbytes_dense == nbytes_unclaimed && reads.nbytes_stored > 0 &&
+                  v->status() == S(OK),
+              "%lld tensors, %lld bytes", static_cast<long long>(reads.n), static_cast<long long>(reads.nbytes_dense));
+        const macko::sparse_tensor_info & first = file->sparse[seed % 3 == 0 ? 1 : 0];
+        const size_t                      t     = m.dense.tensor_index(first.name);
+        uint8_t                           byte  = 0;
+        v->refuse_unclaimed();
+        CHECK(v->read_at(static_cast<int64_t>(l.data_at[t]), &byte, 1) == S(LOAD_FAILED) &&
+                  strstr(ggml_macko_last_error(), first.name.c_str()),
+              "%s", ggml_macko_last_error());
+        fclose(stream);
+    }
+}
+
+static void test_damage_of_an_unclaimed_tensor_is_an_error_of_the_stream() {
+    const builder::model m       = base_model();
+    bytes                content = builder::serialize(builder::sparse_file(m));
+    {
+        const memory_file f(content);
+        const auto        file   = open_or_die(f);
+        const auto &      values = file->header.tensors[file->sparse[0].first];
+        std::fill_n(content.begin() + values.offset, 8, 0xff); // NaN
+    }
+    const memory_file                    f(content);
+    const auto                           file = open_or_die(f);
+    std::unique_ptr<macko::dense_stream> v;
+    CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+    FILE * stream = v->open_stream();
+    CHECK(stream != nullptr, "%s", ggml_macko_last_error());
+    bytes got(static_cast<size_t>(v->size()));
+    CHECK(fread(got.data(), 1, got.size(), stream) < got.size() && ferror(stream), "a damaged tensor was read");
+    expect("values of an unclaimed tensor", S(NOT_FINITE), v->status());
+    CHECK(strstr(ggml_macko_last_error(), file->sparse[0].name.c_str()), "%s", ggml_macko_last_error());
+    fclose(stream);
+}
+
 static void test_forged_placeholders_do_not_match() {
     const builder::model                 m = base_model();
     const memory_file                    f(builder::serialize(builder::sparse_file(m)));
@@ -1626,6 +1709,7 @@ static void test_forged_placeholders_do_not_match() {
     std::unique_ptr<macko::dense_stream> a, b;
     CHECK(macko::dense_stream::create(*file, &a) == S(OK) && macko::dense_stream::create(*file, &b) == S(OK), "%s",
           ggml_macko_last_error());
+    claim_all(*a, *file);
     layout l;
     builder::serialize(m.dense, &l);
     macko::tensor_placeholder h  = {};
@@ -1875,7 +1959,9 @@ int main() {
     test_consumers_of_a_matrix_work_side_by_side();
     test_out_of_memory_in_a_thread_is_a_status();
     test_dense_stream_is_the_dense_file();
-    test_zeros_of_sparse_tensors_are_not_read();
+    test_zeros_of_claimed_tensors_are_not_read();
+    test_unclaimed_tensors_are_read_as_dense_elements();
+    test_damage_of_an_unclaimed_tensor_is_an_error_of_the_stream();
     test_forged_placeholders_do_not_match();
     test_unservable_matrix_is_refused();
     test_file_system();

@@ -58,7 +58,8 @@ def compress_log(path, **options):
     llama_cpp.llama_log_set(callback := llama_cpp.llama_log_callback(lambda level, text, data: log.append(text)), None)
     try:
         functions = bindings.LlamaFunctions(address, address, address)
-        bindings.load_model(path, ctypes.addressof(params), functions, compress=True, **options)
+        load_options = bindings.LoadOptions(compress=True, **options)
+        bindings.load_model(path, ctypes.addressof(params), functions, load_options)
     except errors.LoadError:
         pass
     finally:
@@ -206,7 +207,7 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
     """params.no_alloc, as llama.cpp's memory fit loads: sparse and compressed"""
     import llama_cpp.llama_cpp as api
 
-    from ggml_macko.native.loader import register, run_compressing
+    from ggml_macko.native.loader import register, run_with
 
     sparse = tmp_path / "sparse.gguf"
     assert macko("convert", generators.DEMO, sparse).code == 0
@@ -218,7 +219,8 @@ def test_loading_sizes_only_reads_no_weights(macko, tmp_path):
         for _ in range(3):
             models = []
             load = api.llama_model_load_from_file
-            run_compressing(compress, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
+            options = bindings.LoadOptions(compress)
+            run_with(options, lambda: models.append(load(str(path).encode(), params)))  # noqa: B023  now
             assert models[0]
             context = api.llama_init_from_model(models[0], api.llama_context_default_params())
             assert context

@@ -88,11 +88,11 @@ def test_thread_loads_again_after_an_exception_at_any_instruction(models, compre
 
 def test_a_dense_model_after_an_exception_is_not_compressed(models):
     """compress=True of a call that was cut short has no effect on later ones."""
-    from ggml_macko.native.loader import _compress
+    from ggml_macko.native.loader import _options
 
     event = 1
     while interrupt_at(event, lambda: open_model(models[0], compress=True)):
-        assert not _compress.get()
+        assert _options.get(None) is None
         event += 1
 
 

@@ -331,30 +331,19 @@ def _(p):
     return p.python(LITTLE_MEMORY.format(path=str(sparse), mib=24, n_ctx=64))
 
 
-OTHER_BUFFER = """
-import ctypes
-import llama_cpp.llama_cpp as api
-from ggml_macko import register
-register()
-class Override(ctypes.Structure):
-    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
-ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
-for f in (ggml.ggml_backend_dev_by_name, base.ggml_backend_dev_host_buffer_type):
-    f.restype = ctypes.c_void_p
-ggml.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-base.ggml_backend_dev_host_buffer_type.argtypes = [ctypes.c_void_p]
-pinned = base.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_dev_by_name(b"MACKO0"))
-overrides = (Override * 2)(Override(b"attn_q", pinned), Override(None, None))
-params = api.llama_model_default_params()
-params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
-api.llama_model_load_from_file({path!r}.encode(), params)
+OTHER_DEVICE = """
+import sys
+sys.path.insert(0, {tests!r})
+import other_device
+from ggml_macko import Llama
+with other_device.place("attn_q"):
+    Llama({path!r}, sparse_only=True, verbose=False)
 """
 
 
 @row("<file>: <tensor>: sparse, but llama.cpp did not place it")
 def _(p):
-    skip_without_gpu()  # without one there is no other buffer type that holds weights
-    return p.python(OTHER_BUFFER.format(path=str(p.sparse)))
+    return p.python(OTHER_DEVICE.format(tests=str(generators.ROOT / "tests"), path=str(p.sparse)))
 
 
 def split(p) -> list:

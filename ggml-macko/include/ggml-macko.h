@@ -303,6 +303,8 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS = 1, // of a dense model, encode the weights that shrink while they are read
     // with LOAD_COMPRESS: -0.0 stays a value, bit for bit and at the price of an entry; else it counts as zero
     GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
+    // a sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there
+    GGML_MACKO_LOAD_SPARSE_ONLY = 4,
 };
 
 struct llama_model;

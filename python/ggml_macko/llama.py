@@ -14,7 +14,7 @@ from llama_cpp._logger import set_verbose
 from . import errors
 from .native import bindings
 from .native import grammar as grammars
-from .native.loader import register, run_compressing
+from .native.loader import register, run_with
 
 
 class Llama(llama_cpp.Llama):
@@ -48,6 +48,7 @@ class Llama(llama_cpp.Llama):
         *args: Any,
         compress: bool = False,
         keep_negative_zeros: bool = False,
+        sparse_only: bool = False,
         verbose: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -56,6 +57,8 @@ class Llama(llama_cpp.Llama):
         model_path: a GGUF model, dense or sparse; the first file of a split one.
         compress: encodes the weights of a dense model that are full of zeros while it is loaded; no new file is needed.
         keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
+        sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes
+        dense there, and a warning says how many did.
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
@@ -65,9 +68,10 @@ class Llama(llama_cpp.Llama):
         """
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
+        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only)
         init = super().__init__
         try:
-            run_compressing(compress, lambda: init(model_path, *args, verbose=verbose, **kwargs), keep_negative_zeros)
+            run_with(options, lambda: init(model_path, *args, verbose=verbose, **kwargs))
         except ValueError as e:
             _say_what_is_wrong(model_path, e)
             raise

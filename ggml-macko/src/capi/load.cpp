@@ -33,14 +33,14 @@ struct caller_progress {
 };
 
 // Serves a vetted file to llama.cpp. The session is current only inside this call, whatever happens to the caller.
-static int load_sparse(load_session & session, llama_model_params params, const llama_functions & llama,
-                       llama_model ** model) {
+static int load_sparse(load_session & session, llama_model_params params, bool sparse_only,
+                       const llama_functions & llama, llama_model ** model) {
     const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
     FILE * stream = nullptr;
-    if (const int status = session.begin(&stream)) {
+    if (const int status = session.begin(sparse_only, &stream)) {
         return status;
     }
     params.load_mode = LLAMA_LOAD_MODE_NONE; // the stream has no file descriptor that could be mapped
@@ -68,7 +68,7 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS)) {
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
         const compression     how = !(flags & GGML_MACKO_LOAD_COMPRESS)           ? compression::off
@@ -82,7 +82,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             *model = functions.load_from_file(path, *params);
             return GGML_MACKO_STATUS_OK;
         }
-        return status ? status : load_sparse(*session, *params, functions, model);
+        const bool sparse_only = flags & GGML_MACKO_LOAD_SPARSE_ONLY;
+        return status ? status : load_sparse(*session, *params, sparse_only, functions, model);
     });
 }
 

@@ -25,6 +25,15 @@ const sparse_tensor_info * load_session::find(const ggml_tensor * tensor) const 
     return same ? &m : nullptr;
 }
 
+ggml_status load_session::claim_tensor(ggml_backend_buffer_t, ggml_tensor * tensor) {
+    load_session *             session = current_session;
+    const sparse_tensor_info * matrix  = session ? session->find(tensor) : nullptr;
+    if (matrix) {
+        session->dense_->claim(matrix - session->file_->sparse.data());
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
 int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
     const int status = c_boundary([&]() -> int {
         const sparse_tensor_info * matrix = find(tensor);
@@ -98,9 +107,12 @@ int load_session::open(const char * path, compression how, bool no_alloc, std::u
     return GGML_MACKO_STATUS_OK;
 }
 
-int load_session::begin(FILE ** stream) {
+int load_session::begin(bool sparse_only, FILE ** stream) {
     if (const int status = dense_stream::create(*file_, &dense_)) {
         return status;
+    }
+    if (sparse_only) {
+        dense_->refuse_unclaimed();
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
@@ -142,13 +154,17 @@ int load_session::end(bool model_loaded, bool with_weights) {
                     path.c_str());
     }
     for (size_t i = 0; with_weights && i < loaded_.size(); i++) {
-        // llama.cpp put the weight on a device of another backend, or did not ask for it: results would be wrong
-        if (!loaded_[i]) {
-            return fail(GGML_MACKO_STATUS_LOAD_FAILED,
-                        "%s: %s: sparse, but llama.cpp did not place it on a device of this plugin "
-                        "(beside another GPU backend choose ours: -dev MACKO0, or -ngl 0)",
-                        path.c_str(), file_->sparse[i].name.c_str());
+        if (!loaded_[i] && dense_->is_claimed(static_cast<int64_t>(i))) { // it has no values
+            return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: %s: llama.cpp did not read it", path.c_str(),
+                        file_->sparse[i].name.c_str());
         }
+    }
+    const dense_stream::dense_reads dense = dense_->decoded();
+    if (dense.n > 0) {
+        log_warn("ggml-macko: %s: %" PRId64 " of %zu sparse tensors became dense, %.1f MiB -> %.1f MiB, because "
+                 "llama.cpp placed them on a device of another backend; -dev MACKO0 or -ngl 0 keeps them sparse\n",
+                 path.c_str(), dense.n, loaded_.size(), static_cast<double>(dense.nbytes_stored) / 1048576,
+                 static_cast<double>(dense.nbytes_dense) / 1048576);
     }
     return GGML_MACKO_STATUS_OK;
 }

@@ -2,7 +2,7 @@
 // tensor is. Nothing is keyed by tensor name outside a load, so that models with equal names never mix.
 #pragma once
 
-#include "ggml.h"
+#include "ggml-backend.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
 
@@ -16,8 +16,9 @@ public:
     // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it.
     [[nodiscard]] static int open(const char * path, compression how, bool no_alloc,
                                   std::unique_ptr<load_session> * out);
-    // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns.
-    [[nodiscard]] int begin(FILE ** stream);
+    // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns. sparse_only: a
+    // sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there.
+    [[nodiscard]] int begin(bool sparse_only, FILE ** stream);
     // Closes the stream and ends the load, and says what was wrong with it. model_loaded: llama.cpp returned a model;
     // with_weights: it was to have its weights.
     [[nodiscard]] int end(bool model_loaded, bool with_weights);
@@ -45,6 +46,9 @@ public:
     // whether llama.cpp asks for sizes only (params.no_alloc)
     bool no_alloc() const { return no_alloc_; }
 
+    // The init_tensor of a device's buffers: if a load is running, and the tensor stands for a sparse one, the device
+    // will receive() it.
+    static ggml_status claim_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor);
     // Called by a device's set_tensor: data is the beginning of what llama.cpp read for the tensor. If it holds this
     // load's placeholder of the tensor's matrix, the payload is read, validated and given to consumer, and the matrix
     // is marked as loaded. An error is also kept for end().

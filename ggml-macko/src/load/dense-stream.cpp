@@ -1,5 +1,5 @@
 // The dense GGUF file as a list of segments: a header made from that of the sparse file, ranges of the sparse file,
-// placeholders of sparse tensors, and zeros.
+// sparse tensors in two parts, and zeros.
 #include "load/dense-stream.h"
 #include "codec/team.h"
 #include "load/payload.h"
@@ -23,13 +23,33 @@ namespace {
 constexpr size_t  STREAM_NBYTES = 4 << 20;
 constexpr int64_t FEW_ZEROS     = 4096;
 
-// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder.
+// SEGMENT_UNREAD is the rest of a sparse tensor, behind its placeholder. Without a claim, both are dense elements.
 enum segment_kind { SEGMENT_HEADER, SEGMENT_FILE, SEGMENT_PLACEHOLDER, SEGMENT_UNREAD, SEGMENT_ZERO };
 
 struct segment {
     int64_t      begin; // offset in the dense stream; a segment ends where the next one begins
     segment_kind kind;
     int64_t      source; // offset in the header or in the sparse file, or the index of the matrix
+};
+
+bool is_of_matrix(const segment & s) { return s.kind == SEGMENT_PLACEHOLDER || s.kind == SEGMENT_UNREAD; }
+
+// writes the dense elements of a matrix
+struct dense_consumer : payload_consumer {
+    uint8_t * dense;
+    int64_t   nbytes_row;
+    int       n_threads;
+
+    dense_consumer(const macko_desc & desc, uint8_t * elements)
+        : dense(elements),
+          nbytes_row(desc.cols * value_nbytes(desc.type)),
+          n_threads(threads_for(0, desc.rows * desc.cols)) {}
+    int consume(const macko_view & view, int64_t) override {
+        decode(view, dense + view.rows().row_begin * nbytes_row);
+        return GGML_MACKO_STATUS_OK;
+    }
+    bool takes(const codec &) const override { return true; }
+    int  consume_matrix(const codec_view & view) override { return view.decode(dense, n_threads); }
 };
 
 } // namespace
@@ -43,11 +63,17 @@ struct dense_stream::impl {
 
     std::vector<std::unique_ptr<char[]>> stream_buffers; // buffers for stdio, one per stream
 
+    std::vector<bool>          claimed, was_decoded; // by index into file.sparse
+    bool                       sparse_only = false;
+    std::mutex                 decoded_mutex;      // of the next two
+    int64_t                    decoded_index = -1; // the matrix that `decoded` holds, or -1
+    std::unique_ptr<uint8_t[]> decoded;
+
     std::mutex  error_mutex;
     int         error_status = GGML_MACKO_STATUS_OK;
     std::string error_text;
 
-    explicit impl(const model_file & f) : file(f) {}
+    explicit impl(const model_file & f) : file(f), claimed(f.sparse.size()), was_decoded(f.sparse.size()) {}
 
     void append(segment_kind kind, int64_t source, int64_t n) {
         if (n > 0) {
@@ -64,7 +90,9 @@ struct dense_stream::impl {
     int64_t end(std::vector<segment>::const_iterator s) const {
         return s + 1 == segments.end() ? size : (s + 1)->begin;
     }
-    int  read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const;
+    bool is_placeholder(const segment & s) const { return is_of_matrix(s) && claimed[static_cast<size_t>(s.source)]; }
+    int  read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n);
+    int  read_elements(int64_t index, int64_t offset, uint8_t * dst, int64_t n);
     void record_error(int status) noexcept;
 };
 
@@ -164,7 +192,7 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
         const int64_t index = file.tensor_sparse_index[at];
         if (index >= 0) {
             p->append(SEGMENT_PLACEHOLDER, index, sizeof(tensor_placeholder));
-            p->append(SEGMENT_UNREAD, 0, t.nbytes - static_cast<int64_t>(sizeof(tensor_placeholder)));
+            p->append(SEGMENT_UNREAD, index, t.nbytes - static_cast<int64_t>(sizeof(tensor_placeholder)));
         } else {
             p->append(SEGMENT_FILE, file.header.tensors[at].offset, t.nbytes);
         }
@@ -177,7 +205,63 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
 
 // ---- reading ----
 
-int dense_stream::impl::read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) const {
+void dense_stream::claim(int64_t index) { impl_->claimed[static_cast<size_t>(index)] = true; }
+
+bool dense_stream::is_claimed(int64_t index) const { return impl_->claimed[static_cast<size_t>(index)]; }
+
+void dense_stream::refuse_unclaimed() { impl_->sparse_only = true; }
+
+dense_stream::dense_reads dense_stream::decoded() const {
+    dense_reads sum = {};
+    for (size_t i = 0; i < impl_->was_decoded.size(); i++) {
+        if (!impl_->was_decoded[i]) {
+            continue;
+        }
+        const sparse_tensor_info & m = impl_->file.sparse[i];
+        sum.n++;
+        sum.nbytes_dense += m.nbytes_dense;
+        for (size_t c = 0; c < m.n_tensors; c++) {
+            sum.nbytes_stored += impl_->file.header.tensors[m.first + c].nbytes;
+        }
+    }
+    return sum;
+}
+
+// n bytes of the dense elements of a matrix that nobody has claimed, from offset on. They are kept until the last one
+// was read, or another matrix is read.
+int dense_stream::impl::read_elements(int64_t index, int64_t offset, uint8_t * dst, int64_t n) {
+    const sparse_tensor_info & m = file.sparse[static_cast<size_t>(index)];
+    if (sparse_only) {
+        return fail(GGML_MACKO_STATUS_LOAD_FAILED,
+                    "%s: sparse, but llama.cpp did not place it on a device of this plugin (beside another GPU backend "
+                    "choose ours: -dev MACKO0, or -ngl 0)",
+                    m.name.c_str());
+    }
+    const std::lock_guard<std::mutex> lock(decoded_mutex);
+    if (decoded_index != index) {
+        decoded_index = -1;
+        decoded.reset(); // before there is memory for another one
+        decoded.reset(new uint8_t[static_cast<size_t>(m.nbytes_dense)]);
+        dense_consumer consumer(m.desc, decoded.get());
+        if (const int status = read_payload(file, file.header, m, 0, consumer)) {
+            return status;
+        }
+        decoded_index                           = index;
+        was_decoded[static_cast<size_t>(index)] = true;
+    }
+    memcpy(dst, decoded.get() + offset, static_cast<size_t>(n));
+    if (offset + n == m.nbytes_dense) {
+        decoded_index = -1;
+        decoded.reset();
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int dense_stream::impl::read_segment(const segment & s, int64_t skip, uint8_t * dst, int64_t n) {
+    if (is_of_matrix(s) && !is_placeholder(s)) {
+        const int64_t before = s.kind == SEGMENT_UNREAD ? static_cast<int64_t>(sizeof(tensor_placeholder)) : 0;
+        return read_elements(s.source, before + skip, dst, n);
+    }
     switch (s.kind) {
         case SEGMENT_HEADER:
             memcpy(dst, header.data() + s.source + skip, static_cast<size_t>(n));
@@ -217,20 +301,20 @@ int dense_stream::read_at(int64_t offset, void * dst, int64_t n) const {
 
 int64_t dense_stream::reported_offset(int64_t offset) const {
     const auto s = impl_->find(offset);
-    switch (s->kind) {
-        case SEGMENT_PLACEHOLDER: return impl_->size - (impl_->end(s) - offset);
-        case SEGMENT_UNREAD:      return impl_->size;
-        default:                  return offset;
+    if (!impl_->is_placeholder(*s)) {
+        return offset;
     }
+    return s->kind == SEGMENT_UNREAD ? impl_->size : impl_->size - (impl_->end(s) - offset);
 }
 
 int64_t dense_stream::contiguous_bytes(int64_t offset, int64_t n) const {
-    auto s = impl_->find(offset);
-    if (s->kind == SEGMENT_UNREAD) {
+    auto       s       = impl_->find(offset);
+    const bool claimed = impl_->is_placeholder(*s);
+    if (claimed && s->kind == SEGMENT_UNREAD) {
         return std::min(n, FEW_ZEROS);
     }
     for (++s; s != impl_->segments.cend() && s->begin < offset + n; ++s) {
-        if (s->kind == SEGMENT_UNREAD) {
+        if (s->kind == SEGMENT_PLACEHOLDER || (s->kind == SEGMENT_UNREAD && claimed)) {
             return s->begin - offset;
         }
     }

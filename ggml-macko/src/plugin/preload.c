@@ -1,7 +1,8 @@
 // LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
 // libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
-// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
+// and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
+// sparse weight on a device of another backend is an error.
 //
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
@@ -77,7 +78,8 @@ llama_model_load_from_file(const char * path, struct llama_model_params params) 
         return ((load_from_file_t)llama.load_from_file)(path, params);
     }
     const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
-                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0);
+                      (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
+                      (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0);
     struct llama_model * model = NULL;
     if (plugin.load_model(path, &params, flags, &llama, &model)) {
         fprintf(stderr, "ggml-macko: %s\n", plugin.last_error());

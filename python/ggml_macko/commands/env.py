@@ -36,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " a unit, --format docker for a file that `docker run --env-file` reads (the paths must exist in the"
         " container)."
     )
-    run_command.add_compress_arguments(parser)
+    run_command.add_load_arguments(parser)
     parser.add_argument("--format", choices=sorted(FORMATS), default="sh", help="default: sh")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value in run_command.variables(args.compress, args.keep_negative_zeros).items():
+    for name, value in run_command.variables(run_command.load_options(args)).items():
         print(FORMATS[args.format](name, value))
     return 0

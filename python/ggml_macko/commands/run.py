@@ -14,7 +14,7 @@ from ..native import bindings
 HELP = "run a llama.cpp program with sparse models"
 
 
-def variables(compress: bool, keep_negative_zeros: bool = False) -> dict[str, str]:
+def variables(options: bindings.LoadOptions) -> dict[str, str]:
     """What a program needs in its environment. LD_PRELOAD is ours alone: the caller joins it with another one."""
     for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
         if not path.exists():
@@ -24,12 +24,11 @@ def variables(compress: bool, keep_negative_zeros: bool = False) -> dict[str, st
     return {
         "LD_PRELOAD": str(bindings.PRELOAD_PATH),
         "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
-        **({"GGML_MACKO_COMPRESS": "1"} if compress else {}),
-        **({"GGML_MACKO_KEEP_NEGATIVE_ZEROS": "1"} if keep_negative_zeros else {}),
+        **{name: "1" for field, name in bindings.VARIABLES.items() if getattr(options, field)},
     }
 
 
-def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", action="store_true", help="compress dense F16, BF16 and F32 models while they are loaded"
     )
@@ -38,6 +37,15 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --compress: -0.0 is a value like any other, which takes memory; without it -0.0 counts as 0",
     )
+    parser.add_argument(
+        "--sparse-only",
+        action="store_true",
+        help="fail if a sparse weight is placed on a device of another backend; without it, it becomes dense there",
+    )
+
+
+def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
+    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program must use the shared libllama and libggml of the llama.cpp build that the plugin was made for (`macko"
         " --version` names it)."
     )
-    add_compress_arguments(parser)
+    add_load_arguments(parser)
     add_hub(
         parser, "adds -m with a GGUF of a repository on the Hugging Face hub, downloaded once, to PROGRAM's arguments"
     )
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise errors.usage_error("PROGRAM is missing: macko run -- PROGRAM ARGS")
     if args.hf is not None:
         program = [*program, "-m", str(download(args.hf))]
-    environment = {**os.environ, **variables(args.compress, args.keep_negative_zeros)}
+    environment = {**os.environ, **variables(load_options(args))}
     if os.environ.get("LD_PRELOAD"):
         environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on

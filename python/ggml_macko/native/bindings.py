@@ -29,11 +29,11 @@ from .library import (
     status_name,
     version,
 )
-from .load import LlamaFunctions, load_model
+from .load import VARIABLES, LlamaFunctions, LoadOptions, load_model
 
 __all__ = [
-    "LIBRARY_PATH", "PRELOAD_PATH", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count", "CpuMatrix",
-    "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "built_for_ggml",
+    "LIBRARY_PATH", "PRELOAD_PATH", "VARIABLES", "WEIGHT_BLOCK", "WEIGHT_HEAD", "WEIGHT_OTHER", "Codec", "Count",
+    "CpuMatrix", "EncodedMatrix", "File", "FileSparse", "FileTensor", "LlamaFunctions", "LoadOptions", "built_for_ggml",
     "built_for_llama_cpp_python", "check_ggml", "codecs", "count_dense", "cpu_kernels", "decode", "drop_negative_zeros",
     "encode", "gpu_cost", "gpus", "load_model", "measure_error", "quantize_q4_nl", "round_to_scales", "status_name",
     "validate", "version", "weight_use",

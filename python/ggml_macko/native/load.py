@@ -18,18 +18,46 @@ class LlamaFunctions:
     model_free: int
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    compress: encodes the weights of a dense model that are full of zeros.
+    keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
+    sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes dense
+    there.
+    """
+
+    compress: bool = False
+    keep_negative_zeros: bool = False
+    sparse_only: bool = False
+
+    @classmethod
+    def of_environment(cls) -> LoadOptions:
+        return cls(**{field: os.environ.get(name) == "1" for field, name in VARIABLES.items()})
+
+    def __or__(self, other: LoadOptions) -> LoadOptions:
+        return LoadOptions(**{field: getattr(self, field) or getattr(other, field) for field in VARIABLES})
+
+
+# what sets an option for programs, if it is 1 (src/plugin/preload.c)
+VARIABLES = {
+    "compress": "GGML_MACKO_COMPRESS",
+    "keep_negative_zeros": "GGML_MACKO_KEEP_NEGATIVE_ZEROS",
+    "sparse_only": "GGML_MACKO_SPARSE_ONLY",
+}
+
+
 def load_model(
     path: str | os.PathLike[str] | bytes,
     params_address: int,
     functions: LlamaFunctions,
-    compress: bool = False,
-    keep_negative_zeros: bool = False,
+    options: LoadOptions | None = None,
 ) -> int:
     """The address of the llama_model of a file, dense or sparse; 0 if llama.cpp refused a dense one. The caller owns
     it.
 
-    params_address: of a llama_model_params. compress: encodes the weights of a dense model that are full of zeros;
-    keep_negative_zeros: and takes -0.0 for a value like any other, not for a zero.
+    params_address: of a llama_model_params. options: None means none.
     Raises FileFormatError for a damaged sparse file, FileAccessError for a directory, FIFO, socket or device, and
     LoadError if llama.cpp refused a sparse one.
     """
@@ -44,8 +72,11 @@ def load_model(
 
     params = ffi().cast("const struct llama_model_params *", params_address)
     owner = ffi().gc(ffi().new("struct llama_model **"), free_if_kept)  # if an exception comes before the return
-    flags = (lib().GGML_MACKO_LOAD_COMPRESS if compress else 0) | (
-        lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if keep_negative_zeros else 0
+    options = options or LoadOptions()
+    flags = (
+        (lib().GGML_MACKO_LOAD_COMPRESS if options.compress else 0)
+        | (lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if options.keep_negative_zeros else 0)
+        | (lib().GGML_MACKO_LOAD_SPARSE_ONLY if options.sparse_only else 0)
     )
     check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))
     address = int(ffi().cast("uintptr_t", owner[0]))

@@ -11,7 +11,6 @@ import contextvars
 import ctypes
 import functools
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,18 +20,14 @@ from ..native import bindings, chat_template
 
 _lock = threading.RLock()
 _registered = False
-_compress = contextvars.ContextVar("compress", default=False)
-_keep_negative_zeros = contextvars.ContextVar("keep_negative_zeros", default=False)
+_options: contextvars.ContextVar[bindings.LoadOptions] = contextvars.ContextVar("options")
 
 
-def run_compressing(compress: bool, function: Callable[[], None], keep_negative_zeros: bool = False) -> None:
-    """Calls function. Dense models that it loads are compressed on the way; whatever comes, none after it. A -0.0
-    counts as zero, unless it is to be kept.
-    """
+def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> None:
+    """Calls function. The options hold for the models that it loads; whatever comes, for none after it."""
 
     def run() -> None:
-        _compress.set(compress)
-        _keep_negative_zeros.set(keep_negative_zeros)
+        _options.set(options)
         function()
 
     contextvars.copy_context().run(run)
@@ -41,8 +36,8 @@ def run_compressing(compress: bool, function: Callable[[], None], keep_negative_
 def register() -> None:
     """Safe to call any number of times, from any thread.
 
-    With GGML_MACKO_COMPRESS=1 in the environment, dense models are compressed while they are loaded; with
-    GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value.
+    GGML_MACKO_COMPRESS=1, GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 and GGML_MACKO_SPARSE_ONLY=1 in the environment set options
+    of bindings.LoadOptions.
     Raises VersionMismatchError if the installed llama-cpp-python is not the one that the plugin was built for.
     """
     global _registered
@@ -100,12 +95,11 @@ def _replace_load_function() -> None:
     load_from_file = _address(_llama_load_function(api))
 
     def llama_model_load_from_file(path_model: bytes, params: Any, /) -> Any:
-        compress = _compress.get() or os.environ.get("GGML_MACKO_COMPRESS") == "1"
-        keep = _keep_negative_zeros.get() or os.environ.get("GGML_MACKO_KEEP_NEGATIVE_ZEROS") == "1"
+        options = _options.get(bindings.LoadOptions()) | bindings.LoadOptions.of_environment()
         functions = bindings.LlamaFunctions(
             load_from_file, _address(api.llama_model_load_from_file_ptr), _address(api.llama_model_free)
         )
-        return bindings.load_model(path_model, ctypes.addressof(params), functions, compress, keep) or None
+        return bindings.load_model(path_model, ctypes.addressof(params), functions, options) or None
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file

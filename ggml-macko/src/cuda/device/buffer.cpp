@@ -119,7 +119,7 @@ void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
 const ggml_backend_buffer_i buffer_iface = {
     /* .free_buffer   = */ buffer_free_buffer,
     /* .get_base      = */ buffer_get_base,
-    /* .init_tensor   = */ nullptr,
+    /* .init_tensor   = */ load_session::claim_tensor,
     /* .memset_tensor = */ buffer_memset_tensor,
     /* .set_tensor    = */ buffer_set_tensor,
     /* .get_tensor    = */ buffer_get_tensor,

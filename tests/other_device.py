@@ -1,0 +1,58 @@
+"""A buffer type that is not the plugin's, in place of another GPU backend: ggml's own of the CPU under another address.
+
+`place` sends tensors there, as `-ot` and `-dev` do in llama.cpp's programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import llama_cpp.llama_cpp as api
+
+
+class BufferType(ctypes.Structure):
+    """ggml_backend_buffer_type"""
+
+    NAMES = "get_name alloc_buffer get_alignment get_max_size get_alloc_size is_host device context"
+    _fields_ = [(name, ctypes.c_void_p) for name in NAMES.split()]
+
+
+class Override(ctypes.Structure):
+    """llama_model_tensor_buft_override"""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+@contextlib.contextmanager
+def place(pattern: str, host: bool = True) -> Iterator[None]:
+    """Inside, models get their tensors whose names match in the other buffer type. host: llama.cpp reads into its
+    memory; else it passes it what it read. The buffer type stays in memory as long as the process.
+    """
+    base = ctypes.CDLL("libggml-base.so.0")
+    base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    other = BufferType.from_buffer_copy(
+        ctypes.string_at(base.ggml_backend_cpu_buffer_type(), ctypes.sizeof(BufferType))
+    )
+    is_host = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(lambda buffer_type: host)
+    if not host:
+        other.is_host = ctypes.cast(is_host, ctypes.c_void_p)
+    overrides = (Override * 2)(Override(pattern.encode(), ctypes.addressof(other)), Override(None, None))
+    kept.extend([other, is_host, overrides])
+    default = api.llama_model_default_params
+
+    def params() -> api.llama_model_params:
+        p = default()
+        p.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        return p
+
+    api.llama_model_default_params = params
+    try:
+        yield
+    finally:
+        api.llama_model_default_params = default
+        host = True  # the CPU backend computes with host memory only
+
+
+kept: list[object] = []  # what models point to

@@ -345,7 +345,7 @@ static void check_all_sets(const problem & p, bool threads) {
         check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
         bool same = one.same(with_rows) || one.same(with_panels);
-        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.rows16_below > 0) {
+        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
             output with_rows16(p.n, rows);
             multiply(*set, p, how::rows16, 3, with_rows16);
             check_result(*set, p, "rows16", with_rows16, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
@@ -450,6 +450,25 @@ static void test_quantized_weights_are_within_the_error_bound() {
                 check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true),
                                true);
             }
+        }
+    }
+}
+
+// Rows that are longer than all that a kernel compresses or dequantizes at a time.
+static void test_rows_of_several_segments_are_within_the_error_bound() {
+    rng random(15);
+    for (const double density : { 0.04, 0.3, 0.95 }) {
+        for (const int32_t type : all_types) {
+            const matrix        m = random_matrix(random, type, 7, 9001, density);
+            const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+            const bitmap_matrix w = pack(m, 4, 7, memory);
+            check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
+            check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
+        }
+        for (const int32_t type : all_quants) {
+            const quantized q(random, type, 7, 9001, density);
+            check_all_sets(problem(random, q.exact, q.w, 0, 7, 1, true), true);
+            check_all_sets(problem(random, q.exact, q.w, 1, 7, 3, true), true);
         }
     }
 }
@@ -649,7 +668,7 @@ static void test_forced_kernel_set_is_the_one_in_use() {
     CHECK(got == "0 " + best, "%s", got.c_str());
     got = selection_with("");
     CHECK(got == "0 " + best, "%s", got.c_str());
-    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2" }) {
+    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon" }) {
         bool supported = false;
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
             supported |= strcmp(set->name, name) == 0;
@@ -664,9 +683,8 @@ static void test_forced_kernel_set_is_the_one_in_use() {
     for (const char * name : { "avx", "AVX2", "portable ", "\x1b[31m", long_name.c_str() }) {
         got = selection_with(name);
         CHECK(got.compare(0, 2, "1 ") == 0 &&
-                  got.find("no such kernel set; valid names: portable, avx2, avx512, avx512-vbmi2") !=
-                      std::string::npos &&
-                  got.find('\x1b') == std::string::npos,
+                  got.find("no such kernel set; valid names: portable") != std::string::npos &&
+                  got.find(best) != std::string::npos && got.find('\x1b') == std::string::npos,
               "%s", got.c_str());
     }
 }
@@ -763,7 +781,19 @@ struct bench_options {
     std::vector<double> densities, n;
     int                 n_threads;
     int                 copies; // matrices that are used in turn, so that weights come from memory at n = 1
+    int32_t             type;   // of the values
 };
+
+static bitmap_matrix pack_quantized(const matrix & m, int32_t type, const guarded & memory) {
+    packed_matrix packed;
+    packed_view   view;
+    CHECK(macko::pack(m.dense.data(), { m.desc, type, -1 }, 1, &packed) == 0 &&
+              check_packed(packed.arrays(), 1, &view) == 0,
+          "%s", ggml_macko_last_error());
+    const bitmap_matrix w = bitmap_bind(m.desc, type, memory.data);
+    bitmap_pack(view, 1, w);
+    return w;
+}
 
 // The matrices of one shape and density, dense and sparse.
 struct bench_matrices {
@@ -773,7 +803,8 @@ struct bench_matrices {
     std::vector<std::unique_ptr<guarded>> memory;
     std::vector<bitmap_matrix>            w;
 
-    bench_matrices(int64_t rows, int64_t cols, double density, int copies) : rows(rows), cols(cols), density(density) {
+    bench_matrices(int64_t rows, int64_t cols, double density, int copies, int32_t type)
+        : rows(rows), cols(cols), density(density) {
         for (int i = 0; i < copies; i++) {
             rng random(static_cast<uint64_t>(i) + 10);
             dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
@@ -783,8 +814,9 @@ struct bench_matrices {
             }
             dense.back().finish();
             std::vector<uint32_t>().swap(dense.back().bits);
-            memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, GGML_MACKO_TYPE_F16)));
-            w.push_back(pack(dense.back(), 4, rows, *memory.back()));
+            memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, type)));
+            w.push_back(is_quant_type(type) ? pack_quantized(dense.back(), type, *memory.back())
+                                            : pack(dense.back(), 4, rows, *memory.back()));
         }
     }
 };
@@ -830,14 +862,14 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
         const double nnz = static_cast<double>(m.dense[0].desc.nnz);
         printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, m.density,
                (long)rows, (long)cols, (long)n, time * 1e6,
-               static_cast<double>(bitmap_nbytes(m.dense[0].desc, GGML_MACKO_TYPE_F16)) / time * 1e-9,
+               static_cast<double>(bitmap_nbytes(m.dense[0].desc, options.type)) / time * 1e-9,
                nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
                2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
         fflush(stdout);
     }
 }
 
-// usage: --bench [density,...] [n,...] [threads] [copies]
+// usage: --bench [density,...] [n,...] [threads] [copies] [type, as in ggml-macko.h]
 static void bench(int argc, char ** argv) {
     const auto list = [&](int i, const char * fallback) {
         std::vector<double> v;
@@ -849,13 +881,14 @@ static void bench(int argc, char ** argv) {
         return v;
     };
     const bench_options options = { list(2, "0.5,0.3,0.1"), list(3, "1,2,4,8,16,32,128,512"),
-                                    static_cast<int>(list(4, "2")[0]), static_cast<int>(list(5, "12")[0]) };
+                                    static_cast<int>(list(4, "2")[0]), static_cast<int>(list(5, "12")[0]),
+                                    static_cast<int32_t>(list(6, "1")[0]) };
     printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns",
            "dense us", "GB/s", "ratio");
     for (const auto & shape : { std::pair<int64_t, int64_t>{ 8192, 2048 }, { 2048, 8192 } }) {
         for (const double density : options.densities) {
             fastest_pack = INFINITY;
-            const bench_matrices m(shape.first, shape.second, density, options.copies);
+            const bench_matrices m(shape.first, shape.second, density, options.copies, options.type);
             printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density,
                    2 * static_cast<double>(m.rows * m.cols) / fastest_pack * 1e-9);
             for (const double n : options.n) {
@@ -874,6 +907,7 @@ int main(int argc, char ** argv) {
     test_packed_rows_turn_back_into_the_same_bytes();
     test_every_set_is_within_the_error_bound();
     test_quantized_weights_are_within_the_error_bound();
+    test_rows_of_several_segments_are_within_the_error_bound();
     test_extreme_x_is_within_the_error_bound_of_integers();
     test_quantized_rows_turn_into_scale_times_q();
     test_rows_of_all_blocks_are_computed();

@@ -168,7 +168,7 @@ bool run(const uint8_t * data, size_t size) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         check(*set, p, x_layout::rows);
         check(*set, p, x_layout::panels);
-        if (p.n == 1 && p.round_x && p.w.type != GGML_MACKO_TYPE_F32 && set->costs.rows16_below > 0) {
+        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
             check(*set, p, x_layout::rows16);
         }
     }

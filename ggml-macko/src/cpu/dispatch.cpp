@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -46,6 +47,8 @@ static const candidate * candidates(int * n) {
         { &kernels_avx2, avx2 },
         { &kernels_portable, true },
     };
+#elif defined(__aarch64__)
+    static const candidate all[] = { { &kernels_neon, true }, { &kernels_portable, true } };
 #else
     static const candidate all[] = { { &kernels_portable, true } };
 #endif
@@ -96,9 +99,15 @@ static const selection & select_once() {
 int select_kernels(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
-                    "GGML_MACKO_FORCE=%s: %s; valid names: portable, avx2, avx512, avx512-vbmi2",
-                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set");
+        std::string       names;
+        int               n;
+        const candidate * all = candidates(&n);
+        for (int k = n - 1; k >= 0; k--) {
+            names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
+        }
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: %s",
+                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set",
+                    names.c_str());
     }
     *name = chosen.set->name;
     return GGML_MACKO_STATUS_OK;
@@ -106,14 +115,18 @@ int select_kernels(const char ** name) {
 
 // ---- multiplication ----
 
-static x_layout choose_layout(const kernel_costs & cost, const mul_mat_params & p) {
+bool has_rows16(const kernel_set & set, int32_t type) {
+    return is_quant_type(type) ? set.costs.quant_rows16 : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+}
+
+static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
+    const kernel_costs &  cost    = set.costs;
     const bitmap_matrix & w       = p.w;
     const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (p.n == 1) {
-        const bool faster =
-            is_quant_type(w.type) ? cost.rows16_below > 0 : value_nbytes(w.type) == 2 && density < cost.rows16_below;
-        return faster && p.round_x ? x_layout::rows16 : x_layout::rows;
+        const bool faster = is_quant_type(w.type) || density < cost.rows16_below;
+        return faster && p.round_x && has_rows16(set, w.type) ? x_layout::rows16 : x_layout::rows;
     }
     const float groups  = static_cast<float>((p.n + 7) / 8);
     const float vectors = static_cast<float>((p.n + cost.vector_width - 1) / cost.vector_width);
@@ -148,7 +161,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     if (p.n <= 0 || p.row_begin >= p.row_end) {
         return; // on all threads, since they have the same params; so none waits at a barrier
     }
-    const x_layout layout  = choose_layout(set.costs, p);
+    const x_layout layout  = choose_layout(set, p);
     int *          counter = part_counter(p);
     if (ith == 0) {
         *counter = 0;

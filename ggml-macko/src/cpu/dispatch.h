@@ -13,17 +13,25 @@ enum class x_layout {
     panels, // tiles of tokens, each [columns][tokens of the tile] of floats
 };
 
+// rows16, compressed: the x of the non-zeros in a segment of a row, and zeros on both sides of them. There is room for a
+// whole group of zeros in front, one behind, and for stores that write whole vectors.
+constexpr int64_t SEGMENT_WORDS    = 64; // mask words
+constexpr int64_t COMPRESSED_PLANE = SEGMENT_WORDS * 64 + 64 + 64;
+struct compressed_x {
+    alignas(64) uint8_t bytes[2 * COMPRESSED_PLANE];
+};
+
 // What a multiplication costs per element of W, zeros included, by which dispatch.cpp chooses between the layouts. The
 // unit is arbitrary, since only ratios matter. Measured with rows in L2.
 struct kernel_costs {
-    // Density below which rows16 is faster than rows at n = 1; for quantized weights it is at any density. 0: the set
-    // has no rows16.
-    float rows16_below;
-    int   vector_width; // tokens in a vector
-    float x_batch, x;   // rows: expanding the weights, once for up to 8 x; each x
-    float column;       // panels: each column,
-    float entry;        //         each non-zero,
-    float vector;       //         each non-zero and vector of tokens
+    bool quant_rows16; // rows16 exists for quantized weights, where it is faster than rows at any density
+    float
+        rows16_below; // density below which rows16 is faster than rows at n = 1 for F16 and BF16; 0: it does not exist
+    int vector_width; // tokens in a vector
+    float x_batch, x; // rows: expanding the weights, once for up to 8 x; each x
+    float column;     // panels: each column,
+    float entry;      //         each non-zero,
+    float vector;     //         each non-zero and vector of tokens
 };
 
 struct kernel_set {
@@ -36,11 +44,16 @@ struct kernel_set {
     row_ops      rows;
 };
 
+// whether the set has rows16 for this type of values
+bool has_rows16(const kernel_set & set, int32_t type);
+
 extern const kernel_set kernels_portable;
 #if defined(__x86_64__)
 extern const kernel_set kernels_avx2;
 extern const kernel_set kernels_avx512;
 extern const kernel_set kernels_avx512_vbmi2;
+#elif defined(__aarch64__)
+extern const kernel_set kernels_neon;
 #endif
 
 // the i-th of the sets that this CPU and operating system support, fastest first; nullptr past the last

@@ -1,8 +1,6 @@
 // Kernels for AVX2 + FMA + F16C + BMI2. Eight columns at a time: a table has, for each mask byte, the permutation that
 // moves the packed values to the lanes of their columns.
-#include "cpu/dispatch.h"
-
-#include <immintrin.h>
+#include "cpu/kernels-compress-avx2.h"
 
 namespace macko::cpu {
 namespace {
@@ -32,14 +30,22 @@ constexpr spread_tables make_spread_tables() {
 }
 constexpr spread_tables tables = make_spread_tables();
 
-struct simd {
+struct simd : compress_avx2 {
     using vec = __m256;
 
-    static constexpr int                      width         = 8;
-    static constexpr int                      tile_vecs     = 8;
-    template <int TYPE> static constexpr int  step          = 8;
-    template <int TYPE> static constexpr bool has_rows16    = false;
-    template <int NX> static constexpr int    rows_per_pass = 1;
+    static constexpr int                      width           = 8;
+    static constexpr int                      tile_vecs       = 8;
+    template <int TYPE> static constexpr int  step            = 8;
+    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  rows_compressed = 2;
+    template <int NX> static constexpr int    rows_per_pass   = 1;
+
+    // expand() takes 16 times a byte of a mask, the offset of an entry of `words`: no byte needs a shift of its own.
+    static uint64_t                     table_bits(uint64_t word) { return rotate_right(word, 60); }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        static_assert(STEP == 8, "bytes");
+        return static_cast<uint32_t>(rotate_right(bits, 8 * s)) & 0xff0;
+    }
 
     static vec   zero() { return _mm256_setzero_ps(); }
     static vec   set1(float a) { return _mm256_set1_ps(a); }
@@ -114,17 +120,39 @@ struct simd {
             return widen<TYPE>(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
         }
     }
-    template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
+    template <int TYPE> static void expand(const uint8_t * values, uint32_t offset, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
             const __m256i lanes =
-                _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[bits])));
+                _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(tables.lanes[0] + offset / 2)));
             const vec all = _mm256_permutevar8x32_ps(load_values<TYPE>(values), lanes);
             w[0]          = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
         } else {
             const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
             w[0]                 = widen<TYPE>(
-                _mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[bits]))));
+                _mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[0] + offset))));
         }
+    }
+    static vec   max_magnitude(vec a, vec v) { return _mm256_max_ps(a, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)); }
+    static float largest(vec v) {
+        __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        m        = _mm_max_ps(m, _mm_movehl_ps(m, m));
+        return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+    }
+    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        const __m256i x = _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse)));
+        _mm_store_si128(reinterpret_cast<__m128i *>(scratch + 2 * col),
+                        _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+    }
+    // Stores v, which has TYPE's precision, as 16-bit numbers.
+    template <int TYPE> static void store16(uint8_t * out, vec v) {
+        __m128i h;
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            h = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        } else {
+            const __m256i u = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+            h               = _mm_packus_epi32(_mm256_castsi256_si128(u), _mm256_extracti128_si256(u, 1));
+        }
+        _mm_store_si128(reinterpret_cast<__m128i *>(out), h);
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
         const __m256i positions =
@@ -141,5 +169,5 @@ struct simd {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {
-    "avx2", prepare, multiply, { 0.0f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS
+    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS
 };

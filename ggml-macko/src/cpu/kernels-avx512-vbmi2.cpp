@@ -36,8 +36,12 @@ constexpr level_vectors make_level_vectors() {
 constexpr level_vectors level_tables = make_level_vectors();
 
 struct simd : avx512 {
-    template <int TYPE> static constexpr int  step       = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
-    template <int TYPE> static constexpr bool has_rows16 = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
+    template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
+    template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
+    // makes the integers positive: vpdpbusd multiplies unsigned bytes
+    static constexpr float   X_OFFSET = 32768;
+    static constexpr int64_t segment_words(float) { return SEGMENT_WORDS; }
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -97,14 +101,13 @@ struct simd : avx512 {
         }
         return sum(add(add(acc[0], acc[2]), add(acc[1], acc[3])));
     }
-    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group.
-    // Returns n plus the number of non-zeros. FEW: a word rarely has more than 32.
-    template <bool FEW, typename COMPRESSED>
-    static int64_t compress_x(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n,
-                              COMPRESSED & compressed) {
+    // compress() of one row. FEW: a word rarely has more than 32 non-zeros.
+    template <bool FEW>
+    static int64_t compress_row(const uint64_t * mask, int64_t words, const uint8_t * x, int64_t n, uint8_t * low,
+                                uint8_t * high) {
         const __m512i positions = _mm512_load_si512(positions_0_63.position);
-        _mm512_store_si512(compressed.low, _mm512_setzero_si512());
-        _mm512_store_si512(compressed.high, _mm512_setzero_si512());
+        _mm512_store_si512(low, _mm512_setzero_si512());
+        _mm512_store_si512(high, _mm512_setzero_si512());
         // each store overwrites what the one before wrote past its last x
         const auto put = [](uint8_t * out, __m512i bytes, int here) __attribute__((always_inline)) {
             if (FEW) {
@@ -118,13 +121,22 @@ struct simd : avx512 {
             const uint64_t bits = mask[word];
             const __m512i  at   = _mm512_mask_compress_epi8(in_register(_mm512_setzero_si512()), bits, positions);
             const int      here = __builtin_popcountll(bits);
-            put(compressed.low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
-            put(compressed.high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
+            put(low + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128)), here);
+            put(high + n, _mm512_permutexvar_epi8(at, _mm512_load_si512(x + word * 128 + 64)), here);
             n += here;
         }
-        _mm512_storeu_si512(compressed.low + n, _mm512_setzero_si512());
-        _mm512_storeu_si512(compressed.high + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(low + n, _mm512_setzero_si512());
+        _mm512_storeu_si512(high + n, _mm512_setzero_si512());
         return n;
+    }
+    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group, as a
+    // plane of low bytes and one of high bytes. Adds the number of non-zeros to n.
+    template <int TYPE, int NR>
+    static void compress(const uint64_t * mask, int64_t, int64_t words, const uint8_t * x, bool few, int64_t (&n)[NR],
+                         compressed_x * out) {
+        uint8_t *low = out->bytes, *high = out->bytes + COMPRESSED_PLANE;
+        n[0] = few ? compress_row<true>(mask, words, x, n[0], low, high)
+                   : compress_row<false>(mask, words, x, n[0], low, high);
     }
     // the 64 q of a group
     template <int TYPE> static __m512i all_quants(const uint8_t * group) {
@@ -148,30 +160,29 @@ struct simd : avx512 {
             }
         }
     }
-    // Sum of d * q * x over n whole groups. vpdpbusd adds four products of bytes to each lane, so that a vector has
+    // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so that a vector has
     // eight sums of each half of a group. x = 256 * high + low.
-    template <int TYPE, typename COMPRESSED>
-    static float dot_groups(const uint8_t * group, int64_t n, const COMPRESSED & compressed) {
-        constexpr int PREFETCH     = 4096; // bytes ahead
-        constexpr int group_nbytes = quant_group_nbytes(TYPE);
-        vec           total        = zero();
-        for (int64_t i = 0; i < n; i++, group += group_nbytes) {
+    template <int TYPE> static float dot_compressed(const uint8_t * group, int64_t n, const compressed_x & x) {
+        constexpr int   PREFETCH     = 4096; // bytes ahead
+        constexpr int   group_nbytes = quant_group_nbytes(TYPE);
+        const uint8_t * low          = x.bytes;
+        const uint8_t * high         = x.bytes + COMPRESSED_PLANE;
+        vec             total        = zero();
+        for (int64_t i = 0; i < n; i += 64, group += group_nbytes) {
             __builtin_prefetch(group + PREFETCH);
-            const __m512i q = all_quants<TYPE>(group);
-            const __m512i high =
-                _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(compressed.high + i * 64), q);
+            const __m512i q        = all_quants<TYPE>(group);
+            const __m512i from_top = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_load_si512(high + i), q);
             // |both| < 2^25: the sum of four products, |q| <= 127 and x < 2^16
-            const __m512i both =
-                _mm512_dpbusd_epi32(_mm512_slli_epi32(high, 8), _mm512_load_si512(compressed.low + i * 64), q);
+            const __m512i both = _mm512_dpbusd_epi32(_mm512_slli_epi32(from_top, 8), _mm512_load_si512(low + i), q);
             total =
                 fma(_mm512_cvtepi32_ps(both),
                     only_scale<TYPE>(_mm512_mask_mov_ps(half_scale(group, 0), 0xff00, half_scale(group, 1))), total);
         }
         return sum(total);
     }
-    static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
-    static float largest(vec v) { return _mm512_reduce_max_ps(v); }
-    static void  store_integers(uint8_t * out, vec v, float inverse) {
+    // for each 64 columns: 64 low bytes, then 64 high bytes
+    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        uint8_t *     out = scratch + col / 64 * 128 + col % 64;
         const __m512i x =
             _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse))), _mm512_set1_epi32(32768));
         _mm_store_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(x));
@@ -196,5 +207,5 @@ struct simd : avx512 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
-    "avx512-vbmi2", prepare, multiply, { 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
 };

@@ -1,11 +1,20 @@
 // Kernels for AVX-512 F, BW, VL and DQ. Sixteen columns at a time: values are widened to float, and vexpandps moves
-// them to the lanes of their columns.
+// them to the lanes of their columns. Quantized weights and one x: with the instructions of AVX2.
 #include "cpu/kernels-avx512-common.h"
+#include "cpu/kernels-compress-avx2.h"
 
 namespace macko::cpu {
 namespace {
 
-using simd = avx512;
+struct simd : avx512, compress_avx2 {
+    template <int TYPE> static constexpr bool has_rows16      = is_quant_type(TYPE);
+    template <int TYPE> static constexpr int  rows_compressed = 2;
+
+    static void store_integers(uint8_t * scratch, int64_t col, vec v, float inverse) {
+        const __m512i x = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
+        _mm256_store_si256(reinterpret_cast<__m256i *>(scratch + 2 * col), _mm512_cvtsepi32_epi16(x));
+    }
+};
 
 } // namespace
 } // namespace macko::cpu
@@ -14,5 +23,5 @@ using simd = avx512;
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512 = {
-    "avx512", prepare, multiply, { 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+    "avx512", prepare, multiply, { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
 };

@@ -193,11 +193,11 @@ template <int TYPE> void prepare_panels(const mul_mat_params & p, int64_t col_be
 // ---- rows16 ----
 // S is simd, as a template parameter: its functions are looked up only where a set has them.
 
-// With quantized weights, x becomes the integers x / scale + OFFSET, which are unsigned 16-bit numbers, so that their
-// products with q are exact in int32. OFFSET adds a known amount to each y, OFFSET * scale * row_sums[row]. In the
-// scratch memory, for each 64 columns: 64 low bytes, then 64 high bytes. The scale comes after the last of them.
-constexpr float OFFSET = 32768;
-INLINE float *  scale_of_x(const mul_mat_params & p) {
+// With quantized weights, x becomes the integers x / scale, which have 16 bits, so that their products with q are exact
+// in int32. S::X_OFFSET is added to them, which adds a known amount to each y, X_OFFSET * scale * row_sums[row]. In the
+// scratch memory there are 128 bytes for each 64 columns, in the order that S::store_integers gives them. The scale
+// comes after the last of them.
+INLINE float * scale_of_x(const mul_mat_params & p) {
     return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
 }
 
@@ -212,64 +212,107 @@ template <typename S> void prepare_integers(const mul_mat_params & p, int64_t co
     uint8_t *   dst     = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = cols - c;
-        S::store_integers(dst + c / 64 * 128 + c % 64,
-                          load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
+        S::store_integers(dst, c, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
     }
     if (col_begin == 0 && col_end > 0) {
         *scale_of_x(p) = largest / 32767.0f;
     }
 }
 
-constexpr int64_t SEGMENT_WORDS = 64; // mask words of a row that are compressed at a time
-// The x of a segment's non-zeros: up to 63 zeros in front, so that the first lies in its group as its weight does,
-// zeros that fill the last group, and room for stores that write whole vectors.
-struct compressed_x {
-    alignas(64) uint8_t low[SEGMENT_WORDS * 64 + 64 + 64];
-    alignas(64) uint8_t high[SEGMENT_WORDS * 64 + 64 + 64];
-};
+INLINE float density_of(const mul_mat_params & p) {
+    return static_cast<float>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) /
+           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(p.w.cols));
+}
 
-// Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by whole groups of
-// weights. Weights of a group that belong to other segments meet zeros. The second step is one segment behind the
-// first: a load that covers several recent stores waits until they have reached the cache (2.0 against 1.5 ns per 64
-// columns at density 0.3).
-template <int TYPE, typename S> void multiply_integers(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+// Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by the packed weights.
+// Quantized weights are multiplied by whole groups: up to 63 zeros go in front, so that the first x lies in its group
+// as its weight does, and weights of a group that belong to other segments meet zeros. The second step is one segment
+// behind the first: a load that covers several recent stores waits until they have reached the cache (AVX-512: 2.0
+// against 1.5 ns per 64 columns at density 0.3).
+template <int TYPE, typename S> struct compressor {
     struct segment_of_row {
-        const uint8_t * groups;
-        int64_t         n; // groups
+        const uint8_t * values; // of plain types: the first value; else the group of the first value
+        int64_t         n;      // x, with the zeros in front
         float *         y;
     };
-    compressed_x    compressed[2];
-    const int64_t   words         = words_of(p.w.cols);
-    const uint8_t * x             = static_cast<const uint8_t *>(p.scratch);
-    const float     scale         = *scale_of_x(p);
-    segment_of_row  last          = { nullptr, 0, nullptr };
-    int             now           = 0;
-    const auto      multiply_last = [&] {
-        if (last.y) {
-            *last.y += scale * S::template dot_groups<TYPE>(last.groups, last.n, compressed[now ^ 1]);
-        }
-    };
-    for (int64_t row = row_begin; row < row_end; row++) {
-        const uint64_t * mask = p.w.masks + row * words;
-        int64_t          at   = p.w.row_off[row];
-        // few: rarely more than 32 non-zeros in 64 columns
-        const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at < p.w.cols * 3 / 8;
-        float *    y   = p.y[0] + (row - p.row_begin);
-        *y             = -OFFSET * scale * p.w.row_sums[row];
-        for (int64_t word = 0; word < words; word += SEGMENT_WORDS, now ^= 1) {
-            const int64_t n_words = smaller(SEGMENT_WORDS, words - word);
-            for (int64_t line = 0; line < n_words; line += 8) {
-                __builtin_prefetch(mask + word + 256 + line);
-            }
-            const int64_t n =
-                few ? S::template compress_x<true>(mask + word, n_words, x + word * 128, at % 64, compressed[now])
-                    : S::template compress_x<false>(mask + word, n_words, x + word * 128, at % 64, compressed[now]);
-            multiply_last();
-            last = { p.w.values + at / 64 * group_size<TYPE>, (n + 63) / 64, y };
-            at += n - at % 64;
+    static constexpr int ROWS = S::template rows_compressed<TYPE>; // at a time: they share the loads of x
+
+    const mul_mat_params * params;
+    int64_t                segment; // mask words; the same for all rows and threads, since it decides the order of sums
+    float                  scale;
+    int                    now;
+    segment_of_row         last[ROWS];
+    compressed_x           compressed[2][ROWS];
+
+    void start(const mul_mat_params & p) {
+        params  = &p;
+        segment = S::segment_words(density_of(p));
+        scale   = is_quant<TYPE> ? *scale_of_x(p) : 1.0f;
+        now     = 0;
+        for (int r = 0; r < ROWS; r++) {
+            last[r].y = nullptr;
         }
     }
-    multiply_last();
+
+    void multiply_last() {
+        for (int r = 0; r < ROWS; r++) {
+            if (last[r].y) {
+                *last[r].y +=
+                    scale * S::template dot_compressed<TYPE>(last[r].values, last[r].n, compressed[now ^ 1][r]);
+                last[r].y = nullptr;
+            }
+        }
+    }
+
+    template <int NR> void add_rows(int64_t row) {
+        const mul_mat_params & p     = *params;
+        const int64_t          words = words_of(p.w.cols);
+        const uint8_t *        x     = static_cast<const uint8_t *>(p.scratch);
+        const auto *           mask  = p.w.masks + row * words;
+        int64_t                at[NR];
+        for (int r = 0; r < NR; r++) {
+            at[r]                         = p.w.row_off[row + r];
+            p.y[0][row + r - p.row_begin] = is_quant<TYPE> ? -S::X_OFFSET * scale * p.w.row_sums[row + r] : 0.0f;
+        }
+        // few: rarely more than 32 non-zeros in 64 columns
+        const bool few = static_cast<int64_t>(p.w.row_off[row + 1]) - at[0] < p.w.cols * 3 / 8;
+        for (int64_t word = 0; word < words; word += segment, now ^= 1) {
+            const int64_t n_words = smaller(segment, words - word);
+            int64_t       n[NR];
+            for (int r = 0; r < NR; r++) {
+                n[r] = is_quant<TYPE> ? at[r] % 64 : 0;
+                for (int64_t line = 0; line < n_words; line += 8) {
+                    __builtin_prefetch(mask + r * words + word + 256 + line);
+                }
+            }
+            S::template compress<TYPE, NR>(mask + word, words, n_words, x + word * 128, few, n, compressed[now]);
+            multiply_last();
+            for (int r = 0; r < NR; r++) {
+                float * y = p.y[0] + (row + r - p.row_begin);
+                if (is_quant<TYPE>) {
+                    last[r] = { p.w.values + at[r] / 64 * group_size<TYPE>, n[r], y };
+                    at[r] += n[r] - at[r] % 64;
+                } else {
+                    last[r] = { p.w.values + at[r] * value_size<TYPE>, n[r], y };
+                    at[r] += n[r];
+                }
+            }
+        }
+    }
+};
+
+template <int TYPE, typename S> void multiply_compressed(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    using rows = compressor<TYPE, S>;
+    rows    all;
+    int64_t row = row_begin;
+    all.start(p);
+    for (; row + rows::ROWS <= row_end; row += rows::ROWS) {
+        all.template add_rows<rows::ROWS>(row);
+    }
+    for (; row < row_end; row++) {
+        all.template add_rows<1>(row);
+    }
+    all.multiply_last();
 }
 
 template <int TYPE, typename S> void prepare_rows16(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
@@ -280,7 +323,7 @@ template <int TYPE, typename S> void prepare_rows16(const mul_mat_params & p, in
     }
 }
 
-template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+template <int TYPE, typename S> void multiply_gathered(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
     const int64_t words = words_of(p.w.cols);
     for (int64_t row = row_begin; row < row_end; row++) {
         const uint8_t * values = p.w.values + static_cast<int64_t>(p.w.row_off[row]) * 2;
@@ -290,6 +333,14 @@ template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, i
         p.y[0][row - p.row_begin] =
             few ? S::template dot_gathered<TYPE, true>(p.w.masks + row * words, words, values, x)
                 : S::template dot_gathered<TYPE, false>(p.w.masks + row * words, words, values, x);
+    }
+}
+
+template <int TYPE, typename S> void multiply_rows16(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    if constexpr (S::template rows_compressed<TYPE> > 0) {
+        multiply_compressed<TYPE, S>(p, row_begin, row_end);
+    } else {
+        multiply_gathered<TYPE, S>(p, row_begin, row_end);
     }
 }
 
@@ -305,6 +356,9 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     constexpr int STEP = simd::step<PLAIN<TYPE>>;
     constexpr int VECS = STEP / W;
     constexpr int ACCS = NX == 1 ? 4 : NX <= 4 ? 2 : 1; // independent sums per row and x, to hide the latency of an FMA
+    // Words whose values are dequantized before the first of them is used: a load that covers several recent stores
+    // waits until they have reached the cache.
+    constexpr int SEGMENT = is_quant<TYPE> ? 8 : 1;
 
     const int64_t words  = words_of(p.w.cols);
     const int64_t padded = words * 64;
@@ -312,7 +366,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
 
     const uint64_t *  mask[NR];
     reader<TYPE>      values[NR];
-    alignas(64) float buffer[NR][BUFFER<TYPE, 64>];
+    alignas(64) float buffer[NR][BUFFER<TYPE, SEGMENT * 64>];
     vec               acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
         mask[r] = p.w.masks + (row + r) * words;
@@ -323,39 +377,49 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
             }
         }
     }
-    for (int64_t word = 0; word < words; word++, x += 64) {
-        uint64_t bits[NR];
-        uint64_t any = 0;
+    for (int64_t segment = 0; segment < words; segment += SEGMENT) {
+        const int64_t   n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
+        const uint8_t * at[NR];
+        uint64_t        any = 0;
+#pragma GCC unroll 4
         for (int r = 0; r < NR; r++) {
-            bits[r] = mask[r][word];
-            any |= bits[r];
+            int64_t n = 0;
+            for (int64_t word = 0; word < n_words; word++) {
+                n += __builtin_popcountll(mask[r][segment + word]);
+                any |= mask[r][segment + word];
+            }
             __builtin_prefetch(values[r].at + PREFETCH);
+            at[r] = values[r].next(n, buffer[r]);
         }
         if (!any) {
+            x += 64 * n_words;
             continue;
         }
-        const uint8_t * at[NR];
-        for (int r = 0; r < NR; r++) {
-            at[r] = values[r].next(__builtin_popcountll(bits[r]), buffer[r]);
-        }
-#pragma GCC unroll 16
-        for (int s = 0; s < 64 / STEP; s++) {
-            vec w[NR][VECS];
+        for (int64_t word = segment; word < segment + n_words; word++, x += 64) {
+            uint64_t bits[NR];
 #pragma GCC unroll 4
             for (int r = 0; r < NR; r++) {
-                const auto part = mask_bits<STEP>(bits[r], s);
-                simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
-                at[r] += __builtin_popcount(part) * value_size<TYPE>;
+                bits[r] = simd::table_bits(mask[r][word]);
             }
-#pragma GCC unroll 8
-            for (int v = 0; v < VECS; v++) {
-#pragma GCC unroll 8
-                for (int i = 0; i < NX; i++) {
-                    const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 16
+            for (int s = 0; s < 64 / STEP; s++) {
+                vec w[NR][VECS];
 #pragma GCC unroll 4
-                    for (int r = 0; r < NR; r++) {
-                        vec & sum = acc[r][i][(s * VECS + v) % ACCS];
-                        sum       = simd::fma(w[r][v], xv, sum);
+                for (int r = 0; r < NR; r++) {
+                    const auto part = simd::template table_part<STEP>(bits[r], s);
+                    simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
+                    at[r] += __builtin_popcount(part) * value_size<TYPE>;
+                }
+#pragma GCC unroll 8
+                for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 8
+                    for (int i = 0; i < NX; i++) {
+                        const vec xv = simd::load(x + i * padded + s * STEP + v * W);
+#pragma GCC unroll 4
+                        for (int r = 0; r < NR; r++) {
+                            vec & sum = acc[r][i][(s * VECS + v) % ACCS];
+                            sum       = simd::fma(w[r][v], xv, sum);
+                        }
                     }
                 }
             }
@@ -583,11 +647,7 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
     if constexpr (simd::has_rows16<TYPE>) {
         if (layout == x_layout::rows16) {
-            if constexpr (is_quant<TYPE>) {
-                return multiply_integers<TYPE, simd>(p, row_begin, row_end);
-            } else {
-                return multiply_rows16<TYPE, simd>(p, row_begin, row_end);
-            }
+            return multiply_rows16<TYPE, simd>(p, row_begin, row_end);
         }
     }
     if (layout == x_layout::panels) {

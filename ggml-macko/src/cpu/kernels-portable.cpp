@@ -14,6 +14,12 @@ struct simd {
     template <int TYPE> static constexpr bool has_rows16    = false;
     template <int NX> static constexpr int    rows_per_pass = 1;
 
+    // How expand() takes STEP bits of a mask word: as a number. AVX2 has tables, and takes an offset of a table.
+    static uint64_t                     table_bits(uint64_t word) { return word; }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+    }
+
     static vec zero() { return vec{ 0, 0, 0, 0 }; }
     static vec set1(float a) { return vec{ a, a, a, a }; }
     static vec load(const float * p) {
@@ -137,5 +143,5 @@ struct simd {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable", prepare, multiply, { 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
+    "portable", prepare, multiply, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
 };

@@ -71,7 +71,7 @@ AVX512_VBMI2_QUANTIZED = Machine(
 AVX2 = Machine(
     "AVX2 (AMD EPYC), 2 threads",
     {F16: 11.1, Q8_0: 19.4, Q4_K_M: 28.0},
-    {SPARSE_F16: {0.5: 11.8, 0.3: 13.6}, SPARSE_Q8_0: {0.3: 5.5}, SPARSE_Q4_0: {0.3: 5.2}},
+    {SPARSE_F16: {0.5: 11.8, 0.3: 13.6}},
 )
 H200 = Machine(
     "NVIDIA H200, one sequence (Q8_0 and Q4_K_M: llama.cpp's own CUDA backend)",

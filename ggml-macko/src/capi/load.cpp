@@ -157,8 +157,10 @@ static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
 };
 
 // Of the struct that a function returns: on x86-64 it gets the address of a struct of this size and writes all members.
-// The last one is a bool, which never has the value of the filling.
+// The last one is a bool, which never has the value of the filling. 0 on other machines, which pass that address in
+// another way.
 static int32_t nbytes_written(void (*default_params)(void)) {
+#ifdef __x86_64__
     constexpr char filling = 0x5a;
     any_params     params;
     memset(params.bytes, filling, sizeof(params.bytes));
@@ -168,6 +170,10 @@ static int32_t nbytes_written(void (*default_params)(void)) {
         n--;
     }
     return (n + 7) / 8 * 8;
+#else
+    (void)default_params;
+    return 0;
+#endif
 }
 
 int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,

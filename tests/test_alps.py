@@ -21,7 +21,7 @@ from ggml_macko.gguf.files import Model
 from ggml_macko.pruning import alps, array_backend, hessians, layerwise, sparsegpt, working_copy
 from ggml_macko.pruning.options import PruneOptions
 from ggml_macko.pruning.prune import tensors_to_prune
-from test_sparsegpt import inputs, model, pruned_tensors, text, xp  # noqa: F401  fixtures
+from test_sparsegpt import inputs, pruned_tensors, text, xp  # noqa: F401  fixtures
 
 
 def moments(rng, cols, n=4):
@@ -198,20 +198,28 @@ def test_expert_has_no_targets_of_the_dense_model():
 ALPS = ["--method", "alps"]
 
 
+def tiny_model(folder, architecture="llama"):
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes.write(tiny_models.make(architecture)))
+    return path
+
+
 @pytest.mark.parametrize(
-    "more",
+    "architecture, more",
     [
-        ALPS,
-        [*ALPS, "--sequential"],
-        [*ALPS, "--dense-targets", 0.5],
-        [*ALPS, "--allocation", "loss", "--loss-shift", 0.05],
-        ["--method", "sparsegpt", "--refit"],
-        ["--method", "wanda", "--refit", "--dense-targets", 1],
-        ["--refit"],
+        ("llama", ALPS),
+        ("llama", [*ALPS, "--sequential"]),
+        ("llama", [*ALPS, "--dense-targets", 0.5]),
+        ("llama", [*ALPS, "--allocation", "loss", "--loss-shift", 0.05]),
+        ("llama", ["--method", "sparsegpt", "--refit"]),
+        ("llama", ["--refit"]),
+        ("llama-moe", [*ALPS, "--dense-targets", 0.5]),
+        ("llama-moe", ["--method", "wanda", "--refit", "--dense-targets", 1]),
     ],
-    ids=lambda args: " ".join(map(str, args)),
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else x,
 )
-def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more):  # noqa: F811
+def test_command_zeroes_the_number_asked_for(tmp_path, text, macko, architecture, more):  # noqa: F811
+    model = tiny_model(tmp_path, architecture)
     out = tmp_path / "out.gguf"
     done = macko("prune", model, out, "--sparsity", "0.8", "-f", text, "--chunks", 2, "-c", 64, *more)
     assert done.code == 0, done.err
@@ -229,14 +237,14 @@ def test_command_zeroes_the_number_asked_for(tmp_path, model, text, macko, more)
         assert keys["macko.prune.dense_targets"].contents() == more[-1]
 
 
-def test_weights_of_one_input_are_pruned_together(model, text):  # noqa: F811
+def test_weights_of_one_input_are_pruned_together(tmp_path, text):  # noqa: F811
+    model = tiny_model(tmp_path)
     options = PruneOptions(sparsity=Fraction(0), text=str(text), n_ctx=64)
     with Model(model) as m:
         groups = layerwise.passes_by_input(model, tensors_to_prune(m), options)
         names = [{t.name for t in group} for group in groups]
-        assert sorted(n for group in names for n in group) == sorted(t.name for t in tensors_to_prune(m))
-    assert names[0] == {f"blk.0.attn_{x}.weight" for x in "qkv"} and names[1] == {"blk.0.attn_output.weight"}
-    assert len(names) % 2 == 0 and all(len({n.split(".")[1] for n in group}) == 1 for group in names)
+    parts = [{"attn_q", "attn_k", "attn_v"}, {"attn_output"}, {"ffn_gate", "ffn_up"}, {"ffn_down"}]
+    assert names == [{f"blk.{b}.{part}.weight" for part in group} for b in (0, 1) for group in parts]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +263,8 @@ def test_weights_of_one_input_are_pruned_together(model, text):  # noqa: F811
         (["--allocation", "loss"], "--allocation loss needs a calibration text"),
     ],
 )
-def test_bad_options_are_refused_at_once(tmp_path, model, macko, args, message):  # noqa: F811
-    done = macko("prune", model, tmp_path / "out.gguf", "--sparsity", "0.5", *args)
+def test_bad_options_are_refused_at_once(tmp_path, macko, args, message):
+    done = macko("prune", tiny_model(tmp_path), tmp_path / "out.gguf", "--sparsity", "0.5", *args)
     assert done.code == 2 and message in done.err and len(done.err.splitlines()) == 1, done.err
 
 
@@ -277,8 +285,7 @@ def interrupted(*args, when):
 
 @pytest.mark.parametrize("more", [[], ["--dense-targets", 0.5]], ids=["dense", "targets"])
 def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more):  # noqa: F811
-    model = tmp_path / "model.gguf"  # noqa: F811
-    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, *more]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, whole, *args).code == 0
@@ -300,8 +307,7 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, text, macko, more
 
 def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch):  # noqa: F811
     """Killed while the second group of matrices was written: its weights must not reach the statistics."""
-    model = tmp_path / "model.gguf"  # noqa: F811
-    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    model = tiny_model(tmp_path)
     args = ["--method", "alps", "--sparsity", "0.8", "-f", text, "--chunks", 3, "-c", 64, "--sequential"]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert macko("prune", model, whole, *args).code == 0
@@ -329,8 +335,7 @@ def test_half_written_tensors_are_restored(tmp_path, text, macko, monkeypatch): 
     [("set of options", ["--damping", 0.02]), ("number of zeros", ["--tensor-sparsity", "attn_q=0.5"]), ("text", [])],
 )
 def test_checkpoint_of_another_run_is_refused(tmp_path, text, macko, monkeypatch, what, more):  # noqa: F811
-    model = tmp_path / "model.gguf"  # noqa: F811
-    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    model = tiny_model(tmp_path)
     args = ["prune", model, tmp_path / "out.gguf", "--method", "alps", "--sparsity", "0.8", "-f", text, "-c", 64]
     count = working_copy.WorkingCopy.count
 

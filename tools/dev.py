@@ -32,6 +32,7 @@ PYTHON = VENV / "bin" / "python"
 BUILD = ROOT / "build" / "dev"
 DIST = ROOT / "build" / "dist"
 SANITIZED = ROOT / "build" / "sanitized"
+ARM64 = ROOT / "build" / "arm64"
 CPUS = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 FIX = "python3 tools/dev.py lint --fix"
 
@@ -183,6 +184,20 @@ def test_debug_build() -> None:
     run(PYTHON, "-m", "pytest", "-q", "-m", "not slow and not gpu", *tests, env=environment)
 
 
+def test_arm64() -> None:
+    """The C++ tests, the kernels for arm64 among them, under emulation where a cross compiler is installed."""
+    missing = [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if not shutil.which(name)]
+    if missing:
+        print(f"+ arm64: skipped, no {' and no '.join(missing)}", file=sys.stderr, flush=True)
+        return
+    run(
+        "cmake", "-S", ROOT, "-B", ARM64, "-GNinja", f"-DCMAKE_TOOLCHAIN_FILE={ROOT / 'cmake/aarch64-linux-gnu.cmake'}",
+        "-DGGML_MACKO_PLUGIN=OFF", "-DGGML_MACKO_CUDA=OFF", f"-DPython3_EXECUTABLE={PYTHON}",
+    )  # fmt: skip
+    run("cmake", "--build", ARM64)
+    run("ctest", "--test-dir", ARM64, "--output-on-failure", "-j", CPUS)
+
+
 def test(args: argparse.Namespace) -> None:
     stop_if_failed(check_style(fix=False))
     install("test")
@@ -196,6 +211,7 @@ def test(args: argparse.Namespace) -> None:
     )  # fmt: skip
     run("cmake", "--build", SANITIZED)
     run("ctest", "--test-dir", SANITIZED, "--output-on-failure", "-j", CPUS)
+    test_arm64()
     test_debug_build()
     run(PYTHON, "-m", "pytest", *(["-m", "not slow"] if args.quick else []))
 

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <string>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -46,6 +47,8 @@ static const candidate * candidates(int * n) {
         { &kernels_avx2, avx2 },
         { &kernels_portable, true },
     };
+#elif defined(__aarch64__)
+    static const candidate all[] = { { &kernels_neon, true }, { &kernels_portable, true } };
 #else
     static const candidate all[] = { { &kernels_portable, true } };
 #endif
@@ -96,9 +99,15 @@ static const selection & select_once() {
 int select_kernels(const char ** name) {
     const selection & chosen = select_once();
     if (!chosen.set) {
-        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
-                    "GGML_MACKO_FORCE=%s: %s; valid names: portable, avx2, avx512, avx512-vbmi2",
-                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set");
+        std::string       names;
+        int               n;
+        const candidate * all = candidates(&n);
+        for (int k = n - 1; k >= 0; k--) {
+            names += std::string(names.empty() ? "" : ", ") + all[k].set->name;
+        }
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "GGML_MACKO_FORCE=%s: %s; valid names: %s",
+                    printable(chosen.forced).text, chosen.known ? "not supported by this CPU" : "no such kernel set",
+                    names.c_str());
     }
     *name = chosen.set->name;
     return GGML_MACKO_STATUS_OK;

@@ -52,6 +52,8 @@ extern const kernel_set kernels_portable;
 extern const kernel_set kernels_avx2;
 extern const kernel_set kernels_avx512;
 extern const kernel_set kernels_avx512_vbmi2;
+#elif defined(__aarch64__)
+extern const kernel_set kernels_neon;
 #endif
 
 // the i-th of the sets that this CPU and operating system support, fastest first; nullptr past the last

@@ -36,8 +36,9 @@ int find_out() {
         return status;
     }
     if (const char * different = first_different_member()) {
-        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "ggml-macko %s does not fit ggml %s: %s is not where it was",
-                    ggml_macko_version(), printable(running).text, different);
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH,
+                    "ggml-macko %s does not fit ggml %s: %s differs from tested versions", ggml_macko_version(),
+                    printable(running).text, different);
     }
     int last   = 0;
     int status = find_last_op(&last);

@@ -24,9 +24,10 @@
 //                x          0 1 2 3 4 5 6 7      64 columns are in two registers
 //                compressed 0 3 4 6              acc += compressed * values
 //
-//            One FMA per W non-zeros, so it is faster than `rows` at low densities. It needs AVX-512 VBMI2: only a simd
-//            with has_rows16<TYPE> brings dot_gathered() (F16, BF16) or compress_x() and dot_groups() (quantized
-//            weights, whose x are 16-bit integers, so that products and their sums are exact).
+//            One FMA per W non-zeros, so it is faster than `rows` at low densities. Only where a simd has_rows16<TYPE>:
+//            it brings dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress() and dot_compressed(), which work on
+//            segments of rows_compressed<TYPE> rows. With quantized weights x are 16-bit integers, so that products and
+//            their sums are exact.
 //
 //   panels   float x[tile][cols][tokens of the tile]: the packed panels of a dense GEMM, for many x (prefill).
 //

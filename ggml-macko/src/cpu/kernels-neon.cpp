@@ -44,6 +44,14 @@ struct simd {
     template <int NX> static constexpr int    rows_per_pass   = 1;
     static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
 
+    static constexpr int64_t segment_words(float) { return SEGMENT_WORDS; }
+
+    // how expand() takes STEP bits of a mask word: as a number
+    static uint64_t                     table_bits(uint64_t word) { return word; }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+    }
+
     static vec   zero() { return vdupq_n_f32(0); }
     static vec   set1(float a) { return vdupq_n_f32(a); }
     static vec   load(const float * p) { return vld1q_f32(p); }
@@ -110,10 +118,10 @@ struct simd {
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
                 __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
-                const uint8x16_t bit    = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
-                const uint8x16_t spread = vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)),
-                                                      vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
-                const uint8x16_t minus  = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
+                const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
+                const uint8x16_t spread =
+                    vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)), vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
+                const uint8x16_t minus = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
                 return vreinterpretq_s8_u8(vsubq_u8(low, minus));
             } else {
                 return vsubq_s8(vreinterpretq_s8_u8(low), vdupq_n_s8(8));
@@ -160,15 +168,16 @@ struct simd {
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {
-        constexpr int zeros = is_quant_type(TYPE) ? 8 : 2; // vectors behind the last x; as many in front of a group
-        const auto    clear = [](uint8_t * at) __attribute__((always_inline)) {
+        constexpr bool quant = is_quant_type(TYPE);
+        constexpr int  zeros = quant ? 8 : 2; // vectors behind the last x; as many in front of a group
+        const auto     clear = [](uint8_t * at) __attribute__((always_inline)) {
             for (int i = 0; i < zeros; i++) {
                 vst1q_u8(at + 16 * i, vdupq_n_u8(0));
             }
         };
         uint8_t * to[NR];
         for (int r = 0; r < NR; r++) {
-            if (is_quant_type(TYPE)) {
+            if (quant) {
                 clear(out[r].bytes);
             }
             to[r] = out[r].bytes + 2 * n[r];
@@ -176,7 +185,7 @@ struct simd {
         for (int64_t word = 0; word < words; word++, x += 128) {
             uint64_t bits[NR], counts[NR];
             for (int r = 0; r < NR; r++) {
-                bits[r]   = mask[r * stride + word];
+                bits[r] = mask[r * stride + word];
                 // the number of set bits of each byte
                 counts[r] = vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(bits[r]))), 0);
             }

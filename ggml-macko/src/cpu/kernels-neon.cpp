@@ -33,7 +33,7 @@ constexpr nibble_tables make_nibble_tables() {
 }
 constexpr nibble_tables tables_of_nibbles = make_nibble_tables();
 
-struct simd {
+struct simd : plain_mask_bits {
     using vec = float32x4_t;
 
     static constexpr int                      width           = 4;
@@ -43,6 +43,11 @@ struct simd {
     template <int TYPE> static constexpr int  rows_compressed = 2;
     template <int NX> static constexpr int    rows_per_pass   = 1;
     static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
+
+    // about 512 non-zeros, as for AVX2 and for the same reasons
+    static int64_t segment_words(float density) {
+        return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
+    }
 
     static vec   zero() { return vdupq_n_f32(0); }
     static vec   set1(float a) { return vdupq_n_f32(a); }
@@ -110,10 +115,10 @@ struct simd {
             } else if constexpr (TYPE == GGML_MACKO_TYPE_Q5_0) {
                 uint16_t fifth; // the fifth bits; below, each becomes a byte of zeros or ones
                 __builtin_memcpy(&fifth, q + 32 + 4 * half + 2 * i, sizeof(fifth));
-                const uint8x16_t bit    = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
-                const uint8x16_t spread = vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)),
-                                                      vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
-                const uint8x16_t minus  = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
+                const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
+                const uint8x16_t spread =
+                    vcombine_u8(vdup_n_u8(static_cast<uint8_t>(fifth)), vdup_n_u8(static_cast<uint8_t>(fifth >> 8)));
+                const uint8x16_t minus = vbicq_u8(vdupq_n_u8(16), vtstq_u8(spread, bit));
                 return vreinterpretq_s8_u8(vsubq_u8(low, minus));
             } else {
                 return vsubq_s8(vreinterpretq_s8_u8(low), vdupq_n_s8(8));
@@ -176,7 +181,7 @@ struct simd {
         for (int64_t word = 0; word < words; word++, x += 128) {
             uint64_t bits[NR], counts[NR];
             for (int r = 0; r < NR; r++) {
-                bits[r]   = mask[r * stride + word];
+                bits[r] = mask[r * stride + word];
                 // the number of set bits of each byte
                 counts[r] = vget_lane_u64(vreinterpret_u64_u8(vcnt_u8(vcreate_u8(bits[r]))), 0);
             }

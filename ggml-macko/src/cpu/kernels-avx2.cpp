@@ -5,22 +5,18 @@
 namespace macko::cpu {
 namespace {
 
-// For each mask byte: the index of lane i's value among the packed ones (the number of set bits below i), or 0x80 where
-// bit i is clear.
-struct spread_tables {
-    alignas(64) uint8_t words[256][16];    // for pshufb on 16-bit values; it zeroes bytes whose index has bit 7
-    alignas(64) uint8_t lanes[256][8];     // for vpermps; expand() zeroes the lanes with bit 7
+// For each mask byte, beside tables_of_masks:
+struct lane_tables {
+    alignas(64) uint8_t lanes[256][8];     // as `spread`, for vpermps; expand() zeroes the lanes with bit 7
     alignas(64) uint8_t positions[256][8]; // positions of the set bits, lowest first
 };
-constexpr spread_tables make_spread_tables() {
-    spread_tables t = {};
+constexpr lane_tables make_lane_tables() {
+    lane_tables t = {};
     for (int m = 0; m < 256; m++) {
         int k = 0;
         for (int i = 0; i < 8; i++) {
-            const bool set        = (m >> i) & 1;
-            t.words[m][2 * i]     = set ? static_cast<uint8_t>(2 * k) : 0x80;
-            t.words[m][2 * i + 1] = set ? static_cast<uint8_t>(2 * k + 1) : 0x80;
-            t.lanes[m][i]         = set ? static_cast<uint8_t>(k) : 0x80;
+            const bool set = (m >> i) & 1;
+            t.lanes[m][i]  = set ? static_cast<uint8_t>(k) : 0x80;
             if (set) {
                 t.positions[m][k++] = static_cast<uint8_t>(i);
             }
@@ -28,7 +24,7 @@ constexpr spread_tables make_spread_tables() {
     }
     return t;
 }
-constexpr spread_tables tables = make_spread_tables();
+constexpr lane_tables tables = make_lane_tables();
 
 struct simd : compress_avx2 {
     using vec = __m256;
@@ -40,7 +36,7 @@ struct simd : compress_avx2 {
     template <int TYPE> static constexpr int  rows_compressed = 2;
     template <int NX> static constexpr int    rows_per_pass   = 1;
 
-    // expand() takes 16 times a byte of a mask, the offset of an entry of `words`: no byte needs a shift of its own.
+    // expand() takes 16 times a byte of a mask, the offset of an entry of `spread`: no byte needs a shift of its own.
     static uint64_t                     table_bits(uint64_t word) { return rotate_right(word, 60); }
     template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
         static_assert(STEP == 8, "bytes");
@@ -128,8 +124,8 @@ struct simd : compress_avx2 {
             w[0]          = _mm256_andnot_ps(_mm256_castsi256_ps(_mm256_srai_epi32(lanes, 31)), all);
         } else {
             const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
-            w[0]                 = widen<TYPE>(
-                _mm_shuffle_epi8(packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables.words[0] + offset))));
+            w[0]                 = widen<TYPE>(_mm_shuffle_epi8(
+                packed, _mm_load_si128(reinterpret_cast<const __m128i *>(tables_of_masks.spread[0] + offset))));
         }
     }
     static vec   max_magnitude(vec a, vec v) { return _mm256_max_ps(a, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v)); }

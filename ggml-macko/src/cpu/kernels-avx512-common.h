@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/mask-tables.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12 warns of the undefined vectors inside its own AVX-512 intrinsics (GCC bug 105593), at the place where they are
@@ -15,7 +16,7 @@
 namespace macko::cpu {
 namespace {
 
-struct avx512 {
+struct avx512 : plain_mask_bits {
     using vec = __m512;
 
     static constexpr int width     = 16;
@@ -26,12 +27,6 @@ struct avx512 {
     template <int TYPE> static constexpr bool has_rows16     = false;
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
-
-    // How expand() takes STEP bits of a mask word: as a number. AVX2 has tables, and takes an offset of a table.
-    static uint64_t                     table_bits(uint64_t word) { return word; }
-    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
-        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
-    }
 
     static vec   zero() { return _mm512_setzero_ps(); }
     static vec   set1(float a) { return _mm512_set1_ps(a); }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/dispatch.h"
+#include "cpu/mask-tables.h"
 
 #include <immintrin.h>
 
@@ -11,26 +12,6 @@
 
 namespace macko::cpu {
 namespace {
-
-// For each mask byte: the pshufb control that moves the 16-bit numbers at its set bits to the front.
-struct pack_table {
-    alignas(64) uint8_t control[256][16];
-};
-constexpr pack_table make_pack_table() {
-    pack_table t = {};
-    for (int m = 0; m < 256; m++) {
-        int k = 0;
-        for (int i = 0; i < 8; i++) {
-            if ((m >> i) & 1) {
-                t.control[m][2 * k]     = static_cast<uint8_t>(2 * i);
-                t.control[m][2 * k + 1] = static_cast<uint8_t>(2 * i + 1);
-                k++;
-            }
-        }
-    }
-    return t;
-}
-constexpr pack_table pack_controls = make_pack_table();
 
 struct compress_avx2 {
     static constexpr float X_OFFSET = 0; // the integers are signed
@@ -56,7 +37,7 @@ struct compress_avx2 {
                 _mm256_storeu_si256(reinterpret_cast<__m256i *>(at) + i, _mm256_setzero_si256());
             }
         };
-        const uint8_t * controls = pack_controls.control[0];
+        const uint8_t * controls = tables_of_masks.pack[0];
         uint8_t *       to[NR];
         for (int r = 0; r < NR; r++) {
             if (quant) {

@@ -33,7 +33,7 @@ constexpr nibble_tables make_nibble_tables() {
 }
 constexpr nibble_tables tables_of_nibbles = make_nibble_tables();
 
-struct simd {
+struct simd : plain_mask_bits {
     using vec = float32x4_t;
 
     static constexpr int                      width           = 4;
@@ -44,12 +44,9 @@ struct simd {
     template <int NX> static constexpr int    rows_per_pass   = 1;
     static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
 
-    static constexpr int64_t segment_words(float) { return SEGMENT_WORDS; }
-
-    // how expand() takes STEP bits of a mask word: as a number
-    static uint64_t                     table_bits(uint64_t word) { return word; }
-    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
-        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+    // about 512 non-zeros, as for AVX2 and for the same reasons
+    static int64_t segment_words(float density) {
+        return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
     }
 
     static vec   zero() { return vdupq_n_f32(0); }

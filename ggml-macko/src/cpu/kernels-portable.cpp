@@ -1,11 +1,12 @@
 // Kernels for any CPU, arm64 included. The compiler maps vectors of four floats to what the target has. Written to be
 // read rather than to be fast.
 #include "cpu/dispatch.h"
+#include "cpu/mask-tables.h"
 
 namespace macko::cpu {
 namespace {
 
-struct simd {
+struct simd : plain_mask_bits {
     typedef float vec __attribute__((vector_size(16)));
 
     static constexpr int                      width         = 4;
@@ -13,12 +14,6 @@ struct simd {
     template <int TYPE> static constexpr int  step          = 8; // columns of one call of expand()
     template <int TYPE> static constexpr bool has_rows16    = false;
     template <int NX> static constexpr int    rows_per_pass = 1;
-
-    // How expand() takes STEP bits of a mask word: as a number. AVX2 has tables, and takes an offset of a table.
-    static uint64_t                     table_bits(uint64_t word) { return word; }
-    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
-        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
-    }
 
     static vec zero() { return vec{ 0, 0, 0, 0 }; }
     static vec set1(float a) { return vec{ a, a, a, a }; }

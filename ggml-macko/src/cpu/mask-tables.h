@@ -1,6 +1,5 @@
-// For each byte of a mask, the byte permutations between packed 16-bit numbers and the lanes of their columns: pshufb's
-// controls, which are also the indices of arm64's tbl. Internal linkage, as kernels-impl.h asks of everything that
-// several kernel sets include.
+// How kernel sets find what a few bits of a mask stand for. Internal linkage, as kernels-impl.h asks of everything that
+// several of them include.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +7,16 @@
 namespace macko::cpu {
 namespace {
 
+// How expand() takes STEP bits of a mask word: as a number. AVX2 takes an offset of a table instead.
+struct plain_mask_bits {
+    static uint64_t                     table_bits(uint64_t word) { return word; }
+    template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
+        return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);
+    }
+};
+
+// For each byte of a mask, the byte permutations between packed 16-bit numbers and the lanes of their columns: pshufb's
+// controls, which are also the indices of arm64's tbl.
 struct mask_tables {
     // packed -> columns: lane i gets the value with as many set bits below it, or zero where bit i is clear
     alignas(64) uint8_t spread[256][16];

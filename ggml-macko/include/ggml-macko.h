@@ -147,7 +147,7 @@ struct ggml_macko_encoded;
 // Encodes rows x cols dense elements. Options are those of ggml_macko_codec_at(); what is not given has its default:
 //   macko   delta_bits       1, 2, 4 or 8; 0: what takes the fewest bytes
 //   packed  value_type       the dense type, CODED, Q8_0, Q5_0, Q4_0 or Q4_NL; -1: the dense type. Quantizing rounds as
-//                            ggml's reference quantizer does; to Q4_NL as ggml_macko_quantize_q4_nl does without weights
+//                            ggml's reference quantizer does; Q4_NL as ggml_macko_quantize_q4_nl does without weights
 //           index_bits       0: a bitmap; 2, 4, 8: gap codes; -1: what takes the fewest bytes
 //           mantissa_bits    of coded values, 7 or 10 (BF16: 7); -1: what takes the fewest bytes
 //           exponent_bits    of coded values, 2 or 3; -1: what takes the fewest bytes
@@ -352,8 +352,8 @@ GGML_MACKO_API int ggml_macko_load_model(const char * path, const struct llama_m
 // the struct has none of the known sizes.
 GGML_MACKO_API int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,
                                                  struct ggml_macko_params_layout * layout);
-// VERSION_MISMATCH, naming the range, if ggml_version is not in the range that the plugin is for and the environment does
-// not have GGML_MACKO_ANY_VERSION=1
+// VERSION_MISMATCH, naming the range, if ggml_version is not in the range that the plugin is for, and the environment
+// does not have GGML_MACKO_ANY_VERSION=1
 GGML_MACKO_API int ggml_macko_check_ggml(const char * ggml_version);
 // ggml_macko_check_ggml of the libggml-base of this process, and that it has its structs and operations as the plugin
 // expects them; checked once. ggml_backend_load refuses the plugin if this is not OK.

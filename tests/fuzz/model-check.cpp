@@ -101,9 +101,10 @@ bytes decode_packed(const components & c, const sparse_tensor_info & m) {
         } else if (m.value_type == m.desc.type) {
             memcpy(out, &values[k * nb], nb);
         } else {
-            const auto     i = static_cast<int64_t>(k);
-            const uint32_t v = nb == 4 ? macko::dense_at<uint32_t>(values.data(), m.value_type, i, m.desc.type)
-                                                        : macko::dense_at<uint16_t>(values.data(), m.value_type, i, m.desc.type);
+            const auto      i = static_cast<int64_t>(k);
+            const uint8_t * q = values.data();
+            const uint32_t  v = nb == 4 ? macko::dense_at<uint32_t>(q, m.value_type, i, m.desc.type)
+                                                         : macko::dense_at<uint16_t>(q, m.value_type, i, m.desc.type);
             memcpy(out, &v, nb);
         }
         k++;

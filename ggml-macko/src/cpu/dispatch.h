@@ -13,8 +13,8 @@ enum class x_layout {
     panels, // tiles of tokens, each [columns][tokens of the tile] of floats
 };
 
-// rows16, compressed: the x of the non-zeros in a segment of a row, and zeros on both sides of them. There is room for a
-// whole group of zeros in front, one behind, and for stores that write whole vectors.
+// rows16, compressed: the x of the non-zeros in a segment of a row, and zeros on both sides of them. There is room for
+// a whole group of zeros in front, one behind, and for stores that write whole vectors.
 constexpr int64_t SEGMENT_WORDS    = 64; // mask words
 constexpr int64_t COMPRESSED_PLANE = SEGMENT_WORDS * 64 + 64 + 64;
 struct compressed_x {

@@ -129,8 +129,8 @@ struct simd : avx512 {
         _mm512_storeu_si512(high + n, _mm512_setzero_si512());
         return n;
     }
-    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group, as a
-    // plane of low bytes and one of high bytes. Adds the number of non-zeros to n.
+    // Compresses the x of the non-zeros of some mask words: n zeros (n < 64), the x, and zeros up to a whole group, as
+    // a plane of low bytes and one of high bytes. Adds the number of non-zeros to n.
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t, int64_t words, const uint8_t * x, bool few, int64_t (&n)[NR],
                          compressed_x * out) {

@@ -16,17 +16,17 @@ namespace {
 struct compress_avx2 {
     static constexpr float X_OFFSET = 0; // the integers are signed
 
-    // About 512 non-zeros: fewer are multiplied by too many groups that are not theirs, and the compressed x of more, for
-    // two rows and twice, push x out of an L1 cache of 32 KiB.
+    // About 512 non-zeros: fewer are multiplied by too many groups that are not theirs, and the compressed x of more,
+    // for two rows and twice, push x out of an L1 cache of 32 KiB.
     static int64_t segment_words(float density) {
         return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
     }
 
     static uint64_t rotate_right(uint64_t bits, int n) { return n == 0 ? bits : bits >> n | bits << (64 - n); }
 
-    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart: n[r] zeros,
-    // the x, and zeros up to a whole group. Adds the number of non-zeros to n[r]. Two rows share the loads of x, and
-    // hide the latency of the addresses, each of which depends on the one before.
+    // Compresses the x of the non-zeros of some mask words of NR rows, whose masks are `stride` words apart: n[r]
+    // zeros, the x, and zeros up to a whole group. Adds the number of non-zeros to n[r]. Two rows share the loads of x,
+    // and hide the latency of the addresses, each of which depends on the one before.
     template <int TYPE, int NR>
     static void compress(const uint64_t * mask, int64_t stride, int64_t words, const uint8_t * x, bool,
                          int64_t (&n)[NR], compressed_x * out) {

@@ -1,5 +1,5 @@
-// Kernels for arm64: Advanced SIMD as of Armv8.0, which every such CPU has. Eight columns of a mask byte at a time: `tbl`
-// moves the packed values to their columns, or the x of the non-zeros to the packed values.
+// Kernels for arm64: Advanced SIMD as of Armv8.0, which every such CPU has. Eight columns of a mask byte at a time:
+// `tbl` moves the packed values to their columns, or the x of the non-zeros to the packed values.
 #include "cpu/dispatch.h"
 #include "cpu/mask-tables.h"
 

@@ -179,11 +179,17 @@ def test_table_of_methods_is_complete_and_resumes(made, tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [[c.strip() for c in line.split("|")[1:-1]] for line in out.read_text().splitlines()]
     assert rows[0] == ["method", "allocation", "80%", "90%", "2:4", "as it is"]
-    assert [r[0] for r in rows[2::2]] == [
-        *("magnitude, row", "magnitude, tensor", "Wanda", "SparseGPT", "Wanda, sequential", "**model**")
+    with_statistics = ("Wanda", "Wanda, refit", "SparseGPT", "SparseGPT, refit", "ALPS")
+    sequential = ("Wanda, sequential", "SparseGPT, sequential", "ALPS, sequential")
+    once = ("magnitude, row", "magnitude, tensor", *with_statistics)
+    assert [r[:2] for r in rows[2:]] == [
+        *([method, allocation] for method in once for allocation in ("uniform", "owl", "loss")),
+        *([method, "uniform"] for method in sequential),
+        ["**model**", ""],
     ]
     results = json.loads(out.with_suffix(".json").read_text())
-    assert len(results) == 1 + 2 * 4 * 2 + 3 + 2
+    n_patterns = len(once) - 1  # one per row: N:M is about rows
+    assert len(results) == 1 + 2 * len(once) * 3 + n_patterns + len(sequential)
     assert len({r["ppl"] for r in results.values()}) > 10 and len({r["tokens"] for r in results.values()}) == 1
     before = out.read_text()
     again = subprocess.run(command, capture_output=True, text=True)

@@ -192,8 +192,8 @@ class Sweep:
         for m in self.methods:
             for rule in ALLOCATIONS:
                 rows.append([m.label, rule, *cells(f"{m.label}, {rule}")])
-        for m in METHODS_WITH_STATISTICS:
-            if args.sequential and not m.refit:
+        for m in self.methods:
+            if args.sequential and m in METHODS_WITH_STATISTICS and not m.refit:
                 rows.append([f"{m.label}, sequential", "uniform", *cells(f"{m.label}, sequential")])
         if args.dense_targets:
             for rule in ALLOCATIONS:

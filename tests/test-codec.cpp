@@ -1,5 +1,6 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
-// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second).
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second); `--one-thread` is for emulators of a
+// CPU, some of which keep the memory of every thread that has ended.
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"
@@ -9,6 +10,9 @@
 #include <cmath>
 #include <cstring>
 #include <vector>
+
+static bool one_thread = false;
+static int  threads(int n) { return one_thread ? 1 : n; }
 
 struct encoded {
     std::vector<uint8_t> values;
@@ -25,11 +29,11 @@ struct encoded {
     }
     int validate(int n_threads = 2) const {
         const ggml_macko_matrix all = matrix();
-        return ggml_macko_validate(&all, n_threads);
+        return ggml_macko_validate(&all, threads(n_threads));
     }
     int decode(void * dense, int n_threads = 2) const {
         const ggml_macko_matrix all = matrix();
-        return ggml_macko_decode(&all, dense, n_threads);
+        return ggml_macko_decode(&all, dense, threads(n_threads));
     }
 };
 
@@ -41,7 +45,7 @@ static void check_c_api(const encoded & e, const void * dense, int n_threads) {
     const ggml_macko_option option = { "delta_bits", e.m.delta_bits };
     ggml_macko_encoded *    out    = nullptr;
     ggml_macko_matrix       m      = {};
-    CHECK(ggml_macko_encode("macko", dense, e.m.type, e.m.rows, e.m.cols, &option, 1, n_threads, &out) == 0 &&
+    CHECK(ggml_macko_encode("macko", dense, e.m.type, e.m.rows, e.m.cols, &option, 1, threads(n_threads), &out) == 0 &&
               ggml_macko_encoded_matrix(out, &m) == 0,
           "%s", ggml_macko_last_error());
     const ggml_macko_matrix expected = e.matrix();
@@ -59,7 +63,8 @@ static void check_c_api(const encoded & e, const void * dense, int n_threads) {
 static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t cols, int bits, int n_threads) {
     encoded          e;
     ggml_macko_count count;
-    CHECK(ggml_macko_count_dense(dense, type, rows, cols, n_threads, &count) == 0, "%s", ggml_macko_last_error());
+    CHECK(ggml_macko_count_dense(dense, type, rows, cols, threads(n_threads), &count) == 0, "%s",
+          ggml_macko_last_error());
     e.m = { rows, cols, type, bits, count.nnz, count.n_stored[bits_index(bits)], nullptr, nullptr, nullptr };
     e.values.assign((size_t)(e.n_values() * type_size(type)), 0xA5); // poison: every byte must be written
     e.deltas.assign((size_t)ggml_macko_deltas_nbytes(e.m.n_stored, bits), 0xA5);
@@ -67,7 +72,7 @@ static encoded encode(const void * dense, int32_t type, int64_t rows, int64_t co
     e.m.values  = e.values.data();
     e.m.deltas  = e.deltas.data();
     e.m.row_ptr = e.row_ptr.data();
-    CHECK(macko::encode(dense, e.m, n_threads) == 0, "%s", ggml_macko_last_error());
+    CHECK(macko::encode(dense, e.m, threads(n_threads)) == 0, "%s", ggml_macko_last_error());
     check_c_api(e, dense, n_threads);
     return e;
 }
@@ -301,7 +306,7 @@ static void test_counts_of_another_matrix_are_refused(const faults & f, const st
     other[700]                  = 1;
     encoded again               = f.good;
     again.m.values = again.values.data(), again.m.deltas = again.deltas.data(), again.m.row_ptr = again.row_ptr.data();
-    CHECK(macko::encode(other.data(), again.m, f.n_threads) == GGML_MACKO_STATUS_BAD_ARGUMENT,
+    CHECK(macko::encode(other.data(), again.m, threads(f.n_threads)) == GGML_MACKO_STATUS_BAD_ARGUMENT,
           "encode with another matrix's counts");
 }
 
@@ -407,6 +412,7 @@ int main(int argc, char ** argv) {
         bench();
         return 0;
     }
+    one_thread = argc > 1 && !strcmp(argv[1], "--one-thread");
     test_paper_example();
     test_round_trips<uint16_t>(GGML_MACKO_TYPE_F16, 1);
     test_round_trips<uint16_t>(GGML_MACKO_TYPE_BF16, 2);

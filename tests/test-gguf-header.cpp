@@ -1615,14 +1615,31 @@ static int64_t read_as_llama_cpp(FILE * stream, int64_t size, int64_t at, bytes 
     return n_read;
 }
 
+// a sparse model of some size, and the dense stream of it
+struct served_model {
+    builder::model                       m;
+    memory_file                          f;
+    std::unique_ptr<macko::model_file>   file;
+    std::unique_ptr<macko::dense_stream> stream;
+
+    explicit served_model(uint64_t seed)
+        : m(builder::tiny_llama(seed == 4   ? 512
+                                : seed == 3 ? 64
+                                            : 16,
+                                2, seed)),
+          f(builder::serialize(builder::sparse_file(m, seed == 2))),
+          file(open_or_die(f)) {
+        CHECK(macko::dense_stream::create(*file, &stream) == S(OK), "%s", ggml_macko_last_error());
+    }
+};
+
 // Dense tensors are read in full; of a sparse tensor that a device has claimed only the placeholder is read.
 static void test_zeros_of_claimed_tensors_are_not_read() {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
-        const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
-        const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
-        const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::dense_stream> v;
-        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
+        const served_model                           served(seed);
+        const builder::model &                       m    = served.m;
+        const std::unique_ptr<macko::model_file> &   file = served.file;
+        const std::unique_ptr<macko::dense_stream> & v    = served.stream;
         claim_all(*v, *file);
         layout      l;
         const bytes dense  = builder::serialize(m.dense, &l);
@@ -1653,12 +1670,11 @@ static void test_zeros_of_claimed_tensors_are_not_read() {
 // Some tensors claimed, others not, read as llama.cpp reads them: in any order, whole or in pieces.
 static void test_unclaimed_tensors_are_read_as_dense_elements() {
     for (uint64_t seed : { 1, 2, 3, 4 }) {
-        const builder::model                 m = builder::tiny_llama(seed == 4 ? 512 : seed == 3 ? 64 : 16, 2, seed);
-        const memory_file                    f(builder::serialize(builder::sparse_file(m, seed == 2)));
-        const auto                           file = open_or_die(f);
-        std::unique_ptr<macko::dense_stream> v;
-        CHECK(macko::dense_stream::create(*file, &v) == S(OK), "%s", ggml_macko_last_error());
-        FILE * stream = v->open_stream();
+        const served_model                           served(seed);
+        const builder::model &                       m      = served.m;
+        const std::unique_ptr<macko::model_file> &   file   = served.file;
+        const std::unique_ptr<macko::dense_stream> & v      = served.stream;
+        FILE *                                       stream = v->open_stream();
         CHECK(stream != nullptr, "%s", ggml_macko_last_error());
         uint8_t header[64]; // llama.cpp reads it before any claim
         CHECK(fread(header, sizeof(header), 1, stream) == 1, "header");

@@ -126,6 +126,14 @@ def test_message_is_what_the_page_says(place, message):
 # ---- installation ----
 
 
+def run_with_other_ggml(p, function: str):
+    """Runs a program in which a function in C takes the place of ggml's."""
+    source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
+    source.write_text(function)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
+    return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
+
+
 @row("ggml-macko is for llama-cpp-python")
 def _(p):
     return p.python("import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()")
@@ -133,10 +141,7 @@ def _(p):
 
 @row("ggml-macko <version> does not fit ggml")
 def _(p):
-    source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
-    source.write_text("unsigned long ggml_tensor_overhead(void) { return 400; }")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
-    return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
+    return run_with_other_ggml(p, "unsigned long ggml_tensor_overhead(void) { return 400; }")
 
 
 def package_without(p, name: str) -> str:
@@ -199,10 +204,7 @@ def _(p):
 
 @row("ggml-macko <version> is for ggml")
 def _(p):
-    source, other = p.tmp_path / "other.c", p.tmp_path / "other.so"
-    source.write_text('const char * ggml_version(void) { return "0.9.9"; }')
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", other, source], check=True)
-    return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
+    return run_with_other_ggml(p, 'const char * ggml_version(void) { return "0.9.9"; }')
 
 
 @row("ggml-macko: GGML_MACKO_PLUGIN is not set")

@@ -40,8 +40,8 @@ struct simd : avx512 {
     template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
     template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
     // makes the integers positive: vpdpbusd multiplies unsigned bytes
-    static constexpr float   X_OFFSET = 32768;
-    static constexpr int64_t segment_words(float) { return SEGMENT_WORDS; }
+    static constexpr float X_OFFSET         = 32768;
+    static constexpr int   segment_nonzeros = SEGMENT_WORDS * 64; // whatever the density
 
     template <int TYPE> static void expand(const uint8_t * values, uint32_t bits, vec * w) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
@@ -162,7 +162,7 @@ struct simd : avx512 {
     }
     // Sum of d * q * x over the groups of n x. vpdpbusd adds four products of bytes to each lane, so that a vector has
     // eight sums of each half of a group. x = 256 * high + low.
-    template <int TYPE> static float dot_compressed(const uint8_t * group, int64_t n, const compressed_x & x) {
+    template <int TYPE> static float dot_groups(const uint8_t * group, int64_t n, const compressed_x & x) {
         constexpr int   PREFETCH     = 4096; // bytes ahead
         constexpr int   group_nbytes = quant_group_nbytes(TYPE);
         const uint8_t * low          = x.bytes;

@@ -16,11 +16,9 @@ namespace {
 struct compress_avx2 {
     static constexpr float X_OFFSET = 0; // the integers are signed
 
-    // About 512 non-zeros: fewer are multiplied by too many groups that are not theirs, and the compressed x of more,
-    // for two rows and twice, push x out of an L1 cache of 32 KiB.
-    static int64_t segment_words(float density) {
-        return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
-    }
+    // Non-zeros of a segment, about: fewer are multiplied by too many groups that are not theirs, and the compressed x
+    // of more, for two rows and twice, push x out of an L1 cache of 32 KiB.
+    static constexpr int segment_nonzeros = 512;
 
     static uint64_t rotate_right(uint64_t bits, int n) { return n == 0 ? bits : bits >> n | bits << (64 - n); }
 
@@ -155,13 +153,6 @@ struct compress_avx2 {
             }
         }
         return sum_of_lanes(_mm256_add_ps(total[0], total[1]));
-    }
-    template <int TYPE> static float dot_compressed(const uint8_t * values, int64_t n, const compressed_x & x) {
-        if constexpr (is_quant_type(TYPE)) {
-            return dot_groups<TYPE>(values, n, x);
-        } else {
-            return dot_floats<TYPE>(values, n, x);
-        }
     }
 };
 

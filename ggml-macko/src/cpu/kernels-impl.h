@@ -25,9 +25,9 @@
 //                compressed 0 3 4 6              acc += compressed * values
 //
 //            One FMA per W non-zeros, so it is faster than `rows` at low densities. Only where a simd has_rows16<TYPE>:
-//            it brings dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress() and dot_compressed(), which work on
-//            segments of rows_compressed<TYPE> rows. With quantized weights x are 16-bit integers, so that products and
-//            their sums are exact.
+//            it brings dot_gathered() (AVX-512 VBMI2, F16 and BF16), or compress(), which works on segments of
+//            rows_compressed<TYPE> rows, and dot_groups() and dot_floats(). With quantized weights x are 16-bit
+//            integers, so that products and their sums are exact.
 //
 //   panels   float x[tile][cols][tokens of the tile]: the packed panels of a dense GEMM, for many x (prefill).
 //
@@ -225,6 +225,12 @@ INLINE float density_of(const mul_mat_params & p) {
            (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(p.w.cols));
 }
 
+// mask words of a segment, which has about so many non-zeros
+INLINE int64_t segment_words(float density, int nonzeros) {
+    const float words = static_cast<float>(nonzeros) / 64;
+    return density * SEGMENT_WORDS <= words ? SEGMENT_WORDS : static_cast<int64_t>(words / density);
+}
+
 // Two steps for each segment of a row: the x of its non-zeros are compressed, then multiplied by the packed weights.
 // Quantized weights are multiplied by whole groups: up to 63 zeros go in front, so that the first x lies in its group
 // as its weight does, and weights of a group that belong to other segments meet zeros. The second step is one segment
@@ -247,7 +253,7 @@ template <int TYPE, typename S> struct compressor {
 
     void start(const mul_mat_params & p) {
         params  = &p;
-        segment = S::segment_words(density_of(p));
+        segment = segment_words(density_of(p), S::segment_nonzeros);
         scale   = is_quant<TYPE> ? *scale_of_x(p) : 1.0f;
         now     = 0;
         for (int r = 0; r < ROWS; r++) {
@@ -255,11 +261,18 @@ template <int TYPE, typename S> struct compressor {
         }
     }
 
+    static float dot(const segment_of_row & s, const compressed_x & x) {
+        if constexpr (is_quant<TYPE>) {
+            return S::template dot_groups<TYPE>(s.values, s.n, x);
+        } else {
+            return S::template dot_floats<TYPE>(s.values, s.n, x);
+        }
+    }
+
     void multiply_last() {
         for (int r = 0; r < ROWS; r++) {
             if (last[r].y) {
-                *last[r].y +=
-                    scale * S::template dot_compressed<TYPE>(last[r].values, last[r].n, compressed[now ^ 1][r]);
+                *last[r].y += scale * dot(last[r], compressed[now ^ 1][r]);
                 last[r].y = nullptr;
             }
         }

@@ -44,10 +44,7 @@ struct simd : plain_mask_bits {
     template <int NX> static constexpr int    rows_per_pass   = 1;
     static constexpr float                    X_OFFSET        = 0; // x of quantized weights are signed integers
 
-    // about 512 non-zeros, as for AVX2 and for the same reasons
-    static int64_t segment_words(float density) {
-        return density <= 0.125f ? SEGMENT_WORDS : density >= 1 ? 8 : static_cast<int64_t>(8 / density);
-    }
+    static constexpr int segment_nonzeros = 512; // as for AVX2 and for the same reasons
 
     static vec   zero() { return vdupq_n_f32(0); }
     static vec   set1(float a) { return vdupq_n_f32(a); }
@@ -235,13 +232,6 @@ struct simd : plain_mask_bits {
             }
         }
         return sum(add(add(total[0], total[1]), add(total[2], total[3])));
-    }
-    template <int TYPE> static float dot_compressed(const uint8_t * values, int64_t n, const compressed_x & x) {
-        if constexpr (is_quant_type(TYPE)) {
-            return dot_groups<TYPE>(values, n, x);
-        } else {
-            return dot_floats<TYPE>(values, n, x);
-        }
     }
 };
 

@@ -20,7 +20,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..pruning import array_backend, masks
+from ..pruning import array_backend, masks, sparsegpt
 from ..pruning.array_backend import Array
 
 REFIT_STEPS = 10
@@ -59,11 +59,8 @@ def damped(hessian: Array, damping: float) -> Array:
     """
     xp = array_backend.module_of(hessian)
     h = hessian.copy()
-    diagonal = h.diagonal().astype(np.float64)
-    diagonal[diagonal == 0] = 1
-    diagonal += damping * diagonal.mean()
-    at = xp.arange(len(diagonal))
-    h[at, at] = diagonal.astype(np.float32)
+    at = xp.arange(len(h))
+    h[at, at] = sparsegpt.damped_diagonal(hessian, damping).astype(np.float32)
     return h
 
 

@@ -27,6 +27,16 @@ BLOCK_COLS = 128
 """Columns within which the weights to zero are chosen: the paper's mask selection blocksize."""
 
 
+def damped_diagonal(hessian: Array, damping: float) -> Array:
+    """The diagonal of H + damping * mean(diag H) * I, float64 (cols,). hessian: H, float32 (cols, cols). A zero of its
+    diagonal, of an input that is always zero, counts as 1.
+    """
+    diagonal = hessian.diagonal().astype(np.float64)
+    diagonal[diagonal == 0] = 1
+    diagonal += damping * diagonal.mean()
+    return diagonal
+
+
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """U, float32 (cols, cols), upper triangular, with U^T U = (H + damping * mean(diag H) * I)^-1.
 
@@ -35,11 +45,8 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     """
     xp = array_backend.module_of(hessian)
     h = hessian.astype(np.float64)
-    diagonal = h.diagonal().copy()
-    diagonal[diagonal == 0] = 1
-    diagonal += damping * diagonal.mean()
-    at = xp.arange(len(diagonal))
-    h[at, at] = diagonal
+    at = xp.arange(len(h))
+    h[at, at] = damped_diagonal(hessian, damping)
     # H = R R^T with R upper triangular is the Cholesky factorisation of H with rows and columns reversed; U = R^-1
     with array_backend.raise_linalg_errors(xp):
         lower = xp.linalg.cholesky(h[::-1, ::-1])

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -22,11 +23,11 @@ import pytest
 import generators
 import gguf_bytes as gb
 import rpc_messages as rpc
-import rpc_servers
 from llama_logits import logits, open_model
 
 sys.path.insert(0, str(generators.ROOT / "tools"))
 import llama_programs as programs  # noqa: E402
+import rpc_servers  # noqa: E402
 
 TOKENS = list(range(3, 60))
 ALL = ("-ngl", 99, "-fit", "off")
@@ -185,6 +186,91 @@ def test_client_of_a_killed_server_ends_with_llama_cpps_line(folder, sparse, tmp
     assert b"Remote RPC server crashed or returned malformed response" in err
 
 
+class Relay:
+    """A port whose connections go on to a server. change: called with what the client sends, and with what the server
+    answers, piece by piece; it returns what goes on, or None to end the connection.
+    """
+
+    def __init__(self, server, to_server=None, to_client=None):
+        self._server = server
+        self._change = (to_server or bytes, to_client or bytes)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server.port))
+                for ends, change in zip(((client, server), (server, client)), self._change):
+                    threading.Thread(target=self._copy, args=(*ends, change), daemon=True).start()
+
+    @staticmethod
+    def _copy(source, target, change):
+        with contextlib.suppress(OSError):
+            while data := change(source.recv(1 << 16)):
+                target.sendall(data)
+        for s in (source, target):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._listener.close()
+
+
+def load_through(folder, model, relay):
+    """A client of the relay's server."""
+    command = programs.command(
+        folder / "llama-completion", "-m", model, "-p", "x", "-n", 4, "-no-cnv", "--rpc", relay.address, *ALL
+    )
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, errors="replace")
+    finally:
+        relay.close()
+
+
+def lines_of(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("ggml-macko: ")]
+
+
+def test_server_of_another_version_is_refused(folder, sparse, tmp_path):
+    def other_version(data):
+        return data.replace(rpc.MAGIC + struct.pack("<I", rpc.VERSION), rpc.MAGIC + struct.pack("<I", rpc.VERSION + 1))
+
+    with servers(folder, tmp_path, 1) as (server,):
+        done = load_through(folder, sparse, Relay(server, to_client=other_version))
+    (line,) = lines_of(done)
+    assert done.returncode == 1
+    assert f"with RPC version {rpc.VERSION + 1}, and this is" in line and "use the same on both" in line
+
+
+def test_payload_that_changes_on_the_way_is_refused(folder, sparse, tmp_path):
+    with servers(folder, tmp_path, 1) as (server,):
+        relay = Relay(server, to_server=lambda data: data.replace(b"macko.tensor.nnz", b"macko.tensor.nnx"))
+        done = load_through(folder, sparse, relay)
+        assert server.process.poll() is None
+        assert "refused what an RPC client sent for blk." in server.log()
+    (line,) = lines_of(done)
+    assert done.returncode == 1
+    assert str(sparse) in line and "RPC0[" in line and "macko.tensor.nn" in line
+
+
+def test_connection_that_ends_in_a_payload_ends_the_client_only(folder, sparse, want, tmp_path):
+    """llama.cpp's client ends by a signal, and by which depends on whether it was sending."""
+    passed = 0
+
+    def some(data):
+        nonlocal passed
+        passed += len(data)
+        return data if passed < 1 << 20 else None
+
+    with servers(folder, tmp_path, 1) as (server,):
+        done = load_through(folder, sparse, Relay(server, to_server=some))
+        assert done.returncode in (-signal.SIGABRT, -signal.SIGPIPE)
+        assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
+
+
 class Raw:
     """A client that speaks the protocol of llama.cpp's RPC backend itself."""
 
@@ -238,6 +324,19 @@ class Raw:
 
     def close(self):
         self.socket.close()
+
+
+def test_server_outlives_a_client_that_leaves_without_its_answers(folder, sparse, want, tmp_path):
+    with servers(folder, tmp_path, 1) as (server,):
+        for _ in range(5):
+            client = Raw(server)
+            buffer, address = client.alloc(16 << 20)
+            head = client.tensor(buffer, address, 16 << 20, b"")
+            for _ in range(4):
+                client.tell(client.GET, head + struct.pack("<QQ", 0, 16 << 20))
+            client.close()
+        assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
+        assert server.process.poll() is None
 
 
 def test_hostile_payloads_are_refused_and_the_server_goes_on(folder, sparse, want, tmp_path):

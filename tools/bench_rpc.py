@@ -5,8 +5,8 @@
   python3 tools/bench_rpc.py build/llama.cpp/bin sparse.gguf                # servers on the loopback
   sudo python3 tools/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a network namespace of its own
 
-A row for this machine alone, then one for 1, 2 ... servers that hold all layers. The text must be the same; exits with
-1 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
+A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
+if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
 generates; of sent bytes, those of loading. Traffic is counted with --hosts only.
 """
 
@@ -80,13 +80,13 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path, help="of llama.cpp's programs")
     parser.add_argument("model", type=pathlib.Path)
     parser.add_argument("--hosts", action="store_true", help="a network namespace for each server")
-    parser.add_argument("--servers", type=int, default=3, metavar="N", help="at most (default: 3)")
+    parser.add_argument("--servers", default="0,1,2,3", metavar="N,N...", help="a row for each (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=2, help="of the client, and of each server")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--stock", action="store_true", help="servers without the plugin")
     args = parser.parse_args()
     rows, same, want = [], True, ""
-    for n in range(args.servers + 1):
+    for n in map(int, args.servers.split(",")):
         with contextlib.ExitStack() as stack:
             logs = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
             places = stack.enter_context(rpc_servers.hosts(n)) if args.hosts else [rpc_servers.THIS_MACHINE] * n
@@ -116,7 +116,7 @@ def main() -> None:
                     if args.hosts
                     else "",
                     ", ".join(f"{t:.0f}" for t in per_token) if args.hosts else "",
-                    "" if n == 0 else "same" if all(r.text == want for r in runs) else "DIFFERENT",
+                    "" if len(rows) == 0 else "same" if all(r.text == want for r in runs) else "DIFFERENT",
                 )
             )
         print(rows[-1], file=sys.stderr, flush=True)

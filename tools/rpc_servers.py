@@ -52,7 +52,9 @@ def hosts(n: int) -> Iterator[list[Host]]:
             ip("-n", host.namespace, "link", "set", "eth0", "up")
         yield made
     finally:
-        for host in made:
+        for i, host in enumerate(made):
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+                ip("link", "del", f"mkhost{i}")  # the namespace would take it along some time later
             ip("netns", "del", host.namespace)
 
 

@@ -23,6 +23,7 @@ import pytest
 import generators
 import gguf_bytes as gb
 import rpc_messages as rpc
+import tiny_models
 from llama_logits import logits, open_model
 
 sys.path.insert(0, str(generators.ROOT / "tools"))
@@ -134,6 +135,17 @@ def test_logits_are_bit_identical(folder, sparse, tmp_path, n):
     with servers(folder, tmp_path, n) as all_servers:
         got = rpc_logits(folder, [s.address for s in all_servers], sparse)
     assert np.array_equal(got, local)
+
+
+def test_experts_are_bit_identical(folder, macko, tmp_path):
+    dense, model = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
+    dense.write_bytes(gb.write(tiny_models.make("llama-moe")))
+    assert macko("convert", dense, model).code == 0
+    with contextlib.closing(open_model(model, logits_all=True, n_gpu_layers=0)) as llama:
+        local = logits(llama, TOKENS).astype(np.float32)
+    with servers(folder, tmp_path, 1) as (server,):
+        assert np.array_equal(rpc_logits(folder, [server.address], model), local)
+        assert "refused" not in server.log()
 
 
 def test_server_caches_pieces_by_hash(folder, tmp_path):

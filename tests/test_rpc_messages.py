@@ -217,6 +217,7 @@ def test_product_of_another_shape_is_not_computed(device, matrix):
     assert device.send(0, gb.write(matrix[0]))[0] == 0
     assert np.all(np.isnan(product(device, 0, columns(2), rows=ROWS - 1)))
     assert np.all(np.isnan(product(device, 64, columns(2), rows=8)))
+    assert np.all(np.isnan(product(device, 64, columns(2))))  # the right shape, but not its place
 
 
 # llama_cpp's callback fails on a line that is no UTF-8

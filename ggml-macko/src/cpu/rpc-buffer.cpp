@@ -102,6 +102,7 @@ int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     }
     m->magic  = WEIGHT_MAGIC;
     w->memory = std::move(memory);
+    w->place  = reinterpret_cast<const void *>(at);
     w->weight = m;
     w->nbytes = static_cast<size_t>(matrix.nbytes_dense);
     w->type   = static_cast<ggml_type>(matrix.desc.type);

@@ -14,6 +14,7 @@ ggml_backend_buffer_t rpc_buffer_alloc(ggml_backend_buffer_type_t buft, size_t s
 // Which part of a buffer's addresses stands for a sparse weight. weight: nullptr if it has not arrived in full, or was
 // refused; nobody may compute with what lies there.
 struct rpc_weight {
+    const void *        place; // the first of the addresses
     const cpu::weight * weight;
     int64_t             ne[4];
     ggml_type           type; // dense

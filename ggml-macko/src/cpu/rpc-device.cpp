@@ -27,7 +27,9 @@ struct backend_context {
 };
 
 bool is_f32(const ggml_tensor * t) {
-    return t && t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float) && rpc_lies_in_buffer(t);
+    constexpr size_t size = sizeof(float);
+    return t && t->type == GGML_TYPE_F32 && t->nb[0] == size && reinterpret_cast<uintptr_t>(t->data) % size == 0 &&
+           t->nb[1] % size == 0 && t->nb[2] % size == 0 && t->nb[3] % size == 0 && rpc_lies_in_buffer(t);
 }
 
 // Whether a product has the shapes of ggml_mul_mat or ggml_mul_mat_id, and operands where they say; ids are checked
@@ -35,9 +37,9 @@ bool is_f32(const ggml_tensor * t) {
 bool is_sound_product(const ggml_tensor * dst, const rpc_weight & weight) {
     const ggml_tensor * w = dst->src[0];
     const ggml_tensor * x = dst->src[1];
-    if (!weight.weight || w->data == nullptr || w->view_src || w->type != weight.type ||
+    if (!weight.weight || w->data != weight.place || w->view_src || w->type != weight.type ||
         memcmp(w->ne, weight.ne, sizeof(weight.ne)) != 0 || !is_f32(x) || !is_f32(dst) || x->ne[0] != w->ne[0] ||
-        dst->ne[0] != w->ne[1]) {
+        dst->ne[0] != w->ne[1] || !ggml_is_contiguous(dst)) {
         return false;
     }
     if (op_of(dst) == GGML_OP_MUL_MAT) {
@@ -63,7 +65,7 @@ bool has_sparse_operand(const ggml_tensor * node) {
 bool is_sparse_product(const ggml_tensor * node) {
     const ggml_tensor * w      = is_product(node) ? node->src[0] : nullptr;
     const rpc_weight *  weight = w ? rpc_weight_at(w) : nullptr;
-    return weight && w->data && is_sound_product(node, *weight);
+    return weight && is_sound_product(node, *weight);
 }
 
 // Makes the result of a node that cannot be computed NaN. The protocol has no way to tell the client, and a status

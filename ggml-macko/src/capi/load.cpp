@@ -128,7 +128,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY)) {
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY |
+                      GGML_MACKO_LOAD_STRICT)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
         if (!model_params::is_valid(llama->params)) {
@@ -141,7 +142,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;
-        const int                     status = load_session::open(path, how, copy.no_alloc(), &session);
+        const bool                    strict = flags & GGML_MACKO_LOAD_STRICT;
+        const int                     status = load_session::open(path, how, strict, copy.no_alloc(), &session);
         if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;

@@ -1,5 +1,6 @@
 #include "host/load-session.h"
 #include "host/log.h"
+#include "load/compress.h"
 #include "load/matrix-file.h"
 
 #include <cinttypes>
@@ -108,14 +109,21 @@ static void log_compressed(const model_file & file) {
     }
 }
 
-int load_session::open(const char * path, compression how, bool no_alloc, std::unique_ptr<load_session> * out) {
+int load_session::open(const char * path, compression how, bool strict, bool no_alloc,
+                       std::unique_ptr<load_session> * out) {
     std::unique_ptr<load_session> s(new load_session());
     s->no_alloc_ = no_alloc;
-    if (const int status = model_file_open_sparse(path, how, &s->file_)) {
+    if (const int status = model_file_open_sparse(path, how, strict, &s->file_)) {
         if (how != compression::off && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
             log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
         }
         return status;
+    }
+    if (!s->file_->has_rules && !no_alloc) {
+        log_warn(
+            "ggml-macko: %s: there are no rules for the metadata of architecture '%s': beyond the general ones, the "
+            "file is trusted like a dense model; GGML_MACKO_STRICT=1 refuses it\n",
+            s->file_->path.c_str(), s->file_->arch.c_str());
     }
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
@@ -133,7 +141,11 @@ int load_session::begin(bool sparse_only, FILE ** stream) {
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
-        by_name_.emplace(m.name, &m);
+        // Where llama.cpp does something else with a weight than to multiply with it, it has to be dense. Of an
+        // architecture with rules it is known that the operation for which llama.cpp asks a device is the only one.
+        if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
+            by_name_.emplace(m.name, &m);
+        }
     }
     stream_ = dense_->open_stream();
     if (!stream_) {

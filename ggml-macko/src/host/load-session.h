@@ -14,8 +14,9 @@ namespace macko {
 class load_session {
 public:
     // Opens and vets a file, or all files of a split model. NOT_SPARSE: the file is not sparse, or has nothing to
-    // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it.
-    [[nodiscard]] static int open(const char * path, compression how, bool no_alloc,
+    // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it. strict: UNSUPPORTED_ARCH
+    // for a sparse file whose architecture has no rules (gguf/model-keys.h); else a warning in the log says so.
+    [[nodiscard]] static int open(const char * path, compression how, bool strict, bool no_alloc,
                                   std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns. sparse_only: a
     // sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there.

@@ -8,7 +8,7 @@ import pathlib
 import signal
 
 from .. import errors
-from ..commands.arguments import add_hub
+from ..commands.arguments import add_hub, add_strict
 from ..huggingface.hub import download
 from ..native import bindings
 
@@ -45,10 +45,11 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail if a sparse weight is placed on a device of another backend; without it, it becomes dense there",
     )
+    add_strict(parser)
 
 
 def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
-    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only)
+    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

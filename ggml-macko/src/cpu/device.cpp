@@ -8,6 +8,7 @@
 #include "codec/team.h"
 #include "cpu/codecs.h"
 #include "cpu/graph-plan.h"
+#include "cpu/kernels.h"
 #include "cpu/weight.h"
 #include "host/load-session.h"
 #include "host/log.h"
@@ -22,6 +23,10 @@
 namespace macko::cpu {
 
 namespace {
+
+int32_t type_of(const sparse_tensor_info & matrix) {
+    return type_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
+}
 
 // ---- buffer ----
 
@@ -57,7 +62,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return; // the first piece had the placeholder; the stream has nothing more of a sparse tensor
     }
     auto * m = static_cast<weight *>(tensor->data);
-    *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
+    *m       = { 0, matrix->desc, type_of(*matrix), tensor->ne[1], matrix->nbytes_values };
     pack consumer;
     consumer.bitmap = m->bitmap();
     if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
@@ -123,7 +128,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
 }
 
 size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, type_of(matrix), matrix.nbytes_values));
 }
 
 // Known before the payload is read, so the memory figures that llama.cpp prints are exact.

@@ -33,6 +33,7 @@ PYTHON = {
     "conversion": {"native", "codecs", "gguf"},
     "evaluation": {"native", "codecs", "gguf", "llama"},
     "pruning": {"native", "codecs", "gguf", "evaluation"},
+    "recovery": {"native", "codecs", "gguf", "evaluation", "pruning"},
     "benchmark": {"native", "codecs", "gguf", "llama", "sparse_matrix", "conversion", "evaluation", "pruning"},
     "server": {"native", "llama", "huggingface"},
 }

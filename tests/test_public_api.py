@@ -18,6 +18,7 @@ RESULTS = {
     "inspect": "ModelReport",
     "plan": "ModelPlan",
     "prune": "PruneReport",
+    "recover": "RecoverReport",
     "calibrate": "Calibration",
     "decompress": "Decompression",
     "perplexity": "Estimate",

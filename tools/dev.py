@@ -213,7 +213,10 @@ def test(args: argparse.Namespace) -> None:
     run("ctest", "--test-dir", SANITIZED, "--output-on-failure", "-j", CPUS)
     test_arm64()
     test_debug_build()
-    run(PYTHON, "-m", "pytest", *(["-m", "not slow"] if args.quick else []))
+    # one process per core; waiting threads of one must not take the core of another
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    command = [PYTHON, "-m", "pytest", "-n", CPUS, "--dist", "loadfile", "--durations", "25"]
+    run(*command, *(["-m", "not slow"] if args.quick else []), env=environment)
 
 
 def main() -> None:

@@ -5,8 +5,9 @@
     convert("pruned.gguf", "sparse.gguf")
     llama = Llama("sparse.gguf")
 
-`Llama` opens sparse models; `plan`, `prune`, `convert`, `restore`, `verify`, `inspect`, `calibrate`, `perplexity` and
-`kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy arrays.
+`Llama` opens sparse models; `plan`, `prune`, `recover`, `convert`, `restore`, `verify`, `inspect`, `calibrate`,
+`perplexity` and `kl_divergence` are the subcommands of `macko` as functions; `SparseMatrix` is one matrix on NumPy
+arrays.
 
 Importing the package is cheap: the C library and llama_cpp are loaded with the first name that needs them.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .llama import Llama
     from .native.loader import register
     from .pruning.prune import PruneReport, prune
+    from .recovery.recover import RecoverReport, recover
     from .sparse_matrix import SparseMatrix
 
 _HOME = {
@@ -49,6 +51,8 @@ _HOME = {
     "ModelReport": "conversion.inspect",
     "prune": "pruning.prune",
     "PruneReport": "pruning.prune",
+    "recover": "recovery.recover",
+    "RecoverReport": "recovery.recover",
     "decompress": "huggingface.decompress",
     "Decompression": "huggingface.decompress",
     "calibrate": "evaluation.calibrate",
@@ -75,6 +79,7 @@ __all__ = [
     "ModelPlan",
     "ModelReport",
     "PruneReport",
+    "RecoverReport",
     "RestorationReport",
     "SparseMatrix",
     "Verification",
@@ -87,6 +92,7 @@ __all__ = [
     "perplexity",
     "plan",
     "prune",
+    "recover",
     "register",
     "restore",
     "verify",

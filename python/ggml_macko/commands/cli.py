@@ -23,6 +23,7 @@ COMMANDS = {
     "calibrate": "commands.calibrate",
     "perplexity": "commands.perplexity",
     "prune": "commands.prune",
+    "recover": "commands.recover",
     "decompress": "commands.decompress",
     "convert": "commands.convert",
     "restore": "commands.restore",

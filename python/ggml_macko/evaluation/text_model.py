@@ -163,6 +163,19 @@ class TextModel:
             n = min(n, n_chunks)
         return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
 
+    @property
+    def first_token(self) -> int | None:
+        """What every sequence begins with, if the vocabulary adds something."""
+        api = self._api
+        return int(api.llama_vocab_bos(self._vocab)) if api.llama_vocab_get_add_bos(self._vocab) else None
+
+    def as_sequences(self, chunks: Chunks) -> Chunks:
+        """A copy of chunks in which the first token is what every sequence begins with."""
+        chunks = np.array(chunks, dtype=np.int32)
+        if self.first_token is not None:
+            chunks[:, 0] = self.first_token
+        return chunks
+
     def batches(self, chunks: Chunks, start: int = 0) -> Iterator[Batch]:
         """Cuts chunks into batches for evaluate(), from chunk `start` on. Shows how many are done."""
         batches = [Batch(i, chunks[i : i + self.n_seq]) for i in range(start, len(chunks), self.n_seq)]
@@ -176,9 +189,7 @@ class TextModel:
         Raises MackoError if llama.cpp fails, and whatever the consumer raises.
         """
         api = self._api
-        chunks = np.array(chunks, dtype=np.int32)
-        if api.llama_vocab_get_add_bos(self._vocab):
-            chunks[:, 0] = api.llama_vocab_bos(self._vocab)
+        chunks = self.as_sequences(chunks)
         api.llama_memory_clear(api.llama_get_memory(self._ctx), True)
         parts = []
         for begin in range(0, self.n_ctx, self.n_batch):  # once, unless a chunk is longer than a batch

@@ -102,12 +102,14 @@ def _walk_keys(header: bytes) -> list[Key]:
 
 
 def make_key(name: str, kind: str, value: Any) -> Key:
-    """kind: "u32", "f32", "str", "[u32", "[u64" or "[str"."""
+    """kind: "u32", "u64", "f32", "str", "[u32", "[u64" or "[str"."""
     prefix = pack_string(name)
     if kind == "str":
         kind_id, body = _STRING, pack_string(value)
     elif kind == "u32":
         kind_id, body = _U32, struct.pack("<I", value)
+    elif kind == "u64":
+        kind_id, body = _U64, struct.pack("<Q", value)
     elif kind == "f32":
         kind_id, body = _F32, struct.pack("<f", value)
     else:

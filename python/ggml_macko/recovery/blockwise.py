@@ -1,0 +1,121 @@
+"""Recovery part by part: attention and feed-forward parts learn the hidden states of the dense model.
+
+For each part in turn, the input is what the recovered parts before it make of the text, the target what the dense model
+has there. Only one part is trained at a time, so that this needs little memory; all hidden states of the text are kept,
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from .. import console, errors
+from ..recovery.checkpoint import Checkpoint
+from ..recovery.distillation import Arithmetic
+from ..recovery.masked_adam import MaskedAdam
+from ..recovery.options import RecoverOptions
+from ..recovery.schedule import Texts, learning_rate, steps_per_epoch
+from ..recovery.transformer import PARTS, Transformer
+
+Hidden = list[torch.Tensor]
+"""Hidden states of each chunk (1, tokens, n_embd), in host memory."""
+
+_TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", "post_ffw_")}
+"""Part -> how the names of its tensors begin, after blk.N."""
+
+
+def fit_blocks(
+    student: Transformer,
+    teacher: Transformer,
+    trained: Mapping[str, torch.Tensor],
+    texts: Texts,
+    options: RecoverOptions,
+    arithmetic: Arithmetic,
+    checkpoint: Checkpoint,
+) -> None:
+    """Trains weights of the student in place. trained: those weights, by name. Goes on from the checkpoint, if any.
+    Raises MackoError if an error is not finite.
+    """
+    chunks = texts.train.copy()
+    if texts.first_token is not None:
+        chunks[:, 0] = texts.first_token
+    with torch.no_grad():
+        wanted = [teacher.embed(arithmetic.tokens(chunk[None])).cpu() for chunk in chunks]
+    found = wanted
+    parts = [(layer, name) for layer in range(student.shape.n_layers) for name in PARTS]
+    n_done = 0
+    saved = checkpoint.load()
+    if saved is not None:
+        n_done = saved.state["parts"]
+        with torch.no_grad():
+            for name, array in saved.arrays.items():
+                trained[name].copy_(torch.from_numpy(array))
+        console.log(f"{checkpoint.path}: continuing after {n_done} of {len(parts)} parts")
+    with console.progress("recovering", len(parts), "parts") as advance:
+        for i, (layer, name) in enumerate(parts):
+            target = _outputs(teacher, layer, name, wanted, arithmetic)
+            mine = {n: w for n, w in trained.items() if _belongs(n, layer, name)}
+            if i >= n_done and mine:
+                before, after = _fit_part(student, layer, name, mine, found, target, wanted, options, arithmetic)
+                console.detail(f"block {layer}, {name.replace('_', '-')}: relative error {before:.4f} -> {after:.4f}")
+                checkpoint.save({"parts": i + 1}, {n: w.detach().cpu().numpy() for n, w in trained.items()})
+            found = _outputs(student, layer, name, found, arithmetic)
+            wanted = target
+            advance(1)
+
+
+def _belongs(tensor: str, layer: int, part: str) -> bool:
+    return tensor.startswith(tuple(f"blk.{layer}.{prefix}" for prefix in _TENSORS[part]))
+
+
+def _outputs(model: Transformer, layer: int, part: str, inputs: Hidden, arithmetic: Arithmetic) -> Hidden:
+    with torch.no_grad(), arithmetic.mixed_precision():
+        return [model.part(layer, part, x.to(arithmetic.device)).float().cpu() for x in inputs]
+
+
+def _fit_part(
+    student: Transformer,
+    layer: int,
+    part: str,
+    trained: Mapping[str, torch.Tensor],
+    inputs: Hidden,
+    targets: Hidden,
+    dense_inputs: Hidden,
+    options: RecoverOptions,
+    arithmetic: Arithmetic,
+) -> tuple[float, float]:
+    """The squared error of the part's outputs before and after training, over the energy of what the dense part adds
+    to the hidden states.
+    """
+    energy = sum(float((t - x).double().square().sum()) for t, x in zip(targets, dense_inputs))
+    per_token = energy / sum(t.numel() for t in targets)
+
+    def error() -> float:
+        outputs = _outputs(student, layer, part, inputs, arithmetic)
+        return sum(float((y - t).double().square().sum()) for y, t in zip(outputs, targets)) / energy
+
+    before = error()
+    optimizer = MaskedAdam(trained)
+    start = optimizer.weights()
+    n_steps = steps_per_epoch(len(inputs), options.batch_size) * options.epochs
+    for epoch in range(options.epochs):
+        order = np.random.default_rng([options.seed, layer, PARTS.index(part), epoch]).permutation(len(inputs))
+        for begin in range(0, len(order), options.batch_size):
+            picks = order[begin : begin + options.batch_size]
+            x, target = (torch.cat([states[i] for i in picks]).to(arithmetic.device) for states in (inputs, targets))
+            optimizer.rate = learning_rate(optimizer.n_steps, n_steps, options.rate(student.shape.n_embd))
+            with arithmetic.mixed_precision():
+                loss = (student.part(layer, part, x) - target).square().mean() / per_token
+            loss.backward()
+            optimizer.advance()
+    after = error()
+    if not after < before:  # also where it is not a number
+        optimizer.set_weights(start)
+        after = before
+    optimizer.close()
+    if not np.isfinite(after):
+        raise errors.error(errors.NOT_FINITE, f"the error of block {layer}, {part}, is {after}")
+    return before, after

@@ -1,0 +1,173 @@
+"""Recovery from end to end: the pruned model learns the dense one's probabilities of the next token on a text.
+
+The loss is the Kullback-Leibler divergence of the pruned model from the dense one, averaged over all positions; no
+labels are used. Every so often it is measured on a held-out text; the weights with which it was lowest there are the
+result.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .. import console, errors
+from ..evaluation.text_model import Chunks
+from ..recovery.checkpoint import Checkpoint, Saved
+from ..recovery.masked_adam import MaskedAdam
+from ..recovery.options import RecoverOptions
+from ..recovery.schedule import Texts, from_step, learning_rate, steps_per_epoch
+from ..recovery.transformer import Transformer
+
+_SAVE_SECONDS = 120.0
+"""Between two checkpoints, at least; one is also written after each evaluation."""
+
+
+class Arithmetic:
+    """Where and how precisely the models are evaluated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mixed_precision(self) -> AbstractContextManager[object]:
+        """Matrix products in bfloat16 on a GPU; on a CPU everything is float32."""
+        found: AbstractContextManager[object] = torch.autocast(
+            "cuda", torch.bfloat16, enabled=self.device.type == "cuda"
+        )
+        return found
+
+    def tokens(self, chunks: Chunks) -> torch.Tensor:
+        return torch.from_numpy(chunks.astype(np.int64)).to(self.device)
+
+
+class Evaluation(NamedTuple):
+    """What was measured on the held-out text, over the second half of each chunk."""
+
+    perplexity: float  # as llama-perplexity measures it
+    divergence: float  # from the dense model, in nats per token
+
+
+def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> Evaluation:
+    """Of the student; that of the teacher is evaluate(teacher, teacher, ...)."""
+    nll = kl = 0.0
+    first = chunks.shape[1] // 2
+    with torch.no_grad(), arithmetic.mixed_precision():
+        for chunk in chunks:
+            tokens = arithmetic.tokens(chunk[None])
+            found, wanted = (model.logits(tokens)[:, first:-1] for model in (student, teacher))
+            nll += float(F.cross_entropy(found[0], tokens[0, first + 1 :]).double())
+            kl += float(divergence(found, wanted).double())
+    n = len(chunks)
+    return Evaluation(math.exp(nll / n), kl / n)
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Mean over positions of KL(teacher || student); both are logits (chunks, tokens, n_vocab)."""
+    s, t = (F.log_softmax(x.flatten(0, 1), dim=-1) for x in (student, teacher))
+    return F.kl_div(s, t, reduction="batchmean", log_target=True)
+
+
+class Best(NamedTuple):
+    """The weights with the lowest divergence on the held-out text so far."""
+
+    divergence: float
+    weights: Mapping[str, torch.Tensor]
+    n_since: int  # evaluations without a better one
+
+
+def distill(
+    student: Transformer,
+    teacher: Transformer,
+    trained: Mapping[str, torch.Tensor],
+    texts: Texts,
+    options: RecoverOptions,
+    arithmetic: Arithmetic,
+    checkpoint: Checkpoint,
+) -> None:
+    """Trains weights of the student in place.
+
+    trained: those weights, by name. Goes on from the checkpoint, if there is one. Raises MackoError if the loss is not
+    finite.
+    """
+    per_epoch = steps_per_epoch(len(texts.train), options.batch_size)
+    n_steps = per_epoch * options.epochs
+    evaluate_every = max(1, n_steps // options.n_evaluations)
+    optimizer = MaskedAdam(trained)
+    highest = options.rate(student.shape.n_embd)
+    saved = checkpoint.load()
+    if saved is None:
+        before = evaluate(student, teacher, texts.held_out, arithmetic)
+        best = Best(before.divergence, _on_host(optimizer.weights()), 0)
+    else:
+        best = _restored(saved, optimizer)
+        console.log(f"{checkpoint.path}: continuing after step {optimizer.n_steps} of {n_steps}")
+    saved_at = time.monotonic()
+    with console.progress("recovering", n_steps, "steps", optimizer.n_steps) as advance:
+        for tokens in from_step(texts, options, per_epoch, optimizer.n_steps):
+            optimizer.rate = learning_rate(optimizer.n_steps, n_steps, highest)
+            loss = _step(student, teacher, tokens, arithmetic)
+            optimizer.advance()
+            if not math.isfinite(loss):
+                raise errors.error(
+                    errors.NOT_FINITE,
+                    f"the loss is {loss} at step {optimizer.n_steps}; a lower --learning-rate than {highest:g} "
+                    "may help",
+                )
+            advance(1)
+            console.note(f"divergence {loss:.4f}")
+            if optimizer.n_steps % evaluate_every == 0 or optimizer.n_steps == n_steps:
+                found = evaluate(student, teacher, texts.held_out, arithmetic)
+                console.detail(
+                    f"step {optimizer.n_steps:6d}: divergence {loss:.4f}, held out {found.divergence:.4f}, "
+                    f"perplexity {found.perplexity:.4f}"
+                )
+                is_better = found.divergence < best.divergence
+                best = (
+                    Best(found.divergence, _on_host(optimizer.weights()), 0)
+                    if is_better
+                    else best._replace(n_since=best.n_since + 1)
+                )
+                if best.n_since >= options.patience:
+                    break
+                saved_at = -math.inf
+            if time.monotonic() - saved_at > _SAVE_SECONDS:
+                _save(checkpoint, optimizer, best)
+                saved_at = time.monotonic()
+    optimizer.set_weights(best.weights)
+    optimizer.close()
+
+
+def _save(checkpoint: Checkpoint, optimizer: MaskedAdam, best: Best) -> None:
+    arrays = {name: array.cpu().numpy() for name, array in optimizer.arrays()}
+    arrays.update({f"best.{name}": w.numpy() for name, w in best.weights.items()})
+    state = {"step": optimizer.n_steps, "divergence": best.divergence, "n_since": best.n_since}
+    checkpoint.save(state, arrays)
+
+
+def _restored(saved: Saved, optimizer: MaskedAdam) -> Best:
+    """Brings the optimizer and its weights to where they were when _save() was called."""
+    arrays = {name: torch.from_numpy(array) for name, array in saved.arrays.items()}
+    optimizer.restore(arrays, saved.state["step"])
+    weights = {name[len("best.") :]: array for name, array in arrays.items() if name.startswith("best.")}
+    return Best(saved.state["divergence"], weights, saved.state["n_since"])
+
+
+def _step(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> float:
+    """One forward and one backward pass, in which the optimizer changes the weights."""
+    tokens = arithmetic.tokens(chunks)
+    with arithmetic.mixed_precision():
+        with torch.no_grad():
+            wanted = teacher.logits(tokens)
+        loss = divergence(student.logits(tokens), wanted)
+    loss.backward()
+    return float(loss.detach())
+
+
+def _on_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: w.cpu() for name, w in weights.items()}

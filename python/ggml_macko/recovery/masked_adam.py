@@ -1,0 +1,93 @@
+"""Adam for weights of which some are zero and stay zero: its states are of the others only.
+
+Each tensor is updated as soon as its gradient is complete, while the backward pass goes on, and the gradient is freed:
+the gradients of a model never exist all at once. Kingma and Ba, "Adam" (arXiv 1412.6980), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+
+BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
+
+
+class MaskedAdam:
+    """The optimizer of some tensors, which it changes in place. Weights that are zero now stay zero.
+
+    weights: float32 tensors, by name. From now on, every backward pass is a step of those that it reaches; set `rate`
+    before, and call advance() after it.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.rate = 0.0
+        self.n_steps = 0  # complete ones
+        self._weights = dict(weights)
+        # None: all of a vector is trained, such as a norm or a bias
+        self._kept = {name: None if w.dim() < 2 else w != 0 for name, w in self._weights.items()}
+        self._first = {name: torch.zeros_like(self._select(name, w)) for name, w in self._weights.items()}
+        self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
+        self._hooks = []
+        for name, w in self._weights.items():
+            w.requires_grad_(True)
+            self._hooks.append(w.register_post_accumulate_grad_hook(lambda w, name=name: self._update(name, w)))
+
+    def close(self) -> None:
+        """The tensors are not trained any more."""
+        for hook in self._hooks:
+            hook.remove()
+        for w in self._weights.values():
+            w.requires_grad_(False)
+
+    def advance(self) -> None:
+        self.n_steps += 1
+
+    def arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All that a checkpoint needs: the weights that are trained and their states, each under a name of its own."""
+        for name, w in self._weights.items():
+            yield f"weight.{name}", self._select(name, w.detach())
+            yield f"first.{name}", self._first[name]
+            yield f"second.{name}", self._second[name]
+
+    def restore(self, arrays: Mapping[str, torch.Tensor], n_steps: int) -> None:
+        """Goes back to what arrays() gave after n_steps."""
+        self.n_steps = n_steps
+        for name, w in self._weights.items():
+            self._assign(name, w, arrays[f"weight.{name}"].to(w.device))
+            self._first[name].copy_(arrays[f"first.{name}"])
+            self._second[name].copy_(arrays[f"second.{name}"])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the weights that are trained."""
+        return {name: self._select(name, w.detach()).clone() for name, w in self._weights.items()}
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Goes back to what weights() gave, the states aside."""
+        for name, w in self._weights.items():
+            self._assign(name, w, weights[name].to(w.device))
+
+    def _select(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor of the shape of a weight: the elements that are trained, flat."""
+        kept = self._kept[name]
+        return tensor.reshape(-1) if kept is None else tensor[kept]
+
+    def _assign(self, name: str, weight: torch.Tensor, values: torch.Tensor) -> None:
+        kept = self._kept[name]
+        with torch.no_grad():
+            if kept is None:
+                weight.copy_(values.reshape(weight.shape))
+            else:
+                weight.masked_scatter_(kept, values)
+
+    def _update(self, name: str, weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        gradient = self._select(name, weight.grad).float()
+        weight.grad = None
+        step = self.n_steps + 1
+        first = self._first[name].mul_(BETA1).add_(gradient, alpha=1 - BETA1)
+        second = self._second[name].mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        correction = math.sqrt(1 - BETA2**step) / (1 - BETA1**step)
+        change = first / second.sqrt().add_(EPSILON)
+        self._assign(name, weight, self._select(name, weight.detach()) - self.rate * correction * change)

@@ -1,0 +1,97 @@
+"""What `recover` is asked to do: the options, checked. Errors name an option as the command line spells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import errors
+from ..evaluation import likelihood
+from ..evaluation.text_model import N_CTX
+
+METHODS = ("distill", "blocks")
+
+RATE_TIMES_WIDTH = 0.256
+"""The highest learning rate of a run, times the length of the model's embeddings, where no rate is given: 1e-3 was the
+best of 3e-4, 1e-3 and 3e-3 at a length of 256, and the wider a model, the smaller its weights.
+"""
+
+EPOCHS = {"distill": 4, "blocks": 4}
+"""Method -> how often the text is read where nothing is said."""
+
+BATCH_SIZE = 2
+"""Chunks of a training step. With 8, and as often the same text, far less was recovered."""
+
+N_HELD_OUT = 32
+"""Chunks of the held-out text, at most."""
+
+N_EVALUATIONS = 10
+"""Measurements on the held-out text during a run."""
+
+PATIENCE = 3
+"""Measurements in a row without a better one after which a run ends."""
+
+WARMUP = 0.05
+"""Share of the steps in which the learning rate rises from 0; then it falls along half a cosine to FINAL_RATE."""
+
+FINAL_RATE = 0.05
+"""The last learning rate, as a share of the highest."""
+
+HELD_OUT_SHARE = 1 / 16
+"""Share of the text's chunks, from its end, that the result is chosen by where no held-out text is given."""
+
+
+@dataclass(frozen=True)
+class RecoverOptions:
+    """How to recover a model. Construct it with keywords; `check` refuses what does not go together."""
+
+    text: str  # path
+    method: str = "distill"  # one of METHODS
+    held_out: str | None = None  # path of the text that the best weights are chosen by
+    n_held_out: int = N_HELD_OUT  # chunks of it, at most, spread evenly
+    n_chunks: int = -1  # of the text; -1: all
+    n_ctx: int = N_CTX
+    n_epochs: int = 0  # 0: EPOCHS of the method
+    batch_size: int = BATCH_SIZE  # chunks
+    learning_rate: float = 0.0  # 0: by RATE_TIMES_WIDTH
+    n_evaluations: int = N_EVALUATIONS  # on the held-out text, spread over the run
+    patience: int = PATIENCE  # evaluations without a better one after which the run ends
+    gradient_checkpointing: bool = False
+    all_bits: bool = False  # weights have all bits of their type, not only as many as they had
+    seed: int = 0
+    device: str = "auto"  # auto: a GPU where PyTorch finds one; cpu
+    n_threads: int = 0  # of the CPU; 0: all
+
+    @property
+    def epochs(self) -> int:
+        return self.n_epochs or EPOCHS[self.method]
+
+    def rate(self, n_embd: int) -> float:
+        """The highest learning rate for a model whose embeddings have this length."""
+        return self.learning_rate or RATE_TIMES_WIDTH / n_embd
+
+    def check(self) -> None:
+        """Raises UsageError for a value out of range."""
+        for option, value, choices in (
+            ("--method", self.method, METHODS),
+            ("--device", self.device, ("auto", "cpu")),
+        ):
+            _refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
+        _refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
+        _refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
+        for option, number, least in (
+            ("--epochs", self.n_epochs, 0),
+            ("--batch-size", self.batch_size, 1),
+            ("--held-out-chunks", self.n_held_out, 1),
+            ("--evaluations", self.n_evaluations, 1),
+            ("--patience", self.patience, 1),
+            ("--seed", self.seed, 0),
+        ):
+            _refuse_if(number < least, f"{option} {number}: at least {least}")
+        _refuse_if(
+            not 0 <= self.learning_rate < 1, f"--learning-rate {self.learning_rate:g}: expected a number from 0 to 1"
+        )
+
+
+def _refuse_if(wrong: bool, text: str) -> None:
+    if wrong:
+        raise errors.usage_error(text)

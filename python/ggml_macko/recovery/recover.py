@@ -1,0 +1,332 @@
+"""Trains the weights that pruning left: `recover(pruned, output, dense=..., text=...)`.
+
+The dense model is the teacher, a text the only data; zeros stay zeros. The forward pass is PyTorch's; it is compared
+with llama.cpp's before anything is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import console, errors
+from ..evaluation.calibrate import model_digest
+from ..evaluation.text_model import N_CTX, Chunks, TextModel, read_text
+from ..gguf import tensor_rules
+from ..gguf.files import Key, Model, Tensor, make_key
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import NewTensor, Writer
+from ..pruning import masks
+from ..pruning.methods import read_finite
+from ..recovery.checkpoint import Checkpoint
+from ..recovery.options import BATCH_SIZE, HELD_OUT_SHARE, N_EVALUATIONS, N_HELD_OUT, PATIENCE, RecoverOptions
+from ..recovery.schedule import Texts
+from ..values import NEGATIVE_ZERO, Array
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_DIVERGENCE = 1e-3
+"""Of the dense model's probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
+
+
+@dataclass(frozen=True)
+class RecoverReport:
+    """What `recover` did. Perplexities and divergences (nats per token) are of the held-out chunks."""
+
+    perplexity_dense: float
+    perplexity_before: float
+    perplexity_after: float  # of the weights that were written
+    divergence_before: float  # from the dense model
+    divergence_after: float
+    n_trained: int  # weights
+    n_tokens: int  # of the text, in one epoch
+    learning_rate: float  # the highest
+    seconds: float = field(default=0.0, compare=False)
+
+
+def recover(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    dense: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    method: str = "distill",
+    held_out: str | os.PathLike[str] | None = None,
+    n_held_out: int = N_HELD_OUT,
+    n_chunks: int = -1,
+    n_ctx: int = N_CTX,
+    n_epochs: int = 0,
+    batch_size: int = BATCH_SIZE,
+    learning_rate: float = 0.0,
+    n_evaluations: int = N_EVALUATIONS,
+    patience: int = PATIENCE,
+    gradient_checkpointing: bool = False,
+    all_bits: bool = False,
+    seed: int = 0,
+    device: str = "auto",
+    n_threads: int = 0,
+    force: bool = False,
+) -> RecoverReport:
+    """Trains the non-zeros of a pruned GGUF (dense or sparse; the first file of a split one) so that it behaves like
+    `dense`, the model that it was made from, and writes a dense GGUF with the same zeros.
+
+    Block matrices, norms and biases are trained; embeddings and head are not.
+
+    text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
+    model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
+    turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
+    most; without it, the last sixteenth of the text. n_epochs: how often the text is read; 0: EPOCHS of the method.
+    batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the embeddings.
+    n_evaluations: on the held-out text during a run; patience: how many without a better one end it.
+    gradient_checkpointing: less memory for a third more time. all_bits: without it, weights are rounded to the
+    significant bits that they had. seed: of the order of the text. device: "auto", a GPU where PyTorch finds one, or
+    "cpu". n_threads: of the CPU; 0 is all.
+
+    A run that was interrupted goes on from OUTPUT.checkpoint; on one CPU it then writes the same bytes. Raises
+    UsageError (an option out of range), MackoError (no PyTorch, other models or architectures, a bad text, not finite)
+    or OSError.
+    """
+    asked = RecoverOptions(
+        text=os.fspath(text),
+        method=method,
+        held_out=None if held_out is None else os.fspath(held_out),
+        n_held_out=n_held_out,
+        n_chunks=n_chunks,
+        n_ctx=n_ctx,
+        n_epochs=n_epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        n_evaluations=n_evaluations,
+        patience=patience,
+        gradient_checkpointing=gradient_checkpointing,
+        all_bits=all_bits,
+        seed=seed,
+        device=device,
+        n_threads=n_threads,
+    )
+    asked.check()
+    with contextlib.ExitStack() as stack:
+        pruned, teacher = (stack.enter_context(Model(path)) for path in (source, dense))
+        texts_in = [asked.text] + ([asked.held_out] if asked.held_out is not None else [])
+        out = AtomicOutput(output, [*pruned.paths, *teacher.paths, *texts_in], force)
+        check_pair(pruned, teacher)
+        for text in texts_in:
+            read_text(text)
+        torch = import_torch()
+        start = time.monotonic()
+        torch.manual_seed(asked.seed)
+        if asked.n_threads:
+            torch.set_num_threads(asked.n_threads)
+        on_gpu = asked.device == "auto" and torch.cuda.is_available()
+        device = torch.device("cuda" if on_gpu else "cpu")
+        checkpoint = Checkpoint(out.path.with_name(out.path.name + ".checkpoint"), _run(pruned, teacher, asked))
+        new, report = _train(pruned, teacher, asked, device, checkpoint)
+        with out:
+            _write(pruned, new, provenance(asked, report), out)
+            out.seal()
+            check_written(pruned, out, new)
+            out.commit()
+        checkpoint.remove()
+    return dataclasses.replace(report, seconds=time.monotonic() - start)
+
+
+def import_torch() -> Any:
+    """The module torch. Raises MackoError where it is not installed."""
+    try:
+        import torch
+    except ImportError as e:
+        raise errors.error(errors.BAD_ARGUMENT, "recover needs PyTorch: pip install 'ggml-macko[train]'") from e
+    return torch
+
+
+def _run(pruned: Model, teacher: Model, options: RecoverOptions) -> dict[str, str]:
+    """What the result depends on."""
+    texts = {"text": options.text, "held-out text": options.held_out}
+    return {
+        "model": model_digest(pruned.path),
+        "dense model": model_digest(teacher.path),
+        **{what: read_text(path).hex() for what, path in texts.items() if path is not None},
+        "option": repr({**options.__dict__, "text": "", "held_out": options.held_out is not None, "n_threads": 0}),
+    }
+
+
+def check_pair(pruned: Model, teacher: Model) -> None:
+    """Raises MackoError unless the two are models of the same shape."""
+    shapes = [{t.name: t.ne for t in model.tensors} for model in (pruned, teacher)]
+    for name in dict.fromkeys([*shapes[0], *shapes[1]]):
+        found, wanted = (shape.get(name) for shape in shapes)
+        if found != wanted:
+            raise errors.error(
+                errors.BAD_ARGUMENT,
+                f"{pruned.path}: {name}: shape {found or 'none'}, but {wanted or 'none'} in {teacher.path}: it was not "
+                "made from that model",
+            )
+
+
+# ---- training ----
+
+
+def trained_tensors(model: Model) -> list[Tensor]:
+    """Block matrices, norms and biases."""
+
+    def is_trained(t: Tensor) -> bool:
+        is_vector = t.name.startswith("blk.") and len(t.ne) == 1
+        return tensor_rules.is_value_type(t.type) and (is_vector or tensor_rules.is_block_weight(t.name, len(t.ne)))
+
+    return [t for t in model.tensors if is_trained(t)]
+
+
+def _train(
+    pruned: Model, dense: Model, options: RecoverOptions, device: torch.device, checkpoint: Checkpoint
+) -> tuple[dict[str, Array], RecoverReport]:
+    """(bit patterns (rows, cols) of the tensors that were trained, what was done)."""
+    import torch
+
+    from ..recovery.blockwise import fit_blocks
+    from ..recovery.distillation import Arithmetic, distill, evaluate
+    from ..recovery.transformer import Shape, Transformer, read_weights
+
+    shape = Shape.of(pruned)
+    tensors = trained_tensors(pruned)
+    significant = {t.name: _significant_bits(t, options) for t in tensors}
+    arithmetic = Arithmetic(device)
+    teacher = Transformer(shape, read_weights(dense, device))
+    texts = _read_texts(dense.path, teacher, arithmetic, options)
+    if device.type == "cuda":  # the comparison with llama.cpp is done
+        teacher = Transformer(shape, read_weights(dense, device, torch.bfloat16))
+    weights = read_weights(pruned, device)
+    student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
+    trained = {t.name: weights[t.name] for t in tensors}
+    of_dense = evaluate(teacher, teacher, texts.held_out, arithmetic)
+    before = evaluate(student, teacher, texts.held_out, arithmetic)
+    console.log(f"held-out perplexity: dense {of_dense.perplexity:.4f}, pruned {before.perplexity:.4f}")
+    n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
+    fit = distill if options.method == "distill" else fit_blocks
+    fit(student, teacher, trained, texts, options, arithmetic, checkpoint)
+    new = {}
+    with torch.no_grad():
+        for t in tensors:
+            new[t.name] = _rounded(t, trained[t.name].cpu().numpy(), significant[t.name])
+            trained[t.name].copy_(
+                torch.from_numpy(masks.to_float32(new[t.name], t.type)).reshape(weights[t.name].shape)
+            )
+    after = evaluate(student, teacher, texts.held_out, arithmetic)
+    return new, RecoverReport(
+        perplexity_dense=of_dense.perplexity,
+        perplexity_before=before.perplexity,
+        perplexity_after=after.perplexity,
+        divergence_before=before.divergence,
+        divergence_after=after.divergence,
+        n_trained=n_trained,
+        n_tokens=texts.train.size,
+        learning_rate=options.rate(shape.n_embd),
+    )
+
+
+def _significant_bits(t: Tensor, options: RecoverOptions) -> int:
+    """As many as the tensor's weights have, so that `sparse-lossless` stays small; all of a vector's."""
+    bits = read_finite(t)
+    return 24 if options.all_bits or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
+
+
+def _rounded(t: Tensor, values: Array, significant: int) -> Array:
+    """Bit patterns (rows, cols) of a tensor's type. Raises MackoError if a value is beyond it."""
+    bits = masks.from_float32(masks.with_significant_bits(values, significant), t.type).reshape(t.rows, t.cols)
+    if not np.isfinite(masks.to_float32(bits, t.type)).all():
+        raise errors.error(errors.NOT_FINITE, f"{t.name}: its new weights are not finite in its type")
+    bits[bits == NEGATIVE_ZERO[t.type]] = 0
+    return bits
+
+
+def _read_texts(path: Path, teacher: Any, arithmetic: Any, options: RecoverOptions) -> Texts:
+    """The chunks to train on and to choose by. Raises MackoError if the dense model's logits are not llama.cpp's."""
+    with TextModel.opened_with(
+        path, options.text, options.n_ctx, options.n_chunks, n_batch=options.n_ctx, n_threads=options.n_threads
+    ) as (llama, chunks):
+        held_out = chunks
+        if options.held_out is not None:
+            held_out = llama.read_chunks(options.held_out)
+        else:
+            n = max(1, round(HELD_OUT_SHARE * len(chunks)))
+            chunks, held_out = chunks[:-n], chunks[-n:]
+        n = min(options.n_held_out, len(held_out))
+        held_out = llama.as_sequences(held_out[[i * len(held_out) // n for i in range(n)]])
+        _check_forward_pass(path, llama, teacher, arithmetic, held_out[:1])
+        return Texts(chunks, held_out, llama.first_token)
+
+
+def _check_forward_pass(path: Path, llama: TextModel, teacher: Any, arithmetic: Any, chunks: Chunks) -> None:
+    import torch
+
+    from ..recovery.distillation import divergence
+
+    expected = torch.from_numpy(np.array(llama.evaluate(chunks)))
+    with torch.no_grad():
+        found = divergence(teacher.logits(arithmetic.tokens(chunks)).cpu(), expected).item()
+    console.detail(f"logits differ from llama.cpp's by {found:.2g} nats per token")
+    if not found <= MAX_DIVERGENCE:
+        raise errors.error(
+            errors.UNSUPPORTED_ARCH,
+            f"{path}: the logits that recover computes differ from llama.cpp's by {found:.3g} nats per token "
+            f"(at most {MAX_DIVERGENCE:g}): this kind of model is not supported",
+        )
+
+
+# ---- the new file ----
+
+
+def provenance(options: RecoverOptions, report: RecoverReport) -> list[Key]:
+    """The metadata that tell how a model was recovered."""
+    return [
+        make_key("macko.prune.recover.method", "str", options.method),
+        make_key("macko.prune.recover.datasets", "[str", [Path(options.text).name]),
+        make_key("macko.prune.recover.n_tokens", "u64", report.n_tokens),
+        make_key("macko.prune.recover.epochs", "u32", options.epochs),
+        make_key("macko.prune.recover.learning_rate", "f32", report.learning_rate),
+    ]
+
+
+def _blocks(t: Tensor, new: Mapping[str, Array]) -> Iterator[Array]:
+    if t.name in new:
+        yield new[t.name].reshape(-1).view(np.uint8)
+    else:
+        yield from t.blocks()
+
+
+def _write(model: Model, new: Mapping[str, Array], keys: list[Key], output: AtomicOutput) -> None:
+    tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
+    others = [key for key in model.keys if not key.name.startswith("macko.prune.recover.")]
+    writer = Writer(output, [*others, *keys], tensors, model.alignment)
+    for t in console.tracked(model.tensors, "writing", lambda t: t.nbytes, "B"):
+        writer.write(_blocks(t, new))
+    writer.finish()
+    model.check_unchanged()
+
+
+def check_written(model: Model, output: AtomicOutput, new: Mapping[str, Array]) -> None:
+    """Reads the sealed output back: what was trained is as it was written, with a zero wherever the pruned model has
+    one; the rest is equal. Raises MackoError (FILE_CHANGED).
+    """
+    with Model(output.partial) as written:
+        for source, result in zip(model.tensors, written.tensors):
+            found = result.read()
+            if source.name not in new:
+                same = np.array_equal(found, source.read())
+            else:
+                bits = result.read_bits()
+                before = source.read_bits()
+                zero = (before == 0) | (before == NEGATIVE_ZERO[source.type])
+                same = np.array_equal(bits, new[source.name]) and (len(source.ne) == 1 or not bits[zero].any())
+            if not same or (source.name, source.ne) != (result.name, result.ne):
+                raise errors.error(
+                    errors.FILE_CHANGED, f"{output.path}: {source.name}: the file does not hold what was written"
+                )

@@ -1,0 +1,235 @@
+"""The forward pass of llama-family models in PyTorch, with the tensors of a GGUF under their own names.
+
+Architectures: llama (and what llama.cpp loads as such: Mistral, ...), qwen2, qwen3, gemma2, gemma3; dense feed-forward
+parts only. What these do not have, such as experts or YaRN, is refused; recover.py compares the logits with those of
+llama.cpp before anything is trained. Shapes: hidden states (chunks, tokens, n_embd).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from .. import errors
+from ..gguf.files import Model
+from ..pruning import masks
+
+PARTS = ("attention", "feed_forward")
+"""What a block consists of; each is added to the hidden states."""
+
+_NEOX = {"qwen2", "qwen3", "gemma2", "gemma3"}
+"""Architectures that rotate the first half of a head with the second, not neighbours."""
+
+_GEMMA = {"gemma2", "gemma3"}
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}  # every so many layers one sees the whole context
+_ARCHITECTURES = ("llama", *sorted(_NEOX))
+
+_GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
+_BLOCK_TENSOR = re.compile(
+    r"blk\.\d+\.((attn_(q|k|v|output)|ffn_(gate|up|down))\.(weight|bias)"
+    r"|(attn_norm|attn_(q|k)_norm|post_attention_norm|ffn_norm|post_ffw_norm)\.weight)"
+)
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's metadata say about its forward pass."""
+
+    arch: str
+    n_layers: int
+    n_embd: int
+    n_heads: int
+    n_heads_kv: int
+    head_dim: int
+    rope_dim: int
+    rope_base: float
+    rope_base_window: float
+    rope_scale: float  # of positions
+    epsilon: float
+    window: int  # tokens; 0: all layers see the whole context
+    attention_cap: float  # 0: none
+    logit_cap: float
+
+    @classmethod
+    def of(cls, model: Model) -> Shape:
+        """Raises MackoError if the model is none that this module can evaluate."""
+        keys = {key.name: key for key in model.keys}
+        arch = str(keys["general.architecture"].value())
+
+        def get(name: str, default: Any = None) -> Any:
+            key = keys.get(f"{arch}.{name}")
+            if key is None and default is None:
+                raise errors.error(errors.BAD_KEY_VALUE, f"{model.path}: no key {arch}.{name}")
+            value = default if key is None else key.value()
+            if isinstance(value, list):
+                if len(set(value)) != 1:
+                    raise _unsupported(model, f"{arch}.{name} differs between layers")
+                value = value[0]
+            return value
+
+        if arch not in _ARCHITECTURES:
+            raise _unsupported(model, f"architecture {arch}; known: {', '.join(_ARCHITECTURES)}")
+        if get("expert_count", 0):
+            raise _unsupported(model, "experts")
+        scaling = get("rope.scaling.type", "none")
+        if scaling not in ("none", "linear"):
+            raise _unsupported(model, f"{arch}.rope.scaling.type {scaling}")
+        for name in (t.name for t in model.tensors):
+            if name not in _GLOBAL_TENSORS and not _BLOCK_TENSOR.fullmatch(name):
+                raise _unsupported(model, f"tensor {name}")
+        n_embd, n_heads = get("embedding_length"), get("attention.head_count")
+        head_dim = get("attention.key_length", n_embd // n_heads)
+        return cls(
+            arch=arch,
+            n_layers=get("block_count"),
+            n_embd=n_embd,
+            n_heads=n_heads,
+            n_heads_kv=get("attention.head_count_kv", n_heads),
+            head_dim=head_dim,
+            rope_dim=get("rope.dimension_count", head_dim),
+            rope_base=get("rope.freq_base", 10000.0),
+            rope_base_window=get("rope.freq_base_swa", 10000.0),
+            rope_scale=1 / (get("rope.scaling.factor", 0.0) or 1.0) if scaling == "linear" else 1.0,
+            epsilon=get("attention.layer_norm_rms_epsilon"),
+            window=get("attention.sliding_window", 0) if arch in _WINDOW_PERIOD else 0,
+            attention_cap=get("attn_logit_softcapping", 50.0) if arch == "gemma2" else 0.0,
+            logit_cap=get("final_logit_softcapping", 30.0) if arch == "gemma2" else 0.0,
+        )
+
+    def has_window(self, layer: int) -> bool:
+        period = _WINDOW_PERIOD.get(self.arch, 0)
+        return self.window > 0 and layer % period != period - 1
+
+    @property
+    def attention_scale(self) -> float:
+        if self.arch == "gemma2" and self.n_layers == 46:  # 27B, as llama.cpp tells it from the others
+            return 1 / math.sqrt(self.n_embd / self.n_heads)
+        return 1 / math.sqrt(self.head_dim)
+
+
+def _unsupported(model: Model, what: str) -> errors.MackoError:
+    return errors.error(errors.UNSUPPORTED_ARCH, f"{model.path}: {what}: not supported by recover")
+
+
+def read_weights(model: Model, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """All tensors of a model, sparse ones decoded: matrices (rows, cols). Raises MackoError."""
+    out = {}
+    for t in model.tensors:
+        values = masks.to_float32(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
+        out[t.name] = torch.from_numpy(values).to(device=device, dtype=dtype if len(t.ne) > 1 else torch.float32)
+    return out
+
+
+class Transformer:
+    """The forward pass. weights: of read_weights(), used as they are at each call, so that they can be trained."""
+
+    def __init__(self, shape: Shape, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
+        self.shape = shape
+        self.weights = weights
+        self._checkpointing = gradient_checkpointing
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the first block. tokens: (chunks, tokens), int64."""
+        x = self.weights["token_embd.weight"][tokens].float()
+        return x * math.sqrt(self.shape.n_embd) if self.shape.arch in _GEMMA else x
+
+    def part(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states after one of PARTS of a block."""
+        return x + (self._attention(layer, x) if name == "attention" else self._feed_forward(layer, x))
+
+    def block(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        for name in PARTS:
+            x = self.part(layer, name, x)
+        return x
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(chunks, tokens, n_vocab), float32."""
+        x = self.embed(tokens)
+        for layer in range(self.shape.n_layers):
+            if self._checkpointing and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, use_reentrant=False)
+            else:
+                x = self.block(layer, x)
+        head = self.weights.get("output.weight", self.weights["token_embd.weight"])
+        out = F.linear(self._norm(x, "output_norm.weight").to(head.dtype), head).float()
+        cap = self.shape.logit_cap
+        return torch.tanh(out / cap) * cap if cap else out
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        x = x.float()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.epsilon) * self.weights[name]
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.weights[f"{name}.weight"]
+        return F.linear(x.to(weight.dtype), weight).float() + self.weights.get(f"{name}.bias", 0)
+
+    def _attention(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        s, prefix = self.shape, f"blk.{layer}."
+        h = self._norm(x, f"{prefix}attn_norm.weight")
+
+        def heads(which: str, n: int, rotate: bool = True) -> torch.Tensor:
+            out = self._linear(h, f"{prefix}attn_{which}").unflatten(-1, (n, s.head_dim)).transpose(1, 2)
+            if f"{prefix}attn_{which}_norm.weight" in self.weights:
+                out = self._norm(out, f"{prefix}attn_{which}_norm.weight")
+            return self._rotated(out, layer) if rotate else out
+
+        q, k, v = heads("q", s.n_heads), heads("k", s.n_heads_kv), heads("v", s.n_heads_kv, rotate=False)
+        k, v = (y.repeat_interleave(s.n_heads // s.n_heads_kv, dim=1) for y in (k, v))
+        out = self._weighted(q, k, v, layer).transpose(1, 2).flatten(-2)
+        out = self._linear(out, f"{prefix}attn_output")
+        post = f"{prefix}post_attention_norm.weight"
+        return self._norm(out, post) if post in self.weights else out
+
+    def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim)."""
+        s, n = self.shape, q.shape[2]
+        windowed = s.has_window(layer) and n > s.window
+        if not windowed and not s.attention_cap:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=s.attention_scale)
+        scores = (q @ k.transpose(-1, -2)) * s.attention_scale
+        if s.attention_cap:
+            scores = torch.tanh(scores / s.attention_cap) * s.attention_cap
+        at = torch.arange(n, device=q.device)
+        distance = at[:, None] - at[None, :]
+        hidden = distance < 0
+        if windowed:
+            hidden |= distance >= s.window
+        return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ v
+
+    def _rotated(self, x: torch.Tensor, layer: int) -> torch.Tensor:
+        """Rotary position embedding of the first rope_dim of each head."""
+        s = self.shape
+        local = s.arch == "gemma3" and s.has_window(layer)
+        exponents = torch.arange(0, s.rope_dim, 2, device=x.device, dtype=torch.float32) / s.rope_dim
+        frequencies = (s.rope_base_window if local else s.rope_base) ** -exponents
+        if "rope_freqs.weight" in self.weights:
+            frequencies = frequencies / self.weights["rope_freqs.weight"]
+        positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32) * (1.0 if local else s.rope_scale)
+        angle = positions[:, None] * frequencies
+        cos, sin = angle.cos(), angle.sin()
+        rotated, rest = x[..., : s.rope_dim], x[..., s.rope_dim :]
+        if s.arch in _NEOX:
+            a, b = rotated.chunk(2, dim=-1)
+            out = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        else:
+            a, b = rotated[..., 0::2], rotated[..., 1::2]
+            out = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        return torch.cat([out, rest], dim=-1)
+
+    def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        prefix = f"blk.{layer}."
+        h = self._norm(x, f"{prefix}ffn_norm.weight")
+        gate = self._linear(h, f"{prefix}ffn_gate")
+        gate = F.gelu(gate, approximate="tanh") if self.shape.arch in _GEMMA else F.silu(gate)
+        out = self._linear(gate * self._linear(h, f"{prefix}ffn_up"), f"{prefix}ffn_down")
+        post = f"{prefix}post_ffw_norm.weight"
+        return self._norm(out, post) if post in self.weights else out

@@ -68,8 +68,8 @@ struct simd : avx512 {
         }
         return low;
     }
-    // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are moved
-    // to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
+    // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are
+    // moved to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
     static void expand_coded(const coded_values & v, uint64_t bits, int n, vec * w) {
         const uint64_t signs = _pdep_u64(next_bits(v.signs, v.first, n), bits);
         const uint64_t highs = _pdep_u64(next_bits(v.highs, v.first, n), bits);

@@ -3,6 +3,7 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_COMPRESS            = 1,
     GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
     GGML_MACKO_LOAD_SPARSE_ONLY         = 4,
+    GGML_MACKO_LOAD_STRICT              = 8,
 };
 
 struct ggml_macko_params_layout {

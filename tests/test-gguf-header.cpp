@@ -911,7 +911,7 @@ static void test_false_general_key_is_refused() {
     lie("general.architecture missing", S(MISSING_KEY), [](file & f) { f.drop("general.architecture"); });
     lie("general.architecture is u32", S(BAD_KEY_TYPE), set_u32("general.architecture", 1));
     for (const char * arch : { "falcon", "mamba", "clip", "llama4", "LLAMA", "", "llama\n", "(unknown)" }) {
-        lie("architecture", S(UNSUPPORTED_ARCH), set_text("general.architecture", arch));
+        lie("architecture whose own keys are missing", S(MISSING_KEY), set_text("general.architecture", arch));
     }
     lie("general.type adapter", S(BAD_KEY_VALUE), set_text("general.type", "adapter"));
     lie("general.type is u32", S(BAD_KEY_TYPE), set_u32("general.type", 0));
@@ -1206,7 +1206,8 @@ static builder::file arch_file(const arch_case & a) {
     return f;
 }
 
-static void arch_lie(const arch_case & a, const char * name, int expected, const file_lie & change) {
+static void arch_lie(const arch_case & a, const char * name, int expected, const file_lie & change,
+                     bool strict = false) {
     builder::file f = arch_file(a);
     change(f);
     layout             l;
@@ -1215,7 +1216,7 @@ static void arch_lie(const arch_case & a, const char * name, int expected, const
     macko::gguf_header header;
     int                status = macko::read_gguf_header(memory_source(b.data(), b.size()), &header);
     if (status == GGML_MACKO_STATUS_OK) {
-        status = macko::check_model_keys(header);
+        status = macko::check_model_keys(header, strict);
     }
     seen.insert(status);
     expect((std::string(a.name) + ": " + name).c_str(), expected, status);
@@ -1295,6 +1296,152 @@ static void test_architectures() {
             test_sliding_window_of_an_architecture(a);
         }
         test_heads_and_rope_of_an_architecture(a);
+    }
+}
+
+// ---- architectures without rules of their own ----
+
+static file_lie set_other(const std::string & key, uint32_t value) {
+    return [=](file & f) { f.set(scalar<uint32_t>("falcon." + key, U32, value)); };
+}
+
+static file_lie set_other(const std::string & key, float value) {
+    return [=](file & f) { f.set(scalar<float>("falcon." + key, F32, value)); };
+}
+
+static void test_general_keys_of_an_architecture_without_rules_are_checked() {
+    const arch_case falcon   = { "falcon", false, false };
+    const auto      with_two = [](uint32_t n, uint32_t used) {
+        return [=](file & f) {
+            set_other("expert_count", n)(f);
+            set_other("expert_used_count", used)(f);
+        };
+    };
+    const auto per_layer = [](const char * key, uint32_t n, uint32_t last) {
+        return [=](file & f) {
+            std::vector<uint32_t> values(n, 2);
+            values.back() = last;
+            f.set(array<uint32_t>(std::string("falcon.") + key, U32, values));
+        };
+    };
+    arch_lie(falcon, "as converted", S(OK), [](file &) {});
+    arch_lie(falcon, "as converted, strict", S(UNSUPPORTED_ARCH), [](file &) {}, true);
+    arch_lie({ "llama", false, false }, "with rules, strict", S(OK), [](file &) {}, true);
+    arch_lie({ "llama", false, false }, "rules hold up to a NUL, as llama.cpp reads the name", S(MISSING_KEY),
+             [](file & f) {
+                 f.set(text("general.architecture", std::string("llama\0x", 7)));
+                 f.drop("llama.attention.layer_norm_rms_epsilon");
+             });
+    arch_lie(falcon, "no block_count", S(MISSING_KEY), [](file & f) { f.drop("falcon.block_count"); });
+    arch_lie(falcon, "block_count 0", S(BAD_KEY_VALUE), set_other("block_count", 0u));
+    arch_lie(falcon, "block_count 513", S(BAD_KEY_VALUE), set_other("block_count", 513u));
+    arch_lie(falcon, "more layers that predict than layers", S(BAD_KEY_VALUE), set_other("nextn_predict_layers", 7u));
+    arch_lie(falcon, "no heads", S(OK), set_other("attention.head_count", 0u));
+    arch_lie(falcon, "heads of each layer", S(OK), per_layer("attention.head_count", 6, 0));
+    arch_lie(falcon, "heads of five layers", S(BAD_KEY_VALUE), per_layer("attention.head_count", 5, 2));
+    arch_lie(falcon, "a million heads", S(BAD_KEY_VALUE), set_other("attention.head_count", 1000000u));
+    arch_lie(falcon, "experts", S(OK), with_two(4, 2));
+    arch_lie(falcon, "no expert used", S(BAD_KEY_VALUE), with_two(4, 0));
+    arch_lie(falcon, "more experts used than there are", S(BAD_KEY_VALUE), with_two(2, 4));
+    arch_lie(falcon, "more experts used in one layer than there are", S(BAD_KEY_VALUE), [&](file & f) {
+        set_other("expert_count", 4u)(f);
+        per_layer("expert_used_count", 6, 5)(f);
+    });
+    arch_lie(falcon, "groups that do not divide the experts", S(BAD_KEY_VALUE), [&](file & f) {
+        with_two(8, 2)(f);
+        set_other("expert_group_count", 3u)(f);
+        set_other("expert_group_used_count", 1u)(f);
+    });
+    arch_lie(falcon, "groups of experts", S(OK), [&](file & f) {
+        with_two(8, 2)(f);
+        set_other("expert_group_count", 4u)(f);
+        set_other("expert_group_used_count", 2u)(f);
+    });
+    arch_lie(falcon, "unknown scaling", S(BAD_KEY_VALUE),
+             [](file & f) { f.set(text("falcon.rope.scaling.type", "bogus")); });
+    arch_lie(falcon, "a key of its own that is NaN", S(BAD_KEY_VALUE),
+             set_other("residual_scale", std::numeric_limits<float>::quiet_NaN()));
+    arch_lie(falcon, "an array of its own with an infinity", S(BAD_KEY_VALUE), [](file & f) {
+        f.set(array<float>("falcon.swiglu_clamp_exp", F32, { 0.0f, std::numeric_limits<float>::infinity() }));
+    });
+    arch_lie(falcon, "a key of its own", S(OK), set_other("residual_scale", 2.0f));
+}
+
+static void test_tokenizers_of_an_architecture_without_rules_are_checked() {
+    const arch_case falcon    = { "falcon", false, false };
+    const auto      tokenizer = [](const char * model) {
+        return [=](file & f) { f.set(text("tokenizer.ggml.model", model)); };
+    };
+    const auto cut = [&](const char * model, size_t n) {
+        return [=](file & f) {
+            tokenizer(model)(f);
+            std::vector<std::string> tokens;
+            for (size_t i = 0; i < n; i++) {
+                tokens.push_back("t" + std::to_string(i));
+            }
+            f.set(texts("tokenizer.ggml.tokens", tokens));
+            f.drop("tokenizer.ggml.scores");
+            f.drop("tokenizer.ggml.token_type");
+        };
+    };
+    arch_lie(falcon, "unknown tokenizer", S(BAD_KEY_VALUE), tokenizer("bogus"));
+    arch_lie(falcon, "no vocabulary", S(OK), [&](file & f) {
+        tokenizer("none")(f);
+        f.drop("tokenizer.ggml.tokens");
+    });
+    arch_lie({ "llama", false, false }, "no vocabulary, with rules", S(BAD_KEY_VALUE), tokenizer("none"));
+    arch_lie({ "llama", false, false }, "a tokenizer of others, with rules", S(BAD_KEY_VALUE), cut("rwkv", 300));
+    arch_lie(falcon, "rwkv", S(OK), cut("rwkv", 16));
+    arch_lie(falcon, "bert", S(OK), cut("bert", 104));
+    arch_lie(falcon, "bert without its mask", S(MISSING_KEY), cut("bert", 103));
+    arch_lie(falcon, "t5", S(OK), cut("t5", 3));
+    arch_lie(falcon, "t5 without an unknown token", S(MISSING_KEY), [&](file & f) {
+        cut("t5", 2)(f);
+        f.drop("tokenizer.ggml.eos_token_id");
+    });
+    arch_lie(falcon, "gpt2 without merges", S(MISSING_KEY), cut("gpt2", 300));
+    arch_lie(falcon, "plamo2 without bytes", S(BAD_KEY_VALUE), cut("plamo2", 300));
+}
+
+static void test_use_of_a_weight_follows_from_its_name() {
+    const struct {
+        const char * name;
+        int          n_dims, use;
+    } cases[] = {
+        { "output.weight", 2, GGML_MACKO_WEIGHT_HEAD },
+        { "token_embd.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.attn_qkv.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.10.attn_kv_a_mqa.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.10.attn_q_b.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.attn_k_b.weight", 3, GGML_MACKO_WEIGHT_OTHER }, // a matrix for each head
+        { "blk.0.ffn_up_shexp.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.ffn_up_exps.weight", 3, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.ffn_up_chexps.weight", 3, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.ffn_gate_inp.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.ffn_gate_inp_shexp.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.ffn_gate_tid2eid.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.attn_norm.weight", 1, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.attn_q.bias", 1, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.ssm_in.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.ssm_out.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.ssm_x.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.ssm_conv1d.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.ssm_a", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.time_mix_key.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.time_mix_w1.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.channel_mix_value.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "blk.0.shortconv.in_proj.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "enc.blk.0.attn_q.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "dec.blk.0.cross_attn_q.weight", 2, GGML_MACKO_WEIGHT_BLOCK },
+        { "dec.blk.0.cross_attn_rel_b.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "enc.enc.blk.0.attn_q.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk..attn_q.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.attn_.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+        { "blk.0.weight", 2, GGML_MACKO_WEIGHT_OTHER },
+    };
+    for (const auto & c : cases) {
+        const int use = ggml_macko_weight_use_of(c.name, c.n_dims);
+        CHECK(use == c.use, "%s: %d vs %d", c.name, use, c.use);
     }
 }
 
@@ -1857,7 +2004,7 @@ static void test_open_sparse() {
     auto open_content = [](const bytes & content) {
         const memory_file                  f(content);
         std::unique_ptr<macko::model_file> file;
-        return macko::model_file_open_sparse(f.path().c_str(), macko::compression::off, &file);
+        return macko::model_file_open_sparse(f.path().c_str(), macko::compression::off, false, &file);
     };
     auto sparse_with = [](const file_lie & change) {
         builder::file f = builder::sparse_file(base_model());
@@ -1885,8 +2032,8 @@ static void test_open_sparse() {
     expect("dense, broken", S(NOT_SPARSE), open_content(builder::serialize(dense)));
     expect("no GGUF", S(NOT_SPARSE), open_content({ 'P', 'K' }));
     std::unique_ptr<macko::model_file> file;
-    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", macko::compression::off, &file));
-    expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", macko::compression::off, &file));
+    expect("missing", S(NOT_SPARSE), macko::model_file_open_sparse("/nonesuch", macko::compression::off, false, &file));
+    expect("directory", S(NOT_A_FILE), macko::model_file_open_sparse("/", macko::compression::off, false, &file));
 }
 
 // A consumer that copies whole bytes, like the one for GPUs, must not overwrite the codes of a neighbouring block with
@@ -1913,7 +2060,7 @@ static void test_compressed_blocks_are_not_the_sparse_file() {
     const builder::model               m = builder::tiny_llama(512, 1, 31);
     const memory_file                  f(builder::serialize(m.dense));
     std::unique_ptr<macko::model_file> file;
-    CHECK(macko::model_file_open_sparse(f.path().c_str(), macko::compression::bit_exact, &file) == S(OK), "%s",
+    CHECK(macko::model_file_open_sparse(f.path().c_str(), macko::compression::bit_exact, false, &file) == S(OK), "%s",
           ggml_macko_last_error());
     int n_blocks = 0;
     for (const macko::sparse_tensor_info & matrix : file->sparse) {
@@ -1986,6 +2133,9 @@ int main() {
     test_bpe_needs_merges_and_its_default_tokens();
     test_false_type_of_a_model_tensor_is_refused();
     test_architectures();
+    test_general_keys_of_an_architecture_without_rules_are_checked();
+    test_tokenizers_of_an_architecture_without_rules_are_checked();
+    test_use_of_a_weight_follows_from_its_name();
     const int n_handmade = n_cases;
     test_limits_of_keys_and_tensors_are_enforced();
     test_valid_alignment_and_padding_are_accepted();

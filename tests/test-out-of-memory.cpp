@@ -37,7 +37,7 @@ static void * allocate(size_t n) {
 static bool read_with_failing_allocation(const std::string & path, long n) {
     std::unique_ptr<macko::model_file>   file;
     std::unique_ptr<macko::dense_stream> stream;
-    CHECK(macko::model_file_open_sparse(path.c_str(), macko::compression::off, &file) == 0 &&
+    CHECK(macko::model_file_open_sparse(path.c_str(), macko::compression::off, false, &file) == 0 &&
               macko::dense_stream::create(*file, &stream) == 0,
           "%s", ggml_macko_last_error());
     FILE *            f = stream->open_stream();

@@ -91,7 +91,7 @@ static bytes load(const std::string & path, bool compress) {
     std::unique_ptr<macko::dense_stream> stream;
     const macko::compression             how = compress ? macko::compression::on : macko::compression::off;
     bytes                                all;
-    if (macko::model_file_open_sparse(path.c_str(), how, &file) || macko::dense_stream::create(*file, &stream)) {
+    if (macko::model_file_open_sparse(path.c_str(), how, false, &file) || macko::dense_stream::create(*file, &stream)) {
         expect(false, "a valid model opens");
         return all;
     }

@@ -162,7 +162,7 @@ CASES = {
     "epsilon NaN": (26, set_key("llama.attention.layer_norm_rms_epsilon", gb.F32, NAN)),
     "freq_base 0": (26, set_key("llama.rope.freq_base", gb.F32, 0.0)),
     "split": (35, set_key("split.count", gb.U16, 2)),
-    "architecture": (36, set_key("general.architecture", gb.STRING, b"mamba")),
+    "architecture": (27, set_key("general.architecture", gb.STRING, b"mamba")),
     "token twice": (26, array_with("tokenizer.ggml.tokens", 261, b"a")),
     "byte token": (26, array_with("tokenizer.ggml.tokens", 10, b"<0x-1>")),
     "F16 norm": (31, retype_tensor("output_norm.weight", 1)),

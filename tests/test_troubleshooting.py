@@ -302,11 +302,10 @@ def _(p):
     return p.macko_process("generate", "-m", p.changed(damage), "-p", "The")
 
 
-@row("<file>: architecture")
+@row("<file>: there are no rules")
 def _(p):
-    return p.macko(
-        "generate", "-m", p.changed(lambda f: f.set("general.architecture", gguf_bytes.STRING, b"mamba")), "-p", "The"
-    )
+    path = p.changed(lambda f: f.set("general.architecture", gguf_bytes.STRING, b"mamba"))
+    return p.macko("generate", "--strict", "-m", path, "-p", "The")
 
 
 LITTLE_MEMORY = """

@@ -312,6 +312,8 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS = 2,
     // a sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there
     GGML_MACKO_LOAD_SPARSE_ONLY = 4,
+    // a sparse file of an architecture for whose metadata there are no rules is an error; else the log warns of it
+    GGML_MACKO_LOAD_STRICT = 8,
 };
 
 // Where the running llama.cpp has the members of its llama_model_params, in bytes from the beginning; -1: it does not

@@ -49,6 +49,7 @@ class Llama(llama_cpp.Llama):
         compress: bool = False,
         keep_negative_zeros: bool = False,
         sparse_only: bool = False,
+        strict: bool = False,
         verbose: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -59,6 +60,8 @@ class Llama(llama_cpp.Llama):
         keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
         sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes
         dense there, and a warning says how many did.
+        strict: a sparse model of an architecture without rules for its metadata (SECURITY.md) is an error; else it is
+        trusted like a dense one, which a warning says.
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
@@ -68,7 +71,7 @@ class Llama(llama_cpp.Llama):
         """
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
-        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only)
+        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict)
         init = super().__init__
         try:
             run_with(options, lambda: init(model_path, *args, verbose=verbose, **kwargs))

@@ -19,10 +19,11 @@ int vet_header(const macko::byte_source & source, macko::model_file * file) {
     if (const int status = macko::check_sparse_tensors(file)) {
         return status;
     }
-    if (const int status = macko::check_model_keys(file->header)) {
+    if (const int status = macko::check_model_keys(file->header, false)) {
         return status;
     }
-    return macko::check_model_tensors(macko::dense_tensors(*file));
+    file->has_rules = macko::has_model_rules(file->header, &file->arch);
+    return macko::check_model_tensors(macko::dense_tensors(*file), file->has_rules);
 }
 
 void check_dense_header(const macko::model_file & file) {

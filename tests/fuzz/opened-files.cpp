@@ -63,7 +63,7 @@ static bool open_once(const std::vector<bytes> & parts, macko::compression how) 
     static const folder                dir;
     const memory_files                 files(parts);
     std::unique_ptr<macko::model_file> file;
-    const int status = macko::model_file_open_sparse(dir.name(0, parts.size()).c_str(), how, &file);
+    const int status = macko::model_file_open_sparse(dir.name(0, parts.size()).c_str(), how, false, &file);
     check_status(status);
     if (status != GGML_MACKO_STATUS_OK) {
         return false;

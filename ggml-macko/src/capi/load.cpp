@@ -2,6 +2,7 @@
 // itself is host/load-session.h.
 #include "cpu/kernels.h"
 #include "host/load-session.h"
+#include "host/rpc-client.h"
 #include "host/running-ggml.h"
 
 #include <cstring>
@@ -104,6 +105,7 @@ static int load_sparse(load_session & session, model_params params, bool sparse_
     if (const int status = session.begin(sparse_only, &stream)) {
         return status;
     }
+    rpc_watch_devices();
     params.read_plainly();
     caller_progress progress = { params.callback(), params.user_data() };
     if (progress.callback) {
@@ -126,7 +128,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             !model) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
-        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY)) {
+        if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY |
+                      GGML_MACKO_LOAD_STRICT)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
         if (!model_params::is_valid(llama->params)) {
@@ -139,7 +142,8 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
         const llama_functions functions(*llama);
         *model = nullptr;
         std::unique_ptr<load_session> session;
-        const int                     status = load_session::open(path, how, copy.no_alloc(), &session);
+        const bool                    strict = flags & GGML_MACKO_LOAD_STRICT;
+        const int                     status = load_session::open(path, how, strict, copy.no_alloc(), &session);
         if (status == GGML_MACKO_STATUS_NOT_SPARSE) {
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;

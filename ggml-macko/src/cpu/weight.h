@@ -1,7 +1,8 @@
 // What tensor->data of a sparse weight points to on the CPU device: a header, and the memory of a bitmap_matrix.
 #pragma once
 
-#include "cpu/bitmap.h"
+#include "cpu/kernels.h"
+#include "load/payload.h"
 
 #include "ggml.h"
 
@@ -25,5 +26,34 @@ inline const weight * weight_of(const ggml_tensor * tensor) {
     const auto * m = static_cast<const weight *>(tensor->data);
     return m && m->magic == WEIGHT_MAGIC ? m : nullptr;
 }
+
+inline int32_t weight_value_type(const sparse_tensor_info & matrix) {
+    return type_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
+}
+
+// bytes of a weight with its header
+inline size_t weight_nbytes(const sparse_tensor_info & matrix) {
+    return sizeof(weight) +
+           static_cast<size_t>(bitmap_nbytes(matrix.desc, weight_value_type(matrix), matrix.nbytes_values));
+}
+
+// Writes the header of a weight; it has no magic yet.
+inline void weight_init(weight * m, const sparse_tensor_info & matrix) {
+    *m = { 0, matrix.desc, weight_value_type(matrix), matrix.ne[1], matrix.nbytes_values };
+}
+
+// size bytes of the weight's dense elements, from byte `offset` of them on
+void weight_densify(const weight & m, size_t offset, void * data, size_t size);
+
+// fills a bitmap with a payload
+struct weight_packer : payload_consumer {
+    bitmap_matrix bitmap;
+
+    explicit weight_packer(const weight & m) : bitmap(m.bitmap()) {}
+    int  consume(const macko_view & view, int64_t first_value) override;
+    bool wants_first_value() const override { return true; }
+    bool takes(const codec & format) const override;
+    int  consume_matrix(const codec_view & view) override;
+};
 
 } // namespace macko::cpu

@@ -1,8 +1,10 @@
 // Checks the metadata and the tensor types that llama.cpp uses without a check of its own: it refuses values on which
 // llama.cpp fails an assertion, divides by zero, throws an exception through its C API, or computes NaN. The rules are
 // those of the llama.cpp in the llama-cpp-python that pyproject.toml names: they list the keys that this version reads
-// for these architectures, and all other keys are accepted, because llama.cpp ignores them. Tensor shapes are not
-// checked here, because llama.cpp refuses wrong shapes with an error.
+// for the architectures in ARCHS, and all other keys are accepted, because llama.cpp ignores them. Of every other
+// architecture they list the keys that llama.cpp reads before it looks at the architecture; what it does with the
+// remaining ones is its own affair, as for a dense model. Tensor shapes are not checked here, because llama.cpp refuses
+// wrong shapes with an error.
 #include "gguf/model-keys.h"
 #include "gguf/vocab-limits.h"
 
@@ -26,7 +28,9 @@ enum arch_bit : uint32_t {
     ARCH_GEMMA3   = 64,
     ARCH_PHI3     = 128,
     ARCH_GPT_OSS  = 256,
-    ARCH_ALL      = 511,
+    ARCH_RULED    = 511,
+    ARCH_OTHER    = 512, // every architecture that has no row in ARCHS
+    ARCH_ALL      = 1023,
 };
 
 enum experts_rule { EXPERTS_NONE, EXPERTS_OPTIONAL, EXPERTS_REQUIRED };
@@ -56,8 +60,9 @@ static const arch_rules ARCHS[] = {
 
 // ---- the table ----
 
-constexpr uint32_t REQUIRED  = 1u << 30; // flags in the same number as the bits of the architectures
-constexpr uint32_t PER_LAYER = 1u << 29; // may also be an array of block_count equal elements
+constexpr uint32_t REQUIRED      = 1u << 30; // flags in the same number as the bits of the architectures
+constexpr uint32_t PER_LAYER     = 1u << 29; // may also be an array of block_count equal elements
+constexpr uint32_t ANY_PER_LAYER = 1u << 28; // may also be an array of block_count elements
 
 constexpr double MAX_LAYERS  = 512; // the size of llama.cpp's arrays
 constexpr double MAX_EXPERTS = 1024;
@@ -85,55 +90,93 @@ static const key_rule RULES[] = {
     { "split.count",                             GGUF_U16,    0, 65535, ARCH_ALL },
     { "split.tensors.count",                     GGUF_I32,    0, MAX_U32, ARCH_ALL },
 
-    { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_ALL | REQUIRED },
-    { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_ALL | REQUIRED },
-    { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_ALL | REQUIRED },
-    { "%.embedding_length_out",                  GGUF_U32,    0, 0, ARCH_ALL },
+    { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_RULED | REQUIRED },
+    { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_RULED | REQUIRED },
+    { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_RULED | REQUIRED },
+    { "%.embedding_length_out",                  GGUF_U32,    0, 0, ARCH_RULED },
     { "%.feed_forward_length",                   GGUF_U32,    1, 1 << 24,
-      (ARCH_ALL & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER },
+      (ARCH_RULED & ~(ARCH_QWEN3MOE | ARCH_GPT_OSS)) | REQUIRED | PER_LAYER },
     { "%.feed_forward_length",                   GGUF_U32,    0, 1 << 24, ARCH_QWEN3MOE | ARCH_GPT_OSS | PER_LAYER },
     { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_QWEN3MOE | PER_LAYER },
     { "%.expert_feed_forward_length",            GGUF_U32,    1, 1 << 24, ARCH_GPT_OSS | REQUIRED | PER_LAYER },
-    { "%.vocab_size",                            GGUF_U32,    1, 1 << 24, ARCH_ALL },
-    { "%.nextn_predict_layers",                  GGUF_U32,    0, 0, ARCH_ALL },
-    { "%.expert_count",                          GGUF_U32,    0, MAX_EXPERTS, ARCH_ALL },
-    { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_ALL | PER_LAYER },
-    { "%.expert_group_count",                    GGUF_U32,    0, 0, ARCH_ALL },
-    { "%.expert_group_used_count",               GGUF_U32,    0, 0, ARCH_ALL },
+    { "%.vocab_size",                            GGUF_U32,    1, 1 << 24, ARCH_RULED },
+    { "%.nextn_predict_layers",                  GGUF_U32,    0, 0, ARCH_RULED },
+    { "%.expert_count",                          GGUF_U32,    0, MAX_EXPERTS, ARCH_RULED },
+    { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_RULED | PER_LAYER },
+    { "%.expert_group_count",                    GGUF_U32,    0, 0, ARCH_RULED },
+    { "%.expert_group_used_count",               GGUF_U32,    0, 0, ARCH_RULED },
     // 0 none, 1 mean, 2 cls, 3 last; 4 rank is refused, because it needs a classifier
-    { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_ALL },
-    { "%.classifier.pooling_type",               GGUF_U32,    0, 3, ARCH_ALL },
+    { "%.pooling_type",                          GGUF_U32,    0, 3, ARCH_RULED },
+    { "%.classifier.pooling_type",               GGUF_U32,    0, 3, ARCH_RULED },
     { "%.final_logit_softcapping",               GGUF_F32,    0, 1e6, ARCH_GEMMA2 | ARCH_GEMMA3 },
     { "%.attn_logit_softcapping",                GGUF_F32,    1e-3, 1e6, ARCH_GEMMA2 },
 
-    { "%.attention.causal",                      GGUF_BOOL,   1, 1, ARCH_ALL },
-    { "%.attention.head_count",                  GGUF_U32,    1, 1 << 16, ARCH_ALL | REQUIRED | PER_LAYER },
-    { "%.attention.head_count_kv",               GGUF_U32,    1, 1 << 16, ARCH_ALL | PER_LAYER },
-    { "%.attention.key_length",                  GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.attention.value_length",                GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.attention.key_length_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.attention.value_length_swa",            GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.attention.layer_norm_rms_epsilon",      GGUF_F32,    1e-30, 1, ARCH_ALL | REQUIRED },
+    { "%.attention.causal",                      GGUF_BOOL,   1, 1, ARCH_RULED },
+    { "%.attention.head_count",                  GGUF_U32,    1, 1 << 16, ARCH_RULED | REQUIRED | PER_LAYER },
+    { "%.attention.head_count_kv",               GGUF_U32,    1, 1 << 16, ARCH_RULED | PER_LAYER },
+    { "%.attention.key_length",                  GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.attention.value_length",                GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.attention.key_length_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.attention.value_length_swa",            GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.attention.layer_norm_rms_epsilon",      GGUF_F32,    1e-30, 1, ARCH_RULED | REQUIRED },
     { "%.attention.sliding_window",              GGUF_U32,    0, 1 << 24, ARCH_GEMMA3 | ARCH_PHI3 },
     { "%.attention.sliding_window",              GGUF_U32,    1, 1 << 24, ARCH_GEMMA2 },
     { "%.attention.sliding_window",              GGUF_U32,    1, 1 << 24, ARCH_GPT_OSS | REQUIRED },
     { "%.attention.temperature_scale",           GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },
 
-    { "%.rope.dimension_count",                  GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.rope.dimension_count_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_ALL },
-    { "%.rope.freq_base",                        GGUF_F32,    1, 1e18, ARCH_ALL },
+    { "%.rope.dimension_count",                  GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.rope.dimension_count_swa",              GGUF_U32,    2, MAX_HEAD, ARCH_RULED },
+    { "%.rope.freq_base",                        GGUF_F32,    1, 1e18, ARCH_RULED },
     { "%.rope.freq_base_swa",                    GGUF_F32,    1, 1e18, ARCH_GEMMA2 | ARCH_GEMMA3 | ARCH_GPT_OSS },
-    { "%.rope.scale_linear",                     GGUF_F32,    1e-6, 1e6, ARCH_ALL },
-    { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_ALL },
-    { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_ALL },
-    { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_ALL },
+    { "%.rope.scale_linear",                     GGUF_F32,    1e-6, 1e6, ARCH_RULED },
+    { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_RULED },
+    { "%.rope.scaling.factor",                   GGUF_F32,    1e-6, 1e6, ARCH_RULED },
+    { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_RULED },
     // The keys of the attention are multiplied by this factor and stored as F16, which must not overflow.
-    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_ALL },
-    { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_ALL },
-    { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_ALL },
+    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_RULED },
+    { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_RULED },
+    { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_RULED },
     { "%.rope.scaling.yarn_log_multiplier",      GGUF_F32,    -1e6, 1e6, ARCH_MISTRAL3 },
     { "%.rope.scaling.yarn_beta_fast",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
     { "%.rope.scaling.yarn_beta_slow",           GGUF_F32,    1e-3, 1e6, ARCH_MISTRAL3 },
+
+    // Of an architecture without a row in ARCHS: what every architecture has, with 0 where some have none of it, as a
+    // state-space model has no heads.
+    { "%.block_count",                           GGUF_U32,    1, MAX_LAYERS, ARCH_OTHER | REQUIRED },
+    { "%.context_length",                        GGUF_U32,    1, 1 << 24, ARCH_OTHER | REQUIRED },
+    { "%.embedding_length",                      GGUF_U32,    1, MAX_WIDTH, ARCH_OTHER | REQUIRED },
+    { "%.embedding_length_out",                  GGUF_U32,    0, MAX_WIDTH, ARCH_OTHER },
+    { "%.feed_forward_length",                   GGUF_U32,    0, 1 << 24, ARCH_OTHER | ANY_PER_LAYER },
+    { "%.expert_feed_forward_length",            GGUF_U32,    0, 1 << 24, ARCH_OTHER | ANY_PER_LAYER },
+    { "%.vocab_size",                            GGUF_U32,    1, 1 << 24, ARCH_OTHER },
+    { "%.expert_count",                          GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
+    { "%.expert_used_count",                     GGUF_U32,    0, MAX_EXPERTS_USED, ARCH_OTHER | ANY_PER_LAYER },
+    { "%.expert_group_count",                    GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
+    { "%.expert_group_used_count",               GGUF_U32,    0, MAX_EXPERTS, ARCH_OTHER },
+    { "%.nextn_predict_layers",                  GGUF_U32,    0, MAX_LAYERS, ARCH_OTHER },
+    { "%.pooling_type",                          GGUF_U32,    0, 4, ARCH_OTHER },
+    { "%.classifier.pooling_type",               GGUF_U32,    0, 4, ARCH_OTHER },
+    { "%.attention.causal",                      GGUF_BOOL,   0, 1, ARCH_OTHER },
+    { "%.attention.head_count",                  GGUF_U32,    0, 1 << 16, ARCH_OTHER | ANY_PER_LAYER },
+    { "%.attention.head_count_kv",               GGUF_U32,    0, 1 << 16, ARCH_OTHER | ANY_PER_LAYER },
+    { "%.attention.key_length",                  GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
+    { "%.attention.value_length",                GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
+    { "%.attention.key_length_swa",              GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
+    { "%.attention.value_length_swa",            GGUF_U32,    1, MAX_HEAD, ARCH_OTHER },
+    { "%.attention.layer_norm_epsilon",          GGUF_F32,    0, 1, ARCH_OTHER },
+    { "%.attention.layer_norm_rms_epsilon",      GGUF_F32,    0, 1, ARCH_OTHER },
+    { "%.attention.group_norm_epsilon",          GGUF_F32,    0, 1, ARCH_OTHER },
+    { "%.rope.dimension_count",                  GGUF_U32,    0, MAX_HEAD, ARCH_OTHER },
+    { "%.rope.dimension_count_swa",              GGUF_U32,    0, MAX_HEAD, ARCH_OTHER },
+    { "%.rope.freq_base",                        GGUF_F32,    1, 1e18, ARCH_OTHER },
+    { "%.rope.freq_base_swa",                    GGUF_F32,    1, 1e18, ARCH_OTHER },
+    { "%.rope.scale_linear",                     GGUF_F32,    0, 1e6, ARCH_OTHER },
+    { "%.rope.scaling.type",                     GGUF_STRING, 0, 0, ARCH_OTHER },
+    { "%.rope.scaling.factor",                   GGUF_F32,    0, 1e6, ARCH_OTHER },
+    { "%.rope.scaling.alpha",                    GGUF_F32,    -1e6, 1e6, ARCH_OTHER },
+    { "%.rope.scaling.attn_factor",              GGUF_F32,    1e-2, 1e2, ARCH_OTHER },
+    { "%.rope.scaling.original_context_length",  GGUF_U32,    1, 1 << 24, ARCH_OTHER },
+    { "%.rope.scaling.finetuned",                GGUF_BOOL,   0, 1, ARCH_OTHER },
 
     { "tokenizer.ggml.model",                    GGUF_STRING, 0, 0, ARCH_ALL | REQUIRED },
     { "tokenizer.ggml.pre",                      GGUF_STRING, 0, 0, ARCH_ALL },
@@ -202,7 +245,8 @@ static int check_per_layer(const gguf_header & header, const gguf_key & key, con
         if (i == 0) {
             first = value;
         }
-        if (value != first) { // llama.cpp plans for the first layer and asserts that the others are equal
+        if (value != first &&
+            rule.flags & PER_LAYER) { // llama.cpp plans for the first layer and asserts that the others are equal
             return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s differs between layers (%g vs %g)", key.name.c_str(),
                         value, first);
         }
@@ -216,7 +260,7 @@ static int check_rule(const gguf_header & header, const key_rule & rule, const a
     if (key == nullptr) {
         return rule.flags & REQUIRED ? missing(name) : GGML_MACKO_STATUS_OK;
     }
-    if (key->type == GGUF_ARRAY && rule.flags & PER_LAYER) {
+    if (key->type == GGUF_ARRAY && rule.flags & (PER_LAYER | ANY_PER_LAYER)) {
         return check_per_layer(header, *key, rule, arch);
     }
     if (key->type != rule.type) {
@@ -241,6 +285,17 @@ struct hparams {
         int64_t          value = otherwise;
         return key && header.get_int(*key, 0, &value) ? value : otherwise;
     }
+    // the greatest element of a key, or 0 if the key is missing
+    int64_t max(const char * name) const {
+        const gguf_key * key = header.find(with_arch(name, arch).c_str());
+        int64_t          out = 0;
+        for (uint64_t i = 0; key && i < key->n; i++) {
+            int64_t value = 0;
+            header.get_int(*key, i, &value);
+            out = std::max(out, value);
+        }
+        return out;
+    }
     int bad(const char * name, int64_t value, const char * rule, int64_t limit) const {
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s %s (%" PRId64 " vs %" PRId64 ")",
                     with_arch(name, arch).c_str(), rule, value, limit);
@@ -249,6 +304,7 @@ struct hparams {
 
 } // namespace
 
+// of an architecture with rules
 static int check_heads(const hparams & hp) {
     const int64_t n_embd    = hp.get("%.embedding_length", 1);
     const int64_t n_head    = hp.get("%.attention.head_count", 1);
@@ -285,7 +341,7 @@ static int check_heads(const hparams & hp) {
 
 static int check_experts(const hparams & hp) {
     const int64_t n      = hp.get("%.expert_count", 0);
-    const int64_t n_used = hp.get("%.expert_used_count", 0);
+    const int64_t n_used = hp.max("%.expert_used_count");
     if (hp.arch.experts == EXPERTS_NONE && n != 0) {
         return hp.bad("%.expert_count", n, "in a model without experts", 0);
     }
@@ -294,6 +350,39 @@ static int check_experts(const hparams & hp) {
     }
     if (n_used > n || (n > 0 && n_used == 0)) {
         return hp.bad("%.expert_used_count", n_used, "does not fit expert_count", n);
+    }
+    const int64_t n_groups = hp.get("%.expert_group_count", 0);
+    if (n_groups > 0 && n_groups >= n) {
+        return hp.bad("%.expert_group_count", n_groups, "does not fit expert_count", n);
+    }
+    const int64_t n_groups_used = hp.get("%.expert_group_used_count", 0);
+    if (n_groups > 1 && (n % n_groups != 0 || n_groups_used < 1 || n_groups_used >= n_groups)) {
+        return hp.bad("%.expert_group_used_count", n_groups_used, "does not fit expert_group_count", n_groups);
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// of an architecture without rules
+static int check_layers(const hparams & hp) {
+    const int64_t n       = hp.get("%.block_count", 0);
+    const int64_t n_nextn = hp.get("%.nextn_predict_layers", 0);
+    return n_nextn <= n ? GGML_MACKO_STATUS_OK
+                        : hp.bad("%.nextn_predict_layers", n_nextn, "does not fit block_count", n);
+}
+
+// Of an architecture without rules: no number of the model is NaN or infinite, whatever llama.cpp does with it.
+static int check_all_numbers(const hparams & hp) {
+    for (const gguf_key & key : hp.header.keys) {
+        if (key.name.compare(0, 10, "tokenizer.") == 0 ||
+            (key.element_type != GGUF_F32 && key.element_type != GGUF_F64)) {
+            continue; // scores of tokens have a check of their own
+        }
+        for (uint64_t i = 0; i < key.n; i++) {
+            double value = 0;
+            if (hp.header.get_float(key, i, &value) && !std::isfinite(value)) {
+                return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key %s is not finite", key.name.c_str());
+            }
+        }
     }
     return GGML_MACKO_STATUS_OK;
 }
@@ -476,9 +565,44 @@ static int check_byte_fallback(std::vector<std::string> tokens) {
     return GGML_MACKO_STATUS_OK;
 }
 
-// Checks tokenizer.ggml.*_token_id. The default values of the first two must be tokens, too, because llama.cpp asserts
-// that they exist when it tokenizes text.
-static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_tokens) {
+namespace {
+
+struct default_token {
+    const char * name; // of tokenizer.ggml.NAME_token_id
+    int64_t      id;   // -1: none
+};
+
+// A tokenizer of llama.cpp. The tokens that it takes where the key is missing must exist, because it does not check
+// them.
+struct tokenizer_rules {
+    const char *  model; // tokenizer.ggml.model
+    bool          needs_merges;
+    bool          needs_bytes; // a token for each byte
+    default_token defaults[5];
+};
+
+} // namespace
+
+// The first two are those of the architectures with rules.
+static const tokenizer_rules TOKENIZERS[] = {
+    { "llama", false, true, { { "bos", 1 }, { "eos", 2 } } },
+    { "gpt2", true, false, { { "bos", 11 }, { "eos", 11 } } },
+    { "hybriddna", true, false, { { "bos", 11 }, { "eos", 11 } } },
+    { "whitespace", true, false, { { "bos", 11 }, { "eos", 11 } } },
+    { "gemma4", true, false, {} },
+    { "bert",
+      false,
+      false,
+      { { "bos", 101 }, { "unknown", 100 }, { "seperator", 102 }, { "padding", 0 }, { "mask", 103 } } },
+    { "t5", false, false, { { "eos", 1 }, { "unknown", 2 }, { "padding", 0 } } },
+    { "plamo2", false, true, { { "bos", 1 }, { "eos", 2 }, { "unknown", 0 }, { "padding", 3 } } },
+    { "rwkv", false, false, {} },
+    { "test", false, false, {} },
+};
+constexpr size_t N_RULED_TOKENIZERS = 2;
+
+// Checks tokenizer.ggml.*_token_id, and the values that they have where they are missing.
+static int check_token_ids(const gguf_header & header, const tokenizer_rules & rules, uint64_t n_tokens) {
     static const char * const names[] = { "bos",     "eos",     "eot",     "eom",     "unknown", "seperator",
                                           "padding", "cls",     "mask",    "fim_pre", "fim_suf", "fim_mid",
                                           "fim_pad", "fim_rep", "fim_sep", "prefix",  "suffix",  "middle" };
@@ -487,15 +611,14 @@ static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_t
         const gguf_key *  key      = header.find(key_name.c_str());
         int64_t           id       = -1;
         if (key == nullptr) {
-            const bool is_bos = strcmp(name, "bos") == 0;
-            if (!is_bos && strcmp(name, "eos") != 0) {
-                continue;
-            }
-            id = is_spm ? (is_bos ? 1 : 2) : 11;
-            if (static_cast<uint64_t>(id) >= n_tokens) {
+            const auto * known = std::find_if(std::begin(rules.defaults), std::end(rules.defaults),
+                                              [&](const default_token & d) { return d.name && !strcmp(d.name, name); });
+            if (known != std::end(rules.defaults) && static_cast<uint64_t>(known->id) >= n_tokens) {
                 return missing(key_name);
             }
-        } else if (key->type != GGUF_U32 || !header.get_int(*key, 0, &id)) {
+            continue;
+        }
+        if (key->type != GGUF_U32 || !header.get_int(*key, 0, &id)) {
             return wrong_type(key_name);
         }
         if (static_cast<uint64_t>(id) >= n_tokens) {
@@ -507,17 +630,38 @@ static int check_token_ids(const gguf_header & header, bool is_spm, uint64_t n_t
     return GGML_MACKO_STATUS_OK;
 }
 
-static int check_vocab(const gguf_header & header) {
+// *out is null for a model without a vocabulary, which only an architecture without rules may be.
+static int find_tokenizer(const gguf_header & header, bool has_rules, const tokenizer_rules ** out) {
     std::string model;
     header.get_string(*header.find("tokenizer.ggml.model"), 0, &model); // the table requires this key
-    const bool is_spm = model == "llama";
-    if (!is_spm && model != "gpt2") {
-        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.model is not llama or gpt2 ('%s')",
+    *out = nullptr;
+    if (!has_rules && (model == "none" || model == "no_vocab")) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    const auto * end = has_rules ? TOKENIZERS + N_RULED_TOKENIZERS : std::end(TOKENIZERS);
+    const auto * it =
+        std::find_if(std::begin(TOKENIZERS), end, [&](const tokenizer_rules & t) { return model == t.model; });
+    if (it == end) {
+        return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE,
+                    has_rules ? "key tokenizer.ggml.model is not llama or gpt2 ('%s')"
+                              : "key tokenizer.ggml.model is unknown ('%s')",
                     printable(model.c_str(), model.size()).text);
     }
-    const gguf_key * key = nullptr;
-    if (const int status = find_array(header, "tokenizer.ggml.tokens", true, { GGUF_STRING }, &key)) {
+    *out = it;
+    return GGML_MACKO_STATUS_OK;
+}
+
+static int check_vocab(const gguf_header & header, bool has_rules) {
+    const tokenizer_rules * rules = nullptr;
+    if (const int status = find_tokenizer(header, has_rules, &rules)) {
         return status;
+    }
+    const gguf_key * key = nullptr;
+    if (const int status = find_array(header, "tokenizer.ggml.tokens", rules != nullptr, { GGUF_STRING }, &key)) {
+        return status;
+    }
+    if (key == nullptr) {
+        return GGML_MACKO_STATUS_OK;
     }
     if (key->n == 0) {
         return fail(GGML_MACKO_STATUS_BAD_KEY_VALUE, "key tokenizer.ggml.tokens is empty");
@@ -536,10 +680,13 @@ static int check_vocab(const gguf_header & header) {
     if (const int status = check_scores(header, tokens.size())) {
         return status;
     }
-    if (const int status = check_token_ids(header, is_spm, tokens.size())) {
+    if (rules == nullptr) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (const int status = check_token_ids(header, *rules, tokens.size())) {
         return status;
     }
-    if (const int status = find_array(header, "tokenizer.ggml.merges", !is_spm, { GGUF_STRING }, &key)) {
+    if (const int status = find_array(header, "tokenizer.ggml.merges", rules->needs_merges, { GGUF_STRING }, &key)) {
         return status;
     }
     std::vector<std::string> merges;
@@ -555,38 +702,70 @@ static int check_vocab(const gguf_header & header) {
     if (const int status = find_array(header, "tokenizer.ggml.suppress_tokens", false, { GGUF_I32 }, &key)) {
         return status;
     }
-    return is_spm ? check_byte_fallback(std::move(tokens)) : GGML_MACKO_STATUS_OK;
+    return rules->needs_bytes ? check_byte_fallback(std::move(tokens)) : GGML_MACKO_STATUS_OK;
 }
 
 // ---- all checks ----
 
-static int find_arch(const gguf_header & header, const arch_rules ** out) {
+static int read_arch(const gguf_header & header, std::string * name) {
     const gguf_key * key = header.find("general.architecture");
     if (key == nullptr) {
         return missing("general.architecture");
     }
-    std::string name;
-    if (key->type != GGUF_STRING || !header.get_string(*key, 0, &name)) {
+    if (key->type != GGUF_STRING || !header.get_string(*key, 0, name)) {
         return wrong_type(key->name);
     }
-    for (const arch_rules & arch : ARCHS) {
-        if (name == arch.name) {
-            *out = &arch;
-            return GGML_MACKO_STATUS_OK;
-        }
-    }
-    return fail(GGML_MACKO_STATUS_UNSUPPORTED_ARCH, "architecture '%s' is not supported by this version",
-                printable(name.c_str(), name.size()).text);
+    name->resize(strlen(name->c_str())); // llama.cpp reads as far as the first NUL
+    return GGML_MACKO_STATUS_OK;
 }
 
-int check_model_keys(const gguf_header & header) {
-    const arch_rules * arch = nullptr;
-    if (const int status = find_arch(header, &arch)) {
+static const arch_rules * find_arch(const std::string & name) {
+    const auto * it =
+        std::find_if(std::begin(ARCHS), std::end(ARCHS), [&](const arch_rules & arch) { return name == arch.name; });
+    return it == std::end(ARCHS) ? nullptr : it;
+}
+
+bool has_model_rules(const gguf_header & header, std::string * arch) {
+    std::string name;
+    if (read_arch(header, &name)) {
+        return false;
+    }
+    *arch = name;
+    return find_arch(name) != nullptr;
+}
+
+static int check_relations(const hparams & hp, bool has_rules) {
+    if (const int status = has_rules ? check_heads(hp) : check_layers(hp)) {
         return status;
     }
+    if (const int status = check_experts(hp)) {
+        return status;
+    }
+    if (const int status = has_rules ? check_window(hp) : check_all_numbers(hp)) {
+        return status;
+    }
+    if (const int status = check_rope_scaling(hp)) {
+        return status;
+    }
+    return check_labels(hp);
+}
+
+int check_model_keys(const gguf_header & header, bool strict) {
+    std::string name;
+    if (const int status = read_arch(header, &name)) {
+        return status;
+    }
+    const arch_rules * known = find_arch(name);
+    if (known == nullptr && strict) {
+        return fail(GGML_MACKO_STATUS_UNSUPPORTED_ARCH,
+                    "there are no rules for the metadata of architecture '%s', and strict loading refuses it",
+                    printable(name.c_str(), name.size()).text);
+    }
+    const arch_rules other = { name.c_str(), ARCH_OTHER, EXPERTS_OPTIONAL, WINDOW_UNUSED, false, false };
+    const arch_rules arch  = known ? *known : other;
     for (const key_rule & rule : RULES) {
-        if (rule.flags & arch->bit) {
-            if (const int status = check_rule(header, rule, *arch)) {
+        if (rule.flags & arch.bit) {
+            if (const int status = check_rule(header, rule, arch)) {
                 return status;
             }
         }
@@ -600,28 +779,17 @@ int check_model_keys(const gguf_header & header) {
     if (const int status = check_name_limits(header)) {
         return status;
     }
-    const hparams hp = { header, *arch };
-    if (const int status = check_heads(hp)) {
+    if (const int status = check_relations({ header, arch }, known != nullptr)) {
         return status;
     }
-    if (const int status = check_experts(hp)) {
-        return status;
-    }
-    if (const int status = check_window(hp)) {
-        return status;
-    }
-    if (const int status = check_rope_scaling(hp)) {
-        return status;
-    }
-    if (const int status = check_labels(hp)) {
-        return status;
-    }
-    return check_vocab(header);
+    return check_vocab(header, known != nullptr);
 }
+
+constexpr int32_t TYPE_I64 = 27; // of ggml
 
 // The types of matrices that ggml-cpu can multiply: floating-point types, and quantized types with a dot product.
 static bool is_matrix_type(int32_t type) {
-    constexpr int32_t no_dot_product[] = { 9, 15, 24, 25, 26, 27, 28 }; // Q8_1, Q8_K, I8, I16, I32, I64, F64
+    constexpr int32_t no_dot_product[] = { 9, 15, 24, 25, 26, TYPE_I64, 28 }; // Q8_1, Q8_K, I8, I16, I32, I64, F64
     return std::find(std::begin(no_dot_product), std::end(no_dot_product), type) == std::end(no_dot_product);
 }
 
@@ -629,7 +797,7 @@ static bool ends_with(std::string_view s, std::string_view suffix) {
     return s.size() >= suffix.size() && s.substr(s.size() - suffix.size()) == suffix;
 }
 
-int check_model_tensors(const std::vector<gguf_tensor> & tensors) {
+int check_model_tensors(const std::vector<gguf_tensor> & tensors, bool has_rules) {
     bool has_output       = false;
     bool has_output_scale = false;
     for (const gguf_tensor & t : tensors) {
@@ -638,6 +806,9 @@ int check_model_tensors(const std::vector<gguf_tensor> & tensors) {
         // ggml-cpu aborts unless norms, biases, scales and RoPE factors are F32. Only a tensor of several rows whose
         // name ends in .weight is a matrix.
         const bool is_matrix = t.ne[1] * t.ne[2] * t.ne[3] > 1 && ends_with(t.name, ".weight");
+        if (!has_rules && (t.type == GGML_MACKO_TYPE_I32 || t.type == TYPE_I64)) {
+            continue; // a table of token or expert numbers
+        }
         if (is_matrix ? !is_matrix_type(t.type) : t.type != GGML_MACKO_TYPE_F32) {
             return fail(GGML_MACKO_STATUS_BAD_TYPE, "%s: llama.cpp cannot compute with this tensor's type (%d)",
                         t.name.c_str(), t.type);

@@ -1,5 +1,7 @@
 #include "host/load-session.h"
 #include "host/log.h"
+#include "load/compress.h"
+#include "load/matrix-file.h"
 
 #include <cinttypes>
 #include <cstdarg>
@@ -34,7 +36,23 @@ ggml_status load_session::claim_tensor(ggml_backend_buffer_t, ggml_tensor * tens
     return GGML_STATUS_SUCCESS;
 }
 
+bool load_session::is_claimed(const ggml_tensor * tensor) const {
+    const sparse_tensor_info * matrix = find(tensor);
+    return matrix && dense_->is_claimed(matrix - file_->sparse.data());
+}
+
+int load_session::make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const {
+    return macko::make_matrix_file(*file_, matrix, out);
+}
+
 int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
+    return deliver(tensor, data, size, [&](const sparse_tensor_info & matrix) {
+        return read_payload(*file_, file_->header, matrix, 0, consumer);
+    });
+}
+
+int load_session::deliver(const ggml_tensor * tensor, const void * data, size_t size,
+                          const std::function<int(const sparse_tensor_info &)> & take) {
     const int status = c_boundary([&]() -> int {
         const sparse_tensor_info * matrix = find(tensor);
         const int64_t              index  = dense_->match_placeholder(data, size);
@@ -42,7 +60,7 @@ int load_session::receive(const ggml_tensor * tensor, const void * data, size_t 
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
         }
-        if (const int bad = read_payload(*file_, file_->header, *matrix, 0, consumer)) {
+        if (const int bad = take(*matrix)) {
             return bad;
         }
         loaded_[static_cast<size_t>(index)] = true;
@@ -91,14 +109,21 @@ static void log_compressed(const model_file & file) {
     }
 }
 
-int load_session::open(const char * path, compression how, bool no_alloc, std::unique_ptr<load_session> * out) {
+int load_session::open(const char * path, compression how, bool strict, bool no_alloc,
+                       std::unique_ptr<load_session> * out) {
     std::unique_ptr<load_session> s(new load_session());
     s->no_alloc_ = no_alloc;
-    if (const int status = model_file_open_sparse(path, how, &s->file_)) {
+    if (const int status = model_file_open_sparse(path, how, strict, &s->file_)) {
         if (how != compression::off && status == GGML_MACKO_STATUS_NOT_SPARSE && !no_alloc) {
             log_warn("ggml-macko: not compressed: %s\n", ggml_macko_last_error());
         }
         return status;
+    }
+    if (!s->file_->has_rules && !no_alloc) {
+        log_warn(
+            "ggml-macko: %s: there are no rules for the metadata of architecture '%s': beyond the general ones, the "
+            "file is trusted like a dense model; GGML_MACKO_STRICT=1 refuses it\n",
+            s->file_->path.c_str(), s->file_->arch.c_str());
     }
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
@@ -116,7 +141,11 @@ int load_session::begin(bool sparse_only, FILE ** stream) {
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
-        by_name_.emplace(m.name, &m);
+        // Where llama.cpp does something else with a weight than to multiply with it, it has to be dense. Of an
+        // architecture with rules it is known that the operation for which llama.cpp asks a device is the only one.
+        if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
+            by_name_.emplace(m.name, &m);
+        }
     }
     stream_ = dense_->open_stream();
     if (!stream_) {
@@ -162,7 +191,8 @@ int load_session::end(bool model_loaded, bool with_weights) {
     const dense_stream::dense_reads dense = dense_->decoded();
     if (dense.n > 0) {
         log_warn("ggml-macko: %s: %" PRId64 " of %zu sparse tensors became dense, %.1f MiB -> %.1f MiB, because "
-                 "llama.cpp placed them on a device of another backend; -dev MACKO0 or -ngl 0 keeps them sparse\n",
+                 "llama.cpp placed them on a device of another backend; -dev MACKO0, -ngl 0 or RPC servers that "
+                 "`macko run` starts keep them sparse\n",
                  path.c_str(), dense.n, loaded_.size(), static_cast<double>(dense.nbytes_stored) / 1048576,
                  static_cast<double>(dense.nbytes_dense) / 1048576);
     }

@@ -6,6 +6,7 @@
 #include "load/dense-stream.h"
 #include "load/payload.h"
 
+#include <functional>
 #include <unordered_map>
 
 namespace macko {
@@ -13,8 +14,9 @@ namespace macko {
 class load_session {
 public:
     // Opens and vets a file, or all files of a split model. NOT_SPARSE: the file is not sparse, or has nothing to
-    // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it.
-    [[nodiscard]] static int open(const char * path, compression how, bool no_alloc,
+    // compress, or is broken without claiming to be sparse, so that llama.cpp is to judge it. strict: UNSUPPORTED_ARCH
+    // for a sparse file whose architecture has no rules (gguf/model-keys.h); else a warning in the log says so.
+    [[nodiscard]] static int open(const char * path, compression how, bool strict, bool no_alloc,
                                   std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns. sparse_only: a
     // sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there.
@@ -53,6 +55,12 @@ public:
     // load's placeholder of the tensor's matrix, the payload is read, validated and given to consumer, and the matrix
     // is marked as loaded. An error is also kept for end().
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
+    // the same, but take(matrix) reads the payload, or not, and returns a status
+    int  deliver(const ggml_tensor * tensor, const void * data, size_t size,
+                 const std::function<int(const sparse_tensor_info &)> & take);
+    bool is_claimed(const ggml_tensor * tensor) const;
+    // the matrix as a file of its own (load/matrix-file.h), which must not outlive this object
+    [[nodiscard]] int make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const;
     // keeps the current error message of a device for end(); the first one wins
     void keep_error(int status);
     // reports a device that is out of memory: to the log, and to end() if a load is running

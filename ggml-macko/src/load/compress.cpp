@@ -13,34 +13,62 @@ namespace macko {
 
 // ---- which weights ----
 
-static bool is_word(char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+static bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
+
+static bool ends_with(std::string_view s, std::string_view suffix) {
+    return s.size() >= suffix.size() && s.substr(s.size() - suffix.size()) == suffix;
 }
 
-// Finds X in blk.N.attn_X.weight or blk.N.ffn_X.weight.
+// Finds X in blk.N.X.weight; encoders and decoders of one model have a prefix of their own.
 static bool block_part(std::string_view name, std::string_view * part) {
-    constexpr std::string_view prefix = "blk.", suffix = ".weight";
-    if (name.substr(0, prefix.size()) != prefix || name.size() < prefix.size() + suffix.size() ||
-        name.substr(name.size() - suffix.size()) != suffix) {
+    constexpr std::string_view suffix = ".weight";
+    for (const std::string_view prefix : { "enc.", "dec." }) {
+        if (starts_with(name, prefix)) {
+            name.remove_prefix(prefix.size());
+            break;
+        }
+    }
+    if (!starts_with(name, "blk.") || !ends_with(name, suffix)) {
         return false;
     }
-    name                = name.substr(prefix.size(), name.size() - prefix.size() - suffix.size());
+    name                = name.substr(4, name.size() - 4 - suffix.size());
     const size_t digits = std::min(name.find_first_not_of("0123456789"), name.size());
     if (digits == 0 || digits == name.size() || name[digits] != '.') {
         return false;
     }
-    name = name.substr(digits + 1);
-    for (const std::string_view kind : { std::string_view("attn_"), std::string_view("ffn_") }) {
-        if (name.size() > kind.size() && name.substr(0, kind.size()) == kind) {
-            *part = name.substr(kind.size() - 1); // begins with the underscore
-            return std::all_of(name.begin(), name.end(), is_word);
-        }
-    }
-    return false;
+    *part = name.substr(digits + 1);
+    return true;
 }
 
+// Large matrices of state-space models, RWKV, short convolutions and the vision experts of CogVLM.
+static constexpr std::string_view OTHER_MATRICES[] = {
+    "ssm_in",
+    "ssm_out",
+    "time_mix_key",
+    "time_mix_value",
+    "time_mix_receptance",
+    "time_mix_gate",
+    "time_mix_output",
+    "channel_mix_key",
+    "channel_mix_value",
+    "channel_mix_receptance",
+    "shortconv.in_proj",
+    "shortconv.out_proj",
+    "vis_attn_qkv",
+    "vis_attn_output",
+    "vis_gate",
+    "vis_up",
+    "vis_down",
+};
+
+// What is called attn_ or ffn_ and is not a matrix, or a small one, or one of which llama.cpp uses a view.
+static constexpr std::string_view NO_MATRICES[] = {
+    "norm", "_rel_b", "_sinks", "_exp_probs", "_inp_", "_compressor", "_conv", "_res_score", "_rot_embd", "_tid2eid",
+};
+
 // Not compressed are norms and biases, which have one dimension; token_embd and the tables of relative positions, from
-// which single rows are read; and routers (ffn_gate_inp), which are small and choose the experts of a token.
+// which single rows are read; routers (ffn_gate_inp), which are small and choose the experts of a token; and what a
+// state-space model or RWKV computes its small gates and decays with.
 int weight_use(std::string_view name, int n_dims) {
     if (name == "output.weight") {
         return n_dims == 2 ? GGML_MACKO_WEIGHT_HEAD : GGML_MACKO_WEIGHT_OTHER;
@@ -49,12 +77,17 @@ int weight_use(std::string_view name, int n_dims) {
     if (!block_part(name, &part)) {
         return GGML_MACKO_WEIGHT_OTHER;
     }
-    const auto has       = [&](std::string_view text) { return part.find(text) != std::string_view::npos; };
-    const bool is_router = has("_inp_") || (part.size() >= 4 && part.substr(part.size() - 4) == "_inp");
-    if (is_router || has("norm") || has("_rel_b") || has("_sinks") || has("_exp_probs")) {
+    const auto is_one_of = [&](std::string_view matrix) { return part == matrix; };
+    if (std::any_of(std::begin(OTHER_MATRICES), std::end(OTHER_MATRICES), is_one_of)) {
+        return n_dims == 2 ? GGML_MACKO_WEIGHT_BLOCK : GGML_MACKO_WEIGHT_OTHER;
+    }
+    const auto is_kind = [&](std::string_view kind) { return part.size() > kind.size() && starts_with(part, kind); };
+    const auto has     = [&](std::string_view text) { return part.find(text) != std::string_view::npos; };
+    if (!(is_kind("attn_") || is_kind("cross_attn_") || is_kind("ffn_")) || has(".") || ends_with(part, "_inp") ||
+        std::any_of(std::begin(NO_MATRICES), std::end(NO_MATRICES), has)) {
         return GGML_MACKO_WEIGHT_OTHER;
     }
-    const bool is_experts = part.size() >= 5 && part.substr(part.size() - 5) == "_exps";
+    const bool is_experts = ends_with(part, "_exps") || ends_with(part, "_chexps");
     return n_dims == 2 || (n_dims == 3 && is_experts) ? GGML_MACKO_WEIGHT_BLOCK : GGML_MACKO_WEIGHT_OTHER;
 }
 

@@ -25,11 +25,12 @@ static int check_not_split(const gguf_header & header) {
                       "one of %" PRId64 " files of a split model: merge them first (llama-gguf-split --merge)", count);
 }
 
-static int check_model(const model_file & file) {
-    if (const int status = check_model_keys(file.header)) {
+static int check_model(model_file * file, bool strict) {
+    if (const int status = check_model_keys(file->header, strict)) {
         return status;
     }
-    return check_model_tensors(dense_tensors(file));
+    file->has_rules = has_model_rules(file->header, &file->arch);
+    return check_model_tensors(dense_tensors(*file), file->has_rules);
 }
 
 int model_file_open(const char * path, bool require_model, std::unique_ptr<model_file> * out) {
@@ -46,7 +47,7 @@ int model_file_open(const char * path, bool require_model, std::unique_ptr<model
         status = check_sparse_tensors(file.get());
     }
     if (status == GGML_MACKO_STATUS_OK && require_model) {
-        status = check_model(*file);
+        status = check_model(file.get(), false);
     }
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);
@@ -96,7 +97,7 @@ static int open_for_load(const char * path, compression how, model_file * file) 
                : fail(GGML_MACKO_STATUS_NOT_SPARSE, "%s: not a sparse GGUF (no key macko.version)", path);
 }
 
-int model_file_open_sparse(const char * path, compression how, std::unique_ptr<model_file> * out) {
+int model_file_open_sparse(const char * path, compression how, bool strict, std::unique_ptr<model_file> * out) {
     auto file   = std::make_unique<model_file>();
     int  status = file->open(path);
     if (status != GGML_MACKO_STATUS_OK) {
@@ -109,7 +110,7 @@ int model_file_open_sparse(const char * path, compression how, std::unique_ptr<m
         return status;
     }
     if (status == GGML_MACKO_STATUS_OK) {
-        status = check_model(*file);
+        status = check_model(file.get(), strict);
     } else if (!ours) {
         const std::string text = ggml_macko_last_error();
         ours                   = claims_to_be_sparse(*file);

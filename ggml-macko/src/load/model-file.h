@@ -44,7 +44,9 @@ struct file_part {
 struct model_file : byte_source {
     std::string                     path; // of the first file
     std::vector<file_part>          parts;
-    gguf_header                     header; // of a split model: the first file's, with the tensors of all
+    gguf_header                     header;            // of a split model: the first file's, with the tensors of all
+    std::string                     arch;              // general.architecture, of a model that passed the checks
+    bool                            has_rules = false; // those of its architecture (gguf/model-keys.h)
     bool                            is_sparse = false;
     std::vector<sparse_tensor_info> sparse;
     std::vector<int64_t>            tensor_sparse_index; // per table entry: matrix it is a component of, or -1
@@ -69,8 +71,9 @@ enum class compression { off, on, bit_exact };
 
 // Opens a model for loading, with the checks of require_model; split models are opened as a whole. NOT_SPARSE leaves a
 // file to llama.cpp: one that is not sparse, or a broken one that does not even claim to be; with compression also one
-// in which no weight shrinks, or that fails the checks.
-[[nodiscard]] int model_file_open_sparse(const char * path, compression how, std::unique_ptr<model_file> * out);
+// in which no weight shrinks, or that fails the checks. strict: see check_model_keys.
+[[nodiscard]] int model_file_open_sparse(const char * path, compression how, bool strict,
+                                         std::unique_ptr<model_file> * out);
 
 // The checks on sparse tensors alone: fills is_sparse, sparse and tensor_sparse_index from header.
 [[nodiscard]] int check_sparse_tensors(model_file * file);

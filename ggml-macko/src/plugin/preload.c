@@ -2,7 +2,8 @@
 // llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
 // libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
 // and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
-// sparse weight on a device of another backend is an error.
+// sparse weight on a device of another backend is an error, and with GGML_MACKO_STRICT=1 a sparse file of an
+// architecture without rules.
 //
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
@@ -87,7 +88,8 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
     }
     const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
                       (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
-                      (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0);
+                      (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0) |
+                      (is_set("GGML_MACKO_STRICT") ? GGML_MACKO_LOAD_STRICT : 0);
     const function_t     default_params = (function_t)dlsym(RTLD_NEXT, "llama_model_default_params");
     const int32_t        has_load_mode  = dlsym(RTLD_NEXT, "llama_load_mode_name") != NULL;
     struct llama_model * model          = NULL;

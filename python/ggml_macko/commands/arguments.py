@@ -24,6 +24,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
     )
     add_gpu_layers(parser)
+    add_strict(parser)
+
+
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """Of every command that runs a model; commands/cli.py obeys it."""
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse sparse files of architectures whose metadata are checked in general only, as GGML_MACKO_STRICT=1",
+    )
 
 
 def add_gpu_layers(parser: argparse.ArgumentParser) -> None:

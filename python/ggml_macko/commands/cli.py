@@ -12,7 +12,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .. import console, errors
@@ -39,6 +39,8 @@ COMMANDS = {
 
 USAGE = 2
 """Exit code of a command line that is wrong by itself, as argparse's own."""
+
+STRICT = "GGML_MACKO_STRICT"
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -151,6 +153,19 @@ def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+@contextlib.contextmanager
+def _strict() -> Iterator[None]:
+    """For all models that this process loads inside, and processes that it starts."""
+    before = os.environ.get(STRICT)
+    os.environ[STRICT] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[STRICT]
+        if before is not None:
+            os.environ[STRICT] = before
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, before = None, None
     try:
@@ -164,7 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         before = _identity_of_output(parsed)
         args = parsed
-        with console.quiet() if getattr(args, "quiet", False) else contextlib.nullcontext():
+        with contextlib.ExitStack() as options:
+            if getattr(args, "quiet", False):
+                options.enter_context(console.quiet())
+            if getattr(args, "strict", False):
+                options.enter_context(_strict())
             code = int(args.run(args))
         sys.stdout.flush()
         return code

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import signal
 
 from .. import errors
-from ..commands.arguments import add_hub
+from ..commands.arguments import add_hub, add_strict
 from ..huggingface.hub import download
 from ..native import bindings
 
 HELP = "run a llama.cpp program with sparse models"
+RPC_SERVERS = ("rpc-server", "ggml-rpc-server")
+"""llama.cpp's RPC server, whose name depends on its version: the plugin offers it a device of another kind."""
 
 
 def variables(options: bindings.LoadOptions) -> dict[str, str]:
@@ -42,10 +45,11 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail if a sparse weight is placed on a device of another backend; without it, it becomes dense there",
     )
+    add_strict(parser)
 
 
 def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
-    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only)
+    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +73,15 @@ def run(args: argparse.Namespace) -> int:
         raise errors.usage_error("PROGRAM is missing: macko run -- PROGRAM ARGS")
     if args.hf is not None:
         program = [*program, "-m", str(download(args.hf))]
+    serves_rpc = pathlib.PurePath(program[0]).name in RPC_SERVERS
     environment = {**os.environ, **variables(load_options(args))}
+    if serves_rpc:
+        environment["GGML_MACKO_RPC_SERVER"] = "1"
     if os.environ.get("LD_PRELOAD"):
         environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
-        signal.signal(name, signal.SIG_DFL)
+        if name != signal.SIGPIPE or not serves_rpc:  # a client that leaves would end llama.cpp's server
+            signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(program[0], program, environment)
     except OSError as e:

@@ -37,11 +37,14 @@ class LoadOptions:
     keep_negative_zeros, with compress: -0.0 is a value like any other; else it counts as zero.
     sparse_only: a sparse weight that llama.cpp places on a device of another backend is an error; else it becomes dense
     there.
+    strict: a sparse file of an architecture for whose metadata there are no rules is an error; else llama.cpp is
+    trusted with it.
     """
 
     compress: bool = False
     keep_negative_zeros: bool = False
     sparse_only: bool = False
+    strict: bool = False
 
     @classmethod
     def of_environment(cls) -> LoadOptions:
@@ -56,6 +59,7 @@ VARIABLES = {
     "compress": "GGML_MACKO_COMPRESS",
     "keep_negative_zeros": "GGML_MACKO_KEEP_NEGATIVE_ZEROS",
     "sparse_only": "GGML_MACKO_SPARSE_ONLY",
+    "strict": "GGML_MACKO_STRICT",
 }
 
 
@@ -90,6 +94,7 @@ def load_model(
         (lib().GGML_MACKO_LOAD_COMPRESS if options.compress else 0)
         | (lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if options.keep_negative_zeros else 0)
         | (lib().GGML_MACKO_LOAD_SPARSE_ONLY if options.sparse_only else 0)
+        | (lib().GGML_MACKO_LOAD_STRICT if options.strict else 0)
     )
     check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))
     address = int(ffi().cast("uintptr_t", owner[0]))

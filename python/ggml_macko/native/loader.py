@@ -38,8 +38,8 @@ def run_with(options: bindings.LoadOptions, function: Callable[[], None]) -> Non
 def register() -> None:
     """Safe to call any number of times, from any thread.
 
-    GGML_MACKO_COMPRESS=1, GGML_MACKO_KEEP_NEGATIVE_ZEROS=1 and GGML_MACKO_SPARSE_ONLY=1 in the environment set options
-    of bindings.LoadOptions.
+    GGML_MACKO_COMPRESS=1, GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, GGML_MACKO_SPARSE_ONLY=1 and GGML_MACKO_STRICT=1 in the
+    environment set options of bindings.LoadOptions.
     Raises VersionMismatchError if the plugin does not fit the installed llama-cpp-python; GGML_MACKO_ANY_VERSION=1
     tries versions outside of its range.
     """

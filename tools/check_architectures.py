@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""Which architectures of llama.cpp work sparse: the table in docs/design/architectures.md.
+
+  python3 tools/check_architectures.py                   all of the installed llama.cpp, about five minutes on 2 cores
+  python3 tools/check_architectures.py mamba rwkv7       these
+  python3 tools/check_architectures.py --table docs/design/architectures.md      all, and writes the table into the file
+
+For each, a random model of a few hundred kilobytes is built (tests/architectures.py), pruned to 70 % zeros and
+converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with GGML_MACKO_SPARSE_ONLY=1,
+and their logits (embeddings, for a model that has no others) are compared: those of a batch, and of tokens that follow
+one by one. Each step is a process of its own, because llama.cpp ends the process where an assertion fails. Prints one
+line for each model, and exits with 1 if one does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+SPARSITY = 0.7
+N_BATCH, N_ONE_BY_ONE = 64, 4
+MAX_NMSE = 1e-4
+"""Of the outputs, as in llama.cpp's test-llama-archs: mean squared difference over mean square."""
+MIN_EFFECT = 1e-3
+"""How far pruning must have moved the outputs (NMSE), or they would say nothing about the weights."""
+
+FORBIDDEN = 1e30
+"""Logits of tokens that a model must not write are -FLT_MAX."""
+
+# what there is no model of, and why
+NOT_BUILT = {
+    "clip": "an image or audio encoder, which llama.cpp opens as `--mmproj`: it stays dense",
+    "gptj": "llama.cpp has the name, but no code for it",
+    "gemma4-assistant": "a draft model, which runs beside its target only",
+    "eagle3": "a draft model, which runs beside its target only",
+    "dflash": "a draft model, which runs beside its target only",
+    "graniteswitch": "not tried: a model with adapters inside, of which llama.cpp's own test builds none",
+    "wavtokenizer-dec": "an audio decoder of convolutions: it has no matrix that could be stored sparse",
+}
+BEGIN, END = "<!-- begin: tools/check_architectures.py -->", "<!-- end -->"
+
+
+# ---- steps, each in a process of its own ----
+
+
+def build(arch: str, experts: bool, folder: pathlib.Path) -> None:
+    """raw.gguf, dense.gguf, which is pruned, and sparse.gguf."""
+    import architectures
+    import ggml_macko
+    from gguf_bytes import write
+
+    raw = folder / "raw.gguf"
+    raw.write_bytes(write(architectures.make(arch, experts)))
+    ggml_macko.prune(raw, folder / "dense.gguf", sparsity=SPARSITY)
+    report = ggml_macko.convert(folder / "dense.gguf", folder / "sparse.gguf")
+    if report.load_error is not None:
+        raise SystemExit(report.load_error)
+    sparse = [t for t in report.tensors if t.is_sparse]
+    n_elements = sum(t.n_elements for t in report.tensors)
+    (folder / "report.json").write_text(
+        json.dumps({"n_sparse": len(sparse), "share": sum(t.n_elements for t in sparse) / n_elements})
+    )
+
+
+def outputs(path: pathlib.Path, embeddings: bool) -> npt.NDArray[np.float32]:
+    """Logits of every token, or embeddings: of a batch, then of single tokens."""
+    import llama_cpp.llama_cpp as api
+
+    from ggml_macko import register
+
+    register()
+    model = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
+    if not model:
+        raise SystemExit("not loaded")
+    vocab = api.llama_model_get_vocab(model)
+    n_vocab = max(api.llama_vocab_n_tokens(vocab), 1)
+    has_decoder, has_encoder = api.llama_model_has_decoder(model), api.llama_model_has_encoder(model)
+    params = api.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 4 * N_BATCH
+    params.n_threads = params.n_threads_batch = 2
+    params.embeddings = embeddings
+    context = api.llama_init_from_model(model, params)
+    if not context:
+        raise SystemExit("no context")
+    n_out = api.llama_model_n_embd_out(model) if embeddings else n_vocab
+    tokens = np.random.default_rng(1).integers(0, n_vocab, N_BATCH + N_ONE_BY_ONE).tolist()
+
+    def evaluate(batch: list[int], start: int, function: Any) -> list[npt.NDArray[np.float32]]:
+        b = api.llama_batch_init(len(batch), 0, 1)
+        b.n_tokens = len(batch)
+        for i, token in enumerate(batch):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.seq_id[i][0], b.logits[i] = token, start + i, 1, 0, True
+        code = function(context, b)
+        api.llama_batch_free(b)
+        if code != 0:
+            raise SystemExit(f"llama.cpp returned {code}")
+        rows = []
+        for i in range(len(batch)):
+            get = api.llama_get_embeddings_ith if embeddings else api.llama_get_logits_ith
+            row = ctypes.cast(get(context, i), ctypes.POINTER(ctypes.c_float))
+            rows.append(np.ctypeslib.as_array(row, (n_out,)).copy())
+        return rows
+
+    if not has_decoder:
+        return np.array(evaluate(tokens[:N_BATCH], 0, api.llama_encode))
+    if has_encoder:
+        evaluate(tokens[:N_BATCH], 0, api.llama_encode)
+    rows = evaluate(tokens[:N_BATCH], 0, api.llama_decode)
+    for i in range(N_BATCH, N_BATCH if embeddings else len(tokens)):
+        rows += evaluate(tokens[i : i + 1], i, api.llama_decode)
+    return np.array(rows)
+
+
+def nmse(x: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
+    allowed = np.abs(reference) < FORBIDDEN
+    return float(np.mean((x - reference)[allowed] ** 2) / np.mean(reference[allowed] ** 2))
+
+
+def compare(folder: pathlib.Path, embeddings: bool) -> None:
+    found = {}
+    for name in ("raw", "dense", "sparse"):
+        (folder / "at").write_text(name)
+        found[name] = outputs(folder / f"{name}.gguf", embeddings)
+    raw, dense, sparse = found.values()
+    (folder / "compared.json").write_text(json.dumps({"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}))
+
+
+# ---- all of them ----
+
+
+def step(name: str, folder: pathlib.Path, *args: str) -> str:
+    """Why it failed; empty if it did not."""
+    environment = {**os.environ, "GGML_MACKO_SPARSE_ONLY": "1", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, __file__, "--step", name, "--folder", str(folder), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "did not end within two minutes"
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    wanted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line or "error" in line.lower()]
+    wanted = wanted or ([f"signal {-done.returncode}"] if done.returncode < 0 else lines[-1:])
+    return re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
+
+
+def check(arch: str) -> dict[str, Any]:
+    """A row of the table."""
+    import architectures
+
+    if arch in NOT_BUILT:
+        return {"arch": arch, "why": NOT_BUILT[arch]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        experts = ["--experts"] if arch in architectures.EXPERTS else []
+        embeddings = ["--embeddings"] if arch in architectures.EMBEDDING else []
+        why = step("build", folder, *experts, arch) or step("compare", folder, *embeddings, arch)
+        if why and (folder / "at").exists() and (folder / "at").read_text() != "sparse":
+            why = f"llama.cpp itself, with the dense model: {why}"
+        row: dict[str, Any] = {"arch": arch, "why": why}
+        for file in ("report.json", "compared.json"):
+            if (folder / file).exists():
+                row.update(json.loads((folder / file).read_text()))
+    if not why and not row["effect"] >= MIN_EFFECT:
+        row["why"] = f"the output hardly depends on the pruned weights (NMSE {row['effect']:.1e})"
+    elif not why and not row["nmse"] <= MAX_NMSE:
+        row["why"] = f"the output differs from dense (NMSE {row['nmse']:.1e})"
+    return row
+
+
+def table_row(row: dict[str, Any]) -> str:
+    if row["why"]:
+        return f"| {row['arch']} | | | {row['why']} |"
+    return f"| {row['arch']} | {row['n_sparse']} | {100 * row['share']:.0f} % | {row['nmse']:.0e} |"
+
+
+def write_table(page: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    import llama_cpp
+
+    works = sum(not row["why"] for row in rows)
+    text = page.read_text()
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    lines = [
+        f"\nWith llama-cpp-python {llama_cpp.__version__} on the CPU, {works} of {len(rows)}:\n",
+        "| architecture | sparse tensors | of the weights | difference of the output (NMSE), or why there is none |",
+        "|---|---|---|---|",
+        *map(table_row, sorted(rows, key=lambda row: str(row["arch"]))),
+        "",
+    ]
+    page.write_text(text[:begin] + "\n".join(lines) + text[end:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", metavar="ARCHITECTURE", nargs="*")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="write the table into this page")
+    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--experts", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--embeddings", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.step == "build":
+        build(args.names[0], args.experts, args.folder)
+        return 0
+    if args.step == "compare":
+        compare(args.folder, args.embeddings)
+        return 0
+    import architectures
+
+    rows = []
+    for arch in args.names or architectures.names():
+        rows.append(check(arch))
+        print(json.dumps(rows[-1]) if args.json else table_row(rows[-1]), flush=True)
+    if args.table is not None:
+        write_table(args.table, rows)
+    failed = [row for row in rows if row["why"] and row["arch"] not in NOT_BUILT]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
-// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second); `--one-thread` is for emulators of a
-// CPU, some of which keep the memory of every thread that has ended.
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second). `--one-thread` is for emulators of
+// a CPU, some of which keep the memory of every thread that has ended.
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"

@@ -579,6 +579,13 @@ static void test_values_stay_coded_where_that_is_faster() {
         CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: columns have 16 bits", set->name);
         other = { d.nnz, 2, d.type, d.delta_bits, d.nnz };
         CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: short rows, which are aligned", set->name);
+        other     = d;
+        other.nnz = 64 * 256 / 5; // sparser, where picking x by place is faster
+        CHECK(type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_F16, "%s: density .2",
+              set->name);
+        other.type = GGML_MACKO_TYPE_F32; // for which there is no such kernel
+        CHECK((type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_CODED) == has_coded(*set),
+              "%s: F32", set->name);
         for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 }) {
             CHECK(type_in_memory_with(*set, d, type, nbytes) == type, "%s: type %d", set->name, type);
         }

@@ -130,7 +130,7 @@ def test_values_stay_coded_in_the_memory_of_a_cpu_that_multiplies_with_them(type
     x = (0.02 * rng.standard_normal((128, 2048))).astype(np.float32)
     x[np.abs(x) < np.quantile(np.abs(x), 0.5)] = 0
     x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    m = coded_matrix(values.from_float(x, type_id), type_id)
+    m = native_codec.encode("packed", values.from_float(x, type_id), type_id, {"value_type": TYPE_CODED})
     cpu = CpuMatrix(m)
     if cpu_kernels() == "avx512-vbmi2":
         assert m.nbytes < cpu.nbytes <= 1.05 * m.nbytes + 4096

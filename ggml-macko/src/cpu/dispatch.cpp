@@ -133,7 +133,8 @@ int32_t type_in_memory_with(const kernel_set & set, const macko_desc & desc, int
         return value_type;
     }
     const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
-    const bool   faster   = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from);
+    const bool   faster   = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
+                        (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
     return faster && bitmap_takes_coded(desc, values_nbytes) &&
                    bitmap_nbytes(desc, value_type, values_nbytes) < bitmap_nbytes(desc, desc.type)
                ? value_type

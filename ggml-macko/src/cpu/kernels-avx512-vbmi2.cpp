@@ -56,25 +56,28 @@ struct simd : avx512 {
             w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
     }
-    // bits first ... first + n - 1, with anything above them; n <= 64
-    static uint64_t next_bits(const uint8_t * bits, uint64_t first, int n) {
-        const uint8_t * at    = bits + first / 8;
-        const unsigned  shift = first % 8;
-        uint64_t        low;
-        __builtin_memcpy(&low, at, sizeof(low));
-        low >>= shift;
-        if (__builtin_expect(n > 56, 0)) {
-            low |= static_cast<uint64_t>(at[8]) << 1 << (63 - shift);
-        }
-        return low;
+    // bits from `first` on, at least 57
+    static uint64_t next_bits(const uint8_t * bits, uint64_t first) {
+        uint64_t low;
+        __builtin_memcpy(&low, bits + first / 8, sizeof(low));
+        return low >> (first % 8);
+    }
+    // those of the 64 bits from `first` on that next_bits() may lack
+    static uint64_t last_bits(const uint8_t * bits, uint64_t first) {
+        return static_cast<uint64_t>(bits[first / 8 + 8]) << 1 << (63 - first % 8);
     }
     // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are
     // moved to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
     static void expand_coded(const coded_values & v, uint64_t bits, int n, vec * w) {
-        const uint64_t signs = _pdep_u64(next_bits(v.signs, v.first, n), bits);
-        const uint64_t highs = _pdep_u64(next_bits(v.highs, v.first, n), bits);
-        const __m512i  high  = _mm512_set1_epi8(static_cast<char>(v.high));
-        const __m512i  low =
+        uint64_t signs = next_bits(v.signs, v.first), highs = next_bits(v.highs, v.first);
+        if (__builtin_expect(n > 56, 0)) {
+            signs |= last_bits(v.signs, v.first);
+            highs |= last_bits(v.highs, v.first);
+        }
+        signs              = _pdep_u64(signs, bits);
+        highs              = _pdep_u64(highs, bits);
+        const __m512i high = _mm512_set1_epi8(static_cast<char>(v.high));
+        const __m512i low =
             _mm512_mask_expand_epi8(in_register(_mm512_setzero_si512()), bits, in_register(_mm512_loadu_si512(v.at)));
         __m512i top        = _mm512_maskz_mov_epi8(bits, high);
         top                = _mm512_mask_add_epi8(top, highs, top, _mm512_set1_epi8(1));
@@ -88,8 +91,8 @@ struct simd : avx512 {
     }
     // the next 16 values
     static vec load_coded(const coded_values & v) {
-        const auto signs = static_cast<__mmask16>(next_bits(v.signs, v.first, 16));
-        const auto highs = static_cast<__mmask16>(next_bits(v.highs, v.first, 16));
+        const auto signs = static_cast<__mmask16>(next_bits(v.signs, v.first));
+        const auto highs = static_cast<__mmask16>(next_bits(v.highs, v.first));
         __m512i    u =
             _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(v.at))), 16);
         u = _mm512_add_epi32(u, _mm512_set1_epi32(static_cast<int>(v.high << 24)));
@@ -260,5 +263,5 @@ struct simd : avx512 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
-    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.0f }, macko::cpu::ROW_OPS
+    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.45f }, macko::cpu::ROW_OPS
 };

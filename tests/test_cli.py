@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -65,6 +66,19 @@ def test_usage_error_is_one_line_and_exit_2(macko, args, message):
 def test_program_that_is_missing_is_an_error_and_no_usage_error(macko):
     done = macko("run", "--", "/no/such/program", "-hf", "x")
     assert done.code == 1 and done.err == "error: /no/such/program: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "serves"), [("/opt/rpc-server", True), ("ggml-rpc-server", True), ("llama-server", False)]
+)
+def test_run_tells_the_plugin_of_an_rpc_server(monkeypatch, program, serves):
+    """And leaves SIGPIPE ignored there: llama.cpp's server would end with the first client that leaves early."""
+    variables, defaults = [], []
+    monkeypatch.setattr(os, "execvpe", lambda name, arguments, environment: variables.append(environment))
+    monkeypatch.setattr(signal, "signal", lambda number, action: defaults.append(number))
+    cli.main(["run", "--", program, "-p", "1"])
+    assert variables[0].get("GGML_MACKO_RPC_SERVER") == ("1" if serves else None)
+    assert (signal.SIGPIPE in defaults) is not serves
 
 
 @pytest.mark.parametrize("option", ["-hx", "-cnv", "-t4x", "-ngll", "--thread", "-Version"])

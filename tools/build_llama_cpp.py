@@ -27,6 +27,7 @@ PROGRAMS = (
     "llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity", "llama-imatrix",
     "llama-tokenize", "llama-quantize", "llama-gguf-split", "llama-embedding", "llama-speculative",
     "llama-speculative-simple", "llama-simple", "llama-fit-params", "llama-export-lora",
+    "ggml-rpc-server",
 )  # fmt: skip
 NOT_DYNAMIC = ("llama-export-lora",)  # it uses symbols of the CPU backend, so llama.cpp does not build it with plugins
 
@@ -66,6 +67,7 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
         "-DLLAMA_OPENSSL=OFF",
         "-DLLAMA_USE_PREBUILT_UI=OFF",
         "-DLLAMA_BUILD_TESTS=ON",
+        "-DGGML_RPC=ON",
     ]
     if dynamic:
         options += [
@@ -75,7 +77,7 @@ def build(source: pathlib.Path, out: pathlib.Path, dynamic: bool, jobs: int, pro
         ]
     generator = ["-GNinja"] if shutil.which("ninja") else []
     run("cmake", "-S", source, "-B", out, *generator, *options)
-    targets = [*programs, *(["ggml-cpu"] if dynamic else [])]  # no program depends on a plugin
+    targets = [*programs, *(["ggml-cpu", "ggml-rpc"] if dynamic else [])]  # no program depends on a plugin
     run("cmake", "--build", out, "-j", jobs, "--target", *targets)
 
 

@@ -2,6 +2,7 @@
 // itself is host/load-session.h.
 #include "cpu/kernels.h"
 #include "host/load-session.h"
+#include "host/rpc-client.h"
 #include "host/running-ggml.h"
 
 #include <cstring>
@@ -104,6 +105,7 @@ static int load_sparse(load_session & session, model_params params, bool sparse_
     if (const int status = session.begin(sparse_only, &stream)) {
         return status;
     }
+    rpc_watch_devices();
     params.read_plainly();
     caller_progress progress = { params.callback(), params.user_data() };
     if (progress.callback) {

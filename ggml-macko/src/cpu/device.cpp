@@ -5,8 +5,6 @@
 // of ggml's CPU backend. So its results lie in ordinary host memory: it needs no compute buffers, the scheduler copies
 // nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
 #include "cpu/device.h"
-#include "codec/team.h"
-#include "cpu/codecs.h"
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
 #include "host/load-session.h"
@@ -34,19 +32,6 @@ void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t, 
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    struct pack : payload_consumer {
-        bitmap_matrix bitmap;
-        int           consume(const macko_view & view, int64_t first_value) override {
-            bitmap_pack(view, first_value, bitmap);
-            return GGML_MACKO_STATUS_OK;
-        }
-        bool wants_first_value() const override { return true; }
-        bool takes(const codec & format) const override { return cpu_takes(format); }
-        int  consume_matrix(const codec_view & view) override {
-            cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), bitmap);
-            return GGML_MACKO_STATUS_OK;
-        }
-    };
     load_session *             current = load_session::current();
     const sparse_tensor_info * matrix  = current ? current->find(tensor) : nullptr;
     if (!matrix) {
@@ -57,29 +42,19 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         return; // the first piece had the placeholder; the stream has nothing more of a sparse tensor
     }
     auto * m = static_cast<weight *>(tensor->data);
-    *m       = { 0, matrix->desc, matrix->value_type, tensor->ne[1] };
-    pack consumer;
-    consumer.bitmap = m->bitmap();
-    if (current->receive(tensor, data, size, consumer) == GGML_MACKO_STATUS_OK) {
+    weight_init(m, *matrix);
+    weight_packer packer(*m);
+    if (current->receive(tensor, data, size, packer) == GGML_MACKO_STATUS_OK) {
         m->magic = WEIGHT_MAGIC;
     }
 }
 
 // Dense elements, for programs that save or inspect a model.
 void buffer_get_tensor(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    const weight * m = weight_of(tensor);
-    if (!m) {
+    if (const weight * m = weight_of(tensor)) {
+        weight_densify(*m, offset, data, size);
+    } else {
         memset(data, 0, size);
-        return;
-    }
-    const size_t         nbytes_row = static_cast<size_t>(m->desc.cols * value_nbytes(m->desc.type));
-    std::vector<uint8_t> row(nbytes_row);
-    for (size_t done = 0; done < size;) {
-        const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
-        const auto   r = static_cast<int64_t>(at / nbytes_row);
-        bitmap_densify(m->bitmap(), m->desc.type, r, r + 1, row.data());
-        memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
-        done += n;
     }
 }
 
@@ -122,9 +97,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 
-size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
-}
+size_t matrix_nbytes(ggml_backend_buffer_type_t, const sparse_tensor_info & matrix) { return weight_nbytes(matrix); }
 
 // Known before the payload is read, so the memory figures that llama.cpp prints are exact.
 size_t buft_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
@@ -137,12 +110,6 @@ bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
 
 // ---- backend ----
 
-bool is_no_op(const ggml_tensor * node) {
-    const ggml_op op = op_of(node);
-    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE ||
-           op == GGML_OP_TRANSPOSE;
-}
-
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     auto & steps = *static_cast<graph_plan *>(backend->context);
     try {
@@ -152,7 +119,9 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
             if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
-            if (!steps.add(node)) {
+            if (!is_product(node)) {
+                steps.add_row_op(node);
+            } else if (!steps.add_product(node, weight_of(node->src[0]))) {
                 return GGML_STATUS_FAILED;
             }
         }
@@ -285,28 +254,9 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
            op->nb[0] == sizeof(float);
 }
 
-// This device also computes the operations between two sparse products of a layer, since each change of the backend
-// costs 5 to 10 us; but only those near a sparse product, or it would take operations from a dense model in the same
-// process.
-bool follows_sparse_product(ggml_backend_dev_t dev, const ggml_tensor * op, int depth) {
-    switch (op_of(op)) {
-        case GGML_OP_MUL_MAT:
-        case GGML_OP_MUL_MAT_ID: return product_is_ours(dev, op);
-        case GGML_OP_ADD:
-        case GGML_OP_MUL:
-        case GGML_OP_RMS_NORM:
-        case GGML_OP_GLU:
-            return depth > 0 && is_row_op(op) &&
-                   (follows_sparse_product(dev, op->src[0], depth - 1) ||
-                    (op->src[1] && follows_sparse_product(dev, op->src[1], depth - 1)));
-        default: return false;
-    }
-}
-
 // Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    constexpr int between_products = 5; // norms with weights, bias, residual: the longest chain of any architecture
-    return is_no_op(op) || follows_sparse_product(dev, op, between_products);
+    return is_no_op(op) || is_near_product(op, [dev](const ggml_tensor * node) { return product_is_ours(dev, node); });
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {

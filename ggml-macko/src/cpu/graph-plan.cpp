@@ -63,10 +63,22 @@ bool has_plain_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && 
 
 } // namespace
 
+bool is_product(const ggml_tensor * op) { return op_of(op) == GGML_OP_MUL_MAT || op_of(op) == GGML_OP_MUL_MAT_ID; }
+
+bool is_no_op(const ggml_tensor * op) {
+    const ggml_op number = op_of(op);
+    return number == GGML_OP_NONE || number == GGML_OP_VIEW || number == GGML_OP_RESHAPE || number == GGML_OP_PERMUTE ||
+           number == GGML_OP_TRANSPOSE;
+}
+
 bool is_row_op(const ggml_tensor * op) {
+    const ggml_op number = op_of(op);
+    if (number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_RMS_NORM && number != GGML_OP_GLU) {
+        return false;
+    }
     const ggml_tensor * a = op->src[0];
     const ggml_tensor * b = op->src[1];
-    if (!has_plain_rows(op) || !has_plain_rows(a) || !ggml_are_same_shape(a, op)) {
+    if (!a || !has_plain_rows(op) || !has_plain_rows(a) || !ggml_are_same_shape(a, op)) {
         return false;
     }
     if (op_of(op) == GGML_OP_RMS_NORM) {
@@ -139,12 +151,9 @@ bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     return true;
 }
 
-bool graph_plan::add(const ggml_tensor * node) {
-    if (op_of(node) != GGML_OP_MUL_MAT && op_of(node) != GGML_OP_MUL_MAT_ID) {
-        next_step(node, nullptr, 0);
-        return true;
-    }
-    const weight * m = weight_of(node->src[0]);
+void graph_plan::add_row_op(const ggml_tensor * node) { next_step(node, nullptr, 0); }
+
+bool graph_plan::add_product(const ggml_tensor * node, const weight * m) {
     if (!m) {
         log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
         return false;

@@ -16,17 +16,37 @@ namespace macko::cpu {
 struct weight;
 
 // Whether graph_plan can compute this ADD, MUL, RMS_NORM or GLU (SWIGLU): F32, the elements of a row contiguous, and a
-// second operand, if any, whose rows are as long as those of the first.
+// second operand, if any, whose rows are as long as those of the first. False for any other op.
 bool is_row_op(const ggml_tensor * op);
+// MUL_MAT or MUL_MAT_ID
+bool is_product(const ggml_tensor * op);
+// a view, or no operation at all
+bool is_no_op(const ggml_tensor * op);
+
+// Whether the CPU device computes an op: a product that is_ours(), or a row operation that follows one. It takes the
+// operations between two sparse products of a layer, since each change of the backend costs 5 to 10 us; but only those
+// near a sparse product, or it would take operations from a dense model in the same process.
+template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_ours, int depth = 5) {
+    // 5: norms with weights, bias, residual: the longest chain of any architecture
+    if (is_product(op)) {
+        return is_ours(op);
+    }
+    return depth > 0 && is_row_op(op) &&
+           (is_near_product(op->src[0], is_ours, depth - 1) ||
+            (op->src[1] && is_near_product(op->src[1], is_ours, depth - 1)));
+}
 
 class graph_plan {
 public:
     int n_threads = omp_get_max_threads();
 
     void clear() { n_steps = 0; }
-    // Adds a product with a sparse weight, or a row operation. The tensors must exist until run() returns. Logs an
-    // error and returns false if the weight has not been loaded or if an expert's number is out of range.
-    bool add(const ggml_tensor * node);
+    // The tensors must exist until run() returns.
+    void add_row_op(const ggml_tensor * node);
+    // Adds a product with the weight m. Logs an error and returns false if m is null, for it has not been loaded, or if
+    // an expert's number is out of range; then some of it may have been added.
+    bool add_product(const ggml_tensor * node, const weight * m);
+    bool is_empty() const { return n_steps == 0; }
     void run();
 
 private:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/bitmap.h"
+#include "load/payload.h"
 
 #include "ggml.h"
 
@@ -22,5 +23,29 @@ inline const weight * weight_of(const ggml_tensor * tensor) {
     const auto * m = static_cast<const weight *>(tensor->data);
     return m && m->magic == WEIGHT_MAGIC ? m : nullptr;
 }
+
+// bytes of a weight with its header
+inline size_t weight_nbytes(const sparse_tensor_info & matrix) {
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
+}
+
+// Writes the header of a weight; it has no magic yet.
+inline void weight_init(weight * m, const sparse_tensor_info & matrix) {
+    *m = { 0, matrix.desc, matrix.value_type, matrix.ne[1] };
+}
+
+// size bytes of the weight's dense elements, from byte `offset` of them on
+void weight_densify(const weight & m, size_t offset, void * data, size_t size);
+
+// fills a bitmap with a payload
+struct weight_packer : payload_consumer {
+    bitmap_matrix bitmap;
+
+    explicit weight_packer(const weight & m) : bitmap(m.bitmap()) {}
+    int  consume(const macko_view & view, int64_t first_value) override;
+    bool wants_first_value() const override { return true; }
+    bool takes(const codec & format) const override;
+    int  consume_matrix(const codec_view & view) override;
+};
 
 } // namespace macko::cpu

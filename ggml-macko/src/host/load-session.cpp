@@ -1,6 +1,7 @@
 #include "host/load-session.h"
 #include "host/log.h"
 #include "load/compress.h"
+#include "load/matrix-file.h"
 
 #include <cinttypes>
 #include <cstdarg>
@@ -35,7 +36,23 @@ ggml_status load_session::claim_tensor(ggml_backend_buffer_t, ggml_tensor * tens
     return GGML_STATUS_SUCCESS;
 }
 
+bool load_session::is_claimed(const ggml_tensor * tensor) const {
+    const sparse_tensor_info * matrix = find(tensor);
+    return matrix && dense_->is_claimed(matrix - file_->sparse.data());
+}
+
+int load_session::make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const {
+    return macko::make_matrix_file(*file_, matrix, out);
+}
+
 int load_session::receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer) {
+    return deliver(tensor, data, size, [&](const sparse_tensor_info & matrix) {
+        return read_payload(*file_, file_->header, matrix, 0, consumer);
+    });
+}
+
+int load_session::deliver(const ggml_tensor * tensor, const void * data, size_t size,
+                          const std::function<int(const sparse_tensor_info &)> & take) {
     const int status = c_boundary([&]() -> int {
         const sparse_tensor_info * matrix = find(tensor);
         const int64_t              index  = dense_->match_placeholder(data, size);
@@ -43,7 +60,7 @@ int load_session::receive(const ggml_tensor * tensor, const void * data, size_t 
             return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%s: data did not come from this load's file",
                         printable(tensor->name).text);
         }
-        if (const int bad = read_payload(*file_, file_->header, *matrix, 0, consumer)) {
+        if (const int bad = take(*matrix)) {
             return bad;
         }
         loaded_[static_cast<size_t>(index)] = true;
@@ -175,7 +192,8 @@ int load_session::end(bool model_loaded, bool with_weights) {
     const dense_stream::dense_reads dense = dense_->decoded();
     if (dense.n > 0) {
         log_warn("ggml-macko: %s: %" PRId64 " of %zu sparse tensors became dense, %.1f MiB -> %.1f MiB, because "
-                 "llama.cpp placed them on a device of another backend; -dev MACKO0 or -ngl 0 keeps them sparse\n",
+                 "llama.cpp placed them on a device of another backend; -dev MACKO0, -ngl 0 or RPC servers that "
+                 "`macko run` starts keep them sparse\n",
                  path.c_str(), dense.n, loaded_.size(), static_cast<double>(dense.nbytes_stored) / 1048576,
                  static_cast<double>(dense.nbytes_dense) / 1048576);
     }

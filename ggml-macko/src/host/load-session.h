@@ -6,6 +6,7 @@
 #include "load/dense-stream.h"
 #include "load/payload.h"
 
+#include <functional>
 #include <unordered_map>
 
 namespace macko {
@@ -54,6 +55,12 @@ public:
     // load's placeholder of the tensor's matrix, the payload is read, validated and given to consumer, and the matrix
     // is marked as loaded. An error is also kept for end().
     int receive(const ggml_tensor * tensor, const void * data, size_t size, payload_consumer & consumer);
+    // the same, but take(matrix) reads the payload, or not, and returns a status
+    int  deliver(const ggml_tensor * tensor, const void * data, size_t size,
+                 const std::function<int(const sparse_tensor_info &)> & take);
+    bool is_claimed(const ggml_tensor * tensor) const;
+    // the matrix as a file of its own (load/matrix-file.h), which must not outlive this object
+    [[nodiscard]] int make_matrix_file(const sparse_tensor_info & matrix, std::unique_ptr<model_file> * out) const;
     // keeps the current error message of a device for end(); the first one wins
     void keep_error(int status);
     // reports a device that is out of memory: to the log, and to end() if a load is running

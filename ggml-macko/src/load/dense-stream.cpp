@@ -2,6 +2,7 @@
 // sparse tensors in two parts, and zeros.
 #include "load/dense-stream.h"
 #include "codec/team.h"
+#include "gguf/append.h"
 #include "load/payload.h"
 
 #include <algorithm>
@@ -98,12 +99,6 @@ struct dense_stream::impl {
 
 // ---- building ----
 
-template <typename T> static void put(std::vector<uint8_t> * out, T value) {
-    const size_t n = out->size();
-    out->resize(n + sizeof(T));
-    memcpy(out->data() + n, &value, sizeof(T));
-}
-
 // Whether a key describes how the file stores the model; the dense file must not contain such a key.
 static bool describes_storage(const std::string & key, bool split) {
     return key == "macko.version" || key == "macko.min_reader_version" || key.compare(0, 13, "macko.tensor.") == 0 ||
@@ -116,9 +111,9 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     const gguf_header &  h = file.header;
     std::vector<uint8_t> out(h.bytes.begin(), h.bytes.begin() + 8); // magic and version
     out.reserve(h.bytes.size() + static_cast<size_t>(h.alignment));
-    put<uint64_t>(&out, tensors.size());
+    gguf_append<uint64_t>(&out, tensors.size());
     const size_t n_keys_at = out.size();
-    put<uint64_t>(&out, 0);
+    gguf_append<uint64_t>(&out, 0);
     uint64_t n_keys = 0;
     for (const gguf_key & key : h.keys) {
         if (!describes_storage(key.name, file.parts.size() > 1)) {
@@ -130,14 +125,13 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     memcpy(out.data() + n_keys_at, &n_keys, sizeof(n_keys));
     for (size_t i = 0; i < tensors.size(); i++) {
         const gguf_tensor & t = tensors[i];
-        put<uint64_t>(&out, t.name.size());
-        out.insert(out.end(), t.name.begin(), t.name.end());
-        put<uint32_t>(&out, static_cast<uint32_t>(t.n_dims));
+        gguf_append(&out, std::string_view(t.name));
+        gguf_append<uint32_t>(&out, static_cast<uint32_t>(t.n_dims));
         for (int d = 0; d < t.n_dims; d++) {
-            put<int64_t>(&out, t.ne[d]);
+            gguf_append<int64_t>(&out, t.ne[d]);
         }
-        put<int32_t>(&out, t.type);
-        put<int64_t>(&out, offsets[i]);
+        gguf_append<int32_t>(&out, t.type);
+        gguf_append<int64_t>(&out, offsets[i]);
     }
     out.resize((out.size() + static_cast<size_t>(h.alignment) - 1) & ~(static_cast<size_t>(h.alignment) - 1));
     return out;

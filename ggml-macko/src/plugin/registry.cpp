@@ -1,12 +1,14 @@
 // The backend registry that ggml_backend_load gets from this plugin: it lists the devices. A ggml that the plugin does
 // not fit (host/running-ggml.h) gets none.
 #include "cpu/device.h"
+#include "cpu/rpc-device.h"
 #include "host/log.h"
 #ifdef GGML_MACKO_CUDA
 #include "cuda/device/device.h"
 #endif
 #include "ggml-macko.h"
 
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -17,8 +19,18 @@ namespace {
 
 const char * reg_get_name(ggml_backend_reg_t) { return "MACKO"; }
 
-// the GPUs first, then the CPU
+// Whether the process is llama.cpp's RPC server; `macko run` says so.
+bool serves_rpc() {
+    const char * value = getenv("GGML_MACKO_RPC_SERVER");
+    return value && strcmp(value, "1") == 0;
+}
+
+// The GPUs first, then the CPU. A server of RPC offers the CPU only: its clients ask for room for dense weights, which
+// the buffers of the GPU devices do not reserve.
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
+    if (serves_rpc()) {
+        return { cpu::rpc_device(reg) };
+    }
     std::vector<ggml_backend_dev_t> devices;
 #ifdef GGML_MACKO_CUDA
     devices = cuda::cuda_devices(reg);
@@ -34,9 +46,15 @@ ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
     return index < devices.size() ? devices[index] : nullptr;
 }
 
+void set_n_threads(ggml_backend_t backend, int n_threads) {
+    if (!cpu::rpc_set_n_threads(backend, n_threads)) {
+        cpu::set_n_threads(backend, n_threads);
+    }
+}
+
 void * reg_get_proc_address(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "ggml_backend_set_n_threads")) {
-        return reinterpret_cast<void *>(cpu::set_n_threads);
+        return reinterpret_cast<void *>(set_n_threads);
     }
     return nullptr;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import signal
 
 from .. import errors
@@ -12,6 +13,8 @@ from ..huggingface.hub import download
 from ..native import bindings
 
 HELP = "run a llama.cpp program with sparse models"
+RPC_SERVERS = ("rpc-server", "ggml-rpc-server")
+"""llama.cpp's RPC server, whose name depends on its version: the plugin offers it a device of another kind."""
 
 
 def variables(options: bindings.LoadOptions) -> dict[str, str]:
@@ -70,11 +73,15 @@ def run(args: argparse.Namespace) -> int:
         raise errors.usage_error("PROGRAM is missing: macko run -- PROGRAM ARGS")
     if args.hf is not None:
         program = [*program, "-m", str(download(args.hf))]
+    serves_rpc = pathlib.PurePath(program[0]).name in RPC_SERVERS
     environment = {**os.environ, **variables(load_options(args))}
+    if serves_rpc:
+        environment["GGML_MACKO_RPC_SERVER"] = "1"
     if os.environ.get("LD_PRELOAD"):
         environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
-        signal.signal(name, signal.SIG_DFL)
+        if name != signal.SIGPIPE or not serves_rpc:  # a client that leaves would end llama.cpp's server
+            signal.signal(name, signal.SIG_DFL)
     try:
         os.execvpe(program[0], program, environment)
     except OSError as e:

@@ -1,0 +1,304 @@
+#include "cpu/rpc-buffer.h"
+#include "host/log.h"
+#include "host/rpc-message.h"
+#include "load/matrix-file.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstring>
+#include <malloc.h>
+#include <map>
+#include <sys/mman.h>
+
+namespace macko::cpu {
+
+namespace {
+
+struct unmap {
+    size_t nbytes;
+    void   operator()(void * memory) const { munmap(memory, nbytes); }
+};
+using mapping = std::unique_ptr<void, unmap>;
+
+mapping map_memory(size_t nbytes, int flags) {
+    void * memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+    return mapping(memory == MAP_FAILED ? nullptr : memory, { nbytes });
+}
+
+// A sparse weight that arrives or has arrived.
+struct incoming : rpc_weight {
+    size_t                         nbytes = 1; // addresses that it stands for; known when all has arrived
+    std::unique_ptr<received_file> file;       // nullptr when all has arrived, and after an error
+    uint64_t                       total  = 0;
+    mapping                        memory = mapping(nullptr, { 0 });
+    rpc_result                     result = {};
+};
+
+struct buffer_context {
+    mapping                       memory;
+    size_t                        nbytes;
+    std::map<uintptr_t, incoming> weights; // by address
+
+    uintptr_t base() const { return reinterpret_cast<uintptr_t>(memory.get()); }
+
+    // the first weight that overlaps n bytes from an address on, or weights.end()
+    std::map<uintptr_t, incoming>::iterator find(uintptr_t at, size_t n) {
+        auto it = weights.upper_bound(at);
+        if (it != weights.begin() && std::prev(it)->first + std::prev(it)->second.nbytes > at) {
+            return std::prev(it);
+        }
+        return it != weights.end() && it->first - at < n ? it : weights.end();
+    }
+    // plain bytes are about to be written there
+    void forget(uintptr_t at, size_t n) {
+        for (auto it = find(at, n); it != weights.end(); it = find(at, n)) {
+            weights.erase(it);
+        }
+    }
+};
+
+buffer_context & context_of(ggml_backend_buffer_t buffer) { return *static_cast<buffer_context *>(buffer->context); }
+
+uintptr_t address_of(const ggml_tensor * tensor) { return reinterpret_cast<uintptr_t>(tensor->data); }
+
+// ---- messages ----
+
+int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info & matrix) {
+    const auto   nbytes = static_cast<size_t>(matrix.nbytes_dense);
+    const size_t skip   = at - buffer.base();
+    if (skip > buffer.nbytes || nbytes > buffer.nbytes - skip) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: %zu dense bytes at %zu of a buffer of %zu",
+                    matrix.name.c_str(), nbytes, skip, buffer.nbytes);
+    }
+    const auto next = buffer.weights.upper_bound(at);
+    if (next != buffer.weights.end() && next->first - at < nbytes) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: %zu dense bytes, but another sparse weight lies %zu further",
+                    matrix.name.c_str(), nbytes, static_cast<size_t>(next->first - at));
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// All pieces are there: checks them as a file is checked, and packs the weight.
+int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
+    const std::unique_ptr<received_file> file = std::move(w->file); // it is freed in any case
+    if (const int status = check_matrix_file(file.get())) {
+        return status;
+    }
+    const sparse_tensor_info & matrix = file->sparse[0];
+    if (const int status = check_place(buffer, at, matrix)) {
+        return status;
+    }
+    mapping memory = map_memory(weight_nbytes(matrix), 0);
+    if (!memory) {
+        return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: cannot allocate %.2f MiB for a sparse weight",
+                    matrix.name.c_str(), static_cast<double>(weight_nbytes(matrix)) / 1048576);
+    }
+    madvise(memory.get(), weight_nbytes(matrix), MADV_HUGEPAGE); // as for a local weight
+    auto * m = static_cast<weight *>(memory.get());
+    weight_init(m, matrix);
+    weight_packer packer(*m);
+    if (const int status = read_payload(*file, file->header, matrix, 0, packer)) {
+        return status;
+    }
+    m->magic  = WEIGHT_MAGIC;
+    w->memory = std::move(memory);
+    w->place  = reinterpret_cast<const void *>(at);
+    w->weight = m;
+    w->nbytes = static_cast<size_t>(matrix.nbytes_dense);
+    w->type   = static_cast<ggml_type>(matrix.desc.type);
+    memcpy(w->ne, matrix.ne, sizeof(w->ne));
+    return GGML_MACKO_STATUS_OK;
+}
+
+// Pieces arrive in their order; the first one begins the weight anew.
+int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & piece, const void * data,
+               size_t n) {
+    const uintptr_t at = address_of(tensor);
+    if (piece.version != RPC_VERSION) {
+        return fail(GGML_MACKO_STATUS_VERSION_MISMATCH, "message of RPC version %u, this is %u", piece.version,
+                    RPC_VERSION);
+    }
+    if (piece.offset == 0) {
+        buffer.forget(at, 1);
+        incoming & w    = buffer.weights[at];
+        w.file          = std::make_unique<received_file>();
+        w.total         = piece.total;
+        w.result.status = GGML_MACKO_STATUS_TRUNCATED; // until the last piece is there
+        snprintf(w.result.text, sizeof(w.result.text), "pieces are missing");
+    }
+    const auto it = buffer.weights.find(at);
+    if (it == buffer.weights.end() || !it->second.file) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "a piece, but no first piece");
+    }
+    incoming &     w   = it->second;
+    const uint64_t got = static_cast<uint64_t>(w.file->size());
+    if (n == 0 || piece.offset != got || piece.total != w.total || n > w.total - got) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT,
+                    "%zu bytes at %" PRIu64 " of %" PRIu64 ", after %" PRIu64 " of %" PRIu64, n, piece.offset,
+                    piece.total, got, w.total);
+    }
+    w.file->append(data, n);
+    if (got + n < w.total) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    const int status = finish(buffer, at, &w);
+    malloc_trim(0); // large blocks have come and gone, here and in the server, which glibc would keep
+    if (status == GGML_MACKO_STATUS_OK) {
+        w.result = {};
+    }
+    return status;
+}
+
+void take_message(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & message, const void * data,
+                  size_t n) {
+    const int status = c_boundary([&] {
+        return message.kind == rpc_kind::PIECE
+                   ? take_piece(buffer, tensor, message, data, n)
+                   : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown message %u", static_cast<unsigned>(message.kind));
+    });
+    if (status) {
+        log_error("ggml-macko: refused what an RPC client sent for %s: %s\n", printable(tensor->name).text,
+                  ggml_macko_last_error());
+        const auto it = buffer.weights.find(address_of(tensor));
+        if (it != buffer.weights.end()) {
+            incoming & w = it->second;
+            w.file.reset();
+            w.memory.reset();
+            w.weight        = nullptr;
+            w.result.status = status;
+            snprintf(w.result.text, sizeof(w.result.text), "%s", ggml_macko_last_error());
+        }
+    }
+}
+
+void answer(buffer_context & buffer, const ggml_tensor * tensor, const rpc_message & message, void * data, size_t n) {
+    memset(data, 0, n);
+    if (message.kind == rpc_kind::HELLO) {
+        const rpc_hello hello = rpc_answer(message);
+        memcpy(data, &hello, std::min(n, sizeof(hello)));
+        return;
+    }
+    const auto it     = buffer.weights.find(address_of(tensor));
+    rpc_result result = { GGML_MACKO_STATUS_BAD_ARGUMENT, "no sparse weight has been sent there" };
+    if (it != buffer.weights.end()) {
+        result = it->second.result;
+    }
+    memcpy(data, &result, std::min(n, sizeof(result)));
+}
+
+// ---- what ggml calls ----
+
+void buffer_free_buffer(ggml_backend_buffer_t buffer) { delete &context_of(buffer); }
+
+void * buffer_get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).memory.get(); }
+
+void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t n) {
+    context_of(buffer).forget(address_of(tensor) + offset, n);
+    memset(static_cast<char *>(tensor->data) + offset, value, n);
+}
+
+void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t n) {
+    rpc_message message;
+    if (rpc_read_message(tensor, &message)) {
+        take_message(context_of(buffer), tensor, message, data, n);
+        return;
+    }
+    context_of(buffer).forget(address_of(tensor) + offset, n);
+    memcpy(static_cast<char *>(tensor->data) + offset, data, n);
+}
+
+void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t n) {
+    buffer_context & context = context_of(buffer);
+    rpc_message      message;
+    if (rpc_read_message(tensor, &message)) {
+        answer(context, tensor, message, data, n);
+        return;
+    }
+    memcpy(data, static_cast<const char *>(tensor->data) + offset, n);
+    const uintptr_t at = address_of(tensor) + offset;
+    const auto      it = context.find(at, n); // a reader asks for one tensor at a time
+    if (it != context.weights.end() && it->second.weight && at >= it->first) {
+        const size_t skip = at - it->first;
+        weight_densify(*it->second.weight, skip, data, std::min(n, it->second.nbytes - skip));
+    }
+}
+
+bool buffer_cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
+    if (rpc_weight_at(src) || (!ggml_backend_buffer_is_host(src->buffer) && src->buffer->buft != buffer->buft)) {
+        return false; // ggml copies it through get_tensor and set_tensor
+    }
+    context_of(buffer).forget(address_of(dst), ggml_nbytes(src));
+    memcpy(dst->data, src->data, ggml_nbytes(src));
+    return true;
+}
+
+void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    buffer_context & context = context_of(buffer);
+    context.weights.clear();
+    if (value != 0) {
+        memset(context.memory.get(), value, context.nbytes);
+    } else { // reads as zeros, and takes no memory
+        madvise(context.memory.get(), context.nbytes, MADV_DONTNEED);
+    }
+}
+
+const ggml_backend_buffer_i buffer_iface = {
+    /* .free_buffer   = */ buffer_free_buffer,
+    /* .get_base      = */ buffer_get_base,
+    /* .init_tensor   = */ nullptr,
+    /* .memset_tensor = */ buffer_memset_tensor,
+    /* .set_tensor    = */ buffer_set_tensor,
+    /* .get_tensor    = */ buffer_get_tensor,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ buffer_cpy_tensor,
+    /* .clear         = */ buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+} // namespace
+
+ggml_backend_buffer_t rpc_buffer_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    size           = std::max(size, size_t(1));
+    mapping memory = map_memory(size, MAP_NORESERVE);
+    if (!memory) {
+        log_error("ggml-macko: cannot reserve %.2f MiB of addresses\n", static_cast<double>(size) / 1048576);
+        return nullptr;
+    }
+    // Small dense tensors lie between the places of sparse weights, which must not become memory with them.
+    madvise(memory.get(), size, MADV_NOHUGEPAGE);
+    auto * context = new buffer_context{ std::move(memory), size, {} };
+    return ggml_backend_buffer_init(buft, buffer_iface, context, size);
+}
+
+const rpc_weight * rpc_weight_at(const ggml_tensor * tensor) {
+    if (!tensor->buffer || tensor->buffer->iface.free_buffer != buffer_free_buffer) {
+        return nullptr;
+    }
+    buffer_context & context = context_of(tensor->buffer);
+    if (context.weights.empty()) {
+        return nullptr;
+    }
+    const auto it = context.find(address_of(tensor), ggml_nbytes(tensor));
+    return it != context.weights.end() ? &it->second : nullptr;
+}
+
+bool rpc_lies_in_buffer(const ggml_tensor * tensor) {
+    if (!tensor->buffer || !tensor->data || ggml_is_empty(tensor)) {
+        return false;
+    }
+    size_t nbytes = ggml_row_size(tensor->type, tensor->ne[0]); // of a row; rows are contiguous
+    for (int d = 1; d < GGML_MAX_DIMS; d++) {
+        size_t stride = 0;
+        if (!checked_mul(static_cast<size_t>(tensor->ne[d] - 1), tensor->nb[d], &stride) ||
+            !checked_add(nbytes, stride, &nbytes)) {
+            return false;
+        }
+    }
+    const auto base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(tensor->buffer));
+    const auto size = ggml_backend_buffer_get_size(tensor->buffer);
+    return address_of(tensor) >= base && address_of(tensor) - base <= size &&
+           nbytes <= size - (address_of(tensor) - base);
+}
+
+} // namespace macko::cpu

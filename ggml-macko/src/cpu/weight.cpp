@@ -1,0 +1,35 @@
+#include "cpu/weight.h"
+#include "codec/team.h"
+#include "cpu/codecs.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace macko::cpu {
+
+void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
+    const size_t         nbytes_row = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type));
+    std::vector<uint8_t> row(nbytes_row);
+    for (size_t done = 0; done < size;) {
+        const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
+        const auto   r = static_cast<int64_t>(at / nbytes_row);
+        bitmap_densify(m.bitmap(), m.desc.type, r, r + 1, row.data());
+        memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
+        done += n;
+    }
+}
+
+int weight_packer::consume(const macko_view & view, int64_t first_value) {
+    bitmap_pack(view, first_value, bitmap);
+    return GGML_MACKO_STATUS_OK;
+}
+
+bool weight_packer::takes(const codec & format) const { return cpu_takes(format); }
+
+int weight_packer::consume_matrix(const codec_view & view) {
+    cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), bitmap);
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace macko::cpu

@@ -1,0 +1,30 @@
+#include "host/registered-devices.h"
+
+#include <dlfcn.h>
+
+namespace macko {
+
+// The plugin is not linked to libggml, which has the list of devices; Python loads it without making its symbols
+// global.
+static void * find_function(const char * name) {
+    void * function = dlsym(RTLD_DEFAULT, name);
+    if (!function) {
+        if (void * library = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD)) {
+            function = dlsym(library, name);
+            dlclose(library); // the process keeps it
+        }
+    }
+    return function;
+}
+
+std::vector<ggml_backend_dev_t> registered_devices() {
+    const auto count = reinterpret_cast<decltype(&ggml_backend_dev_count)>(find_function("ggml_backend_dev_count"));
+    const auto get   = reinterpret_cast<decltype(&ggml_backend_dev_get)>(find_function("ggml_backend_dev_get"));
+    std::vector<ggml_backend_dev_t> devices;
+    for (size_t i = 0; count && get && i < count(); i++) {
+        devices.push_back(get(i));
+    }
+    return devices;
+}
+
+} // namespace macko

@@ -337,6 +337,9 @@ static void check_result(const kernel_set & set, const problem & p, const char *
 
 static void check_all_sets(const problem & p, bool threads) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        if (p.w.type == GGML_MACKO_TYPE_CODED && !has_coded(*set)) {
+            continue;
+        }
         const int64_t rows = p.row_end - p.row_begin;
         output        one(p.n, rows), with_rows(p.n, rows), with_panels(p.n, rows);
         multiply(*set, p, how::dispatched, 1, one);
@@ -450,6 +453,134 @@ static void test_quantized_weights_are_within_the_error_bound() {
                 check_all_sets(problem(random, q.exact, q.w, begin, rows, all_n[next_n++ % std::size(all_n)], true),
                                true);
             }
+        }
+    }
+}
+
+// ---- coded values ----
+
+// Mostly values of three exponents with 7 bits of mantissa; outliers are any values.
+static matrix short_matrix(rng & random, int32_t type, int64_t rows, int64_t cols, double density, double outliers) {
+    matrix         m    = random_matrix(random, type, rows, cols, density);
+    const int      bits = type == GGML_MACKO_TYPE_F32 ? 23 : type == GGML_MACKO_TYPE_F16 ? 10 : 7;
+    const uint32_t first =
+        static_cast<uint32_t>(type == GGML_MACKO_TYPE_F16 ? random.range(1, 27) : random.range(90, 140));
+    for (uint32_t & b : m.bits) {
+        if (b != 0 && random.unit() >= outliers) {
+            const auto sign = static_cast<uint32_t>(random.bits() & 1) << (type == GGML_MACKO_TYPE_F32 ? 31 : 15);
+            b               = sign | (first + static_cast<uint32_t>(random.range(0, 2))) << bits |
+                static_cast<uint32_t>(random.range(0, 127)) << (bits - 7);
+        }
+    }
+    m.finish();
+    return m;
+}
+
+// A matrix whose values stay coded in memory.
+struct coded_matrix {
+    matrix                   m;
+    packed_matrix            packed;
+    std::unique_ptr<guarded> memory;
+    bitmap_matrix            w    = {};
+    bool                     kept = false; // there are not too many outliers for that
+
+    explicit coded_matrix(const matrix & source, int32_t index_bits, int n_threads) : m(source) {
+        CHECK(macko::pack(m.dense.data(), { m.desc, GGML_MACKO_TYPE_CODED, index_bits }, 1, &packed, 7, 2) == 0, "%s",
+              ggml_macko_last_error());
+        const auto nbytes = static_cast<int64_t>(packed.values.size());
+        kept              = bitmap_takes_coded(packed.desc.dense, nbytes);
+        if (!kept) {
+            return;
+        }
+        packed_view view;
+        CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
+        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, GGML_MACKO_TYPE_CODED, nbytes));
+        w      = bitmap_bind(packed.desc.dense, GGML_MACKO_TYPE_CODED, memory->data, nbytes);
+        bitmap_pack(view, n_threads, w);
+        CHECK(memory->intact(), "packing wrote outside");
+    }
+};
+
+static const double densities[] = { 0.0, ONE_ELEMENT, 0.05, 0.3, 0.5, 0.9, 1.0 };
+
+static void test_coded_rows_turn_back_into_the_same_bytes() {
+    rng           random(16);
+    const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
+    int           n_kept = 0, n_outliers = 0;
+    for (const int32_t type : all_types) {
+        for (const double density : densities) {
+            for (const int64_t cols : { 1, 7, 63, 64, 65, 129, 300, 4097 }) {
+                const int64_t      rows     = random.range(1, 40);
+                const double       outliers = random.bits() & 1 ? 0.0 : 0.02;
+                const coded_matrix c(short_matrix(random, type, rows, cols, density, outliers),
+                                     index_bits[random.range(0, 4)], static_cast<int>(random.range(1, 3)));
+                if (!c.kept) {
+                    continue;
+                }
+                const int64_t begin = random.range(0, rows - 1);
+                const guarded dense((rows - begin) * cols * value_nbytes(type));
+                bitmap_densify(c.w, type, begin, rows, dense.data);
+                CHECK(memcmp(dense.data, c.m.dense.data() + begin * cols * value_nbytes(type),
+                             static_cast<size_t>((rows - begin) * cols * value_nbytes(type))) == 0 &&
+                          dense.intact() && c.memory->intact(),
+                      "type %d %ldx%ld density %g", type, (long)rows, (long)cols, density);
+                n_kept++;
+                n_outliers += static_cast<int>(c.w.coded.outlier_off[rows]);
+            }
+        }
+    }
+    CHECK(n_kept > 100 && n_outliers > 1000, "%d matrices, %d outliers", n_kept, n_outliers);
+}
+
+static void test_coded_weights_are_within_the_error_bound() {
+    rng           random(17);
+    const int64_t all_n[] = { 2, 3, 4, 5, 7, 8, 9, 17, 33, 128, 130 };
+    const int64_t dims[]  = { 1, 2, 7, 31, 63, 64, 65, 127, 257, 1000, 2113, 4096, 9001 };
+    size_t        next_n  = 0;
+    for (const int32_t type : all_types) {
+        for (const double density : densities) {
+            for (const int64_t cols : dims) {
+                const int64_t      rows = random.range(1, cols > 300 ? 9 : 70);
+                const coded_matrix c(short_matrix(random, type, rows, cols, density, 0.015), -1, 2);
+                if (!c.kept) {
+                    continue;
+                }
+                const int64_t begin = random.range(0, rows - 1);
+                check_all_sets(problem(random, c.m, c.w, 0, rows, 1, type != GGML_MACKO_TYPE_F32), true);
+                check_all_sets(problem(random, c.m, c.w, begin, rows, 1, false), false);
+                check_all_sets(
+                    problem(random, c.m, c.w, begin, rows, all_n[next_n++ % std::size(all_n)], random.bits() & 1),
+                    true);
+            }
+        }
+    }
+}
+
+// Values stay coded only where the set has a kernel for them, they are dense enough for it to be faster, and there are
+// few outliers.
+static void test_values_stay_coded_where_that_is_faster() {
+    rng                random(18);
+    const coded_matrix c(short_matrix(random, GGML_MACKO_TYPE_F16, 64, 256, 0.5, 0), -1, 1);
+    const auto         nbytes   = static_cast<int64_t>(c.packed.values.size());
+    const macko_desc & d        = c.packed.desc.dense;
+    const int64_t      n_blocks = (d.nnz + 31) / 32;
+    CHECK(nbytes == 4 * (2 + 10 * n_blocks), "%ld bytes", (long)nbytes);
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        const auto type_of = [&](const macko_desc & desc, int64_t n) {
+            return type_in_memory_with(*set, desc, GGML_MACKO_TYPE_CODED, n);
+        };
+        const int32_t kept = has_coded(*set) ? GGML_MACKO_TYPE_CODED : GGML_MACKO_TYPE_F16;
+        CHECK(has_coded(*set) == (strcmp(set->name, "avx512-vbmi2") == 0), "%s", set->name);
+        CHECK(type_of(d, nbytes) == kept, "%s", set->name);
+        CHECK(type_of(d, nbytes + 4 * (n_blocks - 1)) == kept, "%s: just few enough outliers", set->name);
+        CHECK(type_of(d, nbytes + 4 * n_blocks) == GGML_MACKO_TYPE_F16, "%s: a word more for each block", set->name);
+        macko_desc other = d;
+        other.cols       = 65537;
+        CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: columns have 16 bits", set->name);
+        other = { d.nnz, 2, d.type, d.delta_bits, d.nnz };
+        CHECK(type_of(other, nbytes) == GGML_MACKO_TYPE_F16, "%s: short rows, which are aligned", set->name);
+        for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 }) {
+            CHECK(type_in_memory_with(*set, d, type, nbytes) == type, "%s: type %d", set->name, type);
         }
     }
 }
@@ -784,14 +915,19 @@ struct bench_options {
     int32_t             type;   // of the values
 };
 
-static bitmap_matrix pack_quantized(const matrix & m, int32_t type, const guarded & memory) {
+// with memory of its own
+static bitmap_matrix pack_values(const matrix & m, int32_t type, std::unique_ptr<guarded> * memory) {
     packed_matrix packed;
     packed_view   view;
     CHECK(macko::pack(m.dense.data(), { m.desc, type, -1 }, 1, &packed) == 0 &&
               check_packed(packed.arrays(), 1, &view) == 0,
           "%s", ggml_macko_last_error());
-    const bitmap_matrix w = bitmap_bind(m.desc, type, memory.data);
+    const auto nbytes         = static_cast<int64_t>(packed.values.size());
+    *memory                   = std::make_unique<guarded>(bitmap_nbytes(m.desc, type, nbytes));
+    const bitmap_matrix w     = bitmap_bind(m.desc, type, (*memory)->data, nbytes);
+    const double        start = seconds();
     bitmap_pack(view, 1, w);
+    fastest_pack = std::min(fastest_pack, seconds() - start);
     return w;
 }
 
@@ -811,12 +947,19 @@ struct bench_matrices {
             for (uint32_t & b : dense.back().bits) {
                 const uint64_t u = random.bits();
                 b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff)) : 0;
+                if (type == GGML_MACKO_TYPE_CODED && b != 0) { // BF16-class, and .8 % of the values are outliers
+                    b &= u >> 16 & 127 ? 0xfff8 : 0x87f8;
+                }
             }
             dense.back().finish();
             std::vector<uint32_t>().swap(dense.back().bits);
-            memory.push_back(std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, type)));
-            w.push_back(is_quant_type(type) ? pack_quantized(dense.back(), type, *memory.back())
-                                            : pack(dense.back(), 4, rows, *memory.back()));
+            memory.emplace_back();
+            if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
+                w.push_back(pack_values(dense.back(), type, &memory.back()));
+            } else {
+                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, type));
+                w.push_back(pack(dense.back(), 4, rows, *memory.back()));
+            }
         }
     }
 };
@@ -848,7 +991,8 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
 #endif
     const char * only = getenv("GGML_MACKO_FORCE");
     for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
-        if (only ? strcmp(only, set->name) != 0 : set == &kernels_portable) {
+        if ((only ? strcmp(only, set->name) != 0 : set == &kernels_portable) ||
+            (options.type == GGML_MACKO_TYPE_CODED && !has_coded(*set))) {
             continue;
         }
         const guarded scratch(mul_mat_scratch_nbytes(cols, n));
@@ -859,10 +1003,10 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
 #pragma omp parallel num_threads(n_threads)
             mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
         });
-        const double nnz = static_cast<double>(m.dense[0].desc.nnz);
+        const double nnz    = static_cast<double>(m.dense[0].desc.nnz);
+        const double stored = static_cast<double>(m.memory[0]->map + m.memory[0]->map_size - m.memory[0]->data);
         printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, m.density,
-               (long)rows, (long)cols, (long)n, time * 1e6,
-               static_cast<double>(bitmap_nbytes(m.dense[0].desc, options.type)) / time * 1e-9,
+               (long)rows, (long)cols, (long)n, time * 1e6, stored / time * 1e-9,
                nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
                2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
         fflush(stdout);
@@ -907,6 +1051,9 @@ int main(int argc, char ** argv) {
     test_packed_rows_turn_back_into_the_same_bytes();
     test_every_set_is_within_the_error_bound();
     test_quantized_weights_are_within_the_error_bound();
+    test_coded_rows_turn_back_into_the_same_bytes();
+    test_coded_weights_are_within_the_error_bound();
+    test_values_stay_coded_where_that_is_faster();
     test_rows_of_several_segments_are_within_the_error_bound();
     test_extreme_x_is_within_the_error_bound_of_integers();
     test_quantized_rows_turn_into_scale_times_q();

@@ -29,6 +29,7 @@ from ggml_macko.gguf.files import Model
 from ggml_macko.gguf.outputs import AtomicOutput
 from ggml_macko.native import bindings
 from ggml_macko.native import codec as native_codec
+from ggml_macko.native.cpu import CpuMatrix, cpu_kernels
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_model_runs import DEMO, greedy, open_model
 
@@ -119,6 +120,27 @@ def test_rows_of_a_7b_model_take_a_third_less(type_id, density, limit):
     assert (coding.widths.mantissa_bits, coding.widths.exponent_bits) == (7, 2)
     want = (density * coding.widths.bits + index_bits_of(density) + 32 / 4096) * dense.size / 8
     assert m.nbytes == pytest.approx(want + coding.n_outliers * values.value_bits(type_id) / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
+def test_values_stay_coded_in_the_memory_of_a_cpu_that_multiplies_with_them(type_id):
+    """With AVX-512 VBMI2: no more than 5 % above the file. Elsewhere they are expanded. The products are those of the
+    dense matrix in either case."""
+    rng = np.random.default_rng(23)
+    x = (0.02 * rng.standard_normal((128, 2048))).astype(np.float32)
+    x[np.abs(x) < np.quantile(np.abs(x), 0.5)] = 0
+    x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    m = coded_matrix(values.from_float(x, type_id), type_id)
+    cpu = CpuMatrix(m)
+    if cpu_kernels() == "avx512-vbmi2":
+        assert m.nbytes < cpu.nbytes <= 1.05 * m.nbytes + 4096
+    else:
+        assert cpu.nbytes >= np.count_nonzero(x) * values.value_bits(type_id) / 8 + x.size / 8
+    for n in (1, 3, 40):
+        tokens = rng.standard_normal((n, 2048)).astype(np.float32)
+        want = tokens.astype(np.float64) @ x.astype(np.float64).T
+        bound = 2 * 2048 * 2.0**-24 * (np.abs(tokens).astype(np.float64) @ np.abs(x).astype(np.float64).T)
+        assert (np.abs(cpu.mul_mat(tokens) - want) <= bound).all()
 
 
 def test_f16_with_all_its_bits_takes_13_bits():

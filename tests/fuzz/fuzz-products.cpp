@@ -53,13 +53,14 @@ float x_of(uint64_t bits) {
     return std::ldexp(bits & 128 ? -m : m, static_cast<int>(bits >> 16 & 7) - 4);
 }
 
-bool pack(const ggml_macko_matrix & m, aligned<uint8_t> & memory, bitmap_matrix * w) {
+// value_type: in memory
+bool pack(const ggml_macko_matrix & m, int32_t value_type, const aligned<uint8_t> & memory, bitmap_matrix * w) {
     std::unique_ptr<codec_view> view;
     const codec &               format = *find_codec(m.format);
     if (open_matrix(format, m, 1, &view) || view->check_rows(1)) {
         return false;
     }
-    *w = bitmap_bind(view->desc(), m.value_type, memory.data);
+    *w = bitmap_bind(view->desc(), value_type, memory.data, m.arrays[0].nbytes);
     if (cpu_takes(format)) {
         cpu_pack(*view, 1, *w);
         return true;
@@ -126,6 +127,19 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     }
 }
 
+void check_layouts(const problem & p) {
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        if (p.w.type == GGML_MACKO_TYPE_CODED && !has_coded(*set)) {
+            continue;
+        }
+        check(*set, p, x_layout::rows);
+        check(*set, p, x_layout::panels);
+        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
+            check(*set, p, x_layout::rows16);
+        }
+    }
+}
+
 bool run(const uint8_t * data, size_t size) {
     input         in = { data, size };
     const uint8_t n = in.take<uint8_t>(), how = in.take<uint8_t>();
@@ -140,9 +154,14 @@ bool run(const uint8_t * data, size_t size) {
     if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
-    aligned<uint8_t> memory(bitmap_nbytes({ m.rows, m.cols, m.type, 4, m.nnz }, m.value_type));
-    problem          p;
-    FUZZ_CHECK(pack(m, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
+    // expanded, and coded where that is possible
+    const macko_desc       desc        = { m.rows, m.cols, m.type, 4, m.nnz };
+    const bool             coded       = m.value_type == GGML_MACKO_TYPE_CODED;
+    const int32_t          type        = coded ? m.type : m.value_type;
+    const int64_t          file_nbytes = m.arrays[0].nbytes;
+    const aligned<uint8_t> memory(bitmap_nbytes(desc, type, file_nbytes));
+    problem                p;
+    FUZZ_CHECK(pack(m, type, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
     static constexpr int64_t COUNTS[] = { 1, 1, 1, 2, 3, 5, 8, 9, 17 };
     p.n                               = COUNTS[n % std::size(COUNTS)];
     p.round_x                         = how & 2;
@@ -165,12 +184,14 @@ bool run(const uint8_t * data, size_t size) {
             m.type == GGML_MACKO_TYPE_F32 ? float_of_bits(b) : float_of_value(static_cast<uint16_t>(b), m.type)));
     }
     compute_reference(weights, &p);
-    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-        check(*set, p, x_layout::rows);
-        check(*set, p, x_layout::panels);
-        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
-            check(*set, p, x_layout::rows16);
-        }
+    check_layouts(p);
+    if (coded && bitmap_takes_coded(desc, file_nbytes)) {
+        const aligned<uint8_t> coded_memory(bitmap_nbytes(desc, GGML_MACKO_TYPE_CODED, file_nbytes));
+        FUZZ_CHECK(pack(m, GGML_MACKO_TYPE_CODED, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
+        bytes again(dense.size());
+        bitmap_densify(p.w, m.type, 0, m.rows, again.data());
+        FUZZ_CHECK(again == dense, "coded values of type %d turn back into others", m.type);
+        check_layouts(p);
     }
     return true;
 }

@@ -25,11 +25,13 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
     return { memory, free };
 }
 
-static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type) {
+// value_type: on file, as values_nbytes
+static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
+    const int32_t         type = type_in_memory(desc, value_type, values_nbytes);
     ggml_macko_cpu_matrix m;
-    m.nbytes = bitmap_nbytes(desc, value_type);
+    m.nbytes = bitmap_nbytes(desc, type, values_nbytes);
     m.memory = aligned_memory(m.nbytes);
-    m.bitmap = bitmap_bind(desc, value_type, m.memory.get());
+    m.bitmap = bitmap_bind(desc, type, m.memory.get(), values_nbytes);
     return m;
 }
 
@@ -59,12 +61,13 @@ static int pack_rows(const macko_matrix_view & view, int n_threads, ggml_macko_c
     });
 }
 
-static int pack_matrix(const codec_view & view, int32_t value_type, int n_threads, ggml_macko_cpu_matrix * out) {
+static int pack_matrix(const codec_view & view, const ggml_macko_matrix & m, int n_threads,
+                       ggml_macko_cpu_matrix * out) {
     if (cpu_takes(view.format())) {
         if (const int status = view.check_rows(n_threads)) {
             return status;
         }
-        *out = empty_matrix(view.desc(), value_type);
+        *out = empty_matrix(view.desc(), m.value_type, m.arrays[0].nbytes);
         cpu_pack(view, n_threads, out->bitmap);
         return GGML_MACKO_STATUS_OK;
     }
@@ -78,11 +81,11 @@ static int pack_matrix(const codec_view & view, int32_t value_type, int n_thread
     }
     const int64_t      n_values = n_padded(recoded.row_ptr.back());
     const macko_desc & d        = recoded.desc;
-    ggml_macko_matrix  m        = { nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
-    m.arrays[MACKO_VALUES]      = { recoded.values.data(), n_values * value_nbytes(d.type), d.type };
-    m.arrays[MACKO_DELTAS]      = { recoded.deltas.data(), deltas_nbytes(n_values, d.delta_bits), GGML_MACKO_TYPE_I8 };
-    m.arrays[MACKO_ROW_PTR]     = { recoded.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
-    if (const int status = open_macko(m, &rows)) {
+    ggml_macko_matrix  r        = { nullptr, d.rows, d.cols, d.type, d.type, d.delta_bits, d.nnz, 3, {} };
+    r.arrays[MACKO_VALUES]      = { recoded.values.data(), n_values * value_nbytes(d.type), d.type };
+    r.arrays[MACKO_DELTAS]      = { recoded.deltas.data(), deltas_nbytes(n_values, d.delta_bits), GGML_MACKO_TYPE_I8 };
+    r.arrays[MACKO_ROW_PTR]     = { recoded.row_ptr.data(), 4 * (d.rows + 1), GGML_MACKO_TYPE_I32 };
+    if (const int status = open_macko(r, &rows)) {
         return status;
     }
     return pack_rows(rows, n_threads, out);
@@ -108,7 +111,7 @@ int ggml_macko_cpu_matrix_init(const ggml_macko_matrix * m, int n_threads, ggml_
             return status;
         }
         auto matrix = std::make_unique<ggml_macko_cpu_matrix>();
-        if (const int status = pack_matrix(*view, m->value_type, n_team, matrix.get())) {
+        if (const int status = pack_matrix(*view, *m, n_team, matrix.get())) {
             return status;
         }
         *out = matrix.release();

@@ -7,12 +7,38 @@
 
 namespace macko::cpu {
 
-static int64_t align_part(int64_t n) { return (n + BITMAP_ALIGNMENT - 1) & ~(BITMAP_ALIGNMENT - 1); }
+constexpr coded_widths SHORTEST       = { 7, 2, 0 };
+constexpr int64_t      CODED_SLACK    = 16; // bytes that kernels read past the last bit
+constexpr int64_t      MAX_CODED_COLS = int64_t(UINT16_MAX) + 1;
+
+static int64_t align_to(int64_t n, int64_t multiple) { return (n + multiple - 1) & ~(multiple - 1); }
+static int64_t align_part(int64_t n) { return align_to(n, BITMAP_ALIGNMENT); }
 
 static int64_t masks_nbytes(const macko_desc & desc) { return align_part(desc.rows * mask_words(desc.cols) * 8); }
 static int64_t row_off_nbytes(const macko_desc & desc) { return align_part((desc.rows + 1) * 4); }
 static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) {
     return is_quant_type(value_type) ? align_part(desc.rows * 4) : 0;
+}
+
+// ---- sizes ----
+
+// Coded values that there is room for, since each row is aligned.
+static int64_t n_coded(const macko_desc & desc) { return desc.nnz + desc.rows * (CODED_ROW_ALIGNMENT - 1); }
+static int64_t bits_nbytes(const macko_desc & desc) { return align_part((n_coded(desc) + 7) / 8 + CODED_SLACK); }
+
+// Words of a file's coded values that are neither the header nor blocks of the shortest values.
+static int64_t spare_words(const macko_desc & desc, int64_t coded_nbytes) {
+    return coded_nbytes / 4 - CODED_HEADER_WORDS - SHORTEST.blocks_words(packed_n_values(desc.nnz));
+}
+static int64_t max_outliers(const macko_desc & desc, int64_t coded_nbytes) {
+    return spare_words(desc, coded_nbytes) * 4 / value_nbytes(desc.type);
+}
+
+bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes) {
+    // Blocks of any other widths would take a word more each.
+    const int64_t words = spare_words(desc, coded_nbytes);
+    return desc.cols <= MAX_CODED_COLS && n_coded(desc) <= UINT32_MAX && words >= 0 &&
+           words < packed_n_values(desc.nnz) / QUANT_BLOCK;
 }
 
 static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }
@@ -22,22 +48,45 @@ static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
                                      : values_nbytes(desc.type, desc.nnz);
 }
 
-int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type) {
-    return masks_nbytes(desc) + row_off_nbytes(desc) + row_sums_nbytes(desc, value_type) +
-           align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type, int64_t coded_nbytes) {
+    const int64_t nbytes = masks_nbytes(desc) + row_off_nbytes(desc);
+    if (value_type == GGML_MACKO_TYPE_CODED) {
+        const int64_t outliers = max_outliers(desc, coded_nbytes);
+        return nbytes + align_part(n_coded(desc) + VALUES_SLACK) + 2 * bits_nbytes(desc) + BITMAP_ALIGNMENT +
+               row_off_nbytes(desc) + align_part(outliers * 4) + align_part(outliers * 2);
+    }
+    return nbytes + row_sums_nbytes(desc, value_type) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
 }
 
-bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory) {
-    uint8_t *     base = static_cast<uint8_t *>(memory);
-    bitmap_matrix m;
-    m.rows    = desc.rows;
-    m.cols    = desc.cols;
-    m.type    = is_quant_type(value_type) ? value_type : desc.type; // coded values are expanded
-    m.masks   = reinterpret_cast<uint64_t *>(base);
-    m.row_off = reinterpret_cast<uint32_t *>(base + masks_nbytes(desc));
-    base += masks_nbytes(desc) + row_off_nbytes(desc);
-    m.row_sums = is_quant_type(value_type) ? reinterpret_cast<float *>(base) : nullptr;
-    m.values   = base + row_sums_nbytes(desc, value_type);
+bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory, int64_t coded_nbytes) {
+    uint8_t *  next = static_cast<uint8_t *>(memory);
+    const auto take = [&next](int64_t nbytes) {
+        uint8_t * part = next;
+        next += nbytes;
+        return part;
+    };
+    bitmap_matrix m = {};
+    m.rows          = desc.rows;
+    m.cols          = desc.cols;
+    m.type          = value_type;
+    m.dense_type    = desc.type;
+    m.masks         = reinterpret_cast<uint64_t *>(take(masks_nbytes(desc)));
+    m.row_off       = reinterpret_cast<uint32_t *>(take(row_off_nbytes(desc)));
+    if (is_quant_type(value_type)) {
+        m.row_sums = reinterpret_cast<float *>(take(row_sums_nbytes(desc, value_type)));
+    }
+    if (value_type == GGML_MACKO_TYPE_CODED) {
+        const int64_t outliers = max_outliers(desc, coded_nbytes);
+        m.values               = take(align_part(n_coded(desc) + VALUES_SLACK));
+        m.coded.signs          = take(bits_nbytes(desc));
+        m.coded.highs          = take(bits_nbytes(desc));
+        m.coded.high           = reinterpret_cast<uint32_t *>(take(BITMAP_ALIGNMENT));
+        m.coded.outlier_off    = reinterpret_cast<uint32_t *>(take(row_off_nbytes(desc)));
+        m.coded.outliers       = reinterpret_cast<float *>(take(align_part(outliers * 4)));
+        m.coded.outlier_cols   = reinterpret_cast<uint16_t *>(take(align_part(outliers * 2)));
+    } else {
+        m.values = next;
+    }
     return m;
 }
 
@@ -190,13 +239,150 @@ template <typename T> static T group_value(const bitmap_matrix & m, int64_t k, i
     return dense_of_quant<T>(float_of_bits(d & ~1u), value, dense_type);
 }
 
-void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
+// ---- coded values ----
+
+// Appends the coded values of a row to a bitmap.
+struct coded_writer {
+    uint8_t * values;
+    uint8_t * signs;
+    uint8_t * highs;
+    bool      odd;                // base: the lowest bit of an exponent is that of its code, or its inverse
+    uint64_t  sign = 0, high = 0; // bits that are not stored yet
+    int       n_bits = 0;         // of each
+
+    coded_writer(const bitmap_matrix & dst, int64_t first, int32_t base)
+        : values(dst.values + first),
+          signs(dst.coded.signs + first / 8),
+          highs(dst.coded.highs + first / 8),
+          odd(base % 2) {}
+
+    void put_bits(uint32_t sign_bits, uint32_t high_bits, int n) {
+        sign |= static_cast<uint64_t>(sign_bits) << n_bits;
+        high |= static_cast<uint64_t>(high_bits) << n_bits;
+        for (n_bits += n; n_bits >= 8; n_bits -= 8) {
+            *signs++ = static_cast<uint8_t>(sign);
+            *highs++ = static_cast<uint8_t>(high);
+            sign >>= 8;
+            high >>= 8;
+        }
+    }
+    // the values of a block at the set bits of `places`
+    void put(const coded_block_view & b, uint32_t places) {
+        // Exponents are high * 2 + 0 ... 3, with an even `high * 2`: with an even base the codes 1, 2, 3, with an odd
+        // one the codes less than that by one, whose lowest bit is inverted.
+        const uint32_t highs_of = odd ? b.code[1] & b.code[0] : b.code[1];
+        const uint8_t  flip     = odd ? 0x80 : 0;
+        if (places == ~uint32_t(0)) {
+            for (int i = 0; i < QUANT_BLOCK; i++) {
+                values[i] = b.bytes[i] ^ flip;
+            }
+            values += QUANT_BLOCK;
+            put_bits(b.sign, highs_of, QUANT_BLOCK);
+            return;
+        }
+        for (; places; places &= places - 1) {
+            const int i = __builtin_ctz(places);
+            *values++   = b.bytes[i] ^ flip;
+            put_bits(b.sign >> i & 1, highs_of >> i & 1, 1);
+        }
+    }
+    void finish() { put_bits(0, 0, n_bits == 0 ? 0 : 8 - n_bits); }
+};
+
+// Calls f(block, first value of it, places) for the blocks of values begin ... end - 1, places those among them.
+template <typename F> static void for_each_block(int64_t begin, int64_t end, F && f) {
+    for (int64_t k = begin; k < end;) {
+        const int64_t block = k / QUANT_BLOCK, first = k % QUANT_BLOCK, n = std::min(QUANT_BLOCK - first, end - k);
+        f(block, block * QUANT_BLOCK, static_cast<uint32_t>(((uint64_t(1) << n) - 1) << first));
+        k += n;
+    }
+}
+
+// A row with its whole mask: takes the outliers out of it.
+static void pack_coded_row(const packed_view & view, int64_t row, const bitmap_matrix & dst) {
+    const packed_arrays & a       = view.arrays();
+    const coded_view &    coded   = view.coded();
+    uint64_t *            mask    = dst.masks + row * mask_words(dst.cols);
+    int64_t               outlier = dst.coded.outlier_off[row];
+    int64_t               word = 0, before = a.row_ptr[row]; // values in front of the word
+    uint64_t              bits = mask[0];                    // of the word, outliers among them
+    coded_writer          out(dst, dst.row_off[row], coded.widths().base);
+    const auto            take_out = [&](int64_t k) {
+        for (; k - before >= __builtin_popcountll(bits); bits = mask[++word]) {
+            before += __builtin_popcountll(bits);
+        }
+        uint64_t rest = bits;
+        for (int64_t skip = k - before; skip > 0; skip--) {
+            rest &= rest - 1;
+        }
+        mask[word] &= ~(rest & -rest);
+        const int64_t col   = word * 64 + __builtin_ctzll(rest);
+        uint32_t      value = 0;
+        coded.expand(k, 1, &value);
+        dst.coded.outlier_cols[outlier] = static_cast<uint16_t>(col);
+        dst.coded.outliers[outlier++]   = value_nbytes(dst.dense_type) == 4
+                                                         ? float_of_bits(value)
+                                                         : float_of_value(static_cast<uint16_t>(value), dst.dense_type);
+    };
+    for_each_block(a.row_ptr[row], a.row_ptr[row + 1], [&](int64_t block, int64_t first, uint32_t places) {
+        const coded_block_view b = coded.block(block);
+        out.put(b, places & b.has_code());
+        for (uint32_t rest = places & ~b.has_code(); rest; rest &= rest - 1) {
+            take_out(first + __builtin_ctz(rest));
+        }
+    });
+    out.finish();
+}
+
+// Where each row's values and outliers begin.
+static void place_coded_rows(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
+    const int32_t * row_ptr     = view.arrays().row_ptr;
+    uint32_t *      outlier_off = dst.coded.outlier_off;
+    parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            int n = 0;
+            for_each_block(row_ptr[r], row_ptr[r + 1], [&](int64_t block, int64_t, uint32_t places) {
+                n += __builtin_popcount(places & ~view.coded().block(block).has_code());
+            });
+            outlier_off[r + 1] = static_cast<uint32_t>(n);
+        }
+    });
+    outlier_off[0] = dst.row_off[0] = 0;
+    for (int64_t r = 0; r < dst.rows; r++) {
+        const auto n       = static_cast<uint32_t>(row_ptr[r + 1] - row_ptr[r]) - outlier_off[r + 1];
+        dst.row_off[r + 1] = static_cast<uint32_t>(align_to(dst.row_off[r] + n, CODED_ROW_ALIGNMENT));
+        outlier_off[r + 1] += outlier_off[r];
+    }
+}
+
+static void pack_coded(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
+    // that of a float of the exponent base + 1
+    const int bias  = dst.dense_type == GGML_MACKO_TYPE_F16 ? 127 - 15 : 0;
+    *dst.coded.high = static_cast<uint32_t>(view.coded().widths().base + 1 + bias) / 2;
+    parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            pack_coded_row(view, r, dst);
+        }
+    });
+    const int64_t n = dst.row_off[dst.rows];
+    memset(dst.values + n, 0, VALUES_SLACK);
+    memset(dst.coded.signs + n / 8, 0, CODED_SLACK);
+    memset(dst.coded.highs + n / 8, 0, CODED_SLACK);
+}
+
+// value k of the matrix as a float, which it is exactly
+static float coded_value(const bitmap_matrix & m, int64_t k) {
+    const auto bit = [k](const uint8_t * bits) { return static_cast<uint32_t>(bits[k / 8] >> (k % 8)) & 1; };
+    return float_of_bits(bit(m.coded.signs) << 31 | (*m.coded.high + bit(m.coded.highs)) << 24 |
+                         static_cast<uint32_t>(m.values[k]) << 16);
+}
+
+static void pack_masks(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
     const packed_arrays & a     = view.arrays();
     const int64_t         words = mask_words(dst.cols);
     parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             uint64_t * mask = dst.masks + r * words;
-            dst.row_off[r]  = static_cast<uint32_t>(a.row_ptr[r]);
             mask[words - 1] = 0;
             if (a.desc.index_bits == INDEX_BITMAP) {
                 const int64_t nbytes = bitmap_row_nbytes(dst.cols);
@@ -205,14 +391,28 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
                 memset(mask, 0, static_cast<size_t>(words) * 8);
                 view.for_each_column(r, [&](int64_t col) { mask[col / 64] |= uint64_t(1) << (col % 64); });
             }
-            if (dst.row_sums) {
-                dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
-            }
         }
     });
-    dst.row_off[dst.rows] = static_cast<uint32_t>(a.row_ptr[dst.rows]);
-    const auto nbytes     = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
+}
+
+void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
+    const packed_arrays & a = view.arrays();
+    pack_masks(view, n_threads, dst);
+    if (dst.type == GGML_MACKO_TYPE_CODED) {
+        place_coded_rows(view, n_threads, dst);
+        pack_coded(view, n_threads, dst);
+        return;
+    }
+    for (int64_t r = 0; r <= dst.rows; r++) {
+        dst.row_off[r] = static_cast<uint32_t>(a.row_ptr[r]);
+    }
+    const auto nbytes = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
     if (is_quant_type(dst.type)) {
+        parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) {
+                dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
+            }
+        });
         pack_groups(a, n_threads, dst.values);
     } else {
         parallel_ranges(n_threads, a.desc.dense.nnz, [&](int64_t begin, int64_t end) {
@@ -222,19 +422,34 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
     memset(dst.values + nbytes, 0, VALUES_SLACK);
 }
 
+// ---- dense rows ----
+
+// a float that a value of the dense type became, as bits of that type again
+template <typename T> static T dense_of_float(float v, int32_t dense_type) {
+    if constexpr (sizeof(T) == 4) {
+        return bits_of_float(v);
+    } else {
+        return dense_type == GGML_MACKO_TYPE_F16 ? f16_of_float(v) : static_cast<T>(bits_of_float(v) >> 16);
+    }
+}
+
 template <typename T>
 static void densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
     const int64_t words     = mask_words(m.cols);
-    const bool    quantized = is_quant_type(m.type);
+    const bool    quantized = is_quant_type(m.type), coded = m.type == GGML_MACKO_TYPE_CODED;
     for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
         const uint64_t * mask = m.masks + r * words;
         int64_t          k    = m.row_off[r];
         memset(dense, 0, static_cast<size_t>(m.cols) * sizeof(T));
         for (int64_t word = 0; word < words; word++) {
             for (uint64_t bits = mask[word]; bits; bits &= bits - 1, k++) {
-                dense[word * 64 + __builtin_ctzll(bits)] =
-                    quantized ? group_value<T>(m, k, dense_type) : reinterpret_cast<const T *>(m.values)[k];
+                dense[word * 64 + __builtin_ctzll(bits)] = quantized ? group_value<T>(m, k, dense_type)
+                                                           : coded   ? dense_of_float<T>(coded_value(m, k), dense_type)
+                                                                     : reinterpret_cast<const T *>(m.values)[k];
             }
+        }
+        for (int64_t i = coded ? m.coded.outlier_off[r] : 0; coded && i < m.coded.outlier_off[r + 1]; i++) {
+            dense[m.coded.outlier_cols[i]] = dense_of_float<T>(m.coded.outliers[i], dense_type);
         }
     }
 }

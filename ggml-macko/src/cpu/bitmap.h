@@ -7,7 +7,8 @@
 //   masks     rows * mask_words(cols) uint64: bit c % 64 of word c / 64 of a row is column c; bits from cols on are 0
 //   row_off   rows + 1 uint32: index of the row's first value
 //   row_sums  rows floats, only with quantized values: the sum of d * q over the row
-//   values    nnz elements of the value type, or groups of quantized values; then VALUES_SLACK zero bytes
+//   values    nnz elements of the value type, groups of quantized values, or the bytes of coded ones; then VALUES_SLACK
+//             zero bytes
 //
 // A group of quantized values is two blocks of FORMAT.md section 7 side by side: 64 values in an order that vector
 // instructions can take apart with few operations. It starts with the two scales d as floats. Then
@@ -17,6 +18,11 @@
 //   Q4_NL     32 bytes in the same order: the numbers of the levels. The lowest bit of each scale, which a float made
 //             from an F16 does not use, is the number of the block's table of levels.
 //   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits, the fifth bits
+//
+// Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where keeps_coded() says so. Outliers are not in
+// the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in `values`,
+// and the others are a number `high`, to which a bit of `highs` is added, below a bit of `signs`. Each row begins at a
+// multiple of eight values, so that threads that pack rows share no byte. Outliers are listed by rows.
 #pragma once
 
 #include "codec/packed/packed.h"
@@ -33,28 +39,44 @@ constexpr int64_t quant_group_nbytes(int32_t type) {
     return GROUP_SCALES_NBYTES + (type == GGML_MACKO_TYPE_Q8_0 ? 64 : type == GGML_MACKO_TYPE_Q5_0 ? 40 : 32);
 }
 
+constexpr int64_t CODED_ROW_ALIGNMENT = 8; // values
+
+// the parts that only coded values have
+struct coded_parts {
+    uint32_t * high;        // one number
+    uint8_t *  signs;       // bit k % 8 of byte k / 8 belongs to value k
+    uint8_t *  highs;       // the same
+    uint32_t * outlier_off; // rows + 1
+    float *    outliers;
+    uint16_t * outlier_cols; // ascending in a row
+};
+
 struct bitmap_matrix {
-    int64_t    rows;
-    int64_t    cols;
-    int32_t    type; // of the values; may be quantized
-    uint64_t * masks;
-    uint32_t * row_off;
-    float *    row_sums; // nullptr if the values are not quantized
-    uint8_t *  values;
+    int64_t     rows;
+    int64_t     cols;
+    int32_t     type;       // of the values; may be quantized or GGML_MACKO_TYPE_CODED
+    int32_t     dense_type; // to which x may be rounded
+    uint64_t *  masks;
+    uint32_t *  row_off;
+    float *     row_sums; // nullptr if the values are not quantized
+    uint8_t *   values;
+    coded_parts coded; // null pointers if the values are not coded
 };
 
 constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
-// bytes of memory, known before the data is read
-int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type);
-// Pointers into bitmap_nbytes(desc, value_type) bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
-bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory);
+// Whether a bitmap can hold a matrix whose coded values take so many bytes in a file. If so, m = 7 and e = 2.
+bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes);
+// Bytes of memory, known before the data is read. value_type: in memory. coded_nbytes: of coded values in the file.
+int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type, int64_t coded_nbytes = 0);
+// Pointers into so many bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
+bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory, int64_t coded_nbytes = 0);
 // Writes the view's rows. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of one
 // matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
 // slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
 // Writes all rows.
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
-// Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.type unless that is quantized.
+// Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.dense_type unless values are quantized.
 void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
 } // namespace macko::cpu

@@ -6,6 +6,7 @@
 // nothing at a change of the backend, and dense models in the same process are computed as without the plugin.
 #include "cpu/device.h"
 #include "cpu/graph-plan.h"
+#include "cpu/kernels.h"
 #include "cpu/weight.h"
 #include "host/load-session.h"
 #include "host/log.h"

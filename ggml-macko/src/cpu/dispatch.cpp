@@ -116,7 +116,28 @@ int select_kernels(const char ** name) {
 // ---- multiplication ----
 
 bool has_rows16(const kernel_set & set, int32_t type) {
-    return is_quant_type(type) ? set.costs.quant_rows16 : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+    return is_quant_type(type)             ? set.costs.quant_rows16
+           : type == GGML_MACKO_TYPE_CODED ? false
+                                           : type != GGML_MACKO_TYPE_F32 && set.costs.rows16_below > 0;
+}
+
+bool has_coded(const kernel_set & set) { return set.costs.coded_from <= 1; }
+
+// Coded values take 10 bits in place of 16 or 32. Where instructions are the limit, they must also take no more time
+// than expanded ones, which depends on the set: moving bytes, signs and a bit of the exponents to their columns is
+// cheap with AVX-512 VBMI2, while all other sets would expand each product's values anew. Rows of a few columns are
+// smaller without the rows' alignment.
+int32_t type_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+                            int64_t values_nbytes) {
+    if (value_type != GGML_MACKO_TYPE_CODED) {
+        return value_type;
+    }
+    const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const bool   faster   = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from);
+    return faster && bitmap_takes_coded(desc, values_nbytes) &&
+                   bitmap_nbytes(desc, value_type, values_nbytes) < bitmap_nbytes(desc, desc.type)
+               ? value_type
+               : desc.type;
 }
 
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
@@ -188,6 +209,10 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 static const kernel_set & set_in_use() {
     const kernel_set * set = select_once().set;
     return set ? *set : kernels_portable;
+}
+
+int32_t type_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
+    return type_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
 }
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }

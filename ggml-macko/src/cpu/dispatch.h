@@ -21,6 +21,15 @@ struct compressed_x {
     alignas(64) uint8_t bytes[2 * COMPRESSED_PLANE];
 };
 
+// Values of a matrix of coded values (bitmap.h), from one on.
+struct coded_values {
+    const uint8_t * at;    // its byte
+    const uint8_t * signs; // of all values
+    const uint8_t * highs;
+    uint64_t        first; // values in front of it
+    uint32_t        high;
+};
+
 // What a multiplication costs per element of W, zeros included, by which dispatch.cpp chooses between the layouts. The
 // unit is arbitrary, since only ratios matter. Measured with rows in L2.
 struct kernel_costs {
@@ -32,6 +41,8 @@ struct kernel_costs {
     float column;     // panels: each column,
     float entry;      //         each non-zero,
     float vector;     //         each non-zero and vector of tokens
+    // density from which coded values are multiplied faster than expanded ones at n = 1; 2: there is no kernel for them
+    float coded_from = 2.0f;
 };
 
 struct kernel_set {
@@ -46,6 +57,10 @@ struct kernel_set {
 
 // whether the set has rows16 for this type of values
 bool has_rows16(const kernel_set & set, int32_t type);
+// whether the set multiplies with coded values
+bool has_coded(const kernel_set & set);
+// type_in_memory() with a given set
+int32_t type_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
 
 extern const kernel_set kernels_portable;
 #if defined(__x86_64__)

@@ -36,7 +36,10 @@ constexpr level_vectors make_level_vectors() {
 constexpr level_vectors level_tables = make_level_vectors();
 
 struct simd : avx512 {
-    template <int TYPE> static constexpr int  step            = TYPE == GGML_MACKO_TYPE_F32 ? 16 : 32;
+    template <int TYPE>
+    static constexpr int                      step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
+                                                                : TYPE == GGML_MACKO_TYPE_CODED ? 64
+                                                                                                : 32;
     template <int TYPE> static constexpr bool has_rows16      = TYPE != GGML_MACKO_TYPE_F32;
     template <int TYPE> static constexpr int  rows_compressed = is_quant_type(TYPE) ? 1 : 0;
     // makes the integers positive: vpdpbusd multiplies unsigned bytes
@@ -52,6 +55,56 @@ struct simd : avx512 {
             w[0]                 = widen<TYPE>(_mm512_castsi512_si256(all));
             w[1]                 = widen<TYPE>(_mm512_extracti64x4_epi64(all, 1));
         }
+    }
+    // bits first ... first + n - 1, with anything above them; n <= 64
+    static uint64_t next_bits(const uint8_t * bits, uint64_t first, int n) {
+        const uint8_t * at    = bits + first / 8;
+        const unsigned  shift = first % 8;
+        uint64_t        low;
+        __builtin_memcpy(&low, at, sizeof(low));
+        low >>= shift;
+        if (__builtin_expect(n > 56, 0)) {
+            low |= static_cast<uint64_t>(at[8]) << 1 << (63 - shift);
+        }
+        return low;
+    }
+    // The n values of a mask word's columns, in the order of coded_place(). Bytes, signs and the bits of `high` are
+    // moved to their columns; two bytes side by side are the upper half of a float, and zero between the columns.
+    static void expand_coded(const coded_values & v, uint64_t bits, int n, vec * w) {
+        const uint64_t signs = _pdep_u64(next_bits(v.signs, v.first, n), bits);
+        const uint64_t highs = _pdep_u64(next_bits(v.highs, v.first, n), bits);
+        const __m512i  high  = _mm512_set1_epi8(static_cast<char>(v.high));
+        const __m512i  low =
+            _mm512_mask_expand_epi8(in_register(_mm512_setzero_si512()), bits, in_register(_mm512_loadu_si512(v.at)));
+        __m512i top        = _mm512_maskz_mov_epi8(bits, high);
+        top                = _mm512_mask_add_epi8(top, highs, top, _mm512_set1_epi8(1));
+        top                = _mm512_mask_add_epi8(top, signs, top, _mm512_set1_epi8(-128));
+        const __m512i left = _mm512_unpacklo_epi8(low, top), right = _mm512_unpackhi_epi8(low, top);
+        const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        w[0]              = _mm512_castsi512_ps(_mm512_slli_epi32(left, 16));
+        w[1]              = _mm512_castsi512_ps(_mm512_and_si512(left, odd));
+        w[2]              = _mm512_castsi512_ps(_mm512_slli_epi32(right, 16));
+        w[3]              = _mm512_castsi512_ps(_mm512_and_si512(right, odd));
+    }
+    // the next 16 values
+    static vec load_coded(const coded_values & v) {
+        const auto signs = static_cast<__mmask16>(next_bits(v.signs, v.first, 16));
+        const auto highs = static_cast<__mmask16>(next_bits(v.highs, v.first, 16));
+        __m512i    u =
+            _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(v.at))), 16);
+        u = _mm512_add_epi32(u, _mm512_set1_epi32(static_cast<int>(v.high << 24)));
+        u = _mm512_mask_add_epi32(u, highs, u, _mm512_set1_epi32(1 << 24));
+        return _mm512_castsi512_ps(
+            _mm512_mask_add_epi32(u, signs, u, _mm512_set1_epi32(static_cast<int>(0x80000000u))));
+    }
+    // v: 16 columns of a mask word; out: the place of the first of them
+    static void store_coded_x(float * out, vec v) {
+        const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+        const vec     lanes = _mm512_permutexvar_ps(order, v);
+        _mm_storeu_ps(out, _mm512_castps512_ps128(lanes));
+        _mm_storeu_ps(out + 16, _mm512_extractf32x4_ps(lanes, 1));
+        _mm_storeu_ps(out + 32, _mm512_extractf32x4_ps(lanes, 2));
+        _mm_storeu_ps(out + 48, _mm512_extractf32x4_ps(lanes, 3));
     }
     // The product of a row with one x. For each mask word, the numbers 0 ... 63 compressed by the mask are the
     // positions of its non-zeros; they select their x from the two registers of its 64 columns, lane by lane beside the
@@ -207,5 +260,5 @@ struct simd : avx512 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
-    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.0f }, macko::cpu::ROW_OPS
 };

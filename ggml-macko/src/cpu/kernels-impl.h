@@ -69,10 +69,15 @@ constexpr int PREFETCH = 4096; // bytes ahead in the values; with 512, AVX2 was 
 constexpr int X_BATCH = 8; // x that each expanded vector of weights meets
 
 template <int TYPE> constexpr bool is_quant = is_quant_type(TYPE);
+template <int TYPE> constexpr bool is_coded = TYPE == GGML_MACKO_TYPE_CODED;
 // the type that expand() and load_values() read: quantized values have been dequantized to F32
 template <int TYPE> constexpr int     PLAIN      = is_quant<TYPE> ? GGML_MACKO_TYPE_F32 : TYPE;
 template <int TYPE> constexpr int64_t value_size = PLAIN<TYPE> == GGML_MACKO_TYPE_F32 ? 4 : 2;
 template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
+
+// whether a simd has expand_coded(), load_coded() and store_coded_x()
+template <typename S, typename = void> constexpr bool coded_kernels                                = false;
+template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
 
 // mask_words() and std::min(), which are functions of other headers
 INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
@@ -86,8 +91,10 @@ template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
 // Reads the values of a row from front to back: next(n, buffer) returns where the next n lie as PLAIN<TYPE>. buffer has
 // BUFFER<TYPE, n> floats. Kernels may read up to 64 values behind the n, and ignore them.
 template <int TYPE> struct plain_reader {
-    const uint8_t *        at;
-    INLINE void            start(const bitmap_matrix & w, int64_t first) { at = w.values + first * value_size<TYPE>; }
+    const uint8_t * at;
+    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+        at = w.values + static_cast<int64_t>(w.row_off[row]) * value_size<TYPE>;
+    }
     INLINE const uint8_t * next(int64_t n, float *) {
         const uint8_t * values = at;
         at += n * value_size<TYPE>;
@@ -97,9 +104,10 @@ template <int TYPE> struct plain_reader {
 template <int TYPE> struct quant_reader {
     const uint8_t * at;   // the current group
     int64_t         skip; // values of it that have been read
-    INLINE void     start(const bitmap_matrix & w, int64_t first) {
-        at   = w.values + first / 64 * group_size<TYPE>;
-        skip = first % 64;
+    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+        const int64_t first = w.row_off[row];
+        at                  = w.values + first / 64 * group_size<TYPE>;
+        skip                = first % 64;
     }
     INLINE const uint8_t * next(int64_t n, float * buffer) {
         const int64_t first = skip, last = skip + n;
@@ -111,14 +119,71 @@ template <int TYPE> struct quant_reader {
         return reinterpret_cast<const uint8_t *>(buffer + first);
     }
 };
-template <bool QUANT> struct reader_of {
+// Coded values are not made floats in a buffer: next() says where they are. Outliers are not among them.
+struct coded_reader {
+    const uint8_t * at;
+    uint64_t        first; // values in front of it
+    uint32_t        outlier;
+    uint32_t        high;
+    const uint8_t * signs;
+    const uint8_t * highs;
+    INLINE void     start(const bitmap_matrix & w, int64_t row) {
+        first   = w.row_off[row];
+        at      = w.values + first;
+        outlier = w.coded.outlier_off[row];
+        high    = *w.coded.high;
+        signs   = w.coded.signs;
+        highs   = w.coded.highs;
+    }
+    INLINE coded_values next(int64_t n, float *) {
+        const coded_values values = { at, signs, highs, first, high };
+        at += n;
+        first += static_cast<uint64_t>(n);
+        return values;
+    }
+};
+template <bool QUANT, bool CODED> struct reader_of {
     template <int TYPE> using type = plain_reader<TYPE>;
 };
-template <> struct reader_of<true> {
+template <> struct reader_of<true, false> {
     template <int TYPE> using type = quant_reader<TYPE>;
 };
-template <int TYPE> using reader                = typename reader_of<is_quant<TYPE>>::template type<TYPE>;
+template <> struct reader_of<false, true> {
+    template <int TYPE> using type = coded_reader;
+};
+template <int TYPE> using reader = typename reader_of<is_quant<TYPE>, is_coded<TYPE>>::template type<TYPE>;
 template <int TYPE, int N> constexpr int BUFFER = is_quant<TYPE> ? N + 64 + 32 + 64 : 1;
+
+// Expands the next values to the STEP columns of part s of a mask word, and goes past them.
+template <int TYPE, int STEP> INLINE void expand_next(const uint8_t *& at, uint64_t bits, int s, vec * w) {
+    const auto part = simd::template table_part<STEP>(bits, s);
+    simd::template expand<PLAIN<TYPE>>(at, part, w);
+    at += __builtin_popcount(part) * value_size<TYPE>;
+}
+template <int TYPE, int STEP, typename S = simd>
+INLINE void expand_next(coded_values & at, uint64_t bits, int, vec * w) {
+    static_assert(STEP == 64, "a whole mask word");
+    const int n = __builtin_popcountll(bits);
+    S::expand_coded(at, bits, n, w);
+    at.at += n;
+    at.first += static_cast<uint64_t>(n);
+}
+
+// Where column c of a mask word's x lies where x meets coded values, whose bytes come out of their registers in this
+// order: of each 16 columns, those with even numbers below 8 are in a lane of the first vector, the odd ones in a lane
+// of the second, and the others in the third and fourth.
+INLINE int64_t coded_place(int64_t c) {
+    return (c & ~int64_t(63)) | (c & 8) << 2 | (c & 1) << 4 | (c & 48) >> 2 | (c & 6) >> 1;
+}
+
+// Sum of the outliers of a row times an x of prepare_coded().
+INLINE float dot_outliers(const bitmap_matrix & w, int64_t row, const float * x) {
+    float sum = 0;
+    for (uint32_t i = w.coded.outlier_off[row]; i < w.coded.outlier_off[row + 1]; i++) {
+        sum += w.coded.outliers[i] * x[coded_place(w.coded.outlier_cols[i])];
+    }
+    return sum;
+}
 
 // ---- copying x to the scratch memory ----
 
@@ -164,6 +229,18 @@ template <int TYPE> void prepare_rows(const mul_mat_params & p, int64_t col_begi
         for (int64_t c = col_begin; c < col_end; c += W) {
             const int64_t left = p.w.cols - c;
             simd::store(dst + c, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, p.round_x));
+        }
+    }
+}
+
+// For coded values: each 64 columns in the order of coded_place().
+template <int TYPE, typename S> void prepare_coded(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t padded = words_of(p.w.cols) * 64;
+    for (int64_t i = 0; i < p.n; i++) {
+        float * dst = static_cast<float *>(p.scratch) + i * padded;
+        for (int64_t c = col_begin; c < col_end; c += W) {
+            const int64_t left = p.w.cols - c;
+            S::store_coded_x(dst + coded_place(c), load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, p.round_x));
         }
     }
 }
@@ -384,7 +461,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
     vec               acc[NR][NX][ACCS];
     for (int r = 0; r < NR; r++) {
         mask[r] = p.w.masks + (row + r) * words;
-        values[r].start(p.w, p.w.row_off[row + r]);
+        values[r].start(p.w, row + r);
         for (int i = 0; i < NX; i++) {
             for (int a = 0; a < ACCS; a++) {
                 acc[r][i][a] = simd::zero();
@@ -392,9 +469,9 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
         }
     }
     for (int64_t segment = 0; segment < words; segment += SEGMENT) {
-        const int64_t   n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
-        const uint8_t * at[NR];
-        uint64_t        any = 0;
+        const int64_t                        n_words = SEGMENT == 1 ? 1 : smaller(SEGMENT, words - segment);
+        uint64_t                             any     = 0;
+        decltype(values[0].next(0, nullptr)) at[NR];
 #pragma GCC unroll 4
         for (int r = 0; r < NR; r++) {
             int64_t n = 0;
@@ -420,9 +497,7 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
                 vec w[NR][VECS];
 #pragma GCC unroll 4
                 for (int r = 0; r < NR; r++) {
-                    const auto part = simd::template table_part<STEP>(bits[r], s);
-                    simd::template expand<PLAIN<TYPE>>(at[r], part, w[r]);
-                    at[r] += __builtin_popcount(part) * value_size<TYPE>;
+                    expand_next<TYPE, STEP>(at[r], bits[r], s, w[r]);
                 }
 #pragma GCC unroll 8
                 for (int v = 0; v < VECS; v++) {
@@ -446,7 +521,11 @@ void dot_rows(const mul_mat_params & p, int64_t row, int64_t first_x) {
                     acc[r][i][b] = simd::add(acc[r][i][b], acc[r][i][b + a]);
                 }
             }
-            p.y[first_x + i][row + r - p.row_begin] = simd::sum(acc[r][i][0]);
+            float y = simd::sum(acc[r][i][0]);
+            if constexpr (is_coded<TYPE>) {
+                y += dot_outliers(p.w, row + r, static_cast<const float *>(p.scratch) + (first_x + i) * padded);
+            }
+            p.y[first_x + i][row + r - p.row_begin] = y;
         }
     }
 }
@@ -490,9 +569,37 @@ struct nonzero_list {                         // the non-zeros of a row in a chu
     alignas(64) float weight[MAX_CHUNK + 64];
 };
 
-// Fills the list, and adds zeros up to a multiple of `multiple` (at most W). Returns the length with the zeros.
+// The weights of the next n values, with up to W - 1 more behind them.
+template <int TYPE> INLINE void store_weights(const uint8_t * at, int n, float * weights) {
+    for (int i = 0; i < n; i += W) {
+        simd::store(weights + i, simd::template load_values<PLAIN<TYPE>>(at + i * value_size<TYPE>));
+    }
+}
+template <int TYPE, typename S = simd> INLINE void store_weights(coded_values at, int n, float * weights) {
+    for (int i = 0; i < n; i += W) {
+        simd::store(weights + i, S::load_coded(at));
+        at.at += W;
+        at.first += W;
+    }
+}
+
+// Adds a row's outliers in the columns begin ... end - 1 to a list of n elements; returns how many it has then.
+INLINE int add_outliers(const bitmap_matrix & w, int64_t row, int64_t begin, int64_t end, coded_reader & values,
+                        nonzero_list & list, int n) {
+    for (; values.outlier < w.coded.outlier_off[row + 1] && w.coded.outlier_cols[values.outlier] < end;
+         values.outlier++, n++) {
+        list.col[n]    = static_cast<uint32_t>(w.coded.outlier_cols[values.outlier] - begin);
+        list.weight[n] = w.coded.outliers[values.outlier];
+    }
+    return n;
+}
+
+// Fills the list with the non-zeros of n_words mask words of a row, from `word` on, and adds zeros up to a multiple of
+// `multiple` (at most W). Returns the length with the zeros.
 template <int TYPE>
-INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader<TYPE> & values, nonzero_list & list) {
+INLINE int decode_chunk(const bitmap_matrix & w, int64_t row, int64_t first_word, int n_words, int multiple,
+                        reader<TYPE> & values, nonzero_list & list) {
+    const uint64_t *  mask = w.masks + row * words_of(w.cols) + first_word;
     alignas(64) float buffer[BUFFER<TYPE, MAX_CHUNK>];
     int               n = 0;
     for (int word = 0; word < n_words; word++) {
@@ -503,9 +610,9 @@ INLINE int decode_chunk(const uint64_t * mask, int n_words, int multiple, reader
             n += __builtin_popcount(part);
         }
     }
-    const uint8_t * at = values.next(n, buffer);
-    for (int i = 0; i < n; i += W) {
-        simd::store(list.weight + i, simd::template load_values<PLAIN<TYPE>>(at + i * value_size<TYPE>));
+    store_weights<TYPE>(values.next(n, buffer), n, list.weight);
+    if constexpr (is_coded<TYPE>) {
+        n = add_outliers(w, row, first_word * 64, (first_word + n_words) * 64, values, list, n);
     }
     for (; n % multiple; n++) {
         list.col[n]    = 0;
@@ -590,13 +697,12 @@ void multiply_tile(const mul_mat_params & p, int64_t row_begin, int64_t row_end,
             simd::store(acc + i, simd::zero());
         }
         for (int64_t r = 0; r < n_rows; r++) {
-            values[r].start(p.w, p.w.row_off[row + r]);
+            values[r].start(p.w, row + r);
         }
         for (int64_t word = 0; word < words; word += CHUNK_WORDS<NV>) {
             const int n_words = static_cast<int>(smaller(CHUNK_WORDS<NV>, words - word));
             for (int64_t r = 0; r < n_rows; r++) {
-                const int n =
-                    decode_chunk<TYPE>(p.w.masks + (row + r) * words + word, n_words, SETS<NV>, values[r], list);
+                const int n = decode_chunk<TYPE>(p.w, row + r, word, n_words, SETS<NV>, values[r], list);
                 __builtin_prefetch(values[r].at + 64, 0, 2); // for this row's next chunk
                 accumulate<NV>(x + word * 64 * STRIDE, list, n, acc + r * STRIDE);
             }
@@ -643,10 +749,26 @@ template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout,
     }
 }
 
+// x is rounded to the dense type.
+template <int TYPE, typename S>
+void prepare_for_coded(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
+    if constexpr (coded_kernels<S>) {
+        return layout == x_layout::panels ? prepare_panels<TYPE>(p, col_begin, col_end)
+                                          : prepare_coded<TYPE, S>(p, col_begin, col_end);
+    }
+}
+
 void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
     const int64_t words = words_of(p.w.cols);
     const int64_t begin = words * ith / nth * 64;
     const int64_t end   = words * (ith + 1) / nth * 64;
+    if (p.w.type == GGML_MACKO_TYPE_CODED) {
+        switch (p.w.dense_type) {
+            case GGML_MACKO_TYPE_F16:  return prepare_for_coded<GGML_MACKO_TYPE_F16, simd>(p, layout, begin, end);
+            case GGML_MACKO_TYPE_BF16: return prepare_for_coded<GGML_MACKO_TYPE_BF16, simd>(p, layout, begin, end);
+            default:                   return prepare_for_coded<GGML_MACKO_TYPE_F32, simd>(p, layout, begin, end);
+        }
+    }
     switch (p.w.type) {
         case GGML_MACKO_TYPE_F16:   prepare_type<GGML_MACKO_TYPE_F16>(p, layout, begin, end); break;
         case GGML_MACKO_TYPE_BF16:  prepare_type<GGML_MACKO_TYPE_BF16>(p, layout, begin, end); break;
@@ -671,6 +793,17 @@ template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout
     }
 }
 
+template <typename S>
+void multiply_coded(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
+    if constexpr (coded_kernels<S>) {
+        if (layout == x_layout::panels) {
+            multiply_panels<GGML_MACKO_TYPE_CODED>(p, row_begin, row_end);
+        } else {
+            multiply_rows<GGML_MACKO_TYPE_CODED>(p, row_begin, row_end);
+        }
+    }
+}
+
 void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
     switch (p.w.type) {
         case GGML_MACKO_TYPE_F16:   multiply_type<GGML_MACKO_TYPE_F16>(p, layout, row_begin, row_end); break;
@@ -679,6 +812,7 @@ void multiply(const mul_mat_params & p, x_layout layout, int64_t row_begin, int6
         case GGML_MACKO_TYPE_Q5_0:  multiply_type<GGML_MACKO_TYPE_Q5_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_0:  multiply_type<GGML_MACKO_TYPE_Q4_0>(p, layout, row_begin, row_end); break;
         case GGML_MACKO_TYPE_Q4_NL: multiply_type<GGML_MACKO_TYPE_Q4_NL>(p, layout, row_begin, row_end); break;
+        case GGML_MACKO_TYPE_CODED: multiply_coded<simd>(p, layout, row_begin, row_end); break;
         default:                    multiply_type<GGML_MACKO_TYPE_F32>(p, layout, row_begin, row_end); break;
     }
 }

@@ -28,6 +28,10 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 // when y is complete. The result is the same for each nth, bit for bit.
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
+// The type that the values of a matrix have in memory, from that on file, and the bytes that they take there: coded
+// values stay coded where the kernels in use multiply faster with them, and are expanded where not.
+int32_t type_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
+
 // The name of the kernel set in use: that of GGML_MACKO_FORCE, which is read once, or the fastest that this CPU
 // supports. Fails with BAD_ARGUMENT and a message if GGML_MACKO_FORCE names no set or one that this CPU does not
 // support.

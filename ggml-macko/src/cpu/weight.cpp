@@ -1,12 +1,25 @@
 #include "cpu/weight.h"
 #include "codec/team.h"
 #include "cpu/codecs.h"
+#include "cpu/kernels.h"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 namespace macko::cpu {
+
+static int32_t type_of(const sparse_tensor_info & matrix) {
+    return type_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
+}
+
+size_t weight_nbytes(const sparse_tensor_info & matrix) {
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, type_of(matrix), matrix.nbytes_values));
+}
+
+void weight_init(weight * m, const sparse_tensor_info & matrix) {
+    *m = { 0, matrix.desc, type_of(matrix), matrix.ne[1], matrix.nbytes_values };
+}
 
 void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
     const size_t         nbytes_row = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type));

@@ -11,10 +11,13 @@ namespace macko::cpu {
 struct alignas(BITMAP_ALIGNMENT) weight {
     uint64_t   magic; // WEIGHT_MAGIC when the whole payload has been read
     macko_desc desc;
-    int32_t    value_type;      // on file: desc.type, or a type that only packed values have
+    int32_t    value_type;      // in memory (type_in_memory)
     int64_t    rows_per_matrix; // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
+    int64_t    values_nbytes;   // on file
 
-    bitmap_matrix bitmap() const { return bitmap_bind(desc, value_type, const_cast<weight *>(this) + 1); }
+    bitmap_matrix bitmap() const {
+        return bitmap_bind(desc, value_type, const_cast<weight *>(this) + 1, values_nbytes);
+    }
 };
 constexpr uint64_t WEIGHT_MAGIC = 0x78697274616d6b6dull;
 
@@ -24,15 +27,11 @@ inline const weight * weight_of(const ggml_tensor * tensor) {
     return m && m->magic == WEIGHT_MAGIC ? m : nullptr;
 }
 
-// bytes of a weight with its header
-inline size_t weight_nbytes(const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, matrix.value_type));
-}
+// bytes of a weight with its header, for the kernels that are in use
+size_t weight_nbytes(const sparse_tensor_info & matrix);
 
 // Writes the header of a weight; it has no magic yet.
-inline void weight_init(weight * m, const sparse_tensor_info & matrix) {
-    *m = { 0, matrix.desc, matrix.value_type, matrix.ne[1] };
-}
+void weight_init(weight * m, const sparse_tensor_info & matrix);
 
 // size bytes of the weight's dense elements, from byte `offset` of them on
 void weight_densify(const weight & m, size_t offset, void * data, size_t size);

@@ -274,7 +274,8 @@ static int check_components_of(const gguf_tensor * t, int64_t file_size, sparse_
                     "%s: %" PRId64 " rows from a file of %" PRId64 " bytes (limit %" PRId64 " x)", m->name.c_str(),
                     m->desc.rows, file_size, MAX_ROWS_PER_BYTE);
     }
-    m->n_padded = m->format->max_entries(full);
+    m->n_padded      = m->format->max_entries(full);
+    m->nbytes_values = t->nbytes;
     return GGML_MACKO_STATUS_OK;
 }
 

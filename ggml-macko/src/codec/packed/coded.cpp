@@ -37,13 +37,6 @@ template <typename T> int code_of(T value, int32_t type, const coded_widths & w)
 
 // ---- blocks ----
 
-// The parts of a block, which begins with its bytes.
-struct block_masks {
-    uint32_t sign;
-    uint32_t code[3];     // bit j of the codes
-    uint32_t mantissa[3]; // bits 2, 1, 0 of a mantissa of 10 bits
-};
-
 // bits 7 of 32 bytes
 uint32_t top_bits(const uint32_t * bytes) {
     uint32_t mask = 0;
@@ -53,8 +46,9 @@ uint32_t top_bits(const uint32_t * bytes) {
     return mask;
 }
 
-block_masks masks_of(const uint32_t * block, const coded_widths & w) {
-    block_masks      m    = {};
+coded_block_view masks_of(const uint32_t * block, const coded_widths & w) {
+    coded_block_view m    = {};
+    m.bytes               = reinterpret_cast<const uint8_t *>(block);
     const uint32_t * mask = block + 8;
     m.sign                = *mask++;
     m.code[0]             = top_bits(block);
@@ -66,9 +60,6 @@ block_masks masks_of(const uint32_t * block, const coded_widths & w) {
     }
     return m;
 }
-
-// values of a block that stand for themselves; the others are outliers or padding
-uint32_t has_code(const block_masks & m) { return m.code[0] | m.code[1] | m.code[2]; }
 
 uint32_t places_of(int64_t block, int64_t nnz) { // values that a block has, as a mask
     const int64_t n = nnz - block * QUANT_BLOCK;
@@ -88,7 +79,7 @@ constexpr std::array<uint64_t, 16> SPREAD = make_spread();
 constexpr uint64_t four(uint64_t x) { return x * 0x0001000100010001u; }
 
 // Values 4 i ... 4 i + 3 of a block in 16 bits each: sign, code and mantissa; bit 15, from bit mantissa_bits on, below.
-uint64_t four_values(const uint32_t * block, const block_masks & m, const coded_widths & w, int i) {
+uint64_t four_values(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int i) {
     const auto spread = [&](uint32_t mask) { return SPREAD[mask >> (4 * i) & 15]; };
     uint64_t   u      = block[i];
     u                 = (u | u << 16) & 0x0000ffff0000ffffu;
@@ -104,7 +95,8 @@ uint64_t four_values(const uint32_t * block, const block_masks & m, const coded_
 }
 
 // the 32 values of a block as bits of the dense type; what has no code comes out as anything
-void expand_block(const uint32_t * block, const block_masks & m, const coded_widths & w, int32_t type, uint16_t * out) {
+void expand_block(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int32_t type,
+                  uint16_t * out) {
     const int      bits = coded_dense_mantissa_bits(type);
     const uint64_t sign = four(0x8000), base = four(static_cast<uint64_t>(w.base) << bits);
     for (int i = 0; i < 8; i++) {
@@ -113,7 +105,7 @@ void expand_block(const uint32_t * block, const block_masks & m, const coded_wid
         memcpy(out + 4 * i, &v, sizeof(v));
     }
 }
-void expand_block(const uint32_t * block, const block_masks & m, const coded_widths & w, int32_t, uint32_t * out) {
+void expand_block(const uint32_t * block, const coded_block_view & m, const coded_widths & w, int32_t, uint32_t * out) {
     const int      shift = 23 - w.mantissa_bits;
     const uint32_t base  = static_cast<uint32_t>(w.base) << 23;
     for (int i = 0; i < 8; i++) {
@@ -128,9 +120,9 @@ void expand_block(const uint32_t * block, const block_masks & m, const coded_wid
 // Puts n values into a block of zeros; returns which of them are outliers.
 template <typename T>
 uint32_t put_values(uint32_t * block, const T * values, int n, int32_t type, const coded_widths & w) {
-    const int   dropped = coded_dense_mantissa_bits(type) - w.mantissa_bits, low = w.mantissa_bits - 7;
-    block_masks m        = {};
-    uint32_t    outliers = 0;
+    const int        dropped = coded_dense_mantissa_bits(type) - w.mantissa_bits, low = w.mantissa_bits - 7;
+    coded_block_view m        = {};
+    uint32_t         outliers = 0;
     for (int i = 0; i < n; i++) {
         const auto code = static_cast<uint32_t>(code_of(values[i], type, w));
         if (code == 0) {
@@ -195,7 +187,7 @@ struct block_counts {
     std::vector<int64_t> outliers;           // of each RANK_BLOCKS blocks
 };
 
-void count_codes(const block_masks & m, const coded_widths & w, histogram * values) {
+void count_codes(const coded_block_view & m, const coded_widths & w, histogram * values) {
     for (int code = 1; code <= w.n_codes(); code++) {
         uint32_t mask = ~uint32_t(0);
         for (int j = 0; j < w.exponent_bits; j++) {
@@ -206,10 +198,10 @@ void count_codes(const block_masks & m, const coded_widths & w, histogram * valu
 }
 
 // The first place of a block without a code, but with other bits, or that is padding, but has a code; else -1.
-int bad_place(const uint32_t * block, const block_masks & m, uint32_t places) {
-    uint32_t bad = (m.sign | m.mantissa[0] | m.mantissa[1] | m.mantissa[2]) & ~has_code(m);
-    bad |= has_code(m) & ~places;
-    for (uint32_t empty = ~has_code(m); empty; empty &= empty - 1) {
+int bad_place(const uint32_t * block, const coded_block_view & m, uint32_t places) {
+    uint32_t bad = (m.sign | m.mantissa[0] | m.mantissa[1] | m.mantissa[2]) & ~m.has_code();
+    bad |= m.has_code() & ~places;
+    for (uint32_t empty = ~m.has_code(); empty; empty &= empty - 1) {
         const int i = __builtin_ctz(empty);
         bad |= (block[i / 4] >> (i % 4 * 8) & 0xff) != 0 ? uint32_t(1) << i : 0;
     }
@@ -225,13 +217,13 @@ block_counts count_blocks(const uint32_t * blocks, const coded_widths & w, int64
         histogram values = {};
         int64_t   bad    = INT64_MAX;
         for (int64_t b = begin * RANK_BLOCKS; b < std::min(n_blocks, end * RANK_BLOCKS); b++) {
-            const uint32_t *  block  = blocks + b * w.bits();
-            const block_masks m      = masks_of(block, w);
-            const uint32_t    places = places_of(b, nnz);
+            const uint32_t *       block  = blocks + b * w.bits();
+            const coded_block_view m      = masks_of(block, w);
+            const uint32_t         places = places_of(b, nnz);
             if (const int i = bad_place(block, m, places); i >= 0) {
                 bad = std::min(bad, b * QUANT_BLOCK + i);
             }
-            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += __builtin_popcount(places & ~has_code(m));
+            all.outliers[static_cast<size_t>(b / RANK_BLOCKS)] += __builtin_popcount(places & ~m.has_code());
             count_codes(m, w, &values);
         }
         const std::lock_guard<std::mutex> lock(mutex);
@@ -343,15 +335,15 @@ template <typename T> struct expander {
     int32_t              type;
 
     void skip(int64_t block, uint32_t places) { // the outliers of these places
-        const uint32_t mask = places & ~has_code(masks_of(blocks + block * w.bits(), w));
+        const uint32_t mask = places & ~masks_of(blocks + block * w.bits(), w).has_code();
         outliers += __builtin_popcount(mask) * static_cast<int64_t>(sizeof(T));
     }
     // places: values of the block that there are
     void expand(int64_t block, uint32_t places, T * out) {
-        const uint32_t *  at = blocks + block * w.bits();
-        const block_masks m  = masks_of(at, w);
+        const uint32_t *       at = blocks + block * w.bits();
+        const coded_block_view m  = masks_of(at, w);
         expand_block(at, m, w, type, out);
-        for (uint32_t mask = places & ~has_code(m); mask; mask &= mask - 1) {
+        for (uint32_t mask = places & ~m.has_code(); mask; mask &= mask - 1) {
             memcpy(out + __builtin_ctz(mask), outliers, sizeof(T));
             outliers += sizeof(T);
         }
@@ -379,6 +371,8 @@ template <typename T> void expand_values(expander<T> e, int64_t k, int64_t n, T 
 }
 
 } // namespace
+
+coded_block_view coded_view::block(int64_t i) const { return masks_of(blocks_ + i * widths_.bits(), widths_); }
 
 void coded_view::expand(int64_t k, int64_t n, void * out) const {
     const int64_t   before = n > 0 ? outliers_before_[static_cast<size_t>(k / QUANT_BLOCK / RANK_BLOCKS)] : 0;

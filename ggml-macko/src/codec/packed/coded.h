@@ -30,6 +30,17 @@ constexpr bool is_coded_mantissa_bits(int32_t bits, int32_t type) {
 }
 constexpr bool is_coded_exponent_bits(int32_t bits) { return bits == 2 || bits == 3; }
 
+// A block taken apart. Bit i of a mask belongs to value i.
+struct coded_block_view {
+    const uint8_t * bytes;
+    uint32_t        sign;
+    uint32_t        code[3];     // bit j of the codes
+    uint32_t        mantissa[3]; // bits 2, 1, 0 of a mantissa of 10 bits
+
+    // values that stand for themselves; the others are outliers or padding
+    uint32_t has_code() const { return code[0] | code[1] | code[2]; }
+};
+
 // words that nnz values of a type take at most
 int64_t max_coded_words(int64_t nnz, int32_t type);
 
@@ -38,6 +49,7 @@ class coded_view {
 public:
     const coded_widths & widths() const { return widths_; }
     int64_t              n_outliers() const { return n_outliers_; }
+    coded_block_view     block(int64_t i) const; // values i * QUANT_BLOCK ...
     // Writes values k ... k + n - 1 as bits of the dense type.
     void expand(int64_t k, int64_t n, void * out) const;
 

@@ -103,18 +103,20 @@ def test_unknown_architecture_is_an_error(falcon, tmp_path):
         load(other)
 
 
-def test_sparse_tensor_that_is_not_only_multiplied_becomes_dense(tmp_path, monkeypatch):
-    """MLA keeps a matrix for each head in one tensor, which is no weight that a device of ours can hold."""
-    raw = make(tmp_path, "deepseek2", experts=True)
+def test_sparse_tensor_of_an_unusual_name_becomes_dense(tmp_path, monkeypatch):
+    """A file of another tool may hold any tensor sparse; only known weights are sparse in memory."""
+    raw = make(tmp_path, "rwkv7")
     raw = raw.rename(tmp_path / "raw.gguf")
-    prune(raw, tmp_path / "dense.gguf", sparsity=0.7, include=["attn_k_b", "attn_v_b"])
-    monkeypatch.setattr(tensor_rules, "is_multiplied", lambda name, n_dims: "_b.weight" in name)
+    prune(raw, tmp_path / "dense.gguf", sparsity=0.7, include=["time_mix_w1"])
+    monkeypatch.setattr(tensor_rules, "is_multiplied", lambda name, n_dims: "time_mix_w1" in name)
     report = convert(tmp_path / "dense.gguf", tmp_path / "sparse.gguf")
-    assert {"blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"} <= {t.name for t in report.tensors if t.is_sparse}
-    command = [sys.executable, str(TOOL), "--step", "compare", "--folder", str(tmp_path), "deepseek2"]
+    assert "blk.0.time_mix_w1.weight" in {t.name for t in report.tensors if t.is_sparse}
+    command = [sys.executable, str(TOOL), "--step", "compare", "--folder", str(tmp_path), "rwkv7"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "compared.json").read_text())["nmse"] <= 1e-4
+    with pytest.raises(errors.LoadError, match="time_mix_w1.weight: sparse, but llama.cpp did not place it"):
+        load(tmp_path / "sparse.gguf", sparse_only=True)
 
 
 @pytest.mark.parametrize("arch, experts", [("mamba2", False), ("rwkv7", False), ("deepseek2", True)])

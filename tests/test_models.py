@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -257,3 +258,24 @@ def test_check_tensors_does_not_look_at_placeholders(tmp_path, macko):
 )
 def test_type_is_spelt_as_in_llama_cpp(type_id, name):
     assert type_name(type_id) == name
+
+
+def test_backend_path_alone_opens_no_sparse_file(tmp_path, macko):
+    """llama.cpp's own variable for plugins gives it the devices, and the files stay as they were."""
+    sparse = tmp_path / "s.gguf"
+    assert macko("convert", generators.DEMO, sparse).code == 0
+    code = f"""
+import ctypes
+import llama_cpp
+ggml = ctypes.CDLL("libggml.so.0")
+ggml.ggml_backend_load_all()
+ggml.ggml_backend_dev_by_name.argtypes, ggml.ggml_backend_dev_by_name.restype = [ctypes.c_char_p], ctypes.c_void_p
+print(ggml.ggml_backend_dev_by_name(b"MACKO_CPU") is not None)
+print(len(llama_cpp.Llama({str(generators.DEMO)!r}, verbose=False)("The", max_tokens=2)["choices"]))
+try:
+    llama_cpp.Llama({str(sparse)!r}, verbose=False)
+except ValueError:
+    print("refused")"""
+    environment = {**os.environ, "GGML_BACKEND_PATH": str(bindings.LIBRARY_PATH)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and done.stdout.split() == ["True", "1", "refused"], done

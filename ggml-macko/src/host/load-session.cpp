@@ -141,8 +141,9 @@ int load_session::begin(bool sparse_only, FILE ** stream) {
     }
     loaded_.assign(file_->sparse.size(), false);
     for (const sparse_tensor_info & m : file_->sparse) {
-        // Where llama.cpp does something else with a weight than to multiply with it, it has to be dense. Of an
-        // architecture with rules it is known that the operation for which llama.cpp asks a device is the only one.
+        // llama.cpp asks a device about one operation per weight, and an architecture may use it in another one, too,
+        // which ends the process if the weight is sparse. So where nobody has looked, only weights that are known to be
+        // multiplied are sparse in memory.
         if (file_->has_rules || weight_use(m.name, m.n_dims) != GGML_MACKO_WEIGHT_OTHER) {
             by_name_.emplace(m.name, &m);
         }

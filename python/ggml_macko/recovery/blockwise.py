@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from .. import console, errors
-from ..recovery.checkpoint import Checkpoint
-from ..recovery.distillation import Arithmetic
+from ..recovery.distillation import Arithmetic, Training
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import RecoverOptions
-from ..recovery.schedule import Texts, learning_rate, steps_per_epoch
+from ..recovery.schedule import learning_rate, steps_per_epoch
 from ..recovery.transformer import PARTS, Transformer
 
 Hidden = list[torch.Tensor]
@@ -27,18 +26,9 @@ _TENSORS = {"attention": ("attn_", "post_attention_"), "feed_forward": ("ffn_", 
 """Part -> how the names of its tensors begin, after blk.N."""
 
 
-def fit_blocks(
-    student: Transformer,
-    teacher: Transformer,
-    trained: Mapping[str, torch.Tensor],
-    texts: Texts,
-    options: RecoverOptions,
-    arithmetic: Arithmetic,
-    checkpoint: Checkpoint,
-) -> None:
-    """Trains weights of the student in place. trained: those weights, by name. Goes on from the checkpoint, if any.
-    Raises MackoError if an error is not finite.
-    """
+def fit_blocks(training: Training) -> None:
+    """Goes on from the checkpoint, if there is one. Raises MackoError if an error is not finite."""
+    student, teacher, trained, texts, options, arithmetic, checkpoint = training
     chunks = texts.train.copy()
     if texts.first_token is not None:
         chunks[:, 0] = texts.first_token

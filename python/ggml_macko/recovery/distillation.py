@@ -81,20 +81,21 @@ class Best(NamedTuple):
     n_since: int  # evaluations without a better one
 
 
-def distill(
-    student: Transformer,
-    teacher: Transformer,
-    trained: Mapping[str, torch.Tensor],
-    texts: Texts,
-    options: RecoverOptions,
-    arithmetic: Arithmetic,
-    checkpoint: Checkpoint,
-) -> None:
-    """Trains weights of the student in place.
+class Training(NamedTuple):
+    """What a method needs: it changes weights of the student in place."""
 
-    trained: those weights, by name. Goes on from the checkpoint, if there is one. Raises MackoError if the loss is not
-    finite.
-    """
+    student: Transformer
+    teacher: Transformer
+    trained: Mapping[str, torch.Tensor]  # the student's weights that are trained, by name
+    texts: Texts
+    options: RecoverOptions
+    arithmetic: Arithmetic
+    checkpoint: Checkpoint
+
+
+def distill(training: Training) -> None:
+    """Goes on from the checkpoint, if there is one. Raises MackoError if the loss is not finite."""
+    student, teacher, trained, texts, options, arithmetic, checkpoint = training
     per_epoch = steps_per_epoch(len(texts.train), options.batch_size)
     n_steps = per_epoch * options.epochs
     evaluate_every = max(1, n_steps // options.n_evaluations)

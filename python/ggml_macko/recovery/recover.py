@@ -192,7 +192,7 @@ def _train(
     import torch
 
     from ..recovery.blockwise import fit_blocks
-    from ..recovery.distillation import Arithmetic, distill, evaluate
+    from ..recovery.distillation import Arithmetic, Training, distill, evaluate
     from ..recovery.transformer import Shape, Transformer, read_weights
 
     shape = Shape.of(pruned)
@@ -211,7 +211,7 @@ def _train(
     console.log(f"held-out perplexity: dense {of_dense.perplexity:.4f}, pruned {before.perplexity:.4f}")
     n_trained = sum(int((w != 0).sum()) if w.dim() > 1 else w.numel() for w in trained.values())
     fit = distill if options.method == "distill" else fit_blocks
-    fit(student, teacher, trained, texts, options, arithmetic, checkpoint)
+    fit(Training(student, teacher, trained, texts, options, arithmetic, checkpoint))
     new = {}
     with torch.no_grad():
         for t in tensors:

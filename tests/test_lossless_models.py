@@ -55,7 +55,7 @@ def test_sparse_model_is_equal_to_its_dense_twin(name, density, tmp_path, record
     exact = Float64Llama(str(dense)).logits(tokens)
     off, dense_off = got - exact, prompt_logits(open_model(dense, logits_all=True))[1] - exact
     error, dense_error = np.abs(off).max(), np.abs(dense_off).max()
-    record_property("max_logit_error", error)
+    record_property("max_logit_error", float(error))
     assert error <= LARGEST_RATIO * dense_error
     assert np.sqrt((off**2).mean()) <= RMS_RATIO * np.sqrt((dense_off**2).mean())
 

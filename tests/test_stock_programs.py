@@ -228,7 +228,7 @@ def test_weights_are_judged_by_name_and_dimensions():
     """The rule of which weights may be sparse is in the C library, for the converter and for compressing on load."""
     from ggml_macko.gguf import tensor_rules
 
-    in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv"]
+    in_block = ["attn_q", "ffn_gate", "ffn_up_shexp", "attn_qkv", "ssm_in", "shortconv.in_proj"]
     multiplied = [*(f"blk.{i}.{part}.weight" for i, part in enumerate(in_block, 8)), "output.weight"]
     in_block = [
         "attn_norm",
@@ -238,7 +238,8 @@ def test_weights_are_judged_by_name_and_dimensions():
         "attn_rel_b",
         "attn_sinks",
         "ffn_exp_probs_b",
-        "ssm_in",
+        "ssm_a",
+        "shortconv.conv",
         "attn_",
         "attn_q-x",
     ]

@@ -13,6 +13,10 @@ namespace macko {
 
 // ---- which weights ----
 
+static bool is_word(char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
+}
+
 static bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
 
 static bool ends_with(std::string_view s, std::string_view suffix) {
@@ -83,7 +87,8 @@ int weight_use(std::string_view name, int n_dims) {
     }
     const auto is_kind = [&](std::string_view kind) { return part.size() > kind.size() && starts_with(part, kind); };
     const auto has     = [&](std::string_view text) { return part.find(text) != std::string_view::npos; };
-    if (!(is_kind("attn_") || is_kind("cross_attn_") || is_kind("ffn_")) || has(".") || ends_with(part, "_inp") ||
+    if (!(is_kind("attn_") || is_kind("cross_attn_") || is_kind("ffn_")) || ends_with(part, "_inp") ||
+        !std::all_of(part.begin(), part.end(), is_word) ||
         std::any_of(std::begin(NO_MATRICES), std::end(NO_MATRICES), has)) {
         return GGML_MACKO_WEIGHT_OTHER;
     }

@@ -137,8 +137,12 @@ private:
     }
     void run_cpu() {
         if (begin_ >= 0 && status_ == GGML_STATUS_SUCCESS) {
-            ggml_cgraph view = ggml_graph_view(graph_, begin_, end_);
-            status_          = ggml_backend_graph_compute(context_.cpu.get(), &view);
+            ggml_cgraph part = *graph_; // what ggml_graph_view() does, which no header declares for plugins
+            part.nodes += begin_;
+            part.n_nodes = end_ - begin_;
+            part.n_leafs = 0;
+            part.uid     = 0;
+            status_      = ggml_backend_graph_compute(context_.cpu.get(), &part);
         }
         begin_ = -1;
     }

@@ -154,8 +154,11 @@ void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void *
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     ggml_backend_buffer_t buffer = original.alloc_buffer(buft, size);
     if (buffer && load_session::current()) {
-        original.init_tensor      = buffer->iface.init_tensor;
-        original.set_tensor       = buffer->iface.set_tensor;
+        static std::once_flag once; // loads of several threads may be here
+        std::call_once(once, [&] {
+            original.init_tensor = buffer->iface.init_tensor;
+            original.set_tensor  = buffer->iface.set_tensor;
+        });
         buffer->iface.init_tensor = init_tensor;
         buffer->iface.set_tensor  = set_tensor;
     }
@@ -174,7 +177,9 @@ void rpc_watch_devices() {
         }
         ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
         if (buft && buft->iface.alloc_buffer != alloc_buffer) {
-            original.alloc_buffer    = buft->iface.alloc_buffer;
+            if (!original.alloc_buffer) {
+                original.alloc_buffer = buft->iface.alloc_buffer;
+            }
             buft->iface.alloc_buffer = alloc_buffer;
         }
     }

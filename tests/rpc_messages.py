@@ -10,32 +10,12 @@ import struct
 from typing import Any
 
 import gguf_bytes as gb
+from ggml_macko.evaluation.activations import Tensor
 
 MAGIC = b"macko rpc\x9e\x1f\x5c\xd3\x07\xb8\x42"
 HELLO, PIECE, RESULT = 1, 2, 3
 VERSION = 1
 F32, F16, I8, I32 = 0, 1, 24, 26
-
-
-class Tensor(ctypes.Structure):
-    """ggml_tensor"""
-
-    _fields_ = [
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_uint8 * 64),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 16),
-    ]
 
 
 def message(kind: int, challenge: bytes = bytes(16), offset: int = 0, total: int = 0, version: int = VERSION) -> bytes:
@@ -53,7 +33,7 @@ def tensor(
         buffer=buffer,
         ne=(ctypes.c_int64 * 4)(*ne),
         nb=(ctypes.c_size_t * 4)(*nb),
-        op_params=(ctypes.c_uint8 * 64)(*op_params),
+        op_params=(ctypes.c_int32 * 16).from_buffer_copy(op_params.ljust(64, b"\0")),
         data=address,
         name=name.encode(),
     )

@@ -50,7 +50,7 @@ class Consumer(Protocol):
         """
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """struct ggml_tensor of the ggml that the plugin was built for; native/loader.py refuses any other."""
 
     _fields_ = [
@@ -78,7 +78,7 @@ _OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() counts t
 class _Ggml:
     """The functions of libggml-base that are needed here, and the ids of the two operations.
 
-    Raises MackoError (VERSION_MISMATCH) if its tensors have another size than _Tensor.
+    Raises MackoError (VERSION_MISMATCH) if its tensors have another size than Tensor.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Ggml:
         ops: dict[bytes, int] = {}
         while len(ops) < 1024 and b"MUL_MAT_ID" not in ops:
             ops[lib.ggml_op_name(len(ops))] = len(ops)
-        if lib.ggml_tensor_overhead() != ctypes.sizeof(_Tensor) + _OBJECT_NBYTES or b"MUL_MAT_ID" not in ops:
+        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_NBYTES or b"MUL_MAT_ID" not in ops:
             raise errors.error(
                 errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for"
             )
@@ -157,22 +157,22 @@ class Tap:
         try:
             if self._error is not None:
                 return False
-            node = _Tensor.from_address(address)
+            node = Tensor.from_address(address)
             return self._is_wanted(node) if ask else self._hand_over(node)
         except BaseException as e:
             self._error = e
             return False  # ends this evaluation early
 
-    def _is_wanted(self, node: _Tensor) -> bool:
+    def _is_wanted(self, node: Tensor) -> bool:
         if node.op not in (self._ggml.mul_mat, self._ggml.mul_mat_id):
             return False
-        x = _Tensor.from_address(node.src[1])
+        x = Tensor.from_address(node.src[1])
         if x.type != _TYPE_F32 or (node.op == self._ggml.mul_mat and x.ne[1] < MIN_ROWS):
             return False
-        return self._consumer.wants(weight_name(_Tensor.from_address(node.src[0]).name))
+        return self._consumer.wants(weight_name(Tensor.from_address(node.src[0]).name))
 
-    def _hand_over(self, node: _Tensor) -> bool:
-        w = _Tensor.from_address(node.src[0])
+    def _hand_over(self, node: Tensor) -> bool:
+        w = Tensor.from_address(node.src[0])
         x = self._array(node.src[1], np.float32)
         routed = node.op == self._ggml.mul_mat_id
         weight = Weight(weight_name(w.name), x.shape[3], w.ne[2] * w.ne[3], routed)
@@ -193,7 +193,7 @@ class Tap:
 
     def _array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
         """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""
-        t = _Tensor.from_address(address)
+        t = Tensor.from_address(address)
         nbytes = self._ggml.nbytes(address)
         if self._ggml.is_host(t.buffer):
             data: Any = (ctypes.c_char * nbytes).from_address(t.data)

@@ -22,7 +22,7 @@ from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
 from ..evaluation.likelihood import Estimate
-from ..evaluation.text_model import N_CTX, TextModel, read_text
+from ..evaluation.text_model import N_CTX, TextModel, read_text, spread
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput, scratch_folder
 
@@ -128,9 +128,7 @@ def perplexity_of(
         model,
         chunks,
     ):
-        if 0 <= n_chunks < len(chunks):
-            chunks = chunks[[i * len(chunks) // n_chunks for i in range(n_chunks)]]
-        return likelihood.estimate(model, chunks)
+        return likelihood.estimate(model, chunks if n_chunks < 0 else spread(chunks, n_chunks))
 
 
 def _estimate(form: Form, text: Path, n_chunks: int, **options: int) -> Estimate:

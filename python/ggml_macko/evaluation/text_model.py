@@ -254,6 +254,12 @@ class TextModel:
         self.close()
 
 
+def spread(chunks: Chunks, n: int) -> Chunks:
+    """n of the chunks, spread evenly, or all of them if there are no more."""
+    n = min(n, len(chunks))
+    return chunks[[i * len(chunks) // n for i in range(n)]]
+
+
 def read_text(path: str | os.PathLike[str]) -> bytes:
     """The bytes of a UTF-8 file. Raises MackoError if it is empty, too long, or not UTF-8, or OSError."""
     text = read_bytes(path)

@@ -23,7 +23,7 @@ from .. import console
 from ..evaluation import likelihood
 from ..evaluation.activations import Consumer, Weight
 from ..evaluation.calibrate import SquareSums
-from ..evaluation.text_model import TextModel
+from ..evaluation.text_model import TextModel, spread
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
 from ..gguf.outputs import AtomicOutput
@@ -133,8 +133,7 @@ def _loss(path: Path, options: PruneOptions) -> float:
         llama,
         chunks,
     ):
-        n = min(N_LOSS_CHUNKS, len(chunks))
-        return likelihood.estimate(llama, chunks[[i * len(chunks) // n for i in range(n)]]).nll
+        return likelihood.estimate(llama, spread(chunks, N_LOSS_CHUNKS)).nll
 
 
 def hessians_for(

@@ -120,55 +120,56 @@ class PruneOptions:
         check_choice("--per", self.per, ("row", "tensor", "model"))
         check_choice("--allocation", self.allocation, ALLOCATIONS)
         check_choice("--device", self.device, ("auto", "none"))
-        _refuse_if(
+        refuse_if(
             self.method in ("sparsegpt", "alps") and self.per != "tensor",
             f"--per {self.per} does not go with {self.method}, which compares within "
             + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
-        _refuse_if(
+        refuse_if(
             self.per == "model" and (self.allocation != "uniform" or self.sequential or self.refit),
             "--per model goes with none of --allocation owl, --allocation loss, --sequential and --refit",
         )
-        _refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
-        _refuse_if(
+        refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
+        refuse_if(
             self.dense_targets is not None and not (self.refit or self.method == "alps"),
             f"--dense-targets: {self.method} has no targets; use --method alps or --refit",
         )
-        _refuse_if(
+        refuse_if(
             self.dense_targets is not None and self.sequential,
             "--dense-targets takes statistics anew for each input; leave out --sequential",
         )
-        _refuse_if(
+        refuse_if(
             self.dense_targets is not None and not 0 <= self.dense_targets <= 1,
             f"--dense-targets {self.dense_targets}: expected a number from 0 to 1",
         )
-        _refuse_if(
+        refuse_if(
             self.sequential and self.method == "magnitude" and not self.refit,
             "--sequential: magnitude needs no statistics",
         )
         user = "--sequential" if self.sequential else "--refit" if self.refit else self.method
-        _refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
-        _refuse_if(
+        refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
+        refuse_if(
             self.text is None and self.allocation == "loss",
             "--allocation loss needs a calibration text: -f FNAME",
         )
         user = self.method if self.method == "wanda" else self.allocation
-        _refuse_if(
+        refuse_if(
             self.text is None and self.imatrix is None and user in ("wanda", "owl"),
             f"{user} needs statistics: --imatrix FILE (see `macko calibrate`) or -f FNAME",
         )
-        _refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
-        _refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
-        _refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
-        _refuse_if(self.loss_shift == 0, "--loss-shift 0 is uniform allocation")
-        _refuse_if(
+        refuse_if(self.n_chunks == 0 or self.n_ctx < 2, "--chunks 0 or -c below 2 measures nothing")
+        refuse_if(not 0 < self.damping < float("inf"), f"--damping {self.damping:g}: expected a positive number")
+        refuse_if(self.hessian_memory < 1, "--hessian-memory: expected at least 1")
+        refuse_if(self.loss_shift == 0, "--loss-shift 0 is uniform allocation")
+        refuse_if(
             self.allocation == "loss" and self.n_ctx < likelihood.MIN_CTX,
             f"-c {self.n_ctx}: --allocation loss needs at least {likelihood.MIN_CTX}",
         )
-        _refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
+        refuse_if(not 0 < self.owl_m < float("inf"), f"--owl-m {self.owl_m:g}: expected a positive number")
 
 
-def _refuse_if(wrong: bool, text: str) -> None:
+def refuse_if(wrong: bool, text: str) -> None:
+    """Raises UsageError with the text if options are wrong."""
     if wrong:
         raise errors.usage_error(text)
 
@@ -176,7 +177,7 @@ def _refuse_if(wrong: bool, text: str) -> None:
 def check_choice(option: str, value: str, choices: Iterable[str]) -> None:
     """Raises UsageError unless value is one of the choices."""
     choices = list(choices)
-    _refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
+    refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
 
 
 def parse_sparsity(value: Sparsity, option: str = "--sparsity") -> Fraction:
@@ -205,7 +206,7 @@ def parse_pattern(text: str) -> Pattern:
     """The pattern of a text such as "2:4". Raises UsageError."""
     found = re.fullmatch(r"(\d{1,4}):(\d{1,4})", text)
     n, m = (int(found[1]), int(found[2])) if found else (0, 0)
-    _refuse_if(not 0 < n < m, f"--pattern {text}: expected N:M with 0 < N < M")
+    refuse_if(not 0 < n < m, f"--pattern {text}: expected N:M with 0 < N < M")
     return Pattern(n, m)
 
 
@@ -221,7 +222,7 @@ def parse_how_many(
             raise errors.usage_error("--sparsity (or --pattern) is missing")
         return parse_sparsity(sparsity), None
     parsed = parse_pattern(pattern)
-    _refuse_if(
+    refuse_if(
         sparsity is not None or other_options,
         "--pattern says how many weights go: leave out --sparsity, --tensor-sparsity, --allocation and --per",
     )

@@ -8,6 +8,7 @@ twice.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ import torch
 from .. import console, errors
 from ..recovery.distillation import Arithmetic, Training
 from ..recovery.masked_adam import MaskedAdam
-from ..recovery.options import RecoverOptions
 from ..recovery.schedule import learning_rate, steps_per_epoch
 from ..recovery.transformer import PARTS, Transformer
 
@@ -49,7 +49,7 @@ def fit_blocks(training: Training) -> None:
             target = _outputs(teacher, layer, name, wanted, arithmetic)
             mine = {n: w for n, w in trained.items() if _belongs(n, layer, name)}
             if i >= n_done and mine:
-                before, after = _fit_part(student, layer, name, mine, found, target, wanted, options, arithmetic)
+                before, after = _fit_part(training, layer, name, mine, States(found, target, wanted))
                 console.detail(f"block {layer}, {name.replace('_', '-')}: relative error {before:.4f} -> {after:.4f}")
                 checkpoint.save({"parts": i + 1}, {n: w.detach().cpu().numpy() for n, w in trained.items()})
             found = _outputs(student, layer, name, found, arithmetic)
@@ -66,20 +66,22 @@ def _outputs(model: Transformer, layer: int, part: str, inputs: Hidden, arithmet
         return [model.part(layer, part, x.to(arithmetic.device)).float().cpu() for x in inputs]
 
 
+class States(NamedTuple):
+    """Hidden states around a part."""
+
+    inputs: Hidden  # of the student's
+    targets: Hidden  # what the dense part makes of its own inputs
+    dense_inputs: Hidden
+
+
 def _fit_part(
-    student: Transformer,
-    layer: int,
-    part: str,
-    trained: Mapping[str, torch.Tensor],
-    inputs: Hidden,
-    targets: Hidden,
-    dense_inputs: Hidden,
-    options: RecoverOptions,
-    arithmetic: Arithmetic,
+    training: Training, layer: int, part: str, trained: Mapping[str, torch.Tensor], states: States
 ) -> tuple[float, float]:
     """The squared error of the part's outputs before and after training, over the energy of what the dense part adds
     to the hidden states.
     """
+    student, options, arithmetic = training.student, training.options, training.arithmetic
+    inputs, targets, dense_inputs = states
     energy = sum(float((t - x).double().square().sum()) for t, x in zip(targets, dense_inputs))
     per_token = energy / sum(t.numel() for t in targets)
 
@@ -95,7 +97,7 @@ def _fit_part(
         order = np.random.default_rng([options.seed, layer, PARTS.index(part), epoch]).permutation(len(inputs))
         for begin in range(0, len(order), options.batch_size):
             picks = order[begin : begin + options.batch_size]
-            x, target = (torch.cat([states[i] for i in picks]).to(arithmetic.device) for states in (inputs, targets))
+            x, target = (torch.cat([of[i] for i in picks]).to(arithmetic.device) for of in (inputs, targets))
             optimizer.rate = learning_rate(optimizer.n_steps, n_steps, options.rate(student.shape.n_embd))
             with arithmetic.mixed_precision():
                 loss = (student.part(layer, part, x) - target).square().mean() / per_token

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import errors
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX
+from ..pruning.options import check_choice, refuse_if
 
 METHODS = ("distill", "blocks")
 
@@ -71,13 +71,10 @@ class RecoverOptions:
 
     def check(self) -> None:
         """Raises UsageError for a value out of range."""
-        for option, value, choices in (
-            ("--method", self.method, METHODS),
-            ("--device", self.device, ("auto", "cpu")),
-        ):
-            _refuse_if(value not in choices, f"{option} {value}: expected one of {', '.join(choices)}")
-        _refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
-        _refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
+        check_choice("--method", self.method, METHODS)
+        check_choice("--device", self.device, ("auto", "cpu"))
+        refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
+        refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (
             ("--epochs", self.n_epochs, 0),
             ("--batch-size", self.batch_size, 1),
@@ -86,12 +83,7 @@ class RecoverOptions:
             ("--patience", self.patience, 1),
             ("--seed", self.seed, 0),
         ):
-            _refuse_if(number < least, f"{option} {number}: at least {least}")
-        _refuse_if(
+            refuse_if(number < least, f"{option} {number}: at least {least}")
+        refuse_if(
             not 0 <= self.learning_rate < 1, f"--learning-rate {self.learning_rate:g}: expected a number from 0 to 1"
         )
-
-
-def _refuse_if(wrong: bool, text: str) -> None:
-    if wrong:
-        raise errors.usage_error(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ import numpy as np
 
 from .. import console, errors
 from ..evaluation.calibrate import model_digest
-from ..evaluation.text_model import N_CTX, Chunks, TextModel, read_text
+from ..evaluation.text_model import N_CTX, Chunks, TextModel, read_text, spread
 from ..gguf import tensor_rules
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
@@ -33,6 +34,9 @@ from ..values import NEGATIVE_ZERO, Array
 
 if TYPE_CHECKING:
     import torch
+
+    from ..recovery.distillation import Arithmetic
+    from ..recovery.transformer import Transformer
 
 MAX_DIVERGENCE = 1e-3
 """Of the dense model's probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
@@ -154,7 +158,7 @@ def _run(pruned: Model, teacher: Model, options: RecoverOptions) -> dict[str, st
     return {
         "model": model_digest(pruned.path),
         "dense model": model_digest(teacher.path),
-        **{what: read_text(path).hex() for what, path in texts.items() if path is not None},
+        **{what: hashlib.sha256(read_text(path)).hexdigest() for what, path in texts.items() if path is not None},
         "option": repr({**options.__dict__, "text": "", "held_out": options.held_out is not None, "n_threads": 0}),
     }
 
@@ -247,7 +251,7 @@ def _rounded(t: Tensor, values: Array, significant: int) -> Array:
     return bits
 
 
-def _read_texts(path: Path, teacher: Any, arithmetic: Any, options: RecoverOptions) -> Texts:
+def _read_texts(path: Path, teacher: Transformer, arithmetic: Arithmetic, options: RecoverOptions) -> Texts:
     """The chunks to train on and to choose by. Raises MackoError if the dense model's logits are not llama.cpp's."""
     with TextModel.opened_with(
         path, options.text, options.n_ctx, options.n_chunks, n_batch=options.n_ctx, n_threads=options.n_threads
@@ -258,13 +262,14 @@ def _read_texts(path: Path, teacher: Any, arithmetic: Any, options: RecoverOptio
         else:
             n = max(1, round(HELD_OUT_SHARE * len(chunks)))
             chunks, held_out = chunks[:-n], chunks[-n:]
-        n = min(options.n_held_out, len(held_out))
-        held_out = llama.as_sequences(held_out[[i * len(held_out) // n for i in range(n)]])
+        held_out = llama.as_sequences(spread(held_out, options.n_held_out))
         _check_forward_pass(path, llama, teacher, arithmetic, held_out[:1])
         return Texts(chunks, held_out, llama.first_token)
 
 
-def _check_forward_pass(path: Path, llama: TextModel, teacher: Any, arithmetic: Any, chunks: Chunks) -> None:
+def _check_forward_pass(
+    path: Path, llama: TextModel, teacher: Transformer, arithmetic: Arithmetic, chunks: Chunks
+) -> None:
     import torch
 
     from ..recovery.distillation import divergence

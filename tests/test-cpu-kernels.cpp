@@ -130,7 +130,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
                                n_stored,  values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
-    const bitmap_matrix     w = bitmap_bind(desc, desc.type, memory.data);
+    const bitmap_matrix     w = bitmap_bind(desc, { desc.type }, memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     for (int64_t r = 0; r < desc.rows; r += block_rows) {
@@ -159,7 +159,7 @@ static void test_packed_rows_turn_back_into_the_same_bytes() {
                 for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
                     const int64_t       rows = random.range(1, 40);
                     const matrix        m    = random_matrix(random, type, rows, cols, density);
-                    const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+                    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
                     const bitmap_matrix w          = pack(m, delta_bits, random.range(1, rows), memory);
                     const int64_t       begin      = random.range(0, rows - 1);
                     const int64_t       end        = random.range(begin, rows);
@@ -190,7 +190,7 @@ struct problem {
     bool                round_x;
     guarded             x;             // [n][cols]
     std::vector<double> want, bound;   // [n][rows]
-    std::vector<double> integer_bound; // quantized weights, n = 1: where x may be rounded to 16 bits
+    std::vector<double> integer_bound; // quantized weights: where x may be rounded to 16 bits
 
     problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
             bool round_x)
@@ -234,18 +234,22 @@ struct problem {
         }
         // Plus sum |w| max |x| * step where x is rounded to 16-bit integers: half a unit of them, and for the offset
         // that makes them positive a rounding of a float for each 64 columns and a few more.
-        if (n == 1) {
-            const double step    = 0.5 / 32767 + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
-            double       largest = 0;
-            for (const double v : rx) {
-                largest = std::max(largest, std::fabs(v));
+        if (n <= MAX_PLANES) {
+            const double step = 0.5 / (in_bundles(w) ? 32512 : 32767) + (static_cast<double>(cols) / 64 + 8) * 0x1p-23;
+            std::vector<double> largest(static_cast<size_t>(n));
+            for (size_t k = 0; k < rx.size(); k++) {
+                double & most = largest[k % static_cast<size_t>(n)];
+                most          = std::max(most, std::fabs(rx[k]));
             }
             integer_bound = bound;
             for (int64_t r = 0; r < rows; r++) {
+                double magnitude = 0;
                 for (int64_t c = 0; c < cols; c++) {
-                    integer_bound[static_cast<size_t>(r)] +=
-                        std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type)) *
-                        largest * step;
+                    magnitude +=
+                        std::fabs(value_of(m.bits[static_cast<size_t>((row_begin + r) * cols + c)], m.desc.type));
+                }
+                for (int64_t k = 0; k < n; k++) {
+                    integer_bound[static_cast<size_t>(r * n + k)] += magnitude * largest[static_cast<size_t>(k)] * step;
                 }
             }
         }
@@ -284,7 +288,7 @@ struct output {
     }
 };
 
-enum class how { dispatched, rows16, rows, panels };
+enum class how { dispatched, rows16, rows, panels, planes };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
     const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
@@ -297,9 +301,10 @@ static void multiply(const kernel_set & set, const problem & p, how with, int n_
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
     } else {
-        const x_layout layout = with == how::rows16 ? x_layout::rows16
-                                : with == how::rows ? x_layout::rows
-                                                    : x_layout::panels;
+        const x_layout layout = with == how::rows16   ? x_layout::rows16
+                                : with == how::rows   ? x_layout::rows
+                                : with == how::planes ? x_layout::planes
+                                                      : x_layout::panels;
         for (int i = 0; i < n_threads; i++) {
             set.prepare(params, layout, i, n_threads);
         }
@@ -336,19 +341,29 @@ static void check_result(const kernel_set & set, const problem & p, const char *
 }
 
 static void check_all_sets(const problem & p, bool threads) {
+    const bool bundled = in_bundles(p.w);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-        if (p.w.type == GGML_MACKO_TYPE_CODED && !has_coded(*set)) {
+        if (!multiplies_with(*set, p.w)) {
             continue;
         }
         const int64_t rows = p.row_end - p.row_begin;
-        output        one(p.n, rows), with_rows(p.n, rows), with_panels(p.n, rows);
+        output        one(p.n, rows), with_panels(p.n, rows);
         multiply(*set, p, how::dispatched, 1, one);
-        multiply(*set, p, how::rows, 3, with_rows);
         multiply(*set, p, how::panels, 3, with_panels);
-        check_result(*set, p, "rows", with_rows);
         check_result(*set, p, "panels", with_panels);
-        bool same = one.same(with_rows) || one.same(with_panels);
-        if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
+        bool same = one.same(with_panels);
+        if (!bundled) {
+            output with_rows(p.n, rows);
+            multiply(*set, p, how::rows, 3, with_rows);
+            check_result(*set, p, "rows", with_rows);
+            same |= one.same(with_rows);
+        } else if (p.n <= MAX_PLANES && p.round_x) {
+            output with_planes(p.n, rows);
+            multiply(*set, p, how::planes, 3, with_planes);
+            check_result(*set, p, "planes", with_planes, p.integer_bound);
+            same |= one.same(with_planes);
+        }
+        if (!bundled && p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
             output with_rows16(p.n, rows);
             multiply(*set, p, how::rows16, 3, with_rows16);
             check_result(*set, p, "rows16", with_rows16, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
@@ -374,7 +389,7 @@ static void test_every_set_is_within_the_error_bound() {
             for (const int64_t cols : dims) {
                 const int64_t       rows = dims[random.range(0, cols > 300 ? 11 : 15)];
                 const matrix        m    = random_matrix(random, type, rows, cols, density);
-                const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
                 const bitmap_matrix w = pack(m, 4, rows, memory);
                 for (int k = 0; k < (cols > 300 ? 3 : 6); k++) {
                     const int64_t n = k == 1 ? 1 : all_n[next_n++ % std::size(all_n)];
@@ -401,7 +416,7 @@ struct quantized {
     std::unique_ptr<guarded> memory;
     bitmap_matrix            w = {};
 
-    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density)
+    quantized(rng & random, int32_t value_type, int64_t rows, int64_t cols, double density, bool bundles = false)
         : exact(GGML_MACKO_TYPE_F32, rows, cols) {
         const matrix  source       = random_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density);
         const int32_t index_bits[] = { -1, 0, 2, 4, 8 };
@@ -410,8 +425,8 @@ struct quantized {
               "%s", ggml_macko_last_error());
         packed_view view;
         CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
-        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, value_type));
-        w      = bitmap_bind(packed.desc.dense, value_type, memory->data);
+        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, { value_type, bundles }));
+        w      = bitmap_bind(packed.desc.dense, { value_type, bundles }, memory->data);
         bitmap_pack(view, 2, w);
         int64_t k = 0;
         for (size_t i = 0; i < source.bits.size(); i++) {
@@ -457,6 +472,32 @@ static void test_quantized_weights_are_within_the_error_bound() {
     }
 }
 
+// Bundles, of rows in several groups, and where the non-zeros are anything but evenly spread: then they may need more
+// memory than there is for them, and the matrix is a bitmap after all.
+static void test_bundles_are_within_the_error_bound() {
+    rng           random(16);
+    const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130 };
+    const int64_t dims[]  = { 1, 15, 33, 64, 129, 300, 2113 };
+    size_t        next_n = 0, n_bundled = 0, n_too_large = 0, n_all = 0;
+    for (const int32_t type : all_quants) {
+        for (const double density : { 0.0, ONE_ELEMENT, 0.04, 0.06, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
+            for (const int64_t cols : dims) {
+                const int64_t   rows = random.range(1, cols > 300 ? 20 : 300);
+                const quantized q(random, type, rows, cols, density, true);
+                const int64_t   begin = random.range(0, rows - 1), n = all_n[next_n++ % std::size(all_n)];
+                n_bundled += in_bundles(q.w);
+                n_too_large += q.w.group_off && !in_bundles(q.w);
+                n_all++;
+                check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, 1, false), false);
+                check_all_sets(problem(random, q.exact, q.w, begin, rows, n, true), true);
+            }
+        }
+    }
+    CHECK(n_bundled > n_all / 3 && n_too_large > 0, "%zu of %zu matrices are in bundles, %zu did not fit", n_bundled,
+          n_all, n_too_large);
+}
+
 // ---- coded values ----
 
 // Mostly values of three exponents with 7 bits of mantissa; outliers are any values.
@@ -494,8 +535,9 @@ struct coded_matrix {
         }
         packed_view view;
         CHECK(check_packed(packed.arrays(), 1, &view) == 0, "%s", ggml_macko_last_error());
-        memory = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, GGML_MACKO_TYPE_CODED, nbytes));
-        w      = bitmap_bind(packed.desc.dense, GGML_MACKO_TYPE_CODED, memory->data, nbytes);
+        const bitmap_form form = { GGML_MACKO_TYPE_CODED, false, nbytes };
+        memory                 = std::make_unique<guarded>(bitmap_nbytes(packed.desc.dense, form));
+        w                      = bitmap_bind(packed.desc.dense, form, memory->data);
         bitmap_pack(view, n_threads, w);
         CHECK(memory->intact(), "packing wrote outside");
     }
@@ -567,7 +609,7 @@ static void test_values_stay_coded_where_that_is_faster() {
     CHECK(nbytes == 4 * (2 + 10 * n_blocks), "%ld bytes", (long)nbytes);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         const auto type_of = [&](const macko_desc & desc, int64_t n) {
-            return type_in_memory_with(*set, desc, GGML_MACKO_TYPE_CODED, n);
+            return form_in_memory_with(*set, desc, GGML_MACKO_TYPE_CODED, n).value_type;
         };
         const int32_t kept = has_coded(*set) ? GGML_MACKO_TYPE_CODED : GGML_MACKO_TYPE_F16;
         CHECK(has_coded(*set) == (strcmp(set->name, "avx512-vbmi2") == 0), "%s", set->name);
@@ -587,7 +629,8 @@ static void test_values_stay_coded_where_that_is_faster() {
         CHECK((type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_CODED) == has_coded(*set),
               "%s: F32", set->name);
         for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 }) {
-            CHECK(type_in_memory_with(*set, d, type, nbytes) == type, "%s: type %d", set->name, type);
+            const bitmap_form form = form_in_memory_with(*set, d, type, nbytes);
+            CHECK(form.value_type == type && form.bundles == set->bundles, "%s: type %d", set->name, type);
         }
     }
 }
@@ -598,7 +641,7 @@ static void test_rows_of_several_segments_are_within_the_error_bound() {
     for (const double density : { 0.04, 0.3, 0.95 }) {
         for (const int32_t type : all_types) {
             const matrix        m = random_matrix(random, type, 7, 9001, density);
-            const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
             const bitmap_matrix w = pack(m, 4, 7, memory);
             check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
             check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
@@ -613,44 +656,49 @@ static void test_rows_of_several_segments_are_within_the_error_bound() {
 
 // An x of zeros, and x of nothing but the largest magnitude and zeros: the extremes of the 16-bit integers.
 static void test_extreme_x_is_within_the_error_bound_of_integers() {
-    rng             random(13);
-    const quantized q(random, GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4);
-    for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
-        problem p(random, q.exact, q.w, 0, 40, 1, true);
-        double  largest = 0;
-        for (int64_t c = 0; c < 300; c++) {
-            p.x.floats()[c] = scale * static_cast<float>(random.range(-1, 1));
-            largest         = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
-        }
-        for (int64_t r = 0; r < 40; r++) {
-            double sum = 0, magnitude = 0;
+    rng random(13);
+    for (const bool bundles : { false, true }) {
+        const quantized q(random, bundles ? GGML_MACKO_TYPE_Q4_0 : GGML_MACKO_TYPE_Q8_0, 40, 300, 0.4, bundles);
+        for (const float scale : { 0.0f, 1e-28f, 1.0f, 1e30f }) {
+            problem p(random, q.exact, q.w, 0, 40, 1, true);
+            double  largest = 0;
             for (int64_t c = 0; c < 300; c++) {
-                const double weight = value_of(q.exact.bits[static_cast<size_t>(r * 300 + c)], GGML_MACKO_TYPE_F32);
-                sum += weight * p.x.floats()[c];
-                magnitude += std::fabs(weight);
+                p.x.floats()[c] = scale * static_cast<float>(random.range(-1, 1));
+                largest         = std::max(largest, std::fabs(static_cast<double>(p.x.floats()[c])));
             }
-            p.want[static_cast<size_t>(r)]  = sum;
-            p.bound[static_cast<size_t>(r)] = magnitude * largest * 300 * 0x1p-23;
-            p.integer_bound[static_cast<size_t>(r)] =
-                p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
+            for (int64_t r = 0; r < 40; r++) {
+                double sum = 0, magnitude = 0;
+                for (int64_t c = 0; c < 300; c++) {
+                    const double weight = value_of(q.exact.bits[static_cast<size_t>(r * 300 + c)], GGML_MACKO_TYPE_F32);
+                    sum += weight * p.x.floats()[c];
+                    magnitude += std::fabs(weight);
+                }
+                p.want[static_cast<size_t>(r)]  = sum;
+                p.bound[static_cast<size_t>(r)] = magnitude * largest * 300 * 0x1p-23;
+                p.integer_bound[static_cast<size_t>(r)] =
+                    p.bound[static_cast<size_t>(r)] + magnitude * largest * (0.5 / 32767 + 16 * 0x1p-23);
+            }
+            check_all_sets(p, true);
         }
-        check_all_sets(p, true);
     }
 }
 
 static void test_quantized_rows_turn_into_scale_times_q() {
     rng random(14);
     for (const int32_t type : all_quants) {
-        const quantized q(random, type, 17, 133, 0.3);
-        const guarded   dense(16 * 133 * 4);
-        bitmap_densify(q.w, GGML_MACKO_TYPE_F32, 1, 17, dense.data);
-        bool same = dense.intact();
-        for (int64_t i = 0; i < 16 * 133; i++) {
-            const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
-            same              = same && static_cast<double>(dense.floats()[i]) == want &&
-                   !(want == 0 && std::signbit(dense.floats()[i]));
+        for (const bool bundles : { false, true }) {
+            const quantized q(random, type, 150, 133, 0.3, bundles);
+            const guarded   dense(149 * 133 * 4);
+            CHECK(in_bundles(q.w) == bundles, "type %d", type);
+            bitmap_densify(q.w, GGML_MACKO_TYPE_F32, 1, 150, dense.data);
+            bool same = dense.intact();
+            for (int64_t i = 0; i < 149 * 133; i++) {
+                const double want = value_of(q.exact.bits[static_cast<size_t>(133 + i)], GGML_MACKO_TYPE_F32);
+                same              = same && static_cast<double>(dense.floats()[i]) == want &&
+                       !(want == 0 && std::signbit(dense.floats()[i]));
+            }
+            CHECK(same, "type %d", type);
         }
-        CHECK(same, "type %d", type);
     }
 }
 
@@ -659,7 +707,7 @@ static void test_rows_of_all_blocks_are_computed() {
     rng random(3);
     for (const int32_t type : all_types) {
         const matrix        m = random_matrix(random, type, 1037, 333, 0.4);
-        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
         const bitmap_matrix w = pack(m, 4, 100, memory);
         for (const int64_t n : { 1, 8, 20, 130 }) {
             check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
@@ -671,7 +719,7 @@ static void test_rows_of_all_blocks_are_computed() {
 static void test_row_range_of_any_length_is_computed() {
     rng                 random(4);
     const matrix        m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
-    const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
     const bitmap_matrix w = pack(m, 4, 96, memory);
     for (int64_t begin = 0; begin < 96; begin += 13) {
         for (const int64_t rows : { 0, 1, 2, 5, 12 }) {
@@ -691,7 +739,7 @@ static void test_rounding_of_x_is_exact() {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
         const bitmap_matrix w = pack(m, 4, cols, memory);
         for (int k = 0; k < 100; k++) {
             problem p(random, m, w, 0, cols, 2, true);
@@ -724,7 +772,7 @@ static void test_x_beyond_f16_rounds_to_infinity() {
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
-    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type }));
     problem       p(random, m, pack(m, 4, 1, memory), 0, 1, 1, true);
     const struct {
         float x, want;
@@ -746,7 +794,7 @@ static void test_finite_x_beside_nonfinite_x_is_right() {
     rng random(6);
     for (const int32_t type : all_types) {
         const matrix        m = random_matrix(random, type, 33, 129, 0.5);
-        const guarded       memory(bitmap_nbytes(m.desc, m.desc.type));
+        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
         const bitmap_matrix w = pack(m, 4, 33, memory);
         problem             p(random, m, w, 0, 33, 17, true);
         for (int64_t c = 0; c < 129; c++) {
@@ -832,7 +880,7 @@ static void test_mul_mat_thread_runs_the_selected_set() {
     const char * name;
     CHECK(select_kernels(&name) == 0, "%s", ggml_macko_last_error());
     const matrix  m = random_matrix(random, GGML_MACKO_TYPE_F16, 64, 777, 0.5);
-    const guarded memory(bitmap_nbytes(m.desc, m.desc.type));
+    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type }));
     const problem p(random, m, pack(m, 4, 64, memory), 0, 64, 3, true);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         if (strcmp(set->name, name) == 0) {
@@ -918,20 +966,22 @@ template <typename F> static double timed(int n_matrices, F && f) {
 struct bench_options {
     std::vector<double> densities, n;
     int                 n_threads;
-    int                 copies; // matrices that are used in turn, so that weights come from memory at n = 1
-    int32_t             type;   // of the values
+    int                 copies;  // matrices that are used in turn, so that weights come from memory at n = 1
+    int32_t             type;    // of the values
+    bool                bundles; // quantized values, for the sets that have kernels for them
 };
 
 // with memory of its own
-static bitmap_matrix pack_values(const matrix & m, int32_t type, std::unique_ptr<guarded> * memory) {
+static bitmap_matrix pack_values(const matrix & m, int32_t type, bool bundles, std::unique_ptr<guarded> * memory) {
     packed_matrix packed;
     packed_view   view;
     CHECK(macko::pack(m.dense.data(), { m.desc, type, -1 }, 1, &packed) == 0 &&
               check_packed(packed.arrays(), 1, &view) == 0,
           "%s", ggml_macko_last_error());
-    const auto nbytes         = static_cast<int64_t>(packed.values.size());
-    *memory                   = std::make_unique<guarded>(bitmap_nbytes(m.desc, type, nbytes));
-    const bitmap_matrix w     = bitmap_bind(m.desc, type, (*memory)->data, nbytes);
+    const auto        nbytes  = static_cast<int64_t>(packed.values.size());
+    const bitmap_form form    = { type, bundles, nbytes };
+    *memory                   = std::make_unique<guarded>(bitmap_nbytes(m.desc, form));
+    const bitmap_matrix w     = bitmap_bind(m.desc, form, (*memory)->data);
     const double        start = seconds();
     bitmap_pack(view, 1, w);
     fastest_pack = std::min(fastest_pack, seconds() - start);
@@ -946,7 +996,7 @@ struct bench_matrices {
     std::vector<std::unique_ptr<guarded>> memory;
     std::vector<bitmap_matrix>            w;
 
-    bench_matrices(int64_t rows, int64_t cols, double density, int copies, int32_t type)
+    bench_matrices(int64_t rows, int64_t cols, double density, int copies, int32_t type, bool bundles)
         : rows(rows), cols(cols), density(density) {
         for (int i = 0; i < copies; i++) {
             rng random(static_cast<uint64_t>(i) + 10);
@@ -962,12 +1012,17 @@ struct bench_matrices {
             std::vector<uint32_t>().swap(dense.back().bits);
             memory.emplace_back();
             if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
-                w.push_back(pack_values(dense.back(), type, &memory.back()));
+                w.push_back(pack_values(dense.back(), type, bundles, &memory.back()));
             } else {
-                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, type));
+                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, { type }));
                 w.push_back(pack(dense.back(), 4, rows, *memory.back()));
             }
         }
+    }
+    // bytes of one that are read
+    int64_t nbytes_used() const {
+        return in_bundles(w[0]) ? static_cast<int64_t>(w[0].group_off[n_bundle_groups(rows)])
+                                : memory[0]->map + memory[0]->map_size - memory[0]->data;
     }
 };
 
@@ -998,8 +1053,7 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
 #endif
     const char * only = getenv("GGML_MACKO_FORCE");
     for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
-        if ((only ? strcmp(only, set->name) != 0 : set == &kernels_portable) ||
-            (options.type == GGML_MACKO_TYPE_CODED && !has_coded(*set))) {
+        if ((only ? strcmp(only, set->name) != 0 : set == &kernels_portable) || !multiplies_with(*set, m.w[0])) {
             continue;
         }
         const guarded scratch(mul_mat_scratch_nbytes(cols, n));
@@ -1010,17 +1064,16 @@ static void bench_n(const bench_matrices & m, int64_t n, const bench_options & o
 #pragma omp parallel num_threads(n_threads)
             mul_mat_thread_with(*set, params, omp_get_thread_num(), omp_get_num_threads());
         });
-        const double nnz    = static_cast<double>(m.dense[0].desc.nnz);
-        const double stored = static_cast<double>(m.memory[0]->map + m.memory[0]->map_size - m.memory[0]->data);
+        const double nnz = static_cast<double>(m.dense[0].desc.nnz);
         printf("%-13s %6.2f %5ldx%-4ld %5ld | %9.1f %7.2f %9.2f | %9.1f %7.2f | %6.2f\n", set->name, m.density,
-               (long)rows, (long)cols, (long)n, time * 1e6, stored / time * 1e-9,
+               (long)rows, (long)cols, (long)n, time * 1e6, static_cast<double>(m.nbytes_used()) / time * 1e-9,
                nnz * static_cast<double>(n) / time * 1e-9, dense_time * 1e6,
                2 * static_cast<double>(rows * cols) / dense_time * 1e-9, dense_time / time);
         fflush(stdout);
     }
 }
 
-// usage: --bench [density,...] [n,...] [threads] [copies] [type, as in ggml-macko.h]
+// usage: --bench [density,...] [n,...] [threads] [copies] [type, as in ggml-macko.h] [1: in bundles]
 static void bench(int argc, char ** argv) {
     const auto list = [&](int i, const char * fallback) {
         std::vector<double> v;
@@ -1031,15 +1084,18 @@ static void bench(int argc, char ** argv) {
         }
         return v;
     };
-    const bench_options options = { list(2, "0.5,0.3,0.1"), list(3, "1,2,4,8,16,32,128,512"),
-                                    static_cast<int>(list(4, "2")[0]), static_cast<int>(list(5, "12")[0]),
-                                    static_cast<int32_t>(list(6, "1")[0]) };
+    const bench_options options = { list(2, "0.5,0.3,0.1"),
+                                    list(3, "1,2,4,8,16,32,128,512"),
+                                    static_cast<int>(list(4, "2")[0]),
+                                    static_cast<int>(list(5, "12")[0]),
+                                    static_cast<int32_t>(list(6, "1")[0]),
+                                    list(7, "0")[0] != 0 };
     printf("%-13s %6s %10s %5s | %9s %7s %9s | %9s %7s | %6s\n", "set", "dens", "shape", "n", "us", "GB/s", "nnz/ns",
            "dense us", "GB/s", "ratio");
     for (const auto & shape : { std::pair<int64_t, int64_t>{ 8192, 2048 }, { 2048, 8192 } }) {
         for (const double density : options.densities) {
             fastest_pack = INFINITY;
-            const bench_matrices m(shape.first, shape.second, density, options.copies, options.type);
+            const bench_matrices m(shape.first, shape.second, density, options.copies, options.type, options.bundles);
             printf("pack, density %.2f: %.2f GB/s of dense F16 on one core\n", density,
                    2 * static_cast<double>(m.rows * m.cols) / fastest_pack * 1e-9);
             for (const double n : options.n) {
@@ -1058,6 +1114,7 @@ int main(int argc, char ** argv) {
     test_packed_rows_turn_back_into_the_same_bytes();
     test_every_set_is_within_the_error_bound();
     test_quantized_weights_are_within_the_error_bound();
+    test_bundles_are_within_the_error_bound();
     test_coded_rows_turn_back_into_the_same_bytes();
     test_coded_weights_are_within_the_error_bound();
     test_values_stay_coded_where_that_is_faster();

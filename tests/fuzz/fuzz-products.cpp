@@ -53,14 +53,13 @@ float x_of(uint64_t bits) {
     return std::ldexp(bits & 128 ? -m : m, static_cast<int>(bits >> 16 & 7) - 4);
 }
 
-// value_type: in memory
-bool pack(const ggml_macko_matrix & m, int32_t value_type, const aligned<uint8_t> & memory, bitmap_matrix * w) {
+bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<uint8_t> & memory, bitmap_matrix * w) {
     std::unique_ptr<codec_view> view;
     const codec &               format = *find_codec(m.format);
     if (open_matrix(format, m, 1, &view) || view->check_rows(1)) {
         return false;
     }
-    *w = bitmap_bind(view->desc(), value_type, memory.data, m.arrays[0].nbytes);
+    *w = bitmap_bind(view->desc(), form, memory.data);
     if (cpu_takes(format)) {
         cpu_pack(*view, 1, *w);
         return true;
@@ -111,8 +110,9 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     set.multiply(params, layout, 0, rows);
     // with integers, x has an error of half a unit, and the offset that makes them positive one of a rounding for each
     // 64 columns and a few more
-    const bool   integers = layout == x_layout::rows16 && is_quant_type(p.w.type);
-    const double n_cols = static_cast<double>(cols), step = integers ? 0.5 / 32767 + (n_cols / 64 + 8) * 0x1p-23 : 0;
+    const bool   integers = layout == x_layout::planes || (layout == x_layout::rows16 && is_quant_type(p.w.type));
+    const double n_cols   = static_cast<double>(cols),
+                 step     = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;
     for (int64_t i = 0; i < p.n * rows; i++) {
         const reference & want = p.want[static_cast<size_t>(i)];
         if (i / rows == p.poisoned || want.magnitude + want.largest > static_cast<double>(FLT_MAX) / 4) {
@@ -129,11 +129,17 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
 
 void check_layouts(const problem & p) {
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-        if (p.w.type == GGML_MACKO_TYPE_CODED && !has_coded(*set)) {
+        if (!multiplies_with(*set, p.w)) {
+            continue;
+        }
+        check(*set, p, x_layout::panels);
+        if (in_bundles(p.w)) {
+            if (p.n <= MAX_PLANES && p.round_x) {
+                check(*set, p, x_layout::planes);
+            }
             continue;
         }
         check(*set, p, x_layout::rows);
-        check(*set, p, x_layout::panels);
         if (p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
             check(*set, p, x_layout::rows16);
         }
@@ -154,14 +160,13 @@ bool run(const uint8_t * data, size_t size) {
     if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
-    // expanded, and coded where that is possible
-    const macko_desc       desc        = { m.rows, m.cols, m.type, 4, m.nnz };
-    const bool             coded       = m.value_type == GGML_MACKO_TYPE_CODED;
-    const int32_t          type        = coded ? m.type : m.value_type;
-    const int64_t          file_nbytes = m.arrays[0].nbytes;
-    const aligned<uint8_t> memory(bitmap_nbytes(desc, type, file_nbytes));
+    // expanded, and coded where that is possible; quantized values also in bundles
+    const macko_desc       desc  = { m.rows, m.cols, m.type, 4, m.nnz };
+    const bool             coded = m.value_type == GGML_MACKO_TYPE_CODED;
+    const bitmap_form      form  = { coded ? m.type : m.value_type, (how & 128) != 0 };
+    const aligned<uint8_t> memory(bitmap_nbytes(desc, form));
     problem                p;
-    FUZZ_CHECK(pack(m, type, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
+    FUZZ_CHECK(pack(m, form, memory, &p.w), "decoded, but not packed: %s", ggml_macko_last_error());
     static constexpr int64_t COUNTS[] = { 1, 1, 1, 2, 3, 5, 8, 9, 17 };
     p.n                               = COUNTS[n % std::size(COUNTS)];
     p.round_x                         = how & 2;
@@ -185,9 +190,10 @@ bool run(const uint8_t * data, size_t size) {
     }
     compute_reference(weights, &p);
     check_layouts(p);
-    if (coded && bitmap_takes_coded(desc, file_nbytes)) {
-        const aligned<uint8_t> coded_memory(bitmap_nbytes(desc, GGML_MACKO_TYPE_CODED, file_nbytes));
-        FUZZ_CHECK(pack(m, GGML_MACKO_TYPE_CODED, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
+    if (coded && bitmap_takes_coded(desc, m.arrays[0].nbytes)) {
+        const bitmap_form      as_stored = { GGML_MACKO_TYPE_CODED, false, m.arrays[0].nbytes };
+        const aligned<uint8_t> coded_memory(bitmap_nbytes(desc, as_stored));
+        FUZZ_CHECK(pack(m, as_stored, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
         bytes again(dense.size());
         bitmap_densify(p.w, m.type, 0, m.rows, again.data());
         FUZZ_CHECK(again == dense, "coded values of type %d turn back into others", m.type);

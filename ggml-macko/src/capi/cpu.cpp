@@ -27,11 +27,11 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
 
 // value_type: on file, as values_nbytes
 static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
-    const int32_t         type = type_in_memory(desc, value_type, values_nbytes);
+    const bitmap_form     form = form_in_memory(desc, value_type, values_nbytes);
     ggml_macko_cpu_matrix m;
-    m.nbytes = bitmap_nbytes(desc, type, values_nbytes);
+    m.nbytes = bitmap_nbytes(desc, form);
     m.memory = aligned_memory(m.nbytes);
-    m.bitmap = bitmap_bind(desc, type, m.memory.get(), values_nbytes);
+    m.bitmap = bitmap_bind(desc, form, m.memory.get());
     return m;
 }
 

@@ -48,17 +48,25 @@ static int64_t stored_nbytes(const macko_desc & desc, int32_t value_type) {
                                      : values_nbytes(desc.type, desc.nnz);
 }
 
-int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type, int64_t coded_nbytes) {
-    const int64_t nbytes = masks_nbytes(desc) + row_off_nbytes(desc);
-    if (value_type == GGML_MACKO_TYPE_CODED) {
-        const int64_t outliers = max_outliers(desc, coded_nbytes);
-        return nbytes + align_part(n_coded(desc) + VALUES_SLACK) + 2 * bits_nbytes(desc) + BITMAP_ALIGNMENT +
-               row_off_nbytes(desc) + align_part(outliers * 4) + align_part(outliers * 2);
-    }
-    return nbytes + row_sums_nbytes(desc, value_type) + align_part(stored_nbytes(desc, value_type) + VALUES_SLACK);
+static int64_t group_off_nbytes(const macko_desc & desc) { return align_part((n_bundle_groups(desc.rows) + 1) * 8); }
+static int64_t bundles_room(const macko_desc & desc, const bitmap_form & form) {
+    return form.bundles ? align_part(bundles_nbytes(desc, form.value_type)) : 0;
 }
 
-bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory, int64_t coded_nbytes) {
+int64_t bitmap_nbytes(const macko_desc & desc, const bitmap_form & form) {
+    const int64_t masks = masks_nbytes(desc), row_off = row_off_nbytes(desc);
+    if (form.value_type == GGML_MACKO_TYPE_CODED) {
+        const int64_t outliers = max_outliers(desc, form.coded_nbytes);
+        return masks + row_off + align_part(n_coded(desc) + VALUES_SLACK) + 2 * bits_nbytes(desc) + BITMAP_ALIGNMENT +
+               row_off + align_part(outliers * 4) + align_part(outliers * 2);
+    }
+    const int64_t room   = bundles_room(desc, form);
+    const int64_t bitmap = masks + align_part(stored_nbytes(desc, form.value_type) + VALUES_SLACK);
+    return row_off + row_sums_nbytes(desc, form.value_type) + (room > 0 ? group_off_nbytes(desc) : 0) +
+           std::max(bitmap, room);
+}
+
+bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, void * memory) {
     uint8_t *  next = static_cast<uint8_t *>(memory);
     const auto take = [&next](int64_t nbytes) {
         uint8_t * part = next;
@@ -68,15 +76,20 @@ bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * me
     bitmap_matrix m = {};
     m.rows          = desc.rows;
     m.cols          = desc.cols;
-    m.type          = value_type;
+    m.type          = form.value_type;
     m.dense_type    = desc.type;
-    m.masks         = reinterpret_cast<uint64_t *>(take(masks_nbytes(desc)));
     m.row_off       = reinterpret_cast<uint32_t *>(take(row_off_nbytes(desc)));
-    if (is_quant_type(value_type)) {
-        m.row_sums = reinterpret_cast<float *>(take(row_sums_nbytes(desc, value_type)));
+    if (is_quant_type(m.type)) {
+        m.row_sums = reinterpret_cast<float *>(take(row_sums_nbytes(desc, m.type)));
     }
-    if (value_type == GGML_MACKO_TYPE_CODED) {
-        const int64_t outliers = max_outliers(desc, coded_nbytes);
+    m.bundles_nbytes = bundles_room(desc, form);
+    if (m.bundles_nbytes > 0) {
+        m.group_off = reinterpret_cast<uint64_t *>(take(group_off_nbytes(desc)));
+        m.bundles   = next; // where the bitmap is, if it has to be one
+    }
+    m.masks = reinterpret_cast<uint64_t *>(take(masks_nbytes(desc)));
+    if (m.type == GGML_MACKO_TYPE_CODED) {
+        const int64_t outliers = max_outliers(desc, form.coded_nbytes);
         m.values               = take(align_part(n_coded(desc) + VALUES_SLACK));
         m.coded.signs          = take(bits_nbytes(desc));
         m.coded.highs          = take(bits_nbytes(desc));
@@ -395,10 +408,18 @@ static void pack_masks(const packed_view & view, int n_threads, const bitmap_mat
     });
 }
 
+static void pack_row_sums(const packed_arrays & a, int n_threads, const bitmap_matrix & dst) {
+    parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
+        }
+    });
+}
+
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst) {
     const packed_arrays & a = view.arrays();
-    pack_masks(view, n_threads, dst);
     if (dst.type == GGML_MACKO_TYPE_CODED) {
+        pack_masks(view, n_threads, dst);
         place_coded_rows(view, n_threads, dst);
         pack_coded(view, n_threads, dst);
         return;
@@ -406,13 +427,18 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
     for (int64_t r = 0; r <= dst.rows; r++) {
         dst.row_off[r] = static_cast<uint32_t>(a.row_ptr[r]);
     }
+    if (dst.row_sums) {
+        pack_row_sums(a, n_threads, dst);
+    }
+    if (dst.group_off) {
+        if (bundles_pack(view, n_threads, dst)) {
+            return;
+        }
+        dst.group_off[n_bundle_groups(dst.rows)] = 0;
+    }
+    pack_masks(view, n_threads, dst);
     const auto nbytes = static_cast<size_t>(stored_nbytes(a.desc.dense, dst.type));
     if (is_quant_type(dst.type)) {
-        parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; r++) {
-                dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
-            }
-        });
         pack_groups(a, n_threads, dst.values);
     } else {
         parallel_ranges(n_threads, a.desc.dense.nnz, [&](int64_t begin, int64_t end) {
@@ -434,7 +460,25 @@ template <typename T> static T dense_of_float(float v, int32_t dense_type) {
 }
 
 template <typename T>
+static void densify_bundles(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end,
+                            T * dense) {
+    memset(dense, 0, static_cast<size_t>((row_end - row_begin) * m.cols) * sizeof(T));
+    for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+        for_each_in_group(m.bundles + m.group_off[group], m.bundles + m.group_off[group + 1], m.type,
+                          [&](int row, int64_t col, float d, int q) {
+                              const int64_t r = group * BUNDLE_ROWS + row;
+                              if (r >= row_begin && r < row_end) {
+                                  dense[(r - row_begin) * m.cols + col] = dense_of_quant<T>(d, q, dense_type);
+                              }
+                          });
+    }
+}
+
+template <typename T>
 static void densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, T * dense) {
+    if (in_bundles(m)) {
+        return densify_bundles(m, dense_type, row_begin, row_end, dense);
+    }
     const int64_t words     = mask_words(m.cols);
     const bool    quantized = is_quant_type(m.type), coded = m.type == GGML_MACKO_TYPE_CODED;
     for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {

@@ -19,13 +19,16 @@
 //             from an F16 does not use, is the number of the block's table of levels.
 //   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits, the fifth bits
 //
-// Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where keeps_coded() says so. Outliers are not in
-// the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in `values`,
-// and the others are a number `high`, to which a bit of `highs` is added, below a bit of `signs`. Each row begins at a
-// multiple of eight values, so that threads that pack rows share no byte. Outliers are listed by rows.
+// Quantized matrices may have another form in the same memory, bundles (bundles.h): then neither masks nor values exist.
+//
+// Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where form_in_memory() says so. Outliers are not
+// in the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in
+// `values`, and the others are a number `high`, to which a bit of `highs` is added, below a bit of `signs`. Each row
+// begins at a multiple of eight values, so that threads that pack rows share no byte. Outliers are listed by rows.
 #pragma once
 
 #include "codec/packed/packed.h"
+#include "cpu/bundles.h"
 
 namespace macko::cpu {
 
@@ -51,6 +54,13 @@ struct coded_parts {
     uint16_t * outlier_cols; // ascending in a row
 };
 
+// What a matrix is to be in memory; form_in_memory() chooses.
+struct bitmap_form {
+    int32_t value_type;
+    bool    bundles      = false; // quantized values may become bundles
+    int64_t coded_nbytes = 0;     // of coded values in the file
+};
+
 struct bitmap_matrix {
     int64_t     rows;
     int64_t     cols;
@@ -61,15 +71,23 @@ struct bitmap_matrix {
     float *     row_sums; // nullptr if the values are not quantized
     uint8_t *   values;
     coded_parts coded; // null pointers if the values are not coded
+    // nullptr if the matrix was bound without bundles. Else where those of each group of rows begin, and the end of the
+    // last; this is 0 if the matrix is a bitmap after all.
+    uint64_t * group_off;
+    uint8_t *  bundles;
+    int64_t    bundles_nbytes; // room for them
 };
+
+// whether the matrix, which has been packed, is in bundles
+inline bool in_bundles(const bitmap_matrix & m) { return m.group_off && m.group_off[n_bundle_groups(m.rows)] != 0; }
 
 constexpr int64_t mask_words(int64_t cols) { return (cols + 63) / 64; }
 // Whether a bitmap can hold a matrix whose coded values take so many bytes in a file. If so, m = 7 and e = 2.
 bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes);
-// Bytes of memory, known before the data is read. value_type: in memory. coded_nbytes: of coded values in the file.
-int64_t bitmap_nbytes(const macko_desc & desc, int32_t value_type, int64_t coded_nbytes = 0);
+// Bytes of memory, known before the data is read.
+int64_t bitmap_nbytes(const macko_desc & desc, const bitmap_form & form);
 // Pointers into so many bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
-bitmap_matrix bitmap_bind(const macko_desc & desc, int32_t value_type, void * memory, int64_t coded_nbytes = 0);
+bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, void * memory);
 // Writes the view's rows. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of one
 // matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
 // slack.

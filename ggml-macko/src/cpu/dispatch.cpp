@@ -123,29 +123,42 @@ bool has_rows16(const kernel_set & set, int32_t type) {
 
 bool has_coded(const kernel_set & set) { return set.costs.coded_from <= 1; }
 
+bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
+    return in_bundles(w) ? set.bundles : w.type != GGML_MACKO_TYPE_CODED || has_coded(set);
+}
+
 // Coded values take 10 bits in place of 16 or 32. Where instructions are the limit, they must also take no more time
 // than expanded ones, which depends on the set: moving bytes, signs and a bit of the exponents to their columns is
 // cheap with AVX-512 VBMI2, while all other sets would expand each product's values anew. Rows of a few columns are
 // smaller without the rows' alignment.
-int32_t type_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
-                            int64_t values_nbytes) {
+bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+                                int64_t values_nbytes) {
+    const bitmap_form as_stored = { value_type, set.bundles, values_nbytes };
     if (value_type != GGML_MACKO_TYPE_CODED) {
-        return value_type;
+        return as_stored;
     }
-    const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
-    const bool   faster   = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
+    const bitmap_form expanded = { desc.type };
+    const double      elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const bool        faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
                         (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
     return faster && bitmap_takes_coded(desc, values_nbytes) &&
-                   bitmap_nbytes(desc, value_type, values_nbytes) < bitmap_nbytes(desc, desc.type)
-               ? value_type
-               : desc.type;
+                   bitmap_nbytes(desc, as_stored) < bitmap_nbytes(desc, expanded)
+               ? as_stored
+               : expanded;
 }
+
+// With more x, products with bundles are faster by panels.
+constexpr int64_t most_planes = 5;
+static_assert(most_planes <= MAX_PLANES, "they fit into the scratch memory");
 
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
     const kernel_costs &  cost    = set.costs;
     const bitmap_matrix & w       = p.w;
     const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
+    if (in_bundles(w)) {
+        return p.n <= most_planes && p.round_x ? x_layout::planes : x_layout::panels;
+    }
     if (p.n == 1) {
         const bool faster = is_quant_type(w.type) || density < cost.rows16_below;
         return faster && p.round_x && has_rows16(set, w.type) ? x_layout::rows16 : x_layout::rows;
@@ -199,7 +212,10 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
         n_rows * mask_words(p.w.cols) * 8 + static_cast<int64_t>(p.w.row_off[p.row_end] - p.w.row_off[p.row_begin]) * 2;
     const int64_t most    = nth * (layout == x_layout::panels ? 4 : 16);
     const int64_t n_parts = nth == 1 ? 1 : std::clamp<int64_t>(nbytes * p.n / part_nbytes, nth, most);
-    const int64_t step    = (n_rows + n_parts - 1) / n_parts;
+    int64_t       step    = (n_rows + n_parts - 1) / n_parts;
+    if (in_bundles(p.w)) { // whole groups
+        step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
+    }
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
     }
@@ -212,8 +228,8 @@ static const kernel_set & set_in_use() {
     return set ? *set : kernels_portable;
 }
 
-int32_t type_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
-    return type_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
+bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
+    return form_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
 }
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }

@@ -11,7 +11,10 @@ enum class x_layout {
     rows16, // one x of 16-bit numbers: of the value type, or integers for quantized weights. Needs n = 1 and round_x.
     rows,   // n rows of floats
     panels, // tiles of tokens, each [columns][tokens of the tile] of floats
+    planes, // of a matrix in bundles, n at most MAX_PLANES: 16-bit integers, as bytes. Needs round_x.
 };
+
+constexpr int64_t MAX_PLANES = 8;
 
 // rows16, compressed: the x of the non-zeros in a segment of a row, and zeros on both sides of them. There is room for
 // a whole group of zeros in front, one behind, and for stores that write whole vectors.
@@ -53,14 +56,18 @@ struct kernel_set {
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
     kernel_costs costs;
     row_ops      rows;
+    bool         bundles = false; // quantized matrices are to be in bundles, and may be
 };
 
 // whether the set has rows16 for this type of values
 bool has_rows16(const kernel_set & set, int32_t type);
 // whether the set multiplies with coded values
 bool has_coded(const kernel_set & set);
-// type_in_memory() with a given set
-int32_t type_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
+// whether the set multiplies with this matrix, which has been packed
+bool multiplies_with(const kernel_set & set, const bitmap_matrix & w);
+// form_in_memory() with a given set
+bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
+                                int64_t values_nbytes);
 
 extern const kernel_set kernels_portable;
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
 // Kernels for AVX2 + FMA + F16C + BMI2. Eight columns at a time: a table has, for each mask byte, the permutation that
 // moves the packed values to the lanes of their columns.
+#include "cpu/kernels-bundles-avx2.h"
 #include "cpu/kernels-compress-avx2.h"
 
 namespace macko::cpu {
@@ -26,9 +27,10 @@ constexpr lane_tables make_lane_tables() {
 }
 constexpr lane_tables tables = make_lane_tables();
 
-struct simd : compress_avx2 {
+struct simd : compress_avx2, bundles_avx2 {
     using vec = __m256;
 
+    static constexpr bool                     has_bundles     = true;
     static constexpr int                      width           = 8;
     static constexpr int                      tile_vecs       = 8;
     template <int TYPE> static constexpr int  step            = 8;
@@ -165,5 +167,5 @@ struct simd : compress_avx2 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {
-    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS
+    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS, true
 };

@@ -1,12 +1,14 @@
 // Kernels for AVX-512 F, BW, VL and DQ. Sixteen columns at a time: values are widened to float, and vexpandps moves
 // them to the lanes of their columns. Quantized weights and one x: with the instructions of AVX2.
 #include "cpu/kernels-avx512-common.h"
+#include "cpu/kernels-bundles-avx2.h"
 #include "cpu/kernels-compress-avx2.h"
 
 namespace macko::cpu {
 namespace {
 
-struct simd : avx512, compress_avx2 {
+struct simd : avx512, compress_avx2, bundles_avx2 {
+    static constexpr bool                     has_bundles     = true;
     template <int TYPE> static constexpr bool has_rows16      = is_quant_type(TYPE);
     template <int TYPE> static constexpr int  rows_compressed = 2;
 
@@ -23,5 +25,5 @@ struct simd : avx512, compress_avx2 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512 = {
-    "avx512", prepare, multiply, { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS
+    "avx512", prepare, multiply, { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS, true
 };

@@ -37,6 +37,9 @@
 //
 //            One FMA per non-zero and W tokens, and a row is decoded once for a whole tile of TILE tokens.
 //
+// A fourth, `planes`, is for quantized matrices in bundles (bundles.h), in the sets that have kernels for them
+// (kernels-bundles-avx2.h). Their `panels` begin with lists for all rows of a group.
+//
 // Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
 #pragma once
 
@@ -79,9 +82,12 @@ template <int TYPE> constexpr int64_t group_size = quant_group_nbytes(TYPE);
 template <typename S, typename = void> constexpr bool coded_kernels                                = false;
 template <typename S> constexpr bool coded_kernels<S, decltype(static_cast<void>(&S::load_coded))> = true;
 
-// mask_words() and std::min(), which are functions of other headers
+// mask_words(), std::min() and in_bundles(), which are functions of other headers
 INLINE int64_t words_of(int64_t cols) { return (cols + 63) / 64; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE bool    is_bundled(const bitmap_matrix & w) {
+    return w.group_off && w.group_off[(w.rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS] != 0;
+}
 
 // bits s * STEP ... (s + 1) * STEP - 1 of a mask word
 template <int STEP> INLINE uint32_t mask_bits(uint64_t bits, int s) {
@@ -286,15 +292,20 @@ INLINE float * scale_of_x(const mul_mat_params & p) {
     return reinterpret_cast<float *>(static_cast<uint8_t *>(p.scratch) + words_of(p.w.cols) * 128);
 }
 
-template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
-    const int64_t cols = p.w.cols;
-    vec           most = simd::zero();
-    for (int64_t c = 0; c < cols; c += W) { // each thread finds the maximum by itself, which is faster than a barrier
-        most = S::max_magnitude(most, load_x<GGML_MACKO_TYPE_F32>(p.x[0] + c, cols - c, false));
+// the largest magnitude in x; each thread finds it by itself, which is faster than a barrier
+template <typename S> float largest_of(const float * x, int64_t cols) {
+    vec most = simd::zero();
+    for (int64_t c = 0; c < cols; c += W) {
+        most = S::max_magnitude(most, load_x<GGML_MACKO_TYPE_F32>(x + c, cols - c, false));
     }
-    const float largest = S::largest(most);
-    const float inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // finite
-    uint8_t *   dst     = static_cast<uint8_t *>(p.scratch);
+    return S::largest(most);
+}
+
+template <typename S> void prepare_integers(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    const int64_t cols    = p.w.cols;
+    const float   largest = largest_of<S>(p.x[0], cols);
+    const float   inverse = largest > 0x1p-100f ? 32767.0f / largest : 0.0f; // finite
+    uint8_t *     dst     = static_cast<uint8_t *>(p.scratch);
     for (int64_t c = col_begin; c < col_end; c += W) {
         const int64_t left = cols - c;
         S::store_integers(dst, c, load_x<GGML_MACKO_TYPE_F32>(left > 0 ? p.x[0] + c : nullptr, left, false), inverse);
@@ -635,7 +646,7 @@ INLINE int decode_chunk(const bitmap_matrix & w, int64_t row, int64_t first_word
 // their own, which hides the latency of an FMA.
 template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
 
-template <int NV> INLINE void accumulate(const float * x, const nonzero_list & list, int n, float * acc) {
+template <int NV, typename LIST> INLINE void accumulate(const float * x, const LIST & list, int n, float * acc) {
     vec sum[SETS<NV>][NV];
 #pragma GCC unroll 8
     for (int s = 0; s < SETS<NV>; s++) {
@@ -740,9 +751,157 @@ template <int TYPE> void multiply_panels(const mul_mat_params & p, int64_t row_b
     }
 }
 
+// ---- bundles ----
+
+constexpr int64_t PLANE_SLACK = 64; // bytes behind the last column of a plane: windows may begin at any column
+
+// where the planes of an x lie in the scratch memory, and its scale
+struct x_planes {
+    uint8_t *low, *high;
+    float *  scale;
+};
+INLINE x_planes planes_of(const mul_mat_params & p, int64_t i) {
+    const int64_t plane = words_of(p.w.cols) * 64 + PLANE_SLACK;
+    uint8_t *     at    = static_cast<uint8_t *>(p.scratch) + i * (2 * plane + 64);
+    return { at, at + plane, reinterpret_cast<float *>(at + 2 * plane) };
+}
+
+template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    for (int64_t i = 0; i < p.n; i++) {
+        constexpr float limit   = S::template BUNDLE_LARGEST<TYPE>;
+        const float     largest = largest_of<S>(p.x[i], p.w.cols);
+        const x_planes  planes  = planes_of(p, i);
+        S::template prepare_planes<TYPE>(p.x[i], p.w.cols, col_begin, col_end,
+                                         largest > 0x1p-100f ? limit / largest : 0.0f, planes.low, planes.high);
+        if (col_begin == 0 && col_end > 0) {
+            *planes.scale = largest / limit;
+        }
+    }
+}
+
+// A group is computed as a whole, even if only some of its rows are asked for. What comes from memory for the first x
+// is in the cache for the others.
+template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+        for (int64_t i = 0; i < p.n; i++) {
+            const x_planes planes         = planes_of(p, i);
+            float          y[BUNDLE_ROWS] = {};
+            S::template multiply_bundles<TYPE>(p.w.bundles + p.w.group_off[group],
+                                               p.w.bundles + p.w.group_off[group + 1], planes.low, planes.high, y);
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                const int64_t row = group * BUNDLE_ROWS + r;
+                if (row >= row_begin && row < row_end) {
+                    p.y[i][row - p.row_begin] =
+                        *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * p.w.row_sums[row]);
+                }
+            }
+        }
+    }
+}
+
+// Panels. Bundles of a group lie in the order of their first columns, but for the BUNDLE_BLOCK of a block, whose pieces
+// are in the order of their last columns. So the lists of all rows grow together, and what they have of a chunk is used
+// before more is decoded. A list may then have more: of a piece that ends in a later chunk, and of the whole last block.
+constexpr int BUNDLE_CHUNK = 128; // columns
+struct row_list {
+    static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * BUNDLE_PIECES + 1) * 32 + 16;
+    int                  n;
+    alignas(64) uint32_t col[CAPACITY];
+    alignas(64) float weight[CAPACITY];
+};
+
+// Adds what the list has of the columns before `limit`, but for a rest that is no multiple of SETS<NV>, and keeps the
+// others.
+template <int NV> INLINE void use_list(const float * x, row_list & list, uint32_t limit, bool last, float * acc) {
+    int n = list.n;
+    while (n > 0 && list.col[n - 1] >= limit) {
+        n--;
+    }
+    if (last) {
+        for (; n % SETS<NV>; n++) {
+            list.col[n]    = 0;
+            list.weight[n] = 0;
+        }
+    } else {
+        n -= n % SETS<NV>;
+    }
+    accumulate<NV>(x, list, n, acc);
+    const int rest = list.n - n;
+    for (int i = 0; i < rest; i += W) {
+        simd::store(list.weight + i, simd::load(list.weight + n + i));
+        simd::store(reinterpret_cast<float *>(list.col + i), simd::load(reinterpret_cast<float *>(list.col + n + i)));
+    }
+    list.n = rest;
+}
+
+template <int TYPE, int NV, typename S>
+void multiply_bundle_tile(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token,
+                          int64_t n_tokens) {
+    if (vecs != NV) {
+        if constexpr (NV > 1) {
+            multiply_bundle_tile<TYPE, NV - 1, S>(vecs, p, row_begin, row_end, token, n_tokens);
+        }
+        return;
+    }
+    constexpr int     STRIDE = NV * W;
+    const float *     x      = static_cast<const float *>(p.scratch) + token * words_of(p.w.cols) * 64;
+    alignas(64) float acc[BUNDLE_ROWS * STRIDE];
+    row_list          lists[BUNDLE_ROWS];
+    for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+        const uint8_t * at    = p.w.bundles + p.w.group_off[group];
+        const uint8_t * end   = p.w.bundles + p.w.group_off[group + 1];
+        const int64_t   first = group * BUNDLE_ROWS > row_begin ? 0 : row_begin - group * BUNDLE_ROWS;
+        const int64_t   last  = smaller(BUNDLE_ROWS, row_end - group * BUNDLE_ROWS);
+        for (int64_t i = 0; i < BUNDLE_ROWS * STRIDE; i += W) {
+            simd::store(acc + i, simd::zero());
+        }
+        for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+            lists[r].n = 0;
+        }
+        int n_bundles = 0;
+        for (int64_t limit = BUNDLE_CHUNK;; limit += BUNDLE_CHUNK) {
+            for (bool begun = true; at < end && (begun || n_bundles % BUNDLE_BLOCK != 0); n_bundles++) {
+                uint16_t column;
+                __builtin_memcpy(&column, at + offsetof(bundle_header, first), sizeof(column));
+                begun = begun && column < limit;
+                if (!begun && n_bundles % BUNDLE_BLOCK == 0) {
+                    break;
+                }
+                at = S::template decode_bundle<TYPE>(at, lists);
+            }
+            const bool all = limit >= p.w.cols;
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                if (r >= first && r < last) {
+                    use_list<NV>(x, lists[r], static_cast<uint32_t>(limit), all, acc + r * STRIDE);
+                } else {
+                    lists[r].n = 0; // not asked for
+                }
+            }
+            if (all) {
+                break;
+            }
+        }
+        store_block<NV>(p, acc + first * STRIDE, group * BUNDLE_ROWS + first, last - first, token, n_tokens);
+    }
+}
+
+template <int TYPE, typename S>
+void multiply_bundle_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
+    for (int64_t token = 0; token < p.n; token += TILE) {
+        const int64_t n_tokens = smaller(TILE, p.n - token);
+        multiply_bundle_tile<TYPE, TILE_VECS, S>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token,
+                                                 n_tokens);
+    }
+}
+
 // ---- the functions of a kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
+    if constexpr (simd::has_bundles && is_quant<TYPE>) {
+        if (layout == x_layout::planes) {
+            return prepare_bundles<TYPE, simd>(p, col_begin, col_end);
+        }
+    }
     if constexpr (simd::has_rows16<TYPE>) {
         if (layout == x_layout::rows16) {
             if constexpr (is_quant<TYPE>) {
@@ -791,6 +950,14 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
+    if constexpr (simd::has_bundles && is_quant<TYPE>) {
+        if (layout == x_layout::planes) {
+            return multiply_bundles<TYPE, simd>(p, row_begin, row_end);
+        }
+        if (is_bundled(p.w)) {
+            return multiply_bundle_panels<TYPE, simd>(p, row_begin, row_end);
+        }
+    }
     if constexpr (simd::has_rows16<TYPE>) {
         if (layout == x_layout::rows16) {
             return multiply_rows16<TYPE, simd>(p, row_begin, row_end);

@@ -9,6 +9,7 @@ namespace {
 
 // How expand() takes STEP bits of a mask word: as a number. AVX2 takes an offset of a table instead.
 struct plain_mask_bits {
+    static constexpr bool               has_bundles = false; // of the sets that have no kernels for them
     static uint64_t                     table_bits(uint64_t word) { return word; }
     template <int STEP> static uint32_t table_part(uint64_t bits, int s) {
         return static_cast<uint32_t>(bits >> (s * STEP)) & static_cast<uint32_t>((uint64_t(1) << STEP) - 1);

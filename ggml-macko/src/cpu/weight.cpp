@@ -9,26 +9,27 @@
 
 namespace macko::cpu {
 
-static int32_t type_of(const sparse_tensor_info & matrix) {
-    return type_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
+static bitmap_form form_of(const sparse_tensor_info & matrix) {
+    return form_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
 }
 
 size_t weight_nbytes(const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, type_of(matrix), matrix.nbytes_values));
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, form_of(matrix)));
 }
 
 void weight_init(weight * m, const sparse_tensor_info & matrix) {
-    *m = { 0, matrix.desc, type_of(matrix), matrix.ne[1], matrix.nbytes_values };
+    *m = { 0, matrix.desc, form_of(matrix), matrix.ne[1] };
 }
 
 void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
-    const size_t         nbytes_row = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type));
-    std::vector<uint8_t> row(nbytes_row);
+    // BUNDLE_ROWS at a time: to find one row of a group of bundles, all of it is read
+    const auto           nbytes = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type) * BUNDLE_ROWS);
+    std::vector<uint8_t> rows(nbytes);
     for (size_t done = 0; done < size;) {
-        const size_t at = offset + done, in_row = at % nbytes_row, n = std::min(size - done, nbytes_row - in_row);
-        const auto   r = static_cast<int64_t>(at / nbytes_row);
-        bitmap_densify(m.bitmap(), m.desc.type, r, r + 1, row.data());
-        memcpy(static_cast<uint8_t *>(data) + done, row.data() + in_row, n);
+        const size_t at = offset + done, in_rows = at % nbytes, n = std::min(size - done, nbytes - in_rows);
+        const auto   r = static_cast<int64_t>(at / nbytes) * BUNDLE_ROWS;
+        bitmap_densify(m.bitmap(), m.desc.type, r, std::min(r + BUNDLE_ROWS, m.desc.rows), rows.data());
+        memcpy(static_cast<uint8_t *>(data) + done, rows.data() + in_rows, n);
         done += n;
     }
 }

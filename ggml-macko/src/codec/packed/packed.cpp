@@ -132,21 +132,33 @@ static int check_bitmap(const packed_arrays & a, int n_threads) {
     return check_rest_of_index(a, desc.rows * nbytes * 8);
 }
 
-// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
-// counted first; then each knows which rows begin in it. Rows whose beginning the index does not reach begin at its
-// end.
-static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
-    constexpr int64_t PIECE  = 1 << 14; // bytes
-    const int32_t     b      = a.desc.index_bits;
-    const uint32_t    escape = (1u << b) - 1;
-    const int64_t     rows = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
-    uint8_t           stored_in[256]; // codes of a byte that store something
-    for (unsigned byte = 0; byte < 256; byte++) {
-        stored_in[byte] = 0;
-        for (int32_t bit = 0; bit < 8; bit += b) {
-            stored_in[byte] = static_cast<uint8_t>(stored_in[byte] + (((byte >> bit) & escape) != escape));
+// What the codes of each possible byte of an index add up to.
+class byte_table {
+public:
+    template <typename F> byte_table(int32_t bits, F && of_code) {
+        for (unsigned byte = 0; byte < 256; byte++) {
+            unsigned sum = 0;
+            for (int32_t bit = 0; bit < 8; bit += bits) {
+                sum += of_code((byte >> bit) & ((1u << bits) - 1));
+            }
+            sums_[byte] = static_cast<uint16_t>(sum);
         }
     }
+    int64_t operator[](uint8_t byte) const { return sums_[byte]; }
+
+private:
+    uint16_t sums_[256];
+};
+
+// Finds where the codes of each row begin: behind the row_ptr[r]-th code that stores something. Pieces of the index are
+// counted first; then each knows which rows begin in it. Rows whose beginning the index does not reach begin at its
+// end. Returns the number of codes that store something.
+static int64_t find_rows(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_codes) {
+    constexpr int64_t    PIECE  = 1 << 14; // bytes
+    const int32_t        b      = a.desc.index_bits;
+    const uint32_t       escape = (1u << b) - 1;
+    const int64_t        rows = a.desc.dense.rows, per_byte = 8 / b, n_pieces = (a.n_index + PIECE - 1) / PIECE;
+    const byte_table     stored_in(b, [escape](uint32_t code) { return code != escape; });
     std::vector<int64_t> before(static_cast<size_t>(n_pieces) + 1, 0);
     parallel_parts(n_threads, a.n_index, PIECE, [&](int64_t begin, int64_t end, int) {
         int64_t n = 0;
@@ -182,6 +194,7 @@ static void find_rows(const packed_arrays & a, int n_threads, std::vector<int64_
     for (int64_t r = 0; r < rows && a.row_ptr[r] == 0; r++) {
         (*row_codes)[static_cast<size_t>(r)] = 0;
     }
+    return before.back();
 }
 
 static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_t> * row_bits) {
@@ -189,6 +202,7 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
     const int32_t      b       = a.desc.index_bits;
     const uint32_t     escape  = (1u << b) - 1;
     const int64_t      n_codes = a.n_index * 8 / b;
+    const auto         step    = [escape](uint32_t code) { return code == escape ? code : code + 1; };
     struct walk {
         int64_t col, end;
         bool    complete;
@@ -201,13 +215,37 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
                 break;
             }
             const uint32_t c = delta_code(a.index, w.end++, b);
-            w.col += c == escape ? c : c + 1;
+            w.col += step(c);
             k += c != escape;
         }
         return w;
     };
-    find_rows(a, n_threads, row_bits);
+    const byte_table steps_in(b, step);
+    const auto       sum_of_steps = [&](int64_t code, int64_t end) {
+        const int64_t per_byte = 8 / b;
+        int64_t       sum      = 0;
+        for (; code < end && code % per_byte != 0; code++) {
+            sum += step(delta_code(a.index, code, b));
+        }
+        for (; code + per_byte <= end; code += per_byte) {
+            sum += steps_in[a.index[code / per_byte]];
+        }
+        for (; code < end; code++) {
+            sum += step(delta_code(a.index, code, b));
+        }
+        return sum;
+    };
+    const bool complete = find_rows(a, n_threads, row_bits) >= a.row_ptr[desc.rows];
+    int64_t    last     = desc.rows - 1; // the last row with codes
+    while (last > 0 && a.row_ptr[last] == a.row_ptr[last + 1]) {
+        last--;
+    }
+    // Each code moves the column on, so the last column of a row is where all of its codes lead.
     const int64_t r = first_bad(desc.rows, n_threads, [&](int64_t row) {
+        if (complete && row < last) {
+            const int64_t * codes = row_bits->data() + row;
+            return sum_of_steps(codes[0], codes[1]) > desc.cols;
+        }
         const walk w = walk_row(row);
         return !w.complete || w.col >= desc.cols;
     });
@@ -218,10 +256,6 @@ static int check_gaps(const packed_arrays & a, int n_threads, std::vector<int64_
                           static_cast<long long>(w.col), static_cast<long long>(desc.cols))
                    : fail(GGML_MACKO_STATUS_BAD_COMPONENT, "row %lld: the index ends after %lld codes",
                           static_cast<long long>(r), static_cast<long long>(n_codes));
-    }
-    int64_t last = desc.rows - 1; // the last row with codes
-    while (last > 0 && a.row_ptr[last] == a.row_ptr[last + 1]) {
-        last--;
     }
     const int64_t n_bits = walk_row(last).end * b;
     if (a.n_index != index_nbytes_of_bits(n_bits)) {

@@ -6,6 +6,8 @@
 #include "codec/packed/coded.h"
 #include "codec/quants.h"
 
+#include <algorithm>
+
 namespace macko {
 
 // the components, in the order of the tensor table
@@ -104,13 +106,21 @@ template <typename F> void packed_view::for_each_column(int64_t row, F && f) con
     const int32_t  b      = arrays_.desc.index_bits;
     const uint32_t escape = (1u << b) - 1;
     int64_t        code = row_bit(row) / b, col = -1;
-    for (int64_t k = 0; k < n; k++) {
-        uint32_t c;
-        while ((c = delta_code(arrays_.index, code++, b)) == escape) {
-            col += escape;
+    // Columns are collected first: which codes are escapes cannot be predicted, so this takes no branch on it.
+    constexpr int64_t MOST = 256;
+    int64_t           cols[MOST];
+    for (int64_t k = 0; k < n; k += MOST) {
+        const int64_t wanted = std::min(n - k, MOST);
+        for (int64_t found = 0; found < wanted;) {
+            const uint32_t c      = delta_code(arrays_.index, code++, b);
+            const int64_t  stored = c != escape;
+            col += c + stored;
+            cols[found] = col;
+            found += stored;
         }
-        col += c + 1;
-        f(col);
+        for (int64_t i = 0; i < wanted; i++) {
+            f(cols[i]);
+        }
     }
 }
 

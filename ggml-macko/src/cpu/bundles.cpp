@@ -52,8 +52,7 @@ public:
     // Appends the group's bundles to out. false if a bundle has too many vectors.
     bool pack(int64_t group, std::vector<uint8_t> * out) {
         const int64_t begin = group * BUNDLE_ROWS, end = std::min(begin + BUNDLE_ROWS, view_.desc().rows);
-        cols_.clear();
-        quants_.clear();
+        entries_.clear();
         pieces_.clear();
         for (int64_t r = begin; r < end; r++) {
             add_row(r, static_cast<uint8_t>(r - begin));
@@ -72,8 +71,7 @@ private:
 
     const packed_view &   view_;
     const int32_t         type_;
-    std::vector<uint16_t> cols_;
-    std::vector<int8_t>   quants_;
+    std::vector<int32_t>  entries_; // column * 256 + q as a byte
     std::vector<piece>    pieces_;
     std::vector<uint32_t> order_, starts_;
 
@@ -82,28 +80,26 @@ private:
         const auto *          blocks = static_cast<const uint8_t *>(a.values);
         int64_t               k      = a.row_ptr[r];
         int64_t               stop   = k; // end of the piece
-        int8_t                q[QUANT_BLOCK];
-        size_t                n = cols_.size();
-        cols_.resize(n + static_cast<size_t>(a.row_ptr[r + 1] - k));
-        quants_.resize(cols_.size());
+        uint8_t               q[QUANT_BLOCK];
+        size_t                n = entries_.size();
+        entries_.resize(n + static_cast<size_t>(a.row_ptr[r + 1] - k));
         view_.for_each_column(r, [&](int64_t col) {
             if (k == stop) {
                 end_piece(n);
                 const int64_t   block = k / QUANT_BLOCK;
                 const uint8_t * bytes = blocks + block * quant_block_nbytes(type_);
                 for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-                    q[i] = static_cast<int8_t>(quant_at(bytes, type_, i));
+                    q[i] = static_cast<uint8_t>(quant_at(bytes, type_, i));
                 }
                 stop = (block + 1) * QUANT_BLOCK;
                 pieces_.push_back({ static_cast<int32_t>(n), 0, quant_scale_bits(bytes), row });
             }
-            cols_[n]   = static_cast<uint16_t>(col);
-            quants_[n] = q[k++ % QUANT_BLOCK];
-            n += quants_[n] != 0;
+            const uint8_t here = q[k++ % QUANT_BLOCK];
+            entries_[n]        = static_cast<int32_t>(col << 8 | here);
+            n += here != 0;
         });
         end_piece(n);
-        cols_.resize(n);
-        quants_.resize(n);
+        entries_.resize(n);
     }
 
     // the last piece has the non-zeros up to n
@@ -116,8 +112,8 @@ private:
         }
     }
 
-    int first_col(uint32_t i) const { return cols_[static_cast<size_t>(pieces_[i].first)]; }
-    int last_col(uint32_t i) const { return cols_[static_cast<size_t>(pieces_[i].first + pieces_[i].n - 1)]; }
+    int first_col(uint32_t i) const { return entries_[static_cast<size_t>(pieces_[i].first)] >> 8; }
+    int last_col(uint32_t i) const { return entries_[static_cast<size_t>(pieces_[i].first + pieces_[i].n - 1)] >> 8; }
 
     // by the first column, and among SORTED of them by the last one
     void sort() {
@@ -142,24 +138,24 @@ private:
         }
     }
 
-    // the pieces of a bundle, with columns behind their last that no window reaches
+    // the entries of a bundle, and behind each piece's last some of a column that no window reaches
     struct pieces_in_bundle {
-        int32_t col[BUNDLE_PIECES][QUANT_BLOCK + 4];
-        int8_t  q[BUNDLE_PIECES][QUANT_BLOCK + 4];
+        int32_t entries[BUNDLE_PIECES][QUANT_BLOCK + 4];
         int     at[BUNDLE_PIECES]; // the next of each
 
         int next_column() const {
-            return std::min(std::min(col[0][at[0]], col[1][at[1]]), std::min(col[2][at[2]], col[3][at[3]]));
+            const auto next = [this](int i) { return entries[i][at[i]]; };
+            return std::min(std::min(next(0), next(1)), std::min(next(2), next(3))) >> 8;
         }
-        // the next four of each piece, as far as they are in the window
-        void take(int base, uint8_t * places, int8_t * quants) {
+        // the next four of each piece, as far as they are in the window: place * 256 + q as a byte, or 0
+        void take(int window, int16_t * slots) {
             for (int i = 0; i < BUNDLE_PIECES; i++) {
-                int n = 0;
-                for (int s = 0; s < 4; s++) {
-                    const int place   = col[i][at[i] + s] - base;
-                    const int here    = place < WINDOW;
-                    places[4 * i + s] = static_cast<uint8_t>(place & -here);
-                    quants[4 * i + s] = static_cast<int8_t>(q[i][at[i] + s] & -here);
+                const int32_t * next = entries[i] + at[i];
+                int             n    = 0;
+                for (int s = 0; s < STEP_SLOTS / BUNDLE_PIECES; s++) {
+                    const int32_t slot                        = next[s] - (window << 8);
+                    const int32_t here                        = slot < WINDOW << 8;
+                    slots[STEP_SLOTS / BUNDLE_PIECES * i + s] = static_cast<int16_t>(slot & -here);
                     n += here;
                 }
                 at[i] += n;
@@ -177,53 +173,49 @@ private:
             if (first + i < order_.size()) {
                 const piece & p = pieces_[order_[first + i]];
                 n               = static_cast<size_t>(p.n);
-                std::copy_n(cols_.data() + p.first, n, pieces.col[i]);
-                std::copy_n(quants_.data() + p.first, n, pieces.q[i]);
+                std::copy_n(entries_.data() + p.first, n, pieces.entries[i]);
                 header.scale[i] = type_ == GGML_MACKO_TYPE_Q4_NL ? p.scale & 0xfffe : p.scale;
                 header.row[i]   = p.row;
             }
-            std::fill_n(pieces.col[i] + n, 4, NO_COLUMN);
-            std::fill_n(pieces.q[i] + n, 4, int8_t(0));
+            std::fill_n(pieces.entries[i] + n, 4, NO_COLUMN << 8);
         }
         const size_t at = out->size();
         out->resize(at + sizeof(header));
-        int base     = pieces.next_column();
-        header.first = static_cast<uint16_t>(base);
-        int n_steps  = 0;
-        for (int least = base; least != NO_COLUMN; n_steps++) {
-            const int delta = std::min(least - base, 255); // a window that is farther away takes several steps
-            uint8_t   places[STEP_SLOTS];
-            int8_t    quants[STEP_SLOTS];
-            base += delta;
-            pieces.take(base, places, quants);
-            add_step(n_steps, delta, places, quants, out);
-            least = pieces.next_column();
+        int window    = pieces.next_column();
+        header.first  = static_cast<uint16_t>(window);
+        int n_vectors = 0;
+        for (int least = window; least != NO_COLUMN; n_vectors++) {
+            uint8_t deltas[2];
+            int16_t slots[2][STEP_SLOTS] = {};
+            for (int step = 0; step < 2; step++) {
+                // 0 where all are taken; a window that is farther away takes several steps
+                deltas[step] = static_cast<uint8_t>(least == NO_COLUMN ? 0 : std::min(least - window, 255));
+                window += deltas[step];
+                pieces.take(window, slots[step]);
+                least = pieces.next_column();
+            }
+            add_vector(deltas, slots, out);
         }
-        const int n_vectors = (n_steps + 1) / 2;
-        header.n_vectors    = static_cast<uint8_t>(n_vectors);
+        header.n_vectors = static_cast<uint8_t>(n_vectors);
         memcpy(out->data() + at, &header, sizeof(header));
         return n_vectors <= 255;
     }
 
-    void add_step(int step, int delta, const uint8_t * place, const int8_t * q, std::vector<uint8_t> * out) {
-        const auto nbytes = static_cast<size_t>(bundle_vector_nbytes(type_));
-        if (step % 2 == 0) {
-            out->resize(out->size() + nbytes);
-        }
-        uint8_t * v     = out->data() + out->size() - nbytes;
-        const int shift = step % 2 * 4;
-        v[step % 2]     = static_cast<uint8_t>(delta);
+    void add_vector(const uint8_t * deltas, const int16_t (*slots)[STEP_SLOTS], std::vector<uint8_t> * out) {
+        uint8_t vector[bundle_vector_nbytes(GGML_MACKO_TYPE_Q8_0)] = { deltas[0], deltas[1] };
         for (int i = 0; i < STEP_SLOTS; i++) {
-            v[2 + i] = static_cast<uint8_t>(v[2 + i] | place[i] << shift);
+            vector[2 + i] = static_cast<uint8_t>(slots[0][i] >> 8 | slots[1][i] >> 8 << 4);
         }
+        uint8_t * q = vector + 2 + STEP_SLOTS;
         for (int i = 0; i < STEP_SLOTS; i++) {
-            if (type_ != GGML_MACKO_TYPE_Q4_0) {
-                v[18 + step % 2 * STEP_SLOTS + i] = static_cast<uint8_t>(q[i]);
+            if (type_ == GGML_MACKO_TYPE_Q4_0) {
+                q[i] = static_cast<uint8_t>(((slots[0][i] + 8) & 15) | (slots[1][i] + 8) << 4);
             } else {
-                v[18 + i] =
-                    static_cast<uint8_t>(step % 2 == 0 ? (q[i] + 8) | 0x80 : (v[18 + i] & 15) | (q[i] + 8) << 4);
+                q[i]              = static_cast<uint8_t>(slots[0][i]);
+                q[STEP_SLOTS + i] = static_cast<uint8_t>(slots[1][i]);
             }
         }
+        out->insert(out->end(), vector, vector + bundle_vector_nbytes(type_));
     }
 };
 

@@ -174,7 +174,7 @@ private:
                 const piece & p = pieces_[order_[first + i]];
                 n               = static_cast<size_t>(p.n);
                 std::copy_n(entries_.data() + p.first, n, pieces.entries[i]);
-                header.scale[i] = type_ == GGML_MACKO_TYPE_Q4_NL ? p.scale & 0xfffe : p.scale;
+                header.scale[i] = p.scale;
                 header.row[i]   = p.row;
             }
             std::fill_n(pieces.entries[i] + n, 4, NO_COLUMN << 8);

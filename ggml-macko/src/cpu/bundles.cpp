@@ -28,11 +28,12 @@ int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type) {
     if (!is_quant_type(value_type) || desc.cols > BUNDLE_COLS || density < 0.05) {
         return 0;
     }
-    constexpr double margin  = 1.15;
+    constexpr double margin  = 1.05;
     const int64_t    pieces  = desc.rows + desc.nnz / QUANT_BLOCK;
     const int64_t    bundles = pieces / BUNDLE_PIECES + n_bundle_groups(desc.rows);
-    const auto       vectors =
-        static_cast<int64_t>(static_cast<double>(desc.nnz) / (2 * STEP_SLOTS) / fill_of(density) * margin) + bundles;
+    // of those with which a bundle ends, half of the steps are empty
+    const double full    = static_cast<double>(desc.nnz) / (2 * STEP_SLOTS) / fill_of(density);
+    const auto   vectors = static_cast<int64_t>((full + static_cast<double>(bundles) / 2) * margin);
     return bundles * static_cast<int64_t>(sizeof(bundle_header)) + vectors * bundle_vector_nbytes(value_type);
 }
 

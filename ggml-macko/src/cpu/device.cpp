@@ -11,11 +11,11 @@
 #include "host/log.h"
 #include "host/planned-buffer.h"
 #include "host/running-ops.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <sys/mman.h>
 
 namespace macko::cpu {
 
@@ -93,7 +93,7 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
                                          static_cast<double>(size) / 1024 / 1024);
         return nullptr;
     }
-    madvise(memory, size, MADV_HUGEPAGE);
+    platform::use_huge_pages(memory, size);
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 

@@ -2,13 +2,12 @@
 #include "host/log.h"
 #include "host/rpc-message.h"
 #include "load/matrix-file.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
-#include <malloc.h>
 #include <map>
-#include <sys/mman.h>
 
 namespace macko::cpu {
 
@@ -16,14 +15,11 @@ namespace {
 
 struct unmap {
     size_t nbytes;
-    void   operator()(void * memory) const { munmap(memory, nbytes); }
+    void   operator()(void * memory) const { platform::unmap_memory(memory, nbytes); }
 };
 using mapping = std::unique_ptr<void, unmap>;
 
-mapping map_memory(size_t nbytes, int flags) {
-    void * memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
-    return mapping(memory == MAP_FAILED ? nullptr : memory, { nbytes });
-}
+mapping map_memory(size_t nbytes, bool reserve) { return mapping(platform::map_memory(nbytes, reserve), { nbytes }); }
 
 // A sparse weight that arrives or has arrived.
 struct incoming : rpc_weight {
@@ -88,12 +84,12 @@ int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     if (const int status = check_place(buffer, at, matrix)) {
         return status;
     }
-    mapping memory = map_memory(weight_nbytes(matrix), 0);
+    mapping memory = map_memory(weight_nbytes(matrix), true);
     if (!memory) {
         return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: cannot allocate %.2f MiB for a sparse weight",
                     matrix.name.c_str(), static_cast<double>(weight_nbytes(matrix)) / 1048576);
     }
-    madvise(memory.get(), weight_nbytes(matrix), MADV_HUGEPAGE); // as for a local weight
+    platform::use_huge_pages(memory.get(), weight_nbytes(matrix)); // as for a local weight
     auto * m = static_cast<weight *>(memory.get());
     weight_init(m, matrix);
     weight_packer packer(*m);
@@ -142,7 +138,7 @@ int take_piece(buffer_context & buffer, const ggml_tensor * tensor, const rpc_me
         return GGML_MACKO_STATUS_OK;
     }
     const int status = finish(buffer, at, &w);
-    malloc_trim(0); // large blocks have come and gone, here and in the server, which glibc would keep
+    platform::trim_heap(); // large blocks have come and gone, here and in the server
     if (status == GGML_MACKO_STATUS_OK) {
         w.result = {};
     }
@@ -238,7 +234,7 @@ void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
     if (value != 0) {
         memset(context.memory.get(), value, context.nbytes);
     } else { // reads as zeros, and takes no memory
-        madvise(context.memory.get(), context.nbytes, MADV_DONTNEED);
+        platform::discard_memory(context.memory.get(), context.nbytes);
     }
 }
 
@@ -260,13 +256,13 @@ const ggml_backend_buffer_i buffer_iface = {
 
 ggml_backend_buffer_t rpc_buffer_alloc(ggml_backend_buffer_type_t buft, size_t size) {
     size           = std::max(size, size_t(1));
-    mapping memory = map_memory(size, MAP_NORESERVE);
+    mapping memory = map_memory(size, false);
     if (!memory) {
         log_error("ggml-macko: cannot reserve %.2f MiB of addresses\n", static_cast<double>(size) / 1048576);
         return nullptr;
     }
     // Small dense tensors lie between the places of sparse weights, which must not become memory with them.
-    madvise(memory.get(), size, MADV_NOHUGEPAGE);
+    platform::use_small_pages(memory.get(), size);
     auto * context = new buffer_context{ std::move(memory), size, {} };
     return ggml_backend_buffer_init(buft, buffer_iface, context, size);
 }

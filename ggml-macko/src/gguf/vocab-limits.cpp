@@ -10,7 +10,7 @@ namespace macko {
 
 bool spreads_over_buckets(const std::vector<size_t> & hashes) {
     std::vector<uint32_t> items;
-    // an empty table chooses its sizes as llama.cpp's does: both are libstdc++'s
+    // an empty table chooses its sizes as llama.cpp's does: both are of one standard library
     std::unordered_set<int> table;
     for (size_t n_buckets = table.bucket_count();; n_buckets = table.bucket_count()) {
         const size_t n = std::min(hashes.size(), n_buckets); // a table has no more items than buckets
@@ -25,7 +25,7 @@ bool spreads_over_buckets(const std::vector<size_t> & hashes) {
         if (n_buckets >= hashes.size()) {
             return true;
         }
-        table.rehash(2 * n_buckets);
+        table.rehash(n_buckets == 1 ? 2 : 2 * n_buckets + 1); // libc++ begins with 0 buckets, and takes primes above 2
     }
 }
 

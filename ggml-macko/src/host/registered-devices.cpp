@@ -1,21 +1,11 @@
 #include "host/registered-devices.h"
-
-#include <dlfcn.h>
+#include "platform/platform.h"
 
 namespace macko {
 
 // The plugin is not linked to libggml, which has the list of devices; Python loads it without making its symbols
 // global.
-static void * find_function(const char * name) {
-    void * function = dlsym(RTLD_DEFAULT, name);
-    if (!function) {
-        if (void * library = dlopen("libggml.so.0", RTLD_NOW | RTLD_NOLOAD)) {
-            function = dlsym(library, name);
-            dlclose(library); // the process keeps it
-        }
-    }
-    return function;
-}
+static void * find_function(const char * name) { return platform::find_function("ggml", name); }
 
 std::vector<ggml_backend_dev_t> registered_devices() {
     const auto count = reinterpret_cast<decltype(&ggml_backend_dev_count)>(find_function("ggml_backend_dev_count"));

@@ -4,11 +4,11 @@
 #include "host/registered-devices.h"
 #include "host/rpc-message.h"
 #include "load/matrix-file.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <sys/random.h>
 
 namespace macko {
 
@@ -44,8 +44,8 @@ struct server {
 // Asks whether the plugin runs on the server of a buffer; weight lies in it. VERSION_MISMATCH: another version does.
 int ask(const ggml_tensor * weight, bool * is_ours) {
     rpc_message hello = rpc_make_message(rpc_kind::HELLO);
-    if (getrandom(hello.challenge, sizeof(hello.challenge), 0) != sizeof(hello.challenge)) {
-        return fail(GGML_MACKO_STATUS_IO, "getrandom: %s", strerror(errno));
+    if (!platform::random_bytes(hello.challenge, sizeof(hello.challenge))) {
+        return fail(GGML_MACKO_STATUS_IO, "no random bytes: %s", strerror(errno));
     }
     rpc_hello         answer  = {};
     const ggml_tensor carrier = rpc_message_tensor(weight, hello, sizeof(answer));

@@ -227,18 +227,13 @@ struct found_matrices {
 
 } // namespace
 
-static bool is_same(const struct stat & a, const struct stat & b) {
-    return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size &&
-           a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
-}
-
 int compress_weights(model_file * file, bool bit_exact) {
     static found_matrices             last;
     const std::lock_guard<std::mutex> lock(last.mutex);
     const bool                        known =
         last.bit_exact == bit_exact && last.files.size() == file->parts.size() &&
         std::equal(last.files.begin(), last.files.end(), file->parts.begin(),
-                   [](const struct stat & a, const file_part & part) { return is_same(a, part.opened); });
+                   [](const struct stat & a, const file_part & part) { return is_same_file(a, part.opened); });
     if (!known) {
         last.files.clear();
         last.matrices.clear();

@@ -4,6 +4,7 @@
 #include "codec/team.h"
 #include "gguf/append.h"
 #include "load/payload.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -11,7 +12,6 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <sys/random.h>
 
 namespace macko {
 
@@ -137,21 +137,6 @@ static std::vector<uint8_t> dense_header(const model_file & file, const std::vec
     return out;
 }
 
-static int random_bytes(uint8_t * out, size_t n) {
-    while (n > 0) {
-        const ssize_t got = getrandom(out, n, 0);
-        if (got < 0) {
-            if (errno == EINTR) {
-                continue;
-            }
-            return fail(GGML_MACKO_STATUS_IO, "getrandom: %s", strerror(errno));
-        }
-        out += got;
-        n -= static_cast<size_t>(got);
-    }
-    return GGML_MACKO_STATUS_OK;
-}
-
 dense_stream::dense_stream(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
 dense_stream::~dense_stream() = default;
 
@@ -167,8 +152,8 @@ int dense_stream::create(const model_file & file, std::unique_ptr<dense_stream> 
         }
     }
     auto p = std::make_unique<impl>(file);
-    if (const int status = random_bytes(p->nonce, sizeof(p->nonce))) {
-        return status;
+    if (!platform::random_bytes(p->nonce, sizeof(p->nonce))) {
+        return fail(GGML_MACKO_STATUS_IO, "no random bytes: %s", strerror(errno));
     }
 
     const int64_t                  alignment = file.header.alignment;
@@ -375,7 +360,7 @@ static ssize_t stream_read(void * c, char * buffer, size_t n) noexcept {
     return static_cast<ssize_t>(len);
 }
 
-static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
+static int stream_seek(void * c, int64_t * offset, int whence) noexcept {
     cookie * k = static_cast<cookie *>(c);
     if (whence == SEEK_CUR && *offset == 0) {
         *offset = k->file->reported_offset(k->pos);
@@ -383,7 +368,7 @@ static int stream_seek(void * c, off64_t * offset, int whence) noexcept {
     }
     const int64_t base = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? k->pos : k->file->size();
     int64_t       to   = 0;
-    if (!checked_add(base, static_cast<int64_t>(*offset), &to) || to < 0 || to > k->file->size()) {
+    if (!checked_add(base, *offset, &to) || to < 0 || to > k->file->size()) {
         errno = EINVAL;
         return -1;
     }
@@ -403,13 +388,9 @@ FILE * dense_stream::open_stream() {
     std::unique_ptr<char[]> memory(new (std::nothrow) char[STREAM_NBYTES]);
     char *                  buffer = memory.get();
     impl_->stream_buffers.push_back(std::move(memory));
-    cookie_io_functions_t hooks = {};
-    hooks.read                  = stream_read;
-    hooks.seek                  = stream_seek;
-    hooks.close                 = stream_close;
-    FILE * stream               = fopencookie(k.get(), "rb", hooks);
+    FILE * stream = platform::open_stream(k.get(), { stream_read, stream_seek, stream_close });
     if (stream == nullptr) {
-        (void)fail(GGML_MACKO_STATUS_IO, "fopencookie: %s", strerror(errno));
+        (void)fail(GGML_MACKO_STATUS_IO, "no stream: %s", strerror(errno));
         return nullptr;
     }
     k.release();  // from here on stream_close deletes it

@@ -36,7 +36,7 @@ public:
         int64_t n, nbytes_stored, nbytes_dense;
     };
     dense_reads decoded() const;
-    // an fopencookie stream, or nullptr and the last error; the caller closes it before this object is destroyed
+    // a stdio stream, or nullptr and the last error; the caller closes it before this object is destroyed
     FILE * open_stream();
     // index of the sparse matrix if data starts with a placeholder of this load, else -1
     int64_t match_placeholder(const void * data, size_t n) const;

@@ -1,6 +1,7 @@
 // Opens the files of a model and reads across them. A model that llama-gguf-split has split consists of N files
 // NAME-00001-of-0000N.gguf, of which the first has the metadata.
 #include "load/model-file.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -23,8 +24,9 @@ model_file::~model_file() {
 int64_t model_file::size() const { return parts.empty() ? 0 : parts.back().begin + parts.back().opened.st_size; }
 
 static int read_part(const file_part & part, int64_t offset, uint8_t * out, int64_t n) {
+    constexpr int64_t most = 1 << 30; // macOS refuses to read more than INT_MAX bytes at once
     while (n > 0) {
-        const ssize_t got = pread(part.fd, out, static_cast<size_t>(n), offset);
+        const ssize_t got = pread(part.fd, out, static_cast<size_t>(std::min(n, most)), offset);
         if (got < 0) {
             if (errno == EINTR) {
                 continue;
@@ -62,15 +64,19 @@ int model_file::read(int64_t offset, void * dst, int64_t n) const {
     return GGML_MACKO_STATUS_OK;
 }
 
+bool is_same_file(const struct stat & a, const struct stat & b) {
+    const timespec of_a = platform::modification_time(a), of_b = platform::modification_time(b);
+    return a.st_dev == b.st_dev && a.st_ino == b.st_ino && a.st_size == b.st_size && of_a.tv_sec == of_b.tv_sec &&
+           of_a.tv_nsec == of_b.tv_nsec;
+}
+
 int model_file::check_unchanged() const {
     for (const file_part & part : parts) {
         struct stat now = {};
         if (fstat(part.fd, &now) != 0) {
             return fail(GGML_MACKO_STATUS_IO, "%s: %s", part.path.c_str(), strerror(errno));
         }
-        const struct stat & was = part.opened;
-        if (now.st_dev != was.st_dev || now.st_ino != was.st_ino || now.st_size != was.st_size ||
-            now.st_mtim.tv_sec != was.st_mtim.tv_sec || now.st_mtim.tv_nsec != was.st_mtim.tv_nsec) {
+        if (!is_same_file(now, part.opened)) {
             return fail(GGML_MACKO_STATUS_FILE_CHANGED, "%s: the file changed while it was read", part.path.c_str());
         }
     }
@@ -84,7 +90,7 @@ int model_file::open(const char * file_path) {
     part.path        = file_path;
     // Without O_NONBLOCK, opening a FIFO that has no writer would block.
     part.fd              = ::open(file_path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
-    const bool is_socket = part.fd < 0 && errno == ENXIO; // or a device that has no driver
+    const bool is_socket = part.fd < 0 && platform::is_socket_error(errno);
     if (!is_socket && (part.fd < 0 || fstat(part.fd, &part.opened) != 0)) {
         return fail(GGML_MACKO_STATUS_IO, "%s", strerror(errno));
     }

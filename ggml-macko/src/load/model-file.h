@@ -59,6 +59,8 @@ struct model_file : byte_source {
     // opens the other files of a split model, if header says that it is one; their tensors join header's
     [[nodiscard]] int append_parts();
 };
+// inode, size and mtime
+bool is_same_file(const struct stat & a, const struct stat & b);
 // *count = 1 for a model that is not split
 [[nodiscard]] int split_count(const gguf_header & header, int64_t * count);
 

@@ -1,6 +1,6 @@
-// LD_PRELOAD library: lets any program that is linked to libllama.so open sparse GGUF files with
-// llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of
-// libggml-macko.so (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
+// Preloaded library: lets any program that is linked to a shared libllama open sparse GGUF files with
+// llama_model_load_from_file. Dense files are passed to the original function. GGML_MACKO_PLUGIN is the path of the
+// plugin (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
 // and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
 // sparse weight on a device of another backend is an error, and with GGML_MACKO_STRICT=1 a sparse file of an
 // architecture without rules.
@@ -8,10 +8,10 @@
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
 // first model is loaded if the program does not call ggml_backend_load_all.
-#define _GNU_SOURCE
+#include "platform/replace.h"
+
 #include "ggml-macko.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -58,8 +58,8 @@ static void load_plugin(void) {
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-__attribute__((visibility("default"))) void ggml_backend_load_all(void) {
-    const backend_load_all_t original = (backend_load_all_t)dlsym(RTLD_NEXT, "ggml_backend_load_all");
+REPLACEMENT(void, ggml_backend_load_all, (void)) {
+    const backend_load_all_t original = (backend_load_all_t)ORIGINAL(ggml_backend_load_all);
     if (original) {
         original();
         pthread_once(&once, load_plugin);
@@ -71,13 +71,12 @@ static int is_set(const char * variable) {
     return value && strcmp(value, "1") == 0;
 }
 
-__attribute__((visibility("default"))) struct llama_model * llama_model_load_from_file(const char *      path,
-                                                                                       struct any_params params) {
+REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path, struct any_params params)) {
     pthread_once(&once, load_plugin);
     struct ggml_macko_llama llama = {
-        .load_from_file     = (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file"),
-        .load_from_file_ptr = (function_t)dlsym(RTLD_NEXT, "llama_model_load_from_file_ptr"),
-        .model_free         = (function_t)dlsym(RTLD_NEXT, "llama_model_free"),
+        .load_from_file     = (function_t)ORIGINAL(llama_model_load_from_file),
+        .load_from_file_ptr = (function_t)OTHER(llama_model_load_from_file_ptr),
+        .model_free         = (function_t)OTHER(llama_model_free),
     };
     if (!llama.load_from_file || !llama.load_from_file_ptr || !llama.model_free) {
         fprintf(stderr, "ggml-macko: this program is not linked to a shared libllama\n");
@@ -90,8 +89,8 @@ __attribute__((visibility("default"))) struct llama_model * llama_model_load_fro
                       (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
                       (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0) |
                       (is_set("GGML_MACKO_STRICT") ? GGML_MACKO_LOAD_STRICT : 0);
-    const function_t     default_params = (function_t)dlsym(RTLD_NEXT, "llama_model_default_params");
-    const int32_t        has_load_mode  = dlsym(RTLD_NEXT, "llama_load_mode_name") != NULL;
+    const function_t     default_params = (function_t)OTHER(llama_model_default_params);
+    const int32_t        has_load_mode  = OTHER(llama_load_mode_name) != NULL;
     struct llama_model * model          = NULL;
     if (plugin.find_params_layout(default_params, has_load_mode, &llama.params) ||
         plugin.load_model(path, (const struct llama_model_params *)&params, flags, &llama, &model)) {

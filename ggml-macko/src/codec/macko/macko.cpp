@@ -1,15 +1,7 @@
 #include "codec/macko/macko.h"
+#include "platform/platform.h"
 
 #include <cstring>
-
-// The hot loops below vectorise; on x86-64 they are compiled twice and the CPU picks (gcc's ifunc; sanitizers cannot
-// start with it).
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define MACKO_CLONES __attribute__((target_clones("default", "avx2")))
-#else
-#define MACKO_CLONES
-#endif
 
 namespace macko {
 

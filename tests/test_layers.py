@@ -17,10 +17,11 @@ PACKAGE = generators.ROOT / "python" / "ggml_macko"
 SOURCES = generators.ROOT / "ggml-macko" / "src"
 
 # package -> what it may import, besides itself and what needs nothing of the package
-BASE = {"errors", "console", "values", "regular_files"}
+BASE = {"errors", "console", "system", "values", "regular_files"}
 PYTHON = {
     "errors": set(),
     "console": set(),
+    "system": set(),
     "values": set(),
     "regular_files": set(),
     "_ffi": set(),

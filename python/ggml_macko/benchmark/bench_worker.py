@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 
@@ -26,16 +25,9 @@ class Sample:
     gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there, or without a GPU
 
 
-def peak_rss() -> int:
-    """Peak of this process's resident memory, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM")
-
-
 def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> Sample:
     """Loads a model, then times n_prompt tokens in one batch and n_gen tokens one by one. gpu_layers: -1 is all."""
+    from .. import system
     from ..llama import Llama
     from ..native import devices
 
@@ -74,7 +66,7 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
         load_s=load_s,
         prompt_tps=prompt_tps,
         gen_tps=gen_tps,
-        rss=peak_rss(),
+        rss=system.peak_rss(),
         gpu_memory=free_before - gpu_free() if on_gpu else None,
     )
 

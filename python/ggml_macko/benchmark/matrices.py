@@ -16,7 +16,7 @@ from typing import Callable, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .. import console, errors
+from .. import console, errors, system
 from ..codecs import ggml_quants
 from ..native.cpu import CpuMatrix
 from ..sparse_matrix import SparseMatrix
@@ -46,7 +46,7 @@ class GgmlMatVec:
 
     def __init__(self, type_id: int, rows: int, cols: int, n_copies: int) -> None:
         self._base = base = ggml_quants.library()
-        self._cpu = ctypes.CDLL("libggml-cpu.so.0")
+        self._cpu = system.ggml_library("ggml-cpu")
         self._declare()
         nbytes = base.ggml_row_size(type_id, cols) * rows
         mem_size = n_copies * (nbytes + 64 * (rows + cols) + (1 << 16)) + (64 << 20)

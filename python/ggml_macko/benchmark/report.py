@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import console
+from .. import console, system
 from ..benchmark import plot
 from ..benchmark.bench_worker import Sample
 from ..benchmark.forms import Form, Forms, Recipe
@@ -73,7 +73,7 @@ def report(
 
     Logs its progress. Raises MackoError or OSError.
     """
-    n_threads = n_threads or len(os.sched_getaffinity(0))
+    n_threads = n_threads or system.available_cores()
     dense, text = Path(dense), Path(text)
     with contextlib.ExitStack() as stack:
         outputs = {}

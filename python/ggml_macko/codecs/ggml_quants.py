@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, TypeVar
@@ -12,6 +11,7 @@ from typing import Callable, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from .. import system
 from ..values import Array, to_float
 
 Item = TypeVar("Item")
@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
     """libggml-base, the copy that libllama uses."""
     import llama_cpp  # noqa: F401  loads it
 
-    base = ctypes.CDLL("libggml-base.so.0")
+    base = system.ggml_library("ggml-base")
     pointer, i64 = ctypes.c_void_p, ctypes.c_int64
     for name, result, arguments in (
         ("ggml_row_size", ctypes.c_size_t, [ctypes.c_int, i64]),
@@ -79,5 +79,5 @@ def quantize(
 
 def in_threads(do: Callable[[Item], Result], items: Iterable[Item], n_threads: int = 0) -> list[Result]:
     """do(item) of all items, in their order; n_threads 0: all cores."""
-    with ThreadPoolExecutor(n_threads if n_threads > 0 else len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(n_threads if n_threads > 0 else system.available_cores()) as pool:
         return list(pool.map(do, items))

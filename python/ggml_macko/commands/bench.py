@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import console, errors
+from .. import console, errors, system
 from ..benchmark import bench_gpu, plot
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
@@ -111,7 +110,7 @@ def parse_densities(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    threads = args.threads or len(os.sched_getaffinity(0))
+    threads = args.threads or system.available_cores()
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
         raise errors.usage_error("-r must be at least 1; -p and -n must not be negative")
     if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
+from .. import system
 from ..commands import run as run_command
 
 HELP = "print the environment variables that `macko run` sets"
@@ -12,7 +13,7 @@ HELP = "print the environment variables that `macko run` sets"
 
 def shell_line(name: str, value: str) -> str:
     """Keeps what is preloaded already."""
-    rest = "${LD_PRELOAD:+:$LD_PRELOAD}" if name == "LD_PRELOAD" else ""
+    rest = f"${{{name}:+:${name}}}" if name == system.PRELOAD_VARIABLE else ""
     return f"export {name}={shlex.quote(value)}{rest}"
 
 

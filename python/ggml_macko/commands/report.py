@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from .. import console, errors
+from .. import console, errors, system
 from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
@@ -151,7 +151,7 @@ def parse_conversion(text: str, n_threads: int) -> Recipe:
 def run(args: argparse.Namespace) -> int:
     if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0 or args.chunks == 0:
         raise errors.usage_error("-r must be at least 1, --chunks not 0; -p and -n must not be negative")
-    n_threads = args.threads or len(os.sched_getaffinity(0))
+    n_threads = args.threads or system.available_cores()
     with contextlib.ExitStack() as stack:
         opened = None
         if args.card:

@@ -7,7 +7,7 @@ import os
 import pathlib
 import signal
 
-from .. import errors
+from .. import errors, system
 from ..commands.arguments import add_hub, add_strict
 from ..huggingface.hub import download
 from ..native import bindings
@@ -18,14 +18,15 @@ RPC_SERVERS = ("rpc-server", "ggml-rpc-server")
 
 
 def variables(options: bindings.LoadOptions) -> dict[str, str]:
-    """What a program needs in its environment. LD_PRELOAD is ours alone: the caller joins it with another one."""
+    """What a program needs in its environment. Only we are preloaded there: the caller adds what else is."""
     for path in (bindings.PRELOAD_PATH, bindings.LIBRARY_PATH):
         if not path.exists():
             raise errors.error(errors.IO, f"{path} is missing: install ggml-macko again")
-        if set(str(path)) & set(" :\t\n"):  # the dynamic linker would take it for two paths, and only warn
-            raise errors.error(errors.IO, f"{path}: LD_PRELOAD cannot name a path with a space or a colon")
+        if set(str(path)) & set(system.PRELOAD_SEPARATORS):  # the dynamic linker would see two paths, and only warn
+            text = f"{path}: {system.PRELOAD_VARIABLE} cannot name a path with {system.SEPARATORS_TEXT}"
+            raise errors.error(errors.IO, text)
     return {
-        "LD_PRELOAD": str(bindings.PRELOAD_PATH),
+        system.PRELOAD_VARIABLE: str(bindings.PRELOAD_PATH),
         "GGML_MACKO_PLUGIN": str(bindings.LIBRARY_PATH),
         **{name: "1" for field, name in bindings.VARIABLES.items() if getattr(options, field)},
     }
@@ -77,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     environment = {**os.environ, **variables(load_options(args))}
     if serves_rpc:
         environment["GGML_MACKO_RPC_SERVER"] = "1"
-    if os.environ.get("LD_PRELOAD"):
-        environment["LD_PRELOAD"] += f":{os.environ['LD_PRELOAD']}"
+    if others := os.environ.get(system.PRELOAD_VARIABLE):
+        environment[system.PRELOAD_VARIABLE] += f":{others}"
     for name in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would pass that on
         if name != signal.SIGPIPE or not serves_rpc:  # a client that leaves would end llama.cpp's server
             signal.signal(name, signal.SIG_DFL)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import errors
+from .. import errors, system
 from ..gguf.files import Model
 from ..native import devices
 
@@ -98,10 +98,6 @@ def _nvidia_smi() -> list[DeviceMemory]:
 
 
 def host_memory() -> DeviceMemory | None:
-    """Memory of this machine, as Linux counts what is available."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            numbers = {line.split(":")[0]: int(line.split()[1]) << 10 for line in f}
-        return DeviceMemory("RAM", numbers["MemAvailable"], numbers["MemTotal"])
-    except (OSError, KeyError, ValueError, IndexError):
-        return None
+    """Memory of this machine, None if the system does not tell."""
+    found = system.memory()
+    return found and DeviceMemory("RAM", found.free, found.total)

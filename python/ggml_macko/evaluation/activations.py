@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .. import errors
+from .. import errors, system
 
 MIN_ROWS = 16
 """Rows of the input of a MUL_MAT that counts."""
@@ -82,7 +82,7 @@ class _Ggml:
     """
 
     def __init__(self) -> None:
-        lib = ctypes.CDLL("libggml-base.so.0")  # libllama has loaded this copy already
+        lib = system.ggml_library("ggml-base")  # libllama has loaded this copy already
         lib.ggml_tensor_overhead.restype = ctypes.c_size_t
         lib.ggml_op_name.restype = ctypes.c_char_p
         lib.ggml_op_name.argtypes = [ctypes.c_int]

@@ -8,7 +8,6 @@ here, and likewise for float64, so that the printed figures agree to the last di
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
+from .. import system
 from ..evaluation.text_model import Chunks, Logits, TextModel
 
 Array = npt.NDArray[Any]
@@ -69,7 +69,7 @@ def scored(
     chunks: int32 (chunks, n_ctx), from TextModel.read_chunks. more_of(i): further arrays that score gets of chunk i.
     """
     first = model.n_ctx // 2
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(system.available_cores()) as pool:
         for i, batch in model.batches(chunks):
             logits = model.evaluate(batch, first)
             for k, chunk in enumerate(batch):

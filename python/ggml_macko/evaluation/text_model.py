@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import console, errors
+from .. import console, errors, system
 from ..evaluation.activations import Consumer, Tap
 from ..native import bindings
 from ..regular_files import read_bytes
@@ -96,7 +96,7 @@ class TextModel:
                     errors.LOAD_FAILED, f"{path}: llama.cpp could not load the model; --verbose shows why"
                 )
             on_error.callback(api.llama_model_free, self._model)
-            threads = n_threads or len(os.sched_getaffinity(0))
+            threads = n_threads or system.available_cores()
             params = api.llama_context_default_params()
             params.n_ctx = self.n_seq * n_ctx
             params.n_batch = self.n_batch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
+from .. import system
+
 _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 
@@ -22,7 +24,7 @@ def gpus() -> list[Gpu]:
     from .loader import register
 
     register()
-    ggml, base = ctypes.CDLL("libggml.so.0"), ctypes.CDLL("libggml-base.so.0")
+    ggml, base = system.ggml_library("ggml"), system.ggml_library("ggml-base")
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
     ggml.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]

@@ -12,11 +12,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .. import errors
+from .. import errors, system
 
 PACKAGE = Path(__file__).parent.parent
-LIBRARY_PATH = PACKAGE / "libggml-macko.so"
-PRELOAD_PATH = PACKAGE / "libggml-macko-preload.so"
+LIBRARY_PATH = PACKAGE / system.PLUGIN
+PRELOAD_PATH = PACKAGE / system.PRELOAD
 
 _load_lock = threading.RLock()
 _library: Any = None
@@ -38,8 +38,7 @@ def _not_built(name: str) -> errors.MackoError:
 
 
 def _open_library() -> Any:
-    # the plugin needs the soname libggml-base.so.0, and it must be the copy that libllama uses: importing llama_cpp
-    # loads it
+    # the plugin needs libggml-base, and it must be the copy that libllama uses: importing llama_cpp loads it
     import llama_cpp  # noqa: F401
 
     return ffi().dlopen(str(LIBRARY_PATH))

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .. import errors
+from .. import errors, system
 from ..native import bindings, chat_template
 
 _lock = threading.RLock()
@@ -80,8 +80,7 @@ def fits(version: str) -> bool:
 
 
 def _load_plugin() -> None:
-    # not llama_cpp._ggml.libggml: that is a second copy of the library, with a registry that libllama never sees
-    ggml = ctypes.CDLL("libggml.so.0")
+    ggml = system.ggml_library("ggml")
     ggml.ggml_backend_load.argtypes = [ctypes.c_char_p]
     ggml.ggml_backend_load.restype = ctypes.c_void_p
     ggml.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]

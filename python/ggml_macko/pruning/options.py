@@ -6,7 +6,6 @@ parameter owl_m.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, Union
 
-from .. import errors
+from .. import errors, system
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 
@@ -46,15 +45,10 @@ MIN_HESSIAN_MEMORY = 2 << 30
 def hessian_memory(root: Path = Path("/")) -> int:
     """Bytes for Hessians where no number is given: half of what is free, so that few passes over the text are needed.
 
-    root: where proc/ and sys/ are mounted. A memory limit of a container (cgroup v2) counts.
+    root: where proc/ and sys/ are mounted. A memory limit of a container counts.
     """
-    free = []
-    with contextlib.suppress(OSError):
-        found = re.findall(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
-        free += [int(kib) << 10 for kib in found]
-    group = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    machine, container = system.memory(root), system.container_memory(root)
+    free = [n for n in (machine and machine.free, container) if n is not None]
     return max(min(free, default=0) // 2, MIN_HESSIAN_MEMORY)
 
 

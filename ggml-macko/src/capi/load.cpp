@@ -6,6 +6,7 @@
 #include "host/running-ggml.h"
 
 #include <cstring>
+#include <new>
 
 using namespace macko;
 
@@ -160,24 +161,25 @@ static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
     { 80, 48, 56, 72, 73, 76, 24, -1, -1 }, // and with lazy_mode
 };
 
-// Of the struct that a function returns: on x86-64 it gets the address of a struct of this size and writes all members.
-// The last one is a bool, which never has the value of the filling. 0 on other machines, which pass that address in
-// another way.
+// As any_params, but what cannot be copied is returned in memory for which the caller passes the address.
+struct returned_params {
+    alignas(8) char bytes[any_params::MAX_NBYTES];
+    returned_params(const returned_params &) = delete;
+};
+
+// Of the struct that a function returns: it writes all members to the address that it gets. The last one is a bool,
+// which never has the value of the filling.
 static int32_t nbytes_written(void (*default_params)(void)) {
-#ifdef __x86_64__
-    constexpr char filling = 0x5a;
-    any_params     params;
-    memset(params.bytes, filling, sizeof(params.bytes));
-    reinterpret_cast<void * (*)(void *)>(default_params)(params.bytes);
-    int32_t n = any_params::MAX_NBYTES;
-    while (n > 0 && params.bytes[n - 1] == filling) {
+    constexpr char                filling = 0x5a;
+    alignas(returned_params) char memory[sizeof(returned_params)];
+    memset(memory, filling, sizeof(memory));
+    asm volatile("" : : "r"(memory) : "memory"); // else the filling, which nobody reads, need not be there
+    const auto * params = new (memory) returned_params(reinterpret_cast<returned_params (*)()>(default_params)());
+    int32_t      n      = sizeof(memory);
+    while (n > 0 && params->bytes[n - 1] == filling) {
         n--;
     }
     return (n + 7) / 8 * 8;
-#else
-    (void)default_params;
-    return 0;
-#endif
 }
 
 int ggml_macko_find_params_layout(void (*default_params)(void), int32_t has_load_mode,

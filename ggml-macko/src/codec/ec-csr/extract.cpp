@@ -57,8 +57,12 @@ __attribute__((target("popcnt"))) void count_shared_popcnt(const uint64_t * cons
                                                            int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }
-__attribute__((target("avx512f,avx512vpopcntdq,popcnt,prefer-vector-width=512"))) void
-count_shared_avx512(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words,
+#if defined(__clang__) // knows no preferred width, and would ignore the whole attribute
+__attribute__((target("avx512f,avx512vpopcntdq,popcnt")))
+#else
+__attribute__((target("avx512f,avx512vpopcntdq,popcnt,prefer-vector-width=512")))
+#endif
+void count_shared_avx512(const uint64_t * const * rows, int64_t n, const uint64_t * candidate, int64_t words,
                     int32_t * shared) {
     count_shared_body(rows, n, candidate, words, shared);
 }

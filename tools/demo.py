@@ -140,9 +140,11 @@ def compare_large(folder: pathlib.Path, gpu: bool) -> list[Row]:
 
 
 def print_table(rows: list[Row], gpu: bool, version: str) -> None:
+    from ggml_macko.system import available_cores
+
     found = re.search(r"CPU kernels: ([^,]+), GPU: (.*)", version)
     kernels, gpus = found.groups() if found else ("unknown", "unknown")
-    where = f"GPU: {gpus}" if gpu else f"CPU, {len(os.sched_getaffinity(0))} cores, sparse kernels: {kernels}"
+    where = f"GPU: {gpus}" if gpu else f"CPU, {available_cores()} cores, sparse kernels: {kernels}"
     memory = "gpu_memory" if gpu else "rss"
     table = [
         [

@@ -1,9 +1,9 @@
-"""The inputs of matrix products while llama.cpp evaluates a text: what calibration and SparseGPT measure.
+"""Activations while llama.cpp evaluates a text: what calibration, SparseGPT and skipping measure.
 
-llama.cpp's scheduler calls a function for each node of its graph (cb_eval). For the products whose weight a consumer
-wants, that function hands over the input activations as float32 rows, without a copy where the graph lies in host
-memory. Which products count is llama-imatrix's rule: every MUL_MAT_ID, and each MUL_MAT with a float32 input of at
-least 16 rows. Nothing here keeps activations: memory is that of one micro-batch.
+llama.cpp's scheduler calls a function for each node of its graph (cb_eval); a Tap is what listens. An InputTap hands
+over the inputs of matrix products: for the weights that a consumer wants, the activations as float32 rows, without a
+copy where the graph lies in host memory. Which products count is llama-imatrix's rule: every MUL_MAT_ID, and each
+MUL_MAT with a float32 input of at least 16 rows. Nothing here keeps activations: memory is that of one micro-batch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import errors, system
+from ..values import TYPE_F32
 
 MIN_ROWS = 16
 """Rows of the input of a MUL_MAT that counts."""
@@ -71,12 +73,11 @@ class Tensor(ctypes.Structure):
     ]
 
 
-_TYPE_F32, _TYPE_I32 = 0, 26
 _OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() counts too
 
 
-class _Ggml:
-    """The functions of libggml-base that are needed here, and the ids of the two operations.
+class Ggml:
+    """The functions of libggml-base that are needed here, and the ids of some operations.
 
     Raises MackoError (VERSION_MISMATCH) if its tensors have another size than Tensor.
     """
@@ -86,6 +87,8 @@ class _Ggml:
         lib.ggml_tensor_overhead.restype = ctypes.c_size_t
         lib.ggml_op_name.restype = ctypes.c_char_p
         lib.ggml_op_name.argtypes = [ctypes.c_int]
+        self.glu_op_name = lib.ggml_glu_op_name
+        self.glu_op_name.restype, self.glu_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
         self.nbytes = lib.ggml_nbytes
         self.nbytes.restype, self.nbytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
         self.is_host = lib.ggml_backend_buffer_is_host
@@ -93,18 +96,18 @@ class _Ggml:
         self.get = lib.ggml_backend_tensor_get
         self.get.restype, self.get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         ops: dict[bytes, int] = {}
-        while len(ops) < 1024 and b"MUL_MAT_ID" not in ops:
+        while len(ops) < 1024 and not (b"MUL_MAT_ID" in ops and b"GLU" in ops):
             ops[lib.ggml_op_name(len(ops))] = len(ops)
-        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_NBYTES or b"MUL_MAT_ID" not in ops:
+        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_NBYTES or b"GLU" not in ops:
             raise errors.error(
                 errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for"
             )
-        self.mul_mat, self.mul_mat_id = ops[b"MUL_MAT"], ops[b"MUL_MAT_ID"]
+        self.mul_mat, self.mul_mat_id, self.glu = ops[b"MUL_MAT"], ops[b"MUL_MAT_ID"], ops[b"GLU"]
 
 
 @functools.cache
-def _ggml() -> _Ggml:
-    return _Ggml()
+def _ggml() -> Ggml:
+    return Ggml()
 
 
 @contextmanager
@@ -127,26 +130,36 @@ def signals_held() -> Iterator[None]:
                 signal.raise_signal(caught)
 
 
-class Tap:
-    """Connects llama.cpp's scheduler with a consumer.
+class Tap(ABC):
+    """What llama.cpp's scheduler calls for the nodes of its graph.
 
     `callback` belongs into llama_context_params.cb_eval and must live as long as the context. Each llama_decode must be
-    called within `with tap.evaluation()`. until: the weight after whose product an evaluation ends, if any; logits mean
-    nothing then.
+    called within `with tap.evaluation()`.
     """
 
-    def __init__(self, consumer: Consumer, until: str = "") -> None:
+    def __init__(self) -> None:
         import llama_cpp.llama_cpp as api
 
-        self._consumer = consumer
-        self._until = until
-        self._ggml = _ggml()
+        self.ggml = _ggml()
         self._error: BaseException | None = None
         self.callback = api.ggml_backend_sched_eval_callback(self._on_node)
 
+    @abstractmethod
+    def wants(self, node: Tensor) -> bool:
+        """Whether to call take() when this node has been computed. Called for every node, in the graph's order."""
+
+    @abstractmethod
+    def take(self, address: int, node: Tensor) -> bool:
+        """Takes a node that has been computed; address: where its struct ggml_tensor lies. False ends the evaluation.
+
+        What this or wants() raises stops the evaluation, and TextModel.evaluate raises it.
+        """
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Raises at its end what the consumer raised, and delays signals until then: Python cannot raise through C."""
+        """Raises at its end what wants() or take() raised, and delays signals until then: Python cannot raise through
+        C.
+        """
         self._error = None
         with signals_held():
             yield
@@ -158,27 +171,52 @@ class Tap:
             if self._error is not None:
                 return False
             node = Tensor.from_address(address)
-            return self._is_wanted(node) if ask else self._hand_over(node)
+            return self.wants(node) if ask else self.take(address, node)
         except BaseException as e:
             self._error = e
             return False  # ends this evaluation early
 
-    def _is_wanted(self, node: Tensor) -> bool:
-        if node.op not in (self._ggml.mul_mat, self._ggml.mul_mat_id):
+    def array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
+        """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""
+        t = Tensor.from_address(address)
+        nbytes = self.ggml.nbytes(address)
+        if self.ggml.is_host(t.buffer):
+            data: Any = (ctypes.c_char * nbytes).from_address(t.data)
+        else:
+            data = np.empty(nbytes, dtype=np.uint8)
+            self.ggml.get(address, data.ctypes.data, 0, nbytes)
+        out = np.ndarray(tuple(t.ne)[::-1], dtype, data, strides=tuple(t.nb)[::-1])
+        out.flags.writeable = False
+        return out
+
+
+class InputTap(Tap):
+    """Hands the inputs of matrix products to a consumer.
+
+    until: the weight after whose product an evaluation ends, if any; logits mean nothing then.
+    """
+
+    def __init__(self, consumer: Consumer, until: str = "") -> None:
+        super().__init__()
+        self._consumer = consumer
+        self._until = until
+
+    def wants(self, node: Tensor) -> bool:
+        if node.op not in (self.ggml.mul_mat, self.ggml.mul_mat_id):
             return False
         x = Tensor.from_address(node.src[1])
-        if x.type != _TYPE_F32 or (node.op == self._ggml.mul_mat and x.ne[1] < MIN_ROWS):
+        if x.type != TYPE_F32 or (node.op == self.ggml.mul_mat and x.ne[1] < MIN_ROWS):
             return False
         return self._consumer.wants(weight_name(Tensor.from_address(node.src[0]).name))
 
-    def _hand_over(self, node: Tensor) -> bool:
+    def take(self, address: int, node: Tensor) -> bool:
         w = Tensor.from_address(node.src[0])
-        x = self._array(node.src[1], np.float32)
-        routed = node.op == self._ggml.mul_mat_id
+        x = self.array(node.src[1], np.float32)
+        routed = node.op == self.ggml.mul_mat_id
         weight = Weight(weight_name(w.name), x.shape[3], w.ne[2] * w.ne[3], routed)
         if routed:
             # x: (1, tokens, experts used or 1, cols); ids: (1, 1, tokens, experts used)
-            ids = self._array(node.src[2], np.int32)[0, 0]
+            ids = self.array(node.src[2], np.int32)[0, 0]
             if x.shape[0] != 1 or x.shape[1] != ids.shape[0] or ids.min() < 0 or ids.max() >= weight.n_mat:
                 raise errors.error(errors.LIMIT, f"{weight.name}: the shape of its expert product is not supported")
             for index in np.unique(ids):
@@ -190,19 +228,6 @@ class Tap:
                     index = (i3 % w.ne[3]) * w.ne[2] + i2 % w.ne[2]
                     self._consumer.take(weight, index, x[i3, i2])
         return weight.name != self._until
-
-    def _array(self, address: int, dtype: type[np.float32] | type[np.int32]) -> npt.NDArray[Any]:
-        """The elements of a tensor, its slowest dimension first; a read-only view if the data lie in host memory."""
-        t = Tensor.from_address(address)
-        nbytes = self._ggml.nbytes(address)
-        if self._ggml.is_host(t.buffer):
-            data: Any = (ctypes.c_char * nbytes).from_address(t.data)
-        else:
-            data = np.empty(nbytes, dtype=np.uint8)
-            self._ggml.get(address, data.ctypes.data, 0, nbytes)
-        out = np.ndarray(tuple(t.ne)[::-1], dtype, data, strides=tuple(t.nb)[::-1])
-        out.flags.writeable = False
-        return out
 
 
 @functools.lru_cache(maxsize=1 << 16)

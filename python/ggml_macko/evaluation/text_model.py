@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors, system
-from ..evaluation.activations import Consumer, Tap
+from ..evaluation.activations import Consumer, InputTap, Tap
 from ..native import bindings
 from ..regular_files import read_bytes
 
@@ -50,8 +50,9 @@ class TextModel:
 
     n_ctx: tokens of a chunk. n_batch: tokens per evaluation: several chunks, one, or a part of one. n_ubatch: tokens
     per matrix product. n_threads: 0 is all cores. n_gpu_layers: -1 is all. consumer: gets the inputs of matrix products
-    (activations.py). until: the weight after whose product evaluations end. verbose: show llama.cpp's log. Raises
-    MackoError (file, memory) or OSError.
+    (activations.py). until: the weight after whose product evaluations end. tap: listens instead of a consumer; each
+    node is computed where its weights lie, never on a GPU that only helps with long prompts. verbose: show llama.cpp's
+    log. Raises MackoError (file, memory) or OSError.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TextModel:
         n_gpu_layers: int = 0,
         consumer: Consumer | None = None,
         until: str = "",
+        tap: Tap | None = None,
         verbose: bool = False,
     ) -> None:
         import llama_cpp.llama_cpp as api
@@ -80,7 +82,7 @@ class TextModel:
         self.n_ctx = n_ctx
         self.n_seq = max(1, n_batch // n_ctx)
         self.n_batch = min(n_batch, self.n_seq * n_ctx)
-        self._tap = Tap(consumer, until) if consumer is not None else None
+        self._tap = InputTap(consumer, until) if consumer is not None else tap
         self._stack = contextlib.ExitStack()
         set_verbose(verbose)
         register()
@@ -106,6 +108,8 @@ class TextModel:
             params.swa_full = False
             if self._tap is not None:
                 params.cb_eval = self._tap.callback
+            if tap is not None:
+                params.op_offload = False
             self._ctx = api.llama_init_from_model(self._model, params)
             if not self._ctx:
                 raise errors.error(

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 from .. import console, errors
-from ..evaluation import likelihood
+from ..evaluation import likelihood, skipping
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
-from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel
+from ..evaluation.skipping import SkipOptions, SkippedPart
+from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel, read_text
 from ..gguf.files import part_paths
 from ..gguf.outputs import AtomicOutput
 
-__all__ = ["Divergence", "Estimate", "kl_divergence", "perplexity"]
+__all__ = [
+    "Divergence",
+    "Estimate",
+    "SkipOptions",
+    "SkippedPerplexity",
+    "kl_divergence",
+    "perplexity",
+    "skipped_perplexity",
+]
 
 
 def perplexity(
@@ -43,8 +53,7 @@ def perplexity(
     Logs the estimates so far. Raises MackoError (a text that is too short or not UTF-8, a model that llama.cpp does not
     load) or OSError.
     """
-    if n_ctx < likelihood.MIN_CTX:
-        raise errors.usage_error(f"-c {n_ctx}: at least {likelihood.MIN_CTX}")
+    _check_context(n_ctx)
     _check_chunks(n_chunks)
 
     def measure(base: AtomicOutput | None) -> Estimate:
@@ -70,6 +79,61 @@ def perplexity(
             pass
         base.commit()
     return estimate
+
+
+@dataclass(frozen=True)
+class SkippedPerplexity:
+    """Perplexity of a model whose neurons are skipped, and what was skipped in each of its gated parts."""
+
+    estimate: Estimate
+    parts: list[SkippedPart]
+
+    @property
+    def share(self) -> float:
+        """Of the neurons, as measured on the evaluated text."""
+        n = sum(part.n_neurons for part in self.parts)
+        return sum(part.measured * part.n_neurons for part in self.parts) / n
+
+
+def skipped_perplexity(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    skip: SkipOptions,
+    *,
+    n_ctx: int = N_CTX,
+    n_batch: int = N_BATCH,
+    n_ubatch: int = N_UBATCH,
+    n_chunks: int = -1,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    verbose: bool = False,
+) -> SkippedPerplexity:
+    """Perplexity of a GGUF model, dense or sparse, some of whose feed-forward neurons are skipped, as skipping.py says:
+    for share 0 that of perplexity(), which explains the other parameters.
+
+    Measures quality on the CPU; nothing is faster. Raises MackoError (as perplexity() does; a model without gated
+    feed-forward parts, or one in the memory of a GPU) or OSError.
+    """
+    _check_context(n_ctx)
+    _check_chunks(n_chunks)
+    read_text(skip.text), read_text(text)  # refused before the model is loaded
+    with skipping.SkippingModel(
+        model,
+        skip.score,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=n_ubatch,
+        n_threads=n_threads,
+        n_gpu_layers=n_gpu_layers,
+        verbose=verbose,
+    ) as skipper:
+        chunks = skipper.model.read_chunks(text, n_chunks)
+        calibration = skipper.model.read_chunks(skip.text, skip.n_chunks)
+        console.log(f"thresholds: {len(calibration)} chunks of {skip.text}")
+        skipper.calibrate(calibration)
+        skipper.skip(skipper.shares(skip, calibration))
+        estimate = _measure(skipper.model, chunks, None)
+        return SkippedPerplexity(estimate, skipper.skipped())
 
 
 def kl_divergence(
@@ -109,6 +173,11 @@ def kl_divergence(
             progress.show(done, f"{done:4d}{so_far.line()}", title=_COLUMNS)
 
         return divergence(llama, base_file, n_chunks, on_chunk)
+
+
+def _check_context(n_ctx: int) -> None:
+    if n_ctx < likelihood.MIN_CTX:
+        raise errors.usage_error(f"-c {n_ctx}: at least {likelihood.MIN_CTX}")
 
 
 def _check_chunks(n_chunks: int) -> None:

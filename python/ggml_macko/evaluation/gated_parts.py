@@ -1,0 +1,93 @@
+"""The gated feed-forward parts of a model while llama.cpp evaluates a text: down(act(gate(h)) * up(h)).
+
+A part is a GLU node of llama.cpp's graph whose result is the input of one matrix product, so that each of its elements
+is a neuron: a row of gate and of up, and a column of down. Its gate can be read, and its result changed in place before
+the product with down is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import errors
+from ..evaluation.activations import Tap, Tensor, weight_name
+from ..values import TYPE_F32
+
+Rows = npt.NDArray[np.float32]
+"""Activations (tokens, neurons) of a part."""
+
+
+class GatedPart(NamedTuple):
+    """A gated feed-forward part."""
+
+    node: str  # name of act(gate) * up in llama.cpp's graph
+    down: str  # name of the weight that it is multiplied with, as in the model file
+    kind: str  # ggml's name of the operation, such as SWIGLU
+    n_neurons: int
+
+
+OnPart = Callable[[GatedPart, Rows, Rows], None]
+"""Takes a part, gate before its activation function, and act(gate) * up, which may be changed in place; both are valid
+during the call only.
+"""
+
+
+class GatedTap(Tap):
+    """Finds the gated parts while on_part is None, then calls on_part for each of them in every micro-batch.
+
+    Where experts are routed, their neurons are counted in n_routed (GLU nodes) and left alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_part: OnPart | None = None
+        self.parts: dict[str, GatedPart] = {}  # by node
+        self.n_routed = 0
+        self._kinds: dict[str, str] = {}  # node -> operation, of all GLU nodes
+
+    def wants(self, node: Tensor) -> bool:
+        if self.on_part is not None:
+            return node.op == self.ggml.glu and weight_name(node.name) in self.parts
+        if node.op == self.ggml.glu and node.type == TYPE_F32:
+            self._kinds[weight_name(node.name)] = self.ggml.glu_op_name(node.op_params[0]).decode()
+        elif node.op in (self.ggml.mul_mat, self.ggml.mul_mat_id):
+            self._find(node)
+        return False
+
+    def _find(self, product: Tensor) -> None:
+        """Adds the part whose result is the input of a matrix product, if it is one."""
+        weight, x = (Tensor.from_address(product.src[i]) for i in (0, 1))
+        name, down = weight_name(x.name), weight_name(weight.name)
+        if name not in self._kinds:
+            return
+        if product.op == self.ggml.mul_mat_id:
+            self.n_routed += 1
+            return
+        if x.ne[2] * x.ne[3] * weight.ne[2] * weight.ne[3] != 1 or self.parts.get(name, (name, down))[1] != down:
+            raise errors.error(errors.LIMIT, f"{down}: a gated part of this shape is not supported")
+        self.parts[name] = GatedPart(name, down, self._kinds[name], x.ne[0])
+
+    def take(self, address: int, node: Tensor) -> bool:
+        part = self.parts[weight_name(node.name)]
+        operands = [a for a in (node.src[0], node.src[1]) if a]
+        for tensor in (node, *map(Tensor.from_address, operands)):
+            if not self.ggml.is_host(tensor.buffer) or tensor.type != TYPE_F32:
+                raise errors.error(
+                    errors.LIMIT,
+                    f"{part.down}: its inputs are not float32 in host memory; on the CPU they are: -ngl 0",
+                )
+        product = self._rows(address)
+        product.flags.writeable = True
+        gate = self._rows(node.src[0])
+        if len(operands) == 1:  # the halves of one tensor
+            swapped = node.op_params[1] != 0
+            gate = gate[:, part.n_neurons :] if swapped else gate[:, : part.n_neurons]
+        assert self.on_part is not None
+        self.on_part(part, gate, product)
+        return True
+
+    def _rows(self, address: int) -> Any:
+        return self.array(address, np.float32)[0, 0]

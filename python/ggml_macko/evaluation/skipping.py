@@ -1,0 +1,387 @@
+"""Activation sparsity: what a model loses if neurons that matter little for a token are skipped.
+
+In a gated feed-forward part (gated_parts.py) a neuron is skipped for a token if its score is below the threshold of its
+part: then its element of act(gate) * up is set to zero before the product with down, which is exactly what a kernel
+that does not read its weights would compute. Nothing is faster here: this measures quality.
+
+Scores of neuron j:
+  cats     |act(gate_j)|                            arXiv 2404.08763; known before up is computed
+  product  |act(gate_j) * up_j|                     known once up is computed
+  wina     |act(gate_j) * up_j| * ||down[:, j]||_2  arXiv 2505.19427; known once up is computed
+
+Thresholds are quantiles of the scores on a calibration text, per part (CATS, section 4.1), fixed from then on. The
+wanted share of skipped neurons is the same in each part (uniform), or is given to the parts where it costs least
+(greedy): the loss of each part alone is measured at a few shares, and shares go where the loss rises least per neuron,
+which is best for convex losses that add up (marginal analysis, Fox 1966; TEAL, arXiv 2408.14690, is greedy among the
+matrices of a block, and measures anew after each step). The loss is the KL divergence of the next token's distribution
+from that of the model without skipping, on the calibration text.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from .. import console, errors
+from ..evaluation.gated_parts import GatedPart, GatedTap, Rows
+from ..evaluation.text_model import Chunks, Logits, TextModel, spread
+from ..gguf.files import Model, Tensor
+from ..values import TYPE_NAMES, to_float
+
+SCORES = ("cats", "product", "wina")
+ALLOCATIONS = ("uniform", "greedy")
+
+N_CHUNKS = 16
+"""Chunks of the calibration text that thresholds are taken from."""
+
+N_LOSS_CHUNKS = 2
+"""Of these, chunks that losses are measured on."""
+
+LOSS_SHARES = (0.25, 0.5, 0.7, 0.85, 1.0)
+"""Shares at which the loss of a part is measured."""
+
+
+@dataclass(frozen=True)
+class SkipOptions:
+    """What to skip. share: of the neurons, 0 to 1. text: calibration text, UTF-8; n_chunks: chunks of it, from its
+    start (-1: all).
+
+    Raises MackoError for anything else.
+    """
+
+    share: float
+    text: str | os.PathLike[str]
+    score: str = "cats"
+    allocation: str = "uniform"
+    n_chunks: int = N_CHUNKS
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise errors.usage_error(f"--skip {self.share:g}: a share of the neurons, 0 to 1")
+        if self.score not in SCORES:
+            raise errors.usage_error(f"--skip-score {self.score}: one of {', '.join(SCORES)}")
+        if self.allocation not in ALLOCATIONS:
+            raise errors.usage_error(f"--skip-allocation {self.allocation}: one of {', '.join(ALLOCATIONS)}")
+        if self.n_chunks == 0:
+            raise errors.usage_error("--skip-chunks 0 measures nothing")
+
+
+# ---- scores ----
+
+
+def _silu(x: Rows) -> Rows:
+    y: Rows = x / (1 + np.exp(-x))
+    return y
+
+
+def _gelu(x: Rows) -> Rows:
+    inner = np.float32(math.sqrt(2 / math.pi)) * x * (1 + np.float32(0.044715) * x * x)
+    y: Rows = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return y
+
+
+def _gelu_quick(x: Rows) -> Rows:
+    y: Rows = x / (1 + np.exp(np.float32(-1.702) * x))
+    return y
+
+
+def _relu(x: Rows) -> Rows:
+    return np.maximum(x, np.float32(0))
+
+
+ACTIVATIONS: Mapping[str, Callable[[Rows], Rows]] = {
+    "SWIGLU": _silu, "GEGLU": _gelu, "GEGLU_QUICK": _gelu_quick, "REGLU": _relu,
+}  # fmt: skip
+"""The activation function of the gate, by ggml's name of the gated operation, as ggml defines it."""
+
+
+def column_norms(t: Tensor) -> npt.NDArray[np.float32]:
+    """The Euclidean norms (cols,) of the columns of a matrix, dense, quantized or sparse. Raises MackoError."""
+    if t.type in TYPE_NAMES:
+        values = to_float(t.read_bits(), t.type)
+    else:
+        try:
+            values = gguf.quants.dequantize(t.read().reshape(t.rows, -1), gguf.GGMLQuantizationType(t.type))
+        except NotImplementedError:
+            raise errors.error(
+                errors.LIMIT, f"{t.shard.path}: {t.name}: the norms of its columns cannot be taken in its type"
+            ) from None
+    norms: npt.NDArray[np.float32] = np.sqrt(np.einsum("ij,ij->j", values, values, dtype=np.float64)).astype(np.float32)
+    return norms
+
+
+class Scorer:
+    """Scores the neurons of parts: float32 (tokens, neurons), not negative."""
+
+    def __init__(self, score: str, model: str | os.PathLike[str], parts: Sequence[GatedPart]) -> None:
+        """Raises MackoError for a part that cannot be scored in this way."""
+        self._score = score
+        self._norms: dict[str, npt.NDArray[np.float32]] = {}
+        if score == "cats":
+            for part in parts:
+                if part.kind not in ACTIVATIONS:
+                    raise errors.error(
+                        errors.LIMIT,
+                        f"{model}: {part.node}: no rule for the gate of {part.kind}; other scores need none",
+                    )
+        if score == "wina":
+            downs = {part.down for part in parts}
+            with Model(model) as file:
+                self._norms = {t.name: column_norms(t) for t in file.tensors if t.name in downs}
+
+    def __call__(self, part: GatedPart, gate: Rows, product: Rows) -> Rows:
+        """gate: before its activation function. Raises MackoError (NOT_FINITE)."""
+        with np.errstate(over="ignore", invalid="ignore"):  # exp() of a large number: x / inf is the right 0
+            scores = np.abs(ACTIVATIONS[part.kind](gate) if self._score == "cats" else product)
+        if self._score == "wina":
+            scores *= self._norms[part.down]
+        if not np.isfinite(scores.max()):
+            raise errors.error(errors.NOT_FINITE, f"{part.down}: the score of an input is not a finite number")
+        return scores
+
+
+# ---- distributions ----
+
+_BIN_SHIFT = 12
+_N_BINS = 0x7F800000 >> _BIN_SHIFT
+
+BIN_WIDTH = 2.0 ** (_BIN_SHIFT - 23)
+"""Width of a bin, relative to the lower end of its binade: 2^-11."""
+
+
+class Distribution:
+    """A histogram of float32 scores: 2048 bins in each binade, so that a quantile is right to 0.05 % of itself."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(_N_BINS, dtype=np.int64)
+        self.n_zeros = 0
+
+    @property
+    def n(self) -> int:
+        return int(self.counts.sum())
+
+    def add(self, scores: Rows) -> None:
+        """scores: finite, not negative."""
+        bins = np.ascontiguousarray(scores).view(np.uint32).ravel() >> _BIN_SHIFT
+        self.counts += np.bincount(bins, minlength=_N_BINS)
+        self.n_zeros += scores.size - int(np.count_nonzero(scores))
+
+    def threshold(self, share: float) -> float:
+        """The upper end of the bin of the smallest score t with at least this share of the scores <= t; 0 for share 0.
+
+        At least this share of the scores is below it.
+        """
+        rank = math.ceil(round(share * self.n, 6))  # 0.7 * 10 is 7
+        if rank == 0:
+            return 0.0
+        i = int(np.searchsorted(np.cumsum(self.counts), rank))
+        return float(np.array((i + 1) << _BIN_SHIFT, dtype=np.uint32).view(np.float32))
+
+
+# ---- allocation ----
+
+
+def allocate(losses: Mapping[str, Sequence[float]], n_neurons: Mapping[str, int], share: float) -> dict[str, float]:
+    """A share for each part, in steps of 1 %, so that together they are `share` of all neurons and cost least.
+
+    losses: part -> loss at each of LOSS_SHARES; interpolated, made convex, and taken to add up.
+    """
+    steps = []
+    for part, values in losses.items():
+        hull: list[tuple[float, float]] = []
+        for point in zip(_GRID, interpolated(values)):
+            while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(point)
+        steps += [(_slope(x, y) / n_neurons[part], part, y[0] - x[0]) for x, y in zip(hull, hull[1:])]
+    left = share * sum(n_neurons.values())
+    out = dict.fromkeys(losses, 0.0)
+    for _, part, length in sorted(steps, key=lambda step: step[0]):
+        taken = min(length * n_neurons[part], left)
+        out[part] = min(1.0, round(out[part] + taken / n_neurons[part], 9))
+        left -= taken
+    return out
+
+
+_GRID = tuple(i / 100 for i in range(101))
+
+
+def interpolated(losses: Sequence[float]) -> list[float]:
+    """The loss of a part at 0, 0.01 ... 1. losses: at each of LOSS_SHARES; one that is not positive counts as next to
+    nothing, and one below its predecessor as equal to it.
+
+    The logarithms follow a monotone cubic (Fritsch and Carlson 1980, harmonic means as tangents), so that the slope has
+    no steps: at a step many targets would end in the same shares.
+    """
+    x = np.log(LOSS_SHARES)
+    y = np.maximum.accumulate(np.log(np.maximum(losses, 1e-12)))
+    width = np.diff(x)
+    secant = np.diff(y) / width
+    tangent = np.empty_like(y)
+    tangent[0], tangent[-1] = secant[0], secant[-1]
+    product, total = secant[:-1] * secant[1:], secant[:-1] + secant[1:]
+    tangent[1:-1] = np.divide(2 * product, total, out=np.zeros_like(total), where=total > 0)
+
+    at = np.log(_GRID[1:])
+    i = np.clip(np.searchsorted(x, at, side="right") - 1, 0, len(x) - 2)
+    t = (at - x[i]) / width[i]
+    inside = (
+        (1 + 2 * t) * (1 - t) ** 2 * y[i]
+        + t * (1 - t) ** 2 * width[i] * tangent[i]
+        + t**2 * (3 - 2 * t) * y[i + 1]
+        + t**2 * (t - 1) * width[i] * tangent[i + 1]
+    )
+    below = y[0] + (at - x[0]) * tangent[0]
+    return [0.0, *np.exp(np.where(at < x[0], below, inside)).tolist()]
+
+
+def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
+# ---- a model whose neurons are skipped ----
+
+
+@dataclass(frozen=True)
+class SkippedPart:
+    """What was skipped in a part."""
+
+    down: str  # name of the weight
+    n_neurons: int
+    threshold: float
+    wanted: float  # share of the neurons
+    measured: float  # share of the neurons of all tokens that were evaluated
+    zeros: float  # share of the scores that are exactly 0 on the calibration text
+
+
+class SkippingModel:
+    """A model whose neurons are skipped while it evaluates texts, on the CPU.
+
+    options: of TextModel. Raises MackoError (a model without gated parts, scores that are not finite) or OSError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], score: str, **options: Any) -> None:
+        self._tap = GatedTap()
+        self.model = TextModel(path, tap=self._tap, **options)
+        self._score = score
+        self._collects = False
+        self._shares: dict[str, float] = {}  # node -> share; neurons of other parts are not skipped
+        self._thresholds: dict[str, float] = {}
+        self._n_scored: dict[str, int] = {}
+        self._n_skipped: dict[str, int] = {}
+        self.distributions: dict[str, Distribution] = {}  # by node
+
+    @property
+    def parts(self) -> list[GatedPart]:
+        """In the order of the graph, once the model has been calibrated."""
+        return list(self._tap.parts.values())
+
+    def calibrate(self, chunks: Chunks) -> None:
+        """Finds the gated parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a text."""
+        model, tap = self.model, self._tap
+        tap.on_part = None
+        model.evaluate(chunks[:1])
+        if not tap.parts:
+            what = "only experts have gated parts" if tap.n_routed else "no feed-forward part is gated"
+            raise errors.error(errors.LIMIT, f"{model.path}: {what}: there are no neurons to skip")
+        if tap.n_routed:
+            console.log(f"{model.path}: the neurons of {tap.n_routed} parts with experts are not skipped")
+        self._scorer = Scorer(self._score, model.path, self.parts)
+        self.distributions = {part.node: Distribution() for part in self.parts}
+        tap.on_part = self._on_part
+        self._collects = True
+        try:
+            for _, batch in model.batches(chunks):
+                model.evaluate(batch)
+        finally:
+            self._collects = False
+
+    def skip(self, shares: Mapping[str, float]) -> None:
+        """Skips these shares of parts (node -> share) from now on. Counting starts anew."""
+        self._shares = dict(shares)
+        self._thresholds = {node: self.distributions[node].threshold(share) for node, share in shares.items()}
+        self._n_scored = dict.fromkeys(shares, 0)
+        self._n_skipped = dict.fromkeys(shares, 0)
+
+    def skipped(self) -> list[SkippedPart]:
+        """What has been skipped since skip()."""
+        return [
+            SkippedPart(
+                down=part.down,
+                n_neurons=part.n_neurons,
+                threshold=self._thresholds[part.node],
+                wanted=self._shares[part.node],
+                measured=self._n_skipped[part.node] / max(1, self._n_scored[part.node]),
+                zeros=self.distributions[part.node].n_zeros / self.distributions[part.node].n,
+            )
+            for part in self.parts
+            if part.node in self._shares
+        ]
+
+    def uniform(self, share: float) -> dict[str, float]:
+        """The same share of each part."""
+        return {part.node: share for part in self.parts}
+
+    def shares(self, options: SkipOptions, chunks: Chunks) -> dict[str, float]:
+        """Shares of the parts, after the allocation of the options. chunks: of the calibration text."""
+        if options.allocation == "uniform":
+            return self.uniform(options.share)
+        return self.greedy(options.share, self.losses(spread(chunks, N_LOSS_CHUNKS)))
+
+    def greedy(self, share: float, losses: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """Shares of the parts that cost least. losses: what losses() found."""
+        return allocate(losses, {part.node: part.n_neurons for part in self.parts}, share)
+
+    def losses(self, chunks: Chunks) -> dict[str, list[float]]:
+        """The loss of skipping in one part alone: node -> KL divergence at each of LOSS_SHARES, a mean over the second
+        halves of chunks (chunks, n_ctx).
+        """
+        model = self.model
+        first = model.n_ctx // 2
+        sums = {part.node: [0.0] * len(LOSS_SHARES) for part in self.parts}
+        n = 0
+        for _, batch in model.batches(chunks):
+            self.skip({})
+            base = _log_softmax(model.evaluate(batch, first))
+            n += base.shape[0] * base.shape[1]
+            for node, found in sums.items():
+                for i, share in enumerate(LOSS_SHARES):
+                    self.skip({node: share})
+                    found[i] += float((np.exp(base) * (base - _log_softmax(model.evaluate(batch, first)))).sum())
+        self.skip({})
+        return {node: [s / n for s in found] for node, found in sums.items()}
+
+    def _on_part(self, part: GatedPart, gate: Rows, product: Rows) -> None:
+        if product.size == 0 or not (self._collects or part.node in self._thresholds):
+            return  # the last block has no tokens where no logits are asked for
+        scores = self._scorer(part, gate, product)
+        if self._collects:
+            self.distributions[part.node].add(scores)
+            return
+        mask = scores < np.float32(self._thresholds[part.node])
+        product[mask] = 0
+        self._n_scored[part.node] += mask.size
+        self._n_skipped[part.node] += int(np.count_nonzero(mask))
+
+    def close(self) -> None:
+        self.model.close()
+
+    def __enter__(self) -> SkippingModel:
+        return self
+
+    def __exit__(self, *unused: Any) -> None:
+        self.close()
+
+
+def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    return x

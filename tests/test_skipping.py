@@ -1,9 +1,10 @@
-"""Skipping neurons: masks, outputs and thresholds are those of a NumPy implementation; nothing skipped changes
+"""macko perplexity --skip: masks, outputs and thresholds are those of a NumPy implementation; nothing skipped changes
 nothing; bad input.
 """
 
 from __future__ import annotations
 
+import json
 import math
 
 import gguf
@@ -13,7 +14,7 @@ import pytest
 import generators
 import gguf_bytes
 import tiny_models
-from bad_input import SAMPLE
+from bad_input import SAMPLE, one_line
 from ggml_macko import errors
 from ggml_macko.evaluation import gated_parts, skipping
 from ggml_macko.evaluation.activations import Tensor, weight_name
@@ -282,7 +283,43 @@ def test_greedy_allocation_measures_the_loss_of_each_layer():
     assert np.mean(list(shares.values())) == pytest.approx(0.5) and len(set(shares.values())) > 1
 
 
+def test_json_says_what_was_skipped_in_each_layer(macko):
+    args = ["-m", DEMO, "-f", SAMPLE, "-c", 128, "--chunks", 2, "--skip-text", SAMPLE, "--skip-chunks", 2]
+    done = macko("perplexity", *args, "--skip", 0.5, "--skip-score", "product", "--json")
+    assert done.code == 0 and "quality only: nothing is faster" in done.err
+    found = json.loads(done.out)
+    skip = found["skip"]
+    assert (skip["share"], skip["score"], skip["allocation"], skip["n_chunks"]) == (0.5, "product", "uniform", 2)
+    assert [p["down"] for p in skip["parts"]] == [f"blk.{i}.ffn_down.weight" for i in range(4)]
+    assert skip["measured"] == pytest.approx(np.mean([p["measured"] for p in skip["parts"]]))
+    for part in skip["parts"]:  # the same text: at least the wanted share, and no more than a bin more
+        assert part["wanted"] == 0.5 and part["threshold"] > 0 and part["zeros"] == 0
+        assert part["measured"] == pytest.approx(0.5, abs=0.01)
+    done = macko("perplexity", *args, "--skip", 0.5, "--skip-score", "product", "--skip-allocation", "greedy")
+    first, second = done.out.splitlines()
+    assert first.startswith("Final estimate: PPL = ")
+    assert second.startswith("skipped: ") and second.endswith("% of the neurons in 4 layers (wanted: 50.00%)")
+
+
 # ---- bad input ----
+
+
+def test_bad_options_are_refused_in_one_line(macko):
+    for args, message in (
+        (["--skip", 1.5], "--skip 1.5: a share of the neurons, 0 to 1"),
+        (["--skip", -0.1], "--skip -0.1: a share"),
+        (["--skip", "nan"], "--skip nan: a share"),
+        (["--skip", 0.5, "--skip-chunks", 0], "--skip-chunks 0"),
+        (["--skip", 0.5, "--kl-divergence"], "--skip measures perplexity only"),
+        (["--skip", 0.5, "--kl-divergence-base", "x"], "--skip measures perplexity only"),
+    ):
+        one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip-text", SAMPLE, *args), message, code=2)
+    one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip", 0.5), "--skip-text is missing", code=2)
+    one_line(macko("perplexity", "-m", DEMO, "--skip-text", SAMPLE, "--skip", 0.5), "-f is missing", code=2)
+    for args in (["--skip-text", SAMPLE], ["--skip-score", "wina"], ["--skip-allocation", "uniform"]):
+        one_line(macko("perplexity", "-m", DEMO, "-f", SAMPLE, *args), "--skip is missing", code=2)
+    done = macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip-text", SAMPLE, "--skip", 0.5, "--skip-score", "mine")
+    assert done.code == 2 and "invalid choice: 'mine'" in done.err
 
 
 def refused(path, score="product", **options):

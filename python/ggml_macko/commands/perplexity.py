@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from typing import Any
 
 from .. import console, errors
 from ..commands.arguments import add_quiet
 from ..commands.text_arguments import add_text_arguments, text_arguments
-from ..evaluation.perplexity import kl_divergence, perplexity
+from ..evaluation.perplexity import Estimate, SkipOptions, kl_divergence, perplexity, skipped_perplexity
+from ..evaluation.skipping import ALLOCATIONS, SCORES
 from ..evaluation.text_model import N_BATCH
 
 HELP = "perplexity of a model, and its KL divergence from another"
@@ -17,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Perplexity of a GGUF model, dense or sparse, on a text: the figure of llama-perplexity. With "
         "--kl-divergence-base it also writes the model's log-probabilities to a file; with --kl-divergence it compares "
-        "the model with those of such a file, which holds the text too. The file is llama-perplexity's."
+        "the model with those of such a file, which holds the text too. The file is llama-perplexity's. "
+        "With --skip it measures what the model loses if the neurons of its gated feed-forward parts that matter least "
+        "for a token are skipped: quality only, on the CPU; nothing is faster."
     )
     add_text_arguments(parser, N_BATCH, file_required=False)
     parser.add_argument(
@@ -28,12 +33,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare with the model that wrote the file of --kl-divergence-base",
     )
+    parser.add_argument(
+        "--skip", type=float, metavar="SHARE", help="skip this share of the feed-forward neurons, 0 to 1"
+    )
+    parser.add_argument(
+        "--skip-score",
+        choices=SCORES,
+        help="what decides: |act(gate)|, |act(gate) * up|, or the latter times the norm of the neuron's column of down "
+        f"(default: {SkipOptions.score})",
+    )
+    parser.add_argument(
+        "--skip-text", metavar="FNAME", help="text that thresholds are taken from; not the one that is measured on"
+    )
+    parser.add_argument(
+        "--skip-chunks",
+        type=int,
+        metavar="N",
+        help=f"chunks of it, from its start; -1: all (default: {SkipOptions.n_chunks})",
+    )
+    parser.add_argument(
+        "--skip-allocation",
+        choices=ALLOCATIONS,
+        help="the same share in each layer, or more where it costs less, as measured first (default: "
+        f"{SkipOptions.allocation})",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
     add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    skip_options = {
+        "text": args.skip_text,
+        "score": args.skip_score,
+        "allocation": args.skip_allocation,
+        "n_chunks": args.skip_chunks,
+    }
+    skip_options = {name: value for name, value in skip_options.items() if value is not None}
+    if args.skip is not None:
+        return run_skipping(args, skip_options)
+    if skip_options:
+        raise errors.usage_error("--skip is missing: the share of the neurons to skip")
     if args.kl_divergence:
         if args.kl_divergence_base is None:
             raise errors.usage_error("--kl-divergence-base is missing: the file to compare with")
@@ -54,8 +94,48 @@ def run(args: argparse.Namespace) -> int:
         **text_arguments(args),
     )
     if args.json:
-        values = {"ppl": estimate.ppl, "error": estimate.error, "nll": estimate.nll, "n_tokens": estimate.n_tokens}
-        console.print_json({"model": args.model, "text": args.file, **values})
+        console.print_json({"model": args.model, "text": args.file, **estimate_values(estimate)})
         return 0
-    print(f"Final estimate: PPL = {estimate.ppl:.4f} +/- {estimate.error:.5f}")
+    print_estimate(estimate)
     return 0
+
+
+def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """With --skip. options: of SkipOptions, as far as they are given."""
+    if args.kl_divergence or args.kl_divergence_base is not None:
+        raise errors.usage_error("--skip measures perplexity only, no KL divergence")
+    for value, option, what in (
+        (args.file, "-f", "the text to measure on"),
+        (args.skip_text, "--skip-text", "the text to take thresholds from"),
+    ):
+        if value is None:
+            raise errors.usage_error(f"{option} is missing: {what}")
+    skip = SkipOptions(args.skip, **options)
+    console.log("--skip measures quality only: nothing is faster, because no kernel skips neurons yet")
+    found = skipped_perplexity(args.model, args.file, skip, n_ctx=args.ctx_size, **text_arguments(args))
+    if args.json:
+        console.print_json(
+            {
+                "model": args.model,
+                "text": args.file,
+                **estimate_values(found.estimate),
+                "skip": {
+                    **dataclasses.asdict(skip),
+                    "measured": found.share,
+                    "parts": [dataclasses.asdict(part) for part in found.parts],
+                },
+            }
+        )
+        return 0
+    print_estimate(found.estimate)
+    print(f"skipped: {found.share:.2%} of the neurons in {len(found.parts)} layers (wanted: {skip.share:.2%})")
+    return 0
+
+
+def estimate_values(estimate: Estimate) -> dict[str, float]:
+    """For JSON."""
+    return {"ppl": estimate.ppl, "error": estimate.error, "nll": estimate.nll, "n_tokens": estimate.n_tokens}
+
+
+def print_estimate(estimate: Estimate) -> None:
+    print(f"Final estimate: PPL = {estimate.ppl:.4f} +/- {estimate.error:.5f}")

@@ -284,7 +284,7 @@ def test_greedy_allocation_measures_the_loss_of_each_layer():
 
 
 def test_json_says_what_was_skipped_in_each_layer(macko):
-    args = ["-m", DEMO, "-f", SAMPLE, "-c", 128, "--chunks", 2, "--skip-text", SAMPLE, "--skip-chunks", 2]
+    args = ["-m", DEMO, "-f", SAMPLE, "-ngl", 0, "-c", 128, "--chunks", 2, "--skip-text", SAMPLE, "--skip-chunks", 2]
     done = macko("perplexity", *args, "--skip", 0.5, "--skip-score", "product", "--json")
     assert done.code == 0 and "quality only: nothing is faster" in done.err
     found = json.loads(done.out)

@@ -343,20 +343,21 @@ class SkippingModel:
         """The loss of skipping in one part alone: node -> KL divergence at each of LOSS_SHARES, a mean over the second
         halves of chunks (chunks, n_ctx).
         """
-        model = self.model
-        first = model.n_ctx // 2
+        model, first = self.model, self.model.n_ctx // 2
         sums = {part.node: [0.0] * len(LOSS_SHARES) for part in self.parts}
-        n = 0
-        for _, batch in model.batches(chunks):
-            self.skip({})
-            base = _log_softmax(model.evaluate(batch, first))
-            n += base.shape[0] * base.shape[1]
-            for node, found in sums.items():
-                for i, share in enumerate(LOSS_SHARES):
-                    self.skip({node: share})
-                    found[i] += float((np.exp(base) * (base - _log_softmax(model.evaluate(batch, first)))).sum())
+        base: Logits | None = None
+        todo = [(i, part) for i in range(len(chunks)) for part in self.parts]
+        console.log(f"losses: {len(todo) * len(LOSS_SHARES)} evaluations of a chunk")
+        for i, part in console.tracked(todo, model.path.name, unit="layers"):
+            chunk = chunks[i : i + 1]
+            if base is None or part is self.parts[0]:
+                self.skip({})
+                base = model.evaluate(chunk, first)[0].copy()
+            for k, share in enumerate(LOSS_SHARES):
+                self.skip({part.node: share})
+                sums[part.node][k] += divergence(base, model.evaluate(chunk, first)[0])
         self.skip({})
-        return {node: [s / n for s in found] for node, found in sums.items()}
+        return {node: [s / len(chunks) for s in found] for node, found in sums.items()}
 
     def _on_part(self, part: GatedPart, gate: Rows, product: Rows) -> None:
         if product.size == 0 or not (self._collects or part.node in self._thresholds):
@@ -380,8 +381,13 @@ class SkippingModel:
         self.close()
 
 
-def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
-    x = logits.astype(np.float64)
-    x -= x.max(axis=-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
-    return x
+def divergence(p: Logits, q: Logits) -> float:
+    """KL divergence of the distribution with logits q from that with logits p, a mean over positions (n, n_vocab)."""
+    return float(np.mean([_divergence(p[i], q[i]) for i in range(len(p))]))
+
+
+def _divergence(p: Logits, q: Logits) -> float:
+    a, b = (x.astype(np.float64) - float(x.max()) for x in (p, q))
+    a -= math.log(np.exp(a).sum())
+    b -= math.log(np.exp(b).sum())
+    return float(np.exp(a) @ (a - b))

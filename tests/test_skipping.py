@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import gguf
 import numpy as np
@@ -378,3 +380,26 @@ def test_gate_with_an_unknown_activation_is_refused_for_cats_only(monkeypatch):
     skipped_perplexity(
         DEMO, SAMPLE, SkipOptions(0.5, SAMPLE, "product", n_chunks=1), n_ctx=64, n_chunks=1, n_gpu_layers=0
     )
+
+
+# ---- the tool ----
+
+
+def test_tables_are_complete_and_resume(model_of, tmp_path):
+    """tools/skip_quality.py measures every score and allocation; a second run takes the results that it finds."""
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    out = tmp_path / "table.md"
+    command = [sys.executable, generators.ROOT / "tools" / "skip_quality.py", model_of("qwen3"), "-f", SAMPLE]
+    command += ["--held-out", SAMPLE, "--chunks", 1, "--held-out-chunks", 1, "--shares", "0.5,0.9", "-o", out]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in out.read_text().splitlines() if line[:1] == "|"]
+    assert rows[0] == ["score", "allocation", "0 %", "50 %", "90 %"]
+    assert [r[:2] for r in rows[2:]] == [[s, a] for s in skipping.SCORES for a in skipping.ALLOCATIONS]
+    results = json.loads(out.with_suffix(".json").read_text())
+    assert len(results) == 1 + 3 * (1 + 1 + 2 * 2)  # as it is; for each score nothing skipped, losses, shares
+    assert results["qwen3, cats, uniform, 0.0"]["ppl"] == results["qwen3"]["ppl"]
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    before = out.read_text()
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0 and "uniform" not in done.stderr and out.read_text() == before

@@ -19,7 +19,8 @@
 //             from an F16 does not use, is the number of the block's table of levels.
 //   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits, the fifth bits
 //
-// Quantized matrices may have another form in the same memory, bundles (bundles.h): then neither masks nor values exist.
+// Quantized matrices may have another form in the same memory, bundles (bundles.h): then there are neither masks nor
+// values.
 //
 // Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where form_in_memory() says so. Outliers are not
 // in the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in

@@ -2,8 +2,8 @@
 // when a model is loaded; it is in no file. It takes more memory than bitmap and values, and far fewer instructions.
 //
 // A piece is what one row has of one block of 32 values. Four pieces whose columns are near each other, of any of 128
-// rows, are a bundle. Its non-zeros are dealt out to steps: in a step each piece may have four non-zeros, all of them in
-// a window of 16 columns, whose x are one register that pshufb takes them from. Slots that stay empty have q = 0.
+// rows, are a bundle. Its non-zeros are dealt out to steps: in a step each piece may have four non-zeros, all of them
+// in a window of 16 columns, whose x are one register that pshufb takes them from. Slots that stay empty have q = 0.
 //
 //                  window of step 0                  window of step 1
 //   columns    0 . . . . . . . . . . . . . . 15      18 ...
@@ -15,8 +15,8 @@
 //   header     bundle_header
 //   vectors    n_vectors times two steps:
 //                2 bytes    columns from the window of the step before to that of each step
-//                16 bytes   places in the windows: of slots 0 ... 15 of the first step in the low nibbles, of the second
-//                           in the high nibbles
+//                16 bytes   places in the windows: of slots 0 ... 15 of the first step in the low nibbles, of the
+//                           second in the high nibbles
 //                Q4_0: 16 bytes, the q + 8 in the same order; other types: 32 bytes, the q of the first and the second
 //                step
 //

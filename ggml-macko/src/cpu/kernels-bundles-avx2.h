@@ -1,12 +1,13 @@
-// Products with bundles (bundles.h) by AVX2 instructions, for the kernel sets without AVX-512 VBMI2: kernels-avx2.cpp and
-// kernels-avx512.cpp derive their struct simd from bundles_avx2.
+// Products with bundles (bundles.h) by AVX2 instructions, for the kernel sets without AVX-512 VBMI2: kernels-avx2.cpp
+// and kernels-avx512.cpp derive their struct simd from bundles_avx2.
 //
 // x becomes 16-bit integers in two planes of bytes. A window is 16 bytes of each, from which pshufb takes those at the
 // places of 16 slots; pmaddubsw and pmaddwd multiply them with q and add up the four products of each piece.
 //
-//   Q4_0       x + 32768 = 256 high + low, both unsigned, and q signed. Each y is 32768 * scale * row_sums[row] too large.
-//   others     x = 255 high + low, both from -127 to 127: |q| is the unsigned operand, and its sign goes to x. Sums of two
-//              products would not fit in 16 bits otherwise.
+//   Q4_0       x + 32768 = 256 high + low, both unsigned, and q signed. Each y is too large by 32768 * scale *
+//              row_sums[row].
+//   others     x = 255 high + low, both from -127 to 127: |q| is the unsigned operand, and its sign goes to x. Sums of
+//              two products would not fit in 16 bits otherwise.
 #pragma once
 
 #include "cpu/dispatch.h"

@@ -801,7 +801,8 @@ template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, 
 
 // Panels. Bundles of a group lie in the order of their first columns, but for the BUNDLE_BLOCK of a block, whose pieces
 // are in the order of their last columns. So the lists of all rows grow together, and what they have of a chunk is used
-// before more is decoded. A list may then have more: of a piece that ends in a later chunk, and of the whole last block.
+// before more is decoded. A list may then have more: of a piece that ends in a later chunk, and of the whole last
+// block.
 constexpr int BUNDLE_CHUNK = 128; // columns
 struct row_list {
     static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * BUNDLE_PIECES + 1) * 32 + 16;

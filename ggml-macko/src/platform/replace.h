@@ -2,9 +2,9 @@
 
        REPLACEMENT(int, some_function, (int i)) { return ((int (*)(int))ORIGINAL(some_function))(i); }
 
-   ORIGINAL(f) is the function whose place such a definition took, OTHER(f) any function of the program; both are void *,
-   and NULL if there is none. Linux finds the definition, because the preloaded library comes first in the order of
-   search, and RTLD_NEXT finds the original behind it. dyld binds each symbol to a library, but a pair in __interpose
+   ORIGINAL(f) is the function whose place such a definition took, OTHER(f) any function of the program; both are
+   void *, and NULL if there is none. Linux finds the definition, because the preloaded library comes first in the order
+   of search, and RTLD_NEXT finds the original behind it. dyld binds each symbol to a library, but a pair in __interpose
    changes where all others than this library are bound to. A pair whose original is missing (weak_import) is ignored.
    dlsym() would give the replacement, so the original is this library's own reference to it.
 

@@ -846,7 +846,7 @@ void multiply_bundle_tile(int vecs, const mul_mat_params & p, int64_t row_begin,
     }
     constexpr int     STRIDE = NV * W;
     const float *     x      = static_cast<const float *>(p.scratch) + token * words_of(p.w.cols) * 64;
-    alignas(64) float acc[BUNDLE_ROWS * STRIDE];
+    alignas(64) float acc[(BUNDLE_ROWS + W - 1) * STRIDE]; // store_block() reads whole vectors of rows
     row_list          lists[BUNDLE_ROWS];
     for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
         const uint8_t * at    = p.w.bundles + p.w.group_off[group];

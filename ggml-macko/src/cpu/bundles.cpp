@@ -239,7 +239,7 @@ bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix &
     uint64_t at = 0;
     for (size_t g = 0; g < bytes.size(); g++) {
         w.group_off[g] = at;
-        memcpy(w.bundles + at, bytes[g].data(), bytes[g].size());
+        std::copy(bytes[g].begin(), bytes[g].end(), w.bundles + at);
         at += bytes[g].size();
     }
     w.group_off[groups] = at;

@@ -207,6 +207,8 @@ def test_speeds_are_those_of_the_page():
         for column, machine in enumerate((measured_speed.AVX512_VBMI2, measured_speed.AVX2)):
             speed = machine.sparse[measured_speed.SPARSE_F16].get(density)
             assert cells[column] == ("not measured" if speed is None else f"{speed:.1f}")
+    for stored in (measured_speed.SPARSE_Q8_0, measured_speed.SPARSE_Q4_0):
+        assert first_row(page, f"{stored}, 70 %")[1] == f"{measured_speed.AVX2.sparse[stored][0.3]:.1f}"
     xeon = measured_speed.AVX512_VBMI2_QUANTIZED
     text = " ".join(page.split())
     assert f"dense Q8_0 {xeon.dense['Q8_0']:.1f} tok/s, Q4_K_M {xeon.dense['Q4_K_M']:.1f}" in text

@@ -25,7 +25,7 @@ from ggml_macko import console
 from ggml_macko.benchmark import plot
 from ggml_macko.evaluation import likelihood
 from ggml_macko.evaluation.likelihood import Array, Estimate
-from ggml_macko.evaluation.skipping import ALLOCATIONS, N_CHUNKS, N_LOSS_CHUNKS, SCORES, SkippingModel
+from ggml_macko.evaluation.skipping import ALLOCATIONS, N_CHUNKS, N_LOSS_CHUNKS, SCORES, SkippingModel, skipped_share
 from ggml_macko.evaluation.text_model import Chunks, TextModel, spread
 
 N_CTX = 512
@@ -120,7 +120,7 @@ class Sweep:
                     "error": found.error,
                     "rise": float(rise.mean()),
                     "rise_error": float(rise.std() / math.sqrt(len(rise) - 1)),
-                    "measured": sum(p.measured * p.n_neurons for p in parts) / sum(p.n_neurons for p in parts),
+                    "measured": skipped_share(parts),
                     "wanted": [round(p.wanted, 4) for p in parts],
                     "zeros": [p.zeros for p in parts],
                 }

@@ -91,8 +91,7 @@ class SkippedPerplexity:
     @property
     def share(self) -> float:
         """Of the neurons, as measured on the evaluated text."""
-        n = sum(part.n_neurons for part in self.parts)
-        return sum(part.measured * part.n_neurons for part in self.parts) / n
+        return skipping.skipped_share(self.parts)
 
 
 def skipped_perplexity(
@@ -116,7 +115,8 @@ def skipped_perplexity(
     """
     _check_context(n_ctx)
     _check_chunks(n_chunks)
-    read_text(skip.text), read_text(text)  # refused before the model is loaded
+    for path in (skip.text, text):
+        read_text(path)  # a bad one is refused before the model is loaded
     with skipping.SkippingModel(
         model,
         skip.score,

@@ -261,6 +261,11 @@ class SkippedPart:
     zeros: float  # share of the scores that are exactly 0 on the calibration text
 
 
+def skipped_share(parts: Sequence[SkippedPart]) -> float:
+    """The share of all neurons of these parts that was skipped, as measured."""
+    return sum(part.measured * part.n_neurons for part in parts) / sum(part.n_neurons for part in parts)
+
+
 class SkippingModel:
     """A model whose neurons are skipped while it evaluates texts, on the CPU.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from ..native import bindings
 
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
 VALUES = ("f16", "q8_0", "q4_0")
+ERROR = "bench-spmv-gpu: "
+"""What a line of the measurement begins with that says why it ends."""
 
 
 def is_built() -> bool:
@@ -49,8 +52,8 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
     """Measures every shape and density in a child process.
 
     shapes, densities, values: the measurement's options. Returns one dictionary per line of its --json file: rows,
-    cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadError with the last
-    line that the measurement printed if it fails.
+    cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadError if it fails, with what
+    the measurement said of that, or with the signal that ended it.
     """
     _require_built()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,19 +61,28 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
         command = [sys.executable, "-m", __name__, "--shapes", shapes, "--densities", densities]
         command += ["--values", values, "--json", str(out)]
         command += ["--csr"] if cusparse else []
-        last = ""
+        problem = ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
             assert program.stdout is not None
             try:
                 for line in program.stdout:
-                    last = line.strip()
-                    console.log(last)
+                    console.log(line.strip())
+                    if line.startswith(ERROR):
+                        problem = line[len(ERROR) :].strip()
             except BaseException:
                 program.kill()
                 raise
         if program.returncode != 0:
-            raise errors.error(errors.LOAD_FAILED, last or f"the measurement ended with {program.returncode}")
+            raise errors.error(errors.LOAD_FAILED, problem or f"the measurement {_end(program.returncode)}")
         return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def _end(code: int) -> str:
+    """How a process ended that said nothing: by an exit code, or by a signal if that is negative."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {int(s): s.name for s in signal.Signals}
+    return f"was ended by {names.get(-code, f'signal {-code}')}"
 
 
 def geometric_means(results: list[dict[str, Any]]) -> list[tuple[float, float]]:

@@ -15,6 +15,7 @@ The stored inputs and mutants of them also run in `tools/dev.py test`, with any 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import os
 import pathlib
@@ -41,6 +42,8 @@ VARIANTS = {"sanitized": "ON", "plain": "OFF"}
 HANG_SECONDS, RSS_MB = 5, 512
 MAX_STOPS = 20
 """Inputs at which one process stops before it is given up: the same bug would be found over and over."""
+KINDS_OF_STOPS = ("timeout", "out-of-memory")
+"""What libFuzzer says of an input that does not crash."""
 DICTIONARY_OF = ("gguf/model-keys.cpp", "load/sparse-header.cpp", "load/file-parts.cpp")
 
 
@@ -100,6 +103,7 @@ class Worker:
     stops: int = 0
     started: float = 0
     seconds: float = 0
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def start(self, seconds: float) -> None:
         max_len, _ = TARGETS[self.name]
@@ -128,7 +132,7 @@ class Worker:
         self.started = time.monotonic()
 
     def finish(self) -> bool:
-        """Adds up what the process did; True if it stopped at an input."""
+        """Adds up what the process did; True if it stopped at an input. The same input can stop several processes."""
         assert self.process is not None
         text = self.log.read_text(errors="replace")
         counts = re.findall(r"^stat::number_of_executed_units: *(\d+)", text, re.MULTILINE)
@@ -138,6 +142,8 @@ class Worker:
         stopped = self.process.returncode != 0
         self.process = None
         self.stops += stopped
+        if stopped:
+            self.kinds[next((kind for kind in KINDS_OF_STOPS if f"libFuzzer: {kind}" in text), "crash")] += 1
         return stopped
 
 
@@ -204,9 +210,7 @@ def run(args: argparse.Namespace) -> None:
         if not of_target:
             continue
         n, seconds = sum(w.executions for w in of_target), sum(w.seconds for w in of_target)
-        stops = [len(list((args.out / "crashes").glob(f"{name}-{kind}-*"))) for kind in ("crash", "timeout", "oom")]
-        # a process that stopped without writing an input counts as a crash
-        stops[0] = max(stops[0], sum(w.stops for w in of_target) - sum(stops[1:]))
+        stops = [sum(w.kinds[kind] for w in of_target) for kind in ("crash", *KINDS_OF_STOPS)]
         plain = sum(w.variant == "plain" for w in of_target)
         rows.append(
             (name, f"{len(of_target) - plain} + {plain}", f"{n:,}", f"{seconds:.0f}", f"{n / max(seconds, 1):,.0f}",

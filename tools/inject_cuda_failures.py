@@ -5,9 +5,12 @@
   python3 tools/inject_cuda_failures.py --build build -m MODEL.gguf
 
 Two errors are tried: memory that is not there (the process goes on, and the model can be loaded again), and a failure
-of the GPU (which is not used any more: the process has to be started again). Each call fails in a process of its own.
+of the GPU (which is not used any more: the process has to be started again). In a process that has just started, each
+call fails in a process of its own, which takes seconds where it makes a CUDA context: --every takes a sample of them.
+In processes that have loaded the model before, every call fails once for want of memory, one after the other. Where
+memory is missing for a launch or a copy, the GPU is given up, too, and the log says so.
 Exits with 1 if a process crashes or hangs, generates another text without an error, or cannot load after a failure
-that it should survive. Needs an NVIDIA GPU.
+that it should survive; with 130 after Ctrl-C, when the table has what was tried until then. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -23,15 +26,21 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROMPT = "The function returns"  # generated on the GPU token by token, the prompt at once
 LONG_PROMPT = PROMPT + " the objective of the structure" * 20
-ERRORS = {"out of memory": 2, "GPU failure": 719}  # cudaErrorMemoryAllocation, cudaErrorLaunchFailure
-GOOD = ("no effect", "refused", "refused, then loaded", "slower, as the log says")
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+ERRORS = {"out of memory": OUT_OF_MEMORY, "GPU failure": 719}  # cudaErrorLaunchFailure
+GIVEN_UP = "not used any more"
+LOADED_BEFORE = "out of memory, loaded before"
+LOG_OF = "== call "
+GOOD = ("no effect", "refused", "refused, then loaded", "refused, GPU given up", "slower, as the log says")
 
 
 # ---- one process ----
@@ -47,7 +56,8 @@ def generate(path: str) -> str:
         llama.close()
 
 
-def work(path: str, call: int, error: int) -> None:
+def load_failing() -> Any:
+    """The plugin's function that lets a call fail and returns how many there were since it was called last."""
     import llama_cpp  # noqa: F401  loads libggml-base, which the plugin needs
 
     import ggml_macko
@@ -55,47 +65,104 @@ def work(path: str, call: int, error: int) -> None:
     plugin = ctypes.CDLL(str(pathlib.Path(ggml_macko.__file__).parent / "libggml-macko.so"))
     fail = plugin.ggml_macko_fail_cuda
     fail.restype, fail.argtypes = ctypes.c_long, [ctypes.c_long, ctypes.c_int]
-    result: dict[str, Any] = {}
+    return fail
+
+
+def try_call(fail: Any, path: str, call: int, error: int) -> dict[str, Any]:
+    """Prints and returns what becomes of one failure; a line begins its part of the log."""
+    print(f"{LOG_OF}{call}", file=sys.stderr, flush=True)
+    result: dict[str, Any] = {"call": call}
     fail(call, error)
     try:
         result["text"] = generate(path)
     except (ValueError, RuntimeError, MemoryError, OSError) as e:
         result["refused"] = f"{type(e).__name__}: {e}"
     result["calls"] = fail(0, 0)
-    if "refused" in result and error == ERRORS["out of memory"]:
+    if "refused" in result and error == OUT_OF_MEMORY:
         try:
             result["again"] = generate(path)
         except (ValueError, RuntimeError, MemoryError, OSError) as e:
             result["again"] = f"{type(e).__name__}: {e}"
     print(json.dumps(result), flush=True)
+    return result
+
+
+def work(path: str, call: int, error: int) -> None:
+    try_call(load_failing(), path, call, error)
+
+
+def work_on(path: str, first: int, step: int) -> None:
+    """Call first, first + step, ... of a load and generation that is not the first of its process: no memory."""
+    fail = load_failing()
+    generate(path)
+    fail(0, 0)
+    want = generate(path)
+    n_calls = fail(0, 0)
+    for call in range(first, n_calls + 1, step):
+        if try_call(fail, path, call, OUT_OF_MEMORY).get("again", want) != want:
+            sys.exit(1)  # what follows needs a GPU that is used: another process goes on
 
 
 # ---- all processes ----
 
 
-def run(package: pathlib.Path, path: str, call: int, error: int) -> tuple[dict[str, Any], str]:
+class Trial(NamedTuple):
+    """A failure: what the process said of it, and its log."""
+
+    call: int
+    result: dict[str, Any]
+    log: str
+
+
+def run(package: pathlib.Path, arguments: Sequence[object], timeout: float) -> tuple[list[Trial], str]:
+    """Runs a process; returns what it tried, and how it ended if not well: that is the outcome of its last trial."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, __file__, "--worker", path, str(call), str(error)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"outcome": "HANG"}, ""
-    lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        return {"outcome": f"CRASH (exit code {done.returncode})"}, done.stderr
-    return json.loads(lines[-1]), done.stderr
+    command = [sys.executable, __file__, *map(str, arguments)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        try:
+            code = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env=environment).returncode
+            end = f"CRASH (exit code {code})" if code else ""
+        except subprocess.TimeoutExpired:
+            end = "HANG"
+        out.seek(0)
+        err.seek(0)
+        results = [json.loads(line) for line in out.read().splitlines() if line.startswith("{")]
+        logs = err.read().split(LOG_OF)[1:]
+    trials = [Trial(result["call"], result, log) for result, log in zip(results, logs)]
+    if end and len(logs) > len(results):
+        log = logs[-1]
+        trials.append(Trial(int(log.split("\n", 1)[0]), {"outcome": end}, log))
+    return trials, end
+
+
+def run_one(package: pathlib.Path, path: str, call: int, error: int) -> Trial:
+    trials, end = run(package, ["--worker", path, call, error], timeout=120)
+    return trials[0] if trials else Trial(call, {"outcome": end}, "")
+
+
+def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Trial]:
+    """Every step-th call in processes that have loaded the model before: a new one where one has ended early."""
+    found: list[Trial] = []
+    while True:
+        trials, end = run(package, ["--worker-of-all", path, first, step], timeout=3600)
+        found += trials
+        if not end:
+            return found
+        if not trials:
+            return [*found, Trial(first, {"outcome": end}, "")]
+        first = trials[-1].call + step
 
 
 def outcome(result: dict[str, Any], log: str, want: str) -> str:
-    said = "MACKO0:" in log and any(
-        "MACKO0:" in line and ("memory" in line or "not used any more" in line or "slowly" in line)
-        for line in log.splitlines()
-    )
+    reasons = ("memory", GIVEN_UP, "slowly")
+    said = any("MACKO0:" in line and any(reason in line for reason in reasons) for line in log.splitlines())
     if "outcome" in result:
         return str(result["outcome"])
     if "refused" in result:
         if "again" in result:
-            return "refused, then loaded" if result["again"] == want else "REFUSED, THEN NOT USABLE"
+            if result["again"] == want:
+                return "refused, then loaded"
+            return "refused, GPU given up" if GIVEN_UP in log else "REFUSED, THEN NOT USABLE"
         return "refused" if said else "refused, but the log does not say why"
     if result["text"] == want:
         return "slower, as the log says" if said else "no effect"
@@ -115,39 +182,58 @@ def make_package(build: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def try_all(package: pathlib.Path, args: argparse.Namespace, n_calls: int) -> Iterator[tuple[str, Trial]]:
+    """(row of the table, failure) of all that is tried."""
+    pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
+    try:
+        for name, error in ERRORS.items():
+            calls = range(1, n_calls + 1, args.every)
+            tries = pool.map(functools.partial(run_one, package, args.model, error=error), calls)
+            for number, trial in enumerate(tries, 1):
+                yield name, trial
+                if number % 25 == 0:
+                    print(f"{name}: {number} of {len(calls)}", file=sys.stderr, flush=True)
+        for trials in pool.map(lambda i: run_all(package, args.model, 1 + i, args.jobs), range(args.jobs)):
+            yield from ((LOADED_BEFORE, trial) for trial in trials)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         return work(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1:2] == ["--worker-of-all"]:
+        return work_on(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True, metavar="MODEL.gguf")
     parser.add_argument("--build", type=pathlib.Path, required=True, metavar="DIR", help="CMake's build folder")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th call (default: 1)")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="only each N-th call of a process's first load (default: 1)"
+    )
     parser.add_argument("-j", "--jobs", type=int, default=4, help="processes at a time (default: 4)")
     args = parser.parse_args()
     package = make_package(args.build)
-    first, log = run(package, args.model, 0, 0)
-    if "text" not in first:
-        sys.exit(f"error: {args.model}: {first}\n{log[-2000:]}")
-    want, n_calls = first["text"], first["calls"]
+    first = run_one(package, args.model, 0, 0)
+    if "text" not in first.result:
+        sys.exit(f"error: {args.model}: {first.result}\n{first.log[-2000:]}")
+    want, n_calls = first.result["text"], first.result["calls"]
     print(f"{args.model}: {n_calls} CUDA calls", file=sys.stderr)
-    rows, examples = [], {}
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for name, error in ERRORS.items():
-            calls = range(1, n_calls + 1, args.every)
-            found: collections.Counter[str] = collections.Counter()
-            tries = pool.map(functools.partial(run, package, args.model, error=error), calls)
-            for call, (result, text) in zip(calls, tries):
-                what = outcome(result, text, want)
-                found[what] += 1
-                if call // args.every % 50 == 0:
-                    print(f"{name}: call {call} of {n_calls}", file=sys.stderr, flush=True)
-                examples.setdefault((name, what), (call, result, text))
-            rows += [[name, what, n] for what, n in sorted(found.items())]
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    examples: dict[tuple[str, str], Trial] = {}
+    interrupted = False
+    try:
+        for name, trial in try_all(package, args, n_calls):
+            key = name, outcome(trial.result, trial.log, want)
+            found[key] += 1
+            examples.setdefault(key, trial)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = [[name, what, n] for (name, what), n in sorted(found.items())]
     print(tabulate(rows, ["error", "outcome", "calls"], tablefmt="github"))
     bad = {key: value for key, value in examples.items() if key[1] not in GOOD}
-    for (name, what), (call, result, text) in bad.items():
-        print(f"{name}, {what}: call {call}: {result}\n{text[-1500:]}", file=sys.stderr)
-    sys.exit(1 if bad else 0)
+    for (name, what), trial in bad.items():
+        print(f"{name}, {what}: call {trial.call}: {trial.result}\n{trial.log[-1500:]}", file=sys.stderr)
+    sys.exit(130 if interrupted else 1 if bad else 0)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from .. import console
 from ..evaluation import likelihood
 from ..evaluation.activations import Consumer, Weight
 from ..evaluation.calibrate import SquareSums
-from ..evaluation.text_model import TextModel, spread
+from ..evaluation.text_model import Chunks, TextModel, spread
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
 from ..gguf.outputs import AtomicOutput
@@ -110,7 +110,8 @@ def loss_curves(
         contextlib.closing(TensorFile(output.partial)) as copy,
         console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
     ):
-        dense = _loss(output.partial, options)
+        chunks = _loss_chunks(output.partial, options)
+        dense = _loss(output.partial, chunks, options)
         for group in todo:
             found = hessians_for(group, options)
             gather_for(model.path, options, found)
@@ -118,7 +119,7 @@ def loss_curves(
                 at_mean = methods.refitted(t, found, options.damping, options.sparsity)
                 errors = [methods.refitted(t, found, options.damping, s).error for s in grid]
                 copy.write(t, at_mean.bits)
-                rise = max(_loss(output.partial, options) - dense, 0.0)
+                rise = max(_loss(output.partial, chunks, options) - dense, 0.0)
                 copy.restore([t])
                 out[t.name] = [rise * e / at_mean.error if at_mean.error else 0.0 for e in errors]
                 console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
@@ -126,14 +127,20 @@ def loss_curves(
     return out
 
 
-def _loss(path: Path, options: PruneOptions) -> float:
-    """The mean negative log-likelihood of a few chunks, spread over those of the calibration text."""
+def _loss_chunks(path: Path, options: PruneOptions) -> Chunks:
+    """A few chunks, spread over those of the calibration text. Reading that takes as long as measuring them."""
     assert options.text is not None
     with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads) as (
-        llama,
+        _,
         chunks,
     ):
-        return likelihood.estimate(llama, spread(chunks, N_LOSS_CHUNKS)).nll
+        return spread(chunks, N_LOSS_CHUNKS)
+
+
+def _loss(path: Path, chunks: Chunks, options: PruneOptions) -> float:
+    """The mean negative log-likelihood of chunks."""
+    with TextModel(path, options.n_ctx, n_threads=options.n_threads) as llama:
+        return likelihood.estimate(llama, chunks).nll
 
 
 def hessians_for(

@@ -1,6 +1,5 @@
 // The MACKO codec against FORMAT.md: literal bytes, a slow independent encoder, round trips by bit pattern, every
-// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second). `--one-thread` is for emulators of
-// a CPU, some of which keep the memory of every thread that has ended.
+// refusal. `test-codec --bench` prints speeds instead (GB of dense F16 per second); `--one-thread`: see test.h.
 #include "codec/macko/encode.h"
 #include "ggml-macko.h"
 #include "test.h"
@@ -10,9 +9,6 @@
 #include <cmath>
 #include <cstring>
 #include <vector>
-
-static bool one_thread = false;
-static int  threads(int n) { return one_thread ? 1 : n; }
 
 struct encoded {
     std::vector<uint8_t> values;

@@ -1,6 +1,6 @@
 // The packed codec: encoded arrays against a slow decoder written from FORMAT.md sections 7 and 8 alone, bounds of the
-// quantization, every refusal,
-// and mutated arrays, which are refused or decode as the slow decoder says.
+// quantization, every refusal, and mutated arrays, which are refused or decode as the slow decoder says.
+// `--one-thread`: see test.h.
 #include "codec/macko/encode.h"
 #include "codec/packed/packed.h"
 #include "test.h"
@@ -202,16 +202,17 @@ static void test_round_trip() {
                     for (const int64_t cols : { 1, 7, 8, 9, 31, 64, 65, 300 }) {
                         const dense_matrix m = random_dense(r, type, r.range(1, 20), cols, density);
                         packed_matrix      out;
-                        const int          status =
-                            pack(m.bytes.data(), { m.desc, value_type, bits }, static_cast<int>(r.range(1, 4)), &out);
+                        const int          status = pack(m.bytes.data(), { m.desc, value_type, bits },
+                                                         threads(static_cast<int>(r.range(1, 4))), &out);
                         if (status == GGML_MACKO_STATUS_NOT_FINITE && type != GGML_MACKO_TYPE_F16) {
                             // a scale of 65504 / 127 always fits, one of 65504 / 8 too: nothing else may happen
                             continue;
                         }
                         CHECK(status == 0, "%s", ggml_macko_last_error());
                         packed_view view;
-                        CHECK(check_packed(out.arrays(), 2, &view) == 0, "type %d values %d bits %d cols %ld: %s", type,
-                              value_type, bits, (long)cols, ggml_macko_last_error());
+                        CHECK(check_packed(out.arrays(), threads(2), &view) == 0,
+                              "type %d values %d bits %d cols %ld: %s", type, value_type, bits, (long)cols,
+                              ggml_macko_last_error());
                         check_decoded(view);
                         std::vector<slow_entry> entries;
                         CHECK(slow_places(out.arrays(), &entries), "places");
@@ -244,13 +245,13 @@ static void test_round_trip() {
                             k++;
                         }
                         packed_matrix again;
-                        CHECK(pack(m.bytes.data(), { m.desc, value_type, bits }, 3, &again) == 0 &&
+                        CHECK(pack(m.bytes.data(), { m.desc, value_type, bits }, threads(3), &again) == 0 &&
                                   again.values == out.values && again.index == out.index &&
                                   again.row_ptr == out.row_ptr,
                               "the number of threads shows");
                         if (value_type == type || value_type == CODED) {
                             macko_matrix recoded;
-                            CHECK(recode(view, 2, &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s",
+                            CHECK(recode(view, threads(2), &recoded) == 0 && recoded.desc.nnz == m.desc.nnz, "%s",
                                   ggml_macko_last_error());
                         }
                     }
@@ -336,7 +337,7 @@ static void fault(const char * what, int want, int32_t value_type, int32_t index
     packed_arrays a = p.arrays();
     change(p, a);
     packed_view view;
-    const int   got = check_packed(a, 2, &view);
+    const int   got = check_packed(a, threads(2), &view);
     CHECK(got == want, "%s: %s, not %s", what, ggml_macko_status_name(got), ggml_macko_status_name(want));
 }
 
@@ -411,12 +412,13 @@ static void test_coded_values_are_those_of_the_slow_encoder() {
                         continue;
                     }
                     packed_matrix out;
-                    CHECK(pack(m.bytes.data(), { m.desc, CODED, 0 }, 2, &out, mantissa_bits, exponent_bits) == 0, "%s",
-                          ggml_macko_last_error());
+                    CHECK(pack(m.bytes.data(), { m.desc, CODED, 0 }, threads(2), &out, mantissa_bits, exponent_bits) ==
+                              0,
+                          "%s", ggml_macko_last_error());
                     CHECK(out.values == encode_coded(values, type, mantissa_bits, exponent_bits), "type %d, %d and %d",
                           type, mantissa_bits, exponent_bits);
                     packed_view view;
-                    CHECK(check_packed(out.arrays(), 2, &view) == 0, "%s", ggml_macko_last_error());
+                    CHECK(check_packed(out.arrays(), threads(2), &view) == 0, "%s", ggml_macko_last_error());
                     for (int i = 0; i < 20; i++) {
                         const int64_t        all = m.desc.nnz, k = r.range(0, all), n = r.range(0, all - k);
                         const auto           size = static_cast<size_t>(value_nbytes(type));
@@ -586,7 +588,8 @@ static void test_mutants_are_refused_or_round_trip() {
     CHECK(share > 0.05 && share < 0.7, "%.3f accepted: one side is hardly tested", share);
 }
 
-int main() {
+int main(int argc, char ** argv) {
+    one_thread = argc > 1 && !strcmp(argv[1], "--one-thread");
     test_round_trip();
     test_smallest_index_is_chosen();
     test_reference_rounding();

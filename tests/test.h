@@ -9,6 +9,10 @@
 inline int n_failed = 0;
 inline int n_passed = 0;
 
+// `--one-thread`, for emulators of a CPU, some of which keep the memory of every thread that has ended.
+inline bool one_thread = false;
+inline int  threads(int n) { return one_thread ? 1 : n; }
+
 #define CHECK(condition, ...)                                                       \
     do {                                                                            \
         if (condition) {                                                            \

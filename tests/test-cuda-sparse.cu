@@ -40,9 +40,9 @@ struct test_matrix {
         return b;
     }
 
-    // values: nearly all from 2^lowest on, within `binades` powers of two
+    // values: nearly all from 2^lowest on, within `binades` powers of two; cut: with 8 significant bits, as BF16 has
     test_matrix(rng & random, int64_t rows, int64_t cols, int type, int delta_bits, double density, structure s,
-                double binades = 12, double lowest = -8)
+                double binades = 12, double lowest = -8, bool cut = false)
         : rows(rows), cols(cols), type(type), delta_bits(delta_bits) {
         const int64_t size = value_nbytes(type);
         dense.assign(static_cast<size_t>(rows * cols * size), 0);
@@ -61,7 +61,9 @@ struct test_matrix {
                 if (random.unit() < (in_band ? d : d / 50)) {
                     // some -0
                     const uint32_t b = random.unit() < 0.001 ? (type == GGML_MACKO_TYPE_F32 ? 0x80000000u : 0x8000u)
-                                                             : random_bits(random, type, lowest, binades);
+                                       : cut && type == GGML_MACKO_TYPE_F16
+                                           ? random_bits(random, type, lowest, binades) & 0xfff8u
+                                           : random_bits(random, type, lowest, binades);
                     left--;
                     memcpy(&dense[static_cast<size_t>((r * cols + c) * size)], &b, static_cast<size_t>(size));
                     weights[static_cast<size_t>(r * cols + c)] = to_double(b, type);
@@ -295,7 +297,7 @@ static void test_random_shapes_and_layouts(cuda_sparse_uploader & uploader, int 
     const int64_t widths[]  = { 1,   2,   7,    8,    31,   32,   33,   63,   64,   97,    128,  255,
                                 300, 512, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008, 12288 };
     const int64_t batches[] = { 1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 100, 257, 600 };
-    int           used[5]   = {};
+    int           used[6]   = {};
     for (int i = 0; i < n_cases; i++) {
         const uint64_t  seed = 1000 + static_cast<uint64_t>(i);
         rng             random(seed);
@@ -349,7 +351,7 @@ template <int BITS> static void check_fused_group(rng & random) {
     set_fused_weights(weight, BITS, step);
     const uint4    kept      = group.words();
     const uint32_t halves[4] = { kept.x, kept.y, kept.z, kept.w };
-    const uint32_t last      = group.walk(begin, weight, [&](auto entry, uint32_t to) {
+    const uint32_t last      = group.template walk<0>(begin, weight, [&](auto entry, uint32_t to) {
         const int k = decltype(entry)::value;
         sum += deltas[k] * step;
         CHECK(to == sum, "deltas of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
@@ -364,6 +366,49 @@ static void test_values_and_deltas_share_the_bits_of_a_fused_group() {
     for (int i = 0; i < 500; i++) {
         check_fused_group<2>(random), check_fused_group<3>(random), check_fused_group<4>(random),
             check_fused_group<6>(random);
+    }
+}
+
+// The same for CODED. What kernels make of values is seen where matrices are made dense.
+template <int BITS> static void check_coded_group(rng & random) {
+    group_bits<coded<__half>, BITS> group   = {};
+    constexpr int                   ENTRIES = group_bits<coded<__half>, BITS>::ENTRIES;
+    uint32_t                        values[ENTRIES], deltas[ENTRIES], taken[8] = {};
+    const auto word = [&](int i) -> uint32_t & { return i < 4 ? (&group.v.x)[i] : group.w[i - 4]; };
+    for (int k = 0; k < ENTRIES; k++) {
+        values[k] = static_cast<uint32_t>(random.range(0, 1023));
+        deltas[k] = random.unit() < 0.2 ? (1u << BITS) - 1 : static_cast<uint32_t>(random.range(0, (1 << BITS) - 1));
+        set_coded_entry(k, values[k], deltas[k], BITS, [&](int i, uint32_t bits) { word(i) |= bits; });
+        set_coded_entry(k, 1023, (1u << BITS) - 1, BITS, [&](int i, uint32_t bits) {
+            CHECK((taken[i] & bits) == 0, "deltas of %d bits: entry %d has bits of another", BITS, k);
+            taken[i] |= bits;
+        });
+    }
+    constexpr uint32_t step = BITS == 6 ? 4 : 128, begin = 1000;
+    uint32_t           weight[16], sum                   = begin;
+    set_coded_weights(weight, BITS, step);
+    const auto check = [&](auto entry, uint32_t to) {
+        const int k = decltype(entry)::value;
+        sum += deltas[k] * step;
+        CHECK(to == sum, "deltas of %d bits: entry %d is at %u, not %u", BITS, k, to, sum);
+        CHECK(coded_delta(k, BITS, word) == static_cast<int>(deltas[k]), "deltas of %d bits: delta %d", BITS, k);
+    };
+    const uint32_t half = group.template walk<0>(begin, weight, check),
+                   last = group.template walk<1>(half, weight, check);
+    CHECK(last == sum, "deltas of %d bits: the next group begins at %u, not %u", BITS, last, sum);
+    std::vector<bool> used(static_cast<size_t>(CUDA_SPARSE_LINE * coded_group_nbytes(BITS)));
+    for (int64_t slot = 8; slot < 16; slot++) {
+        for (int i = 0; i < 4 + coded_words(BITS); i++) {
+            const size_t at = static_cast<size_t>(coded_word(slot, i, BITS)) - used.size() / 4;
+            CHECK(at < used.size() / 4 && !used[at], "deltas of %d bits: word %d", BITS, i);
+            used[at] = true;
+        }
+    }
+}
+static void test_values_and_deltas_of_a_coded_group() {
+    rng random(98);
+    for (int i = 0; i < 500; i++) {
+        check_coded_group<2>(random), check_coded_group<4>(random), check_coded_group<6>(random);
     }
 }
 
@@ -412,6 +457,105 @@ static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, i
           n_cases, wide[4], wide[6]);
 }
 
+// Values of three exponents and some others, as CODED: both types, every number of lanes, all widths of deltas,
+// batches, small and large values, rows with many outliers, narrow matrices.
+static void test_coded_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
+    const int64_t widths[]  = { 64, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008 };
+    const int64_t batches[] = { 1, 1, 1, 2, 3, 5, 8, 17, 40 };
+    int           used[7]   = {};
+    for (int i = 0; i < n_cases; i++) {
+        const uint64_t  seed = 15000 + static_cast<uint64_t>(i);
+        rng             random(seed);
+        const int64_t   cols = widths[random.range(0, 8)], rows = random.range(1, 150);
+        const int       type = TYPES[random.range(0, 1)];
+        const structure s = random.unit() < 0.7 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
+        const double    lowest  = random.range(type == GGML_MACKO_TYPE_F16 ? -20 : -60, 0);
+        const double    density = random.unit() < 0.4 ? 0.02 + random.unit() * 0.2 : 0.2 + random.unit() * 0.7;
+        test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 2.9 : 3.4,
+                      lowest, random.unit() < 0.9);
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, random.unit() < 0.5 ? 8 : 16)) {
+            w.upload(random, uploader);
+        }
+        used[w.device.layout == CUDA_SPARSE_LAYOUT_CODED ? w.device.delta_bits : 0]++;
+        const int64_t     n    = batches[random.range(0, 8)];
+        const std::string name = name_of(seed, w, n);
+        check_densify(w, name);
+        check_product(random, { &w }, n, random_options(random), name);
+    }
+    CHECK(std::min({ used[2], used[4], used[6] }) > n_cases / 12 || n_cases < 100,
+          "of %d cases deltas had 2 bits in %d, 4 in %d, 6 in %d", n_cases, used[2], used[4], used[6]);
+}
+
+// Matrices of 2048 columns and more are CODED where that is smaller than other layouts.
+static void test_values_of_few_exponents_are_coded(cuda_sparse_uploader & uploader) {
+    const auto layout_of = [&](int type, double binades, double lowest, double density, bool cut = true) {
+        rng         random(6);
+        test_matrix w(random, 300, 4096, type,
+                      density < 0.15  ? 8
+                      : density < 0.4 ? 4
+                                      : 2,
+                      density, UNIFORM, binades, lowest, cut);
+        w.upload(random, uploader);
+        return std::pair<int32_t, int32_t>(w.device.layout, w.device.delta_bits);
+    };
+    const auto coded = [](int32_t bits) { return std::pair<int32_t, int32_t>(CUDA_SPARSE_LAYOUT_CODED, bits); };
+    for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        CHECK(layout_of(type, 3, -8, 0.5) == coded(2), "type %d, density .5", type);
+        CHECK(layout_of(type, 3, -8, 0.3) == coded(4), "type %d, density .3", type);
+        CHECK(layout_of(type, 3, -8, 0.1) == coded(6), "type %d, density .1", type);
+        CHECK(layout_of(type, 7, -8, 0.5).first != CUDA_SPARSE_LAYOUT_CODED, "type %d, seven powers of two", type);
+    }
+    CHECK(layout_of(GGML_MACKO_TYPE_F16, 3, -8, 0.5, false).first == CUDA_SPARSE_LAYOUT_FUSED, "values of 11 bits");
+    CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, -126, 0.5) == coded(2), "tiny values");
+    CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 1, 0.5) == coded(2), "the largest that a power of 2^127 reaches");
+    CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 20, 0.5).first != CUDA_SPARSE_LAYOUT_CODED, "values that are too large");
+}
+
+// x that is infinite, no number, tiny or huge, of a CODED matrix. A zero times an infinity is NaN in a dense product as
+// well, so rows without a weight there may be anything.
+static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
+    constexpr int64_t ROWS = 40, COLS = 2050;
+    for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        rng         random(static_cast<uint64_t>(type + 3));
+        test_matrix w(random, ROWS, COLS, type, 2, 0.5, UNIFORM, 2.9, -8, true);
+        CHECK(w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, 8), "type %d: the layout does not fit", type);
+        for (const int64_t n : { 1, 2, 8 }) {
+            for (const float scale : { 0x1p-100f, 0x1p-40f, 1.0f, 0x1p100f, INFINITY, NAN }) {
+                const bool finite = std::isfinite(scale);
+                // several columns are kept in 16 bits, and as F16 an infinity becomes the largest number
+                if (n > 1 && scale != 1.0f && (finite || (type == GGML_MACKO_TYPE_F16 && std::isinf(scale)))) {
+                    continue;
+                }
+                guarded x(COLS * n), y(ROWS * n);
+                for (int64_t i = 0; i < COLS * n; i++) {
+                    x.at(i) = static_cast<float>(random.range(1, 64)) / 64 * (finite ? scale : 1.0f);
+                }
+                if (!finite) {
+                    x.at(COLS * n - 7) = scale; // in the last column of x
+                }
+                x.put();
+                CUDA_CHECK(cuda_sparse_mul_mat(plain_product(w.device, x, y, n), nullptr));
+                y.get();
+                for (int64_t r = 0; r < ROWS; r++) {
+                    const float got  = y.at((n - 1) * ROWS + r);
+                    double      want = 0, bound = 0;
+                    for (int64_t c = 0; c < COLS && finite; c++) {
+                        const double product = w.weights[static_cast<size_t>(r * COLS + c)] *
+                                               static_cast<double>(x.at((n - 1) * COLS + c));
+                        want += product;
+                        bound += std::fabs(product);
+                    }
+                    const bool hit = (w.bits(r * COLS + COLS - 7) & 0x7fff) != 0;
+                    CHECK(finite ? std::fabs(static_cast<double>(got) - want) <= MAX_ERROR * bound
+                                 : !hit || !std::isfinite(got),
+                          "type %d, x of %g, n %lld, row %lld: %g, not %g", type, static_cast<double>(scale),
+                          static_cast<long long>(n), static_cast<long long>(r), static_cast<double>(got), want);
+                }
+            }
+        }
+    }
+}
+
 // F16 matrices of 2048 columns and more are FUSED if that fits their memory; those with many outliers are INTERLEAVED.
 static void test_wide_f16_matrices_are_fused_where_that_fits(cuda_sparse_uploader & uploader) {
     using layout_and_bits = std::pair<int32_t, int32_t>;
@@ -455,7 +599,10 @@ static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader 
                           delta_bits == 2 || delta_bits == 8 ? 7.1
                            : delta_bits == 4                  ? 3.1
                                                               : 12,
-                           -8);
+                           -8, s == UNEVEN);
+            if (s == UNEVEN && w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, 8)) {
+                check_densify(w, "many rows, coded, " + std::to_string(delta_bits) + " bits");
+            }
             if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, 8)) {
                 w.upload(random, uploader);
             }
@@ -503,16 +650,17 @@ static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases)
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
-    int n_fused = 0, n_banked = 0;
+    int n_fused = 0, n_banked = 0, n_coded = 0;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
         rng           random(seed);
         const int64_t cols = seed % 3 == 0 ? 300 : seed % 3 == 1 ? 2048 : 4096;
         const int     bits = BITS[random.range(1, 3)];
         const int64_t rows = random.range(50, 150);
         const int     type = seed % 4 == 3 ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
-        test_matrix   a(random, rows, cols, type, bits, 0.3, UNIFORM, 2.9, -12),
-            b(random, rows, cols, type, bits, 0.3, UNEVEN, 2.9, -9);
-        test_matrix c(random, 33, cols, type, bits, 0.3, UNIFORM, 2.9, -4);
+        const bool    cut  = seed % 8 == 5;
+        test_matrix   a(random, rows, cols, type, bits, 0.3, UNIFORM, 2.9, -12, cut),
+            b(random, rows, cols, type, bits, 0.3, UNEVEN, 2.9, -9, cut);
+        test_matrix c(random, 33, cols, type, bits, 0.3, UNIFORM, 2.9, -4, cut);
         const auto  all = [&](int32_t layout, int32_t lanes) {
             return a.upload(random, uploader, layout, lanes) && b.upload(random, uploader, layout, lanes) &&
                    c.upload(random, uploader, layout, lanes) && cuda_sparse_same_kernel(a.device, b.device) &&
@@ -523,6 +671,8 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         } else if (seed % 4 == 2 && bits < 8 &&
                    all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, type, bits))) {
             n_fused++; // exponents of their own
+        } else if ((cut || seed % 8 == 7) && all(CUDA_SPARSE_LAYOUT_CODED, seed % 16 < 8 ? 8 : 16)) {
+            n_coded++; // exponents of their own
         } else if (seed % 4 == 3 && bits < 8 &&
                    all(CUDA_SPARSE_LAYOUT_BANKED, random_lanes(random, CUDA_SPARSE_LAYOUT_BANKED, type, bits))) {
             n_banked++;
@@ -538,7 +688,8 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
             check_product(random, { &a, &b }, n, o, "gate and up, " + name_of(seed, a, n));
         }
     }
-    CHECK((n_fused > 0 && n_banked > 0) || n_seeds < 24, "%d were fused, %d banked", n_fused, n_banked);
+    CHECK(std::min({ n_fused, n_banked, n_coded }) > 0 || n_seeds < 24, "%d were fused, %d banked, %d coded", n_fused,
+          n_banked, n_coded);
 }
 
 // The rows of an expert, ids from device memory, ids out of range.
@@ -546,8 +697,9 @@ static void test_experts_and_ids_out_of_range(cuda_sparse_uploader & uploader) {
     for (uint64_t seed = 1; seed <= 8; seed++) {
         rng           random(seed);
         const int64_t rows = random.range(3, 70), cols = seed % 2 ? 2100 : 200, ldx = seed % 3 ? cols : 0;
-        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM);
+        test_matrix   w(random, N_EXPERTS * rows, cols, GGML_MACKO_TYPE_BF16, 4, 0.3, UNIFORM, seed == 7 ? 2.9 : 12);
         w.upload(random, uploader);
+        CHECK(seed != 7 || w.device.layout == CUDA_SPARSE_LAYOUT_CODED, "layout %d", w.device.layout);
         if (seed == 3) {
             w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FILE, 0);
         }
@@ -589,11 +741,13 @@ static void test_rows_of_equal_length_are_interleaved(cuda_sparse_uploader & upl
 
 // The same bits every time: launched alone, as a dependent launch, and from a graph.
 static void test_repeats_are_bit_identical(cuda_sparse_uploader & uploader, int n_repeats) {
-    for (const int bits : { 2, 4, 8 }) {
+    for (const int bits : { 1, 2, 4, 8 }) {
         rng         random(static_cast<uint64_t>(bits));
-        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, 7.1, -8);
+        const bool  coded = bits == 1;
+        test_matrix w(random, 500, 4096, GGML_MACKO_TYPE_F16, bits, 0.4, UNIFORM, coded ? 3 : 7.1, -8, coded);
         w.upload(random, uploader);
-        CHECK(bits != 2 || w.device.layout == CUDA_SPARSE_LAYOUT_FUSED, "layout %d", w.device.layout);
+        CHECK(bits > 2 || w.device.layout == (coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED), "layout %d",
+              w.device.layout);
         for (const int64_t n : { 1, 4, 20, 40 }) {
             guarded x(4096 * n), y(500 * n);
             for (int64_t i = 0; i < 4096 * n; i++) {
@@ -638,6 +792,7 @@ static void test_memory_stays_near_the_file() {
 int main(int argc, char ** argv) {
     test_memory_stays_near_the_file();
     test_values_and_deltas_share_the_bits_of_a_fused_group();
+    test_values_and_deltas_of_a_coded_group();
     int n_devices = 0;
     if (cudaGetDeviceCount(&n_devices) != cudaSuccess || n_devices == 0) {
         printf("test-cuda-sparse: %d checks of the layout, then skipped: no CUDA device\n", n_passed);
@@ -653,6 +808,9 @@ int main(int argc, char ** argv) {
     }
     test_fused_products_of_any_values(*uploader, n_cases / 2);
     test_wide_f16_matrices_are_fused_where_that_fits(*uploader);
+    test_coded_products_of_any_values(*uploader, n_cases);
+    test_values_of_few_exponents_are_coded(*uploader);
+    test_coded_products_of_odd_x(*uploader);
     test_products_by_tiles(*uploader, n_cases / 2);
     test_densify_of_more_rows_than_resident_blocks(*uploader);
     test_matrices_that_share_x(*uploader, n_cases >= 100 ? 24 : 4);

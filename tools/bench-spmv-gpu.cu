@@ -3,8 +3,11 @@
 // bandwidth, and speedup. Every result is checked against float64; the x of these checks have eight bits, so that
 // rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed (FORMAT.md section 7).
 //
-//   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,q8_0,q4_0] [--csr]
+//   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,pruned,...] [--csr]
 //   [--unpack] [--layer] [--json FILE]
+// Values are normal numbers: f16, q8_0 and q4_0 at random places, as in the MACKO paper; pruned are F16 ones of which
+// magnitude pruning left the largest, and pruned-8 the same with 8 significant bits, as models trained in BF16 have.
+//
 //   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
 //   bench-ec-csr.cuh
 //
@@ -59,6 +62,18 @@ struct shape {
     int64_t rows, cols;
 };
 
+struct value_type {
+    const char * name;
+    int32_t      type;
+    bool         pruned; // by magnitude
+    int          significant_bits;
+};
+const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16, false, 11 },
+                                   { "pruned", GGML_MACKO_TYPE_F16, true, 11 },
+                                   { "pruned-8", GGML_MACKO_TYPE_F16, true, 8 },
+                                   { "q8_0", GGML_MACKO_TYPE_Q8_0, false, 11 },
+                                   { "q4_0", GGML_MACKO_TYPE_Q4_0, false, 11 } };
+
 // MACKO paper, appendix H
 const shape PAPER[] = {
     { 4096, 4096 },   { 8192, 8192 },  { 8192, 29568 }, { 32000, 5120 },  { 32000, 8192 },  { 28672, 8192 },
@@ -102,19 +117,37 @@ int best_delta_bits(double density) {
     return best;
 }
 
-// bits of a normal number of deviation 1/64, as weights are; never 0
-uint16_t normal_f16(uint64_t random) {
-    const double u = (static_cast<double>(random >> 32) + 0.5) * 0x1p-32,
-                 v = static_cast<double>(random & 0xffffffffu) * 0x1p-32;
-    const uint16_t bits =
-        f16_of_float(static_cast<float>(std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v) / 64));
-    return bits & 0x7fff ? bits : 1;
+// Bits of a normal number of deviation 1/64, as weights are, of at least that magnitude and with so many significant
+// bits; never 0.
+uint16_t normal_f16(uint64_t & random, double least, int significant_bits) {
+    const int dropped = 11 - significant_bits;
+    for (;;) {
+        const uint64_t r    = xorshift(random);
+        const double   u    = (static_cast<double>(r >> 32) + 0.5) * 0x1p-32,
+                     v      = static_cast<double>(r & 0xffffffffu) * 0x1p-32,
+                     w      = std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586 * v) / 64;
+        const uint16_t bits = static_cast<uint16_t>(f16_of_float(static_cast<float>(w)) >> dropped << dropped);
+        if (std::fabs(w) >= least && (bits & 0x7fff)) {
+            return bits;
+        }
+    }
 }
 
-random_matrix make_random(int64_t rows, int64_t cols, double density) {
+// the magnitude that this share of normal numbers of deviation 1/64 exceeds
+double magnitude_of(double share) {
+    double low = 0, high = 1;
+    for (int i = 0; i < 60; i++) {
+        const double middle                                            = (low + high) / 2;
+        (std::erfc(middle * 64 / std::sqrt(2.0)) > share ? low : high) = middle;
+    }
+    return low;
+}
+
+random_matrix make_random(int64_t rows, int64_t cols, double density, const value_type & type) {
     random_matrix        m;
     const int            bits = best_delta_bits(density), reach = 1 << bits;
     const uint64_t       threshold = static_cast<uint64_t>(density * 4294967296.0);
+    const double         least     = type.pruned ? magnitude_of(density) : 0;
     std::vector<int64_t> nnz(static_cast<size_t>(rows));
     m.desc = { rows, cols, GGML_MACKO_TYPE_F16, bits, 0 };
     m.row_ptr.assign(static_cast<size_t>(rows + 1), 0);
@@ -157,7 +190,7 @@ random_matrix make_random(int64_t rows, int64_t cols, double density) {
                     deltas[k++] = static_cast<uint8_t>(reach - 1);
                 }
                 deltas[k]     = static_cast<uint8_t>(gap);
-                m.values[k++] = normal_f16(xorshift(t));
+                m.values[k++] = normal_f16(t, least, type.significant_bits);
                 last          = c;
             }
         }
@@ -228,9 +261,10 @@ struct file_matrix {
     packed_view     view;
     quantized_shape shape = {};
 
-    file_matrix(int64_t rows, int64_t cols, double density, int32_t type, int64_t shared_nbytes)
-        : m(make_random(rows, cols, density)), value_type(type) {
-        if (!is_quant_type(type)) {
+    file_matrix(int64_t rows, int64_t cols, double density, const macko::cuda::value_type & values,
+                int64_t shared_nbytes)
+        : m(make_random(rows, cols, density, values)), value_type(values.type) {
+        if (!is_quant_type(value_type)) {
             return;
         }
         std::vector<uint16_t> dense(static_cast<size_t>(rows * cols), 0);
@@ -242,7 +276,7 @@ struct file_matrix {
                 dense[static_cast<size_t>(c)] = m.values[static_cast<size_t>(k)];
             }
         }
-        check_status(pack(dense.data(), { m.desc, type, -1 }, N_THREADS, &packed));
+        check_status(pack(dense.data(), { m.desc, value_type, -1 }, N_THREADS, &packed));
         check_status(check_packed(packed.arrays(), N_THREADS, &view));
         shape = cuda_quantized_shape(packed.desc, shared_nbytes);
     }
@@ -340,13 +374,14 @@ double read_nbytes(const cuda_sparse_matrix & w) {
     int32_t end = 0;
     CHECKED(cudaMemcpy(&end, w.row_ptr + w.rows, 4, cudaMemcpyDeviceToHost));
     double of_rows = static_cast<double>(w.rows) * (w.lanes * 2 + 4);
-    if (w.layout == CUDA_SPARSE_LAYOUT_FUSED) {
+    if (w.tails) {
         std::vector<uint16_t> tails(static_cast<size_t>(w.rows));
         CHECKED(cudaMemcpy(tails.data(), w.tails, tails.size() * 2, cudaMemcpyDeviceToHost));
         for (const uint16_t tail : tails) {
             end -= tail_unused(tail);
         }
-        return end * 16.0 + of_rows + static_cast<double>(w.rows) * 2;
+        const int64_t group = w.layout == CUDA_SPARSE_LAYOUT_CODED ? coded_group_nbytes(w.delta_bits) : 16;
+        return static_cast<double>(end * group) + of_rows + static_cast<double>(w.rows) * 2;
     }
     const double entries = w.layout == CUDA_SPARSE_LAYOUT_FILE ? end : end * static_cast<double>(CUDA_SPARSE_GROUP);
     return entries * (static_cast<double>(value_nbytes(w.type)) + w.delta_bits / 8.0) + of_rows;
@@ -361,14 +396,6 @@ cuda_sparse_matrix moved(cuda_sparse_matrix w, int64_t nbytes) {
         move(w.row_ptr, nbytes), move(w.outliers, nbytes);
     return w;
 }
-
-struct value_type {
-    const char * name;
-    int32_t      type;
-};
-const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16 },
-                                   { "q8_0", GGML_MACKO_TYPE_Q8_0 },
-                                   { "q4_0", GGML_MACKO_TYPE_Q4_0 } };
 
 // ---- timing ----
 
@@ -656,7 +683,7 @@ void time_layer(cudaStream_t stream, cuda_sparse_uploader & uploader, double den
     matrices.reserve(LAYERS * 7);
     std::vector<std::unique_ptr<file_matrix>> files;
     for (const product & f : products) {
-        files.push_back(std::make_unique<file_matrix>(f.rows, f.cols, density, values.type, shared_nbytes));
+        files.push_back(std::make_unique<file_matrix>(f.rows, f.cols, density, values, shared_nbytes));
     }
     for (int l = 0; l < LAYERS; l++) {
         for (const product & f : products) {
@@ -826,7 +853,7 @@ struct spmv_bench {
         strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
         printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
                driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
-        printf("%14s %6s %7s %3s %4s %-14s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n",
+        printf("%14s %8s %7s %3s %4s %-14s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n",
                "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
         check_status(cuda_sparse_uploader::create(0, &uploader));
     }
@@ -892,7 +919,7 @@ struct spmv_bench {
     void report(const copies & m, int64_t n, const product_times & t) {
         const cuda_sparse_matrix & w      = m.w[0];
         const char *               layout = cuda_sparse_layout_name(w.layout);
-        printf("%14s %6s %7.2f %3lld %4d %-11s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n",
+        printf("%14s %8s %7.2f %3lld %4d %-11s %2d %8.1f %7.4f %9.2f %9.2f %9.2f %9.2f %8.2fx %7.1f%%\n",
                m.shape_name().c_str(), m.type, m.density, static_cast<long long>(n), w.delta_bits, layout, w.lanes,
                m.read * 1e-6, static_cast<double>(m.nbytes) / static_cast<double>(m.file.file_nbytes()), t.dense_us,
                m.csr_us, t.alone, t.chained, t.speedup(), 100 * m.read / t.best() / bandwidth);
@@ -961,7 +988,7 @@ struct spmv_bench {
         for (size_t dt = 0; dt < options.densities.size() * n_types; dt++) {
             const double       density = options.densities[dt / n_types];
             const value_type & values  = options.types[dt % n_types];
-            const file_matrix  file(s.rows, s.cols, density, values.type, shared_nbytes);
+            const file_matrix  file(s.rows, s.cols, density, values, shared_nbytes);
             copies             m(file, s, values.name, density, *uploader);
             if (options.densify) {
                 time_densify(m);
@@ -993,7 +1020,8 @@ int bench_spmv_gpu(int argc, char ** argv) {
     bench_options options;
     if (!options.parse(argc, argv)) {
         fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
-                        "[--columns 1,4] [--values f16,q8_0,q4_0] [--csr] [--unpack] [--layer] [--json FILE]\n");
+                        "[--columns 1,4] [--values f16,pruned,pruned-8,q8_0,q4_0] [--csr] [--unpack] [--layer] "
+                        "[--json FILE]\n");
         return 2;
     }
 

@@ -8,7 +8,7 @@
 
 namespace macko::cuda {
 
-// ---- INTERLEAVED, BANKED, FUSED ----
+// ---- INTERLEAVED, BANKED, FUSED, CODED ----
 
 struct densify_params {
     cuda_sparse_matrix m;
@@ -19,7 +19,7 @@ struct densify_params {
     int32_t            rows;   // that a block has in shared memory at a time, at most 32 / lanes
     int32_t            pitch;  // elements of a row there: those of dst, and behind them where fillers may land
     int32_t            vector; // 8 if rows of dst are aligned to 16 bytes and cols is a multiple of 8, else 1
-    uint32_t           weight[8];
+    uint32_t           weight[16];
 };
 
 constexpr int MAX_DENSIFY_WARPS = 4;
@@ -29,15 +29,30 @@ constexpr int MAX_DENSIFY_WARPS = 4;
 template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_SHIFT = BANKED ? (BITS == 1 ? 1 : 0) : BITS < 6 ? 6 : 0;
 template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_STEP  = (BANKED ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANKED>;
 
+// a value of a group, and one of an outlier, as the matrix has it
+template <typename T> __device__ __forceinline__ uint16_t dense_bits(uint16_t value, int exponent, float power) {
+    if constexpr (is_coded<T>) {
+        return from_coded<value16<T>>(value, exponent);
+    } else if constexpr (has_tails<T>) {
+        return from_fused(value, power);
+    } else {
+        return value;
+    }
+}
+template <typename T> __device__ __forceinline__ uint16_t outlier_bits(uint32_t value) {
+    return is_coded<T> ? narrowed(value, std::is_same<value16<T>, __nv_bfloat16>::value) : static_cast<uint16_t>(value);
+}
+
 // A block per row (with fewer than 32 runs, per several rows): zeros in shared memory, entries scattered to their
 // columns there, then one pass to dst. Each warp has a share of the groups of every run; the sum of the deltas in front
 // of them says where it starts. The groups of the next row are on their way while this one goes to dst.
 template <typename T, int BITS, bool BANKED>
 __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     densify_interleaved_kernel(const __grid_constant__ densify_params p) {
-    constexpr int      DEPTH   = 4; // groups requested at a time
-    constexpr bool     FUSED   = std::is_same<T, fused_f16>::value;
-    constexpr int      ENTRIES = group_bits<T, BITS>::ENTRIES;
+    constexpr int  DEPTH   = 4; // groups requested at a time
+    constexpr bool TAILS   = has_tails<T>;
+    constexpr int  ENTRIES = group_bits<T, BITS>::ENTRIES, PARTS = group_bits<T, BITS>::PARTS,
+                  PER_PART  = ENTRIES / PARTS;
     constexpr uint32_t STEP = DENSIFY_STEP<BITS, BANKED>, shift = DENSIFY_SHIFT<BITS, BANKED>;
     extern __shared__ __align__(16) uint16_t dense[];
     __shared__ uint32_t                      advance[MAX_DENSIFY_WARPS][32];
@@ -55,7 +70,7 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 
     // this thread's share of a row: groups from ... to-1 of its run
     row_span            span;
-    int                 from, to, last_group;
+    int                 from, to, last_group, end = 0, end_of_outliers = 0;
     uint32_t            base;
     group_bits<T, BITS> bits[DEPTH];
     const auto          load = [&](int first) {
@@ -69,11 +84,12 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
     const auto begin_rows = [&](int64_t row0) {
         const int64_t row  = row0 + sub;
         const bool    here = row < p.row_end && sub < rows;
-        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], FUSED ? m.tails[row] : 0) : row_span();
+        span               = here ? row_span(m.row_ptr[row], m.row_ptr[row + 1], TAILS ? m.tails[row] : 0) : row_span();
         base               = here ? m.bases[row * lanes + lane] : 0;
         const int first = span.first_step(lane), own = span.end_step(lane, lanes) - first;
-        from       = first + own * warp / warps;
-        to         = first + own * (warp + 1) / warps;
+        from = first + own * warp / warps;
+        to   = first + own * (warp + 1) / warps;
+        end = span.end_step(lane, lanes), end_of_outliers = span.end_of_outliers(lane, lanes);
         last_group = own > 0 && span.n_before(lane + 1, lanes) == span.groups ? first + own - 1 : -1; // of the row
         load(from);
     };
@@ -89,7 +105,11 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
         if (warps > 1) {
             uint32_t   sum = 0;
             const auto add = [&](const group_bits<T, BITS> & c) {
-                sum = c.walk(sum, p.weight, [](auto, uint32_t) {}) + ENTRIES * STEP;
+                sum = c.template walk<0>(sum, p.weight, [](auto, uint32_t) {});
+                if constexpr (PARTS == 2) {
+                    sum = c.template walk<1>(sum, p.weight, [](auto, uint32_t) {});
+                }
+                sum += ENTRIES * STEP;
             };
 #pragma unroll 4
             for (int s = from + DEPTH; s < to; s++) {
@@ -116,44 +136,44 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (s + d < to) {
-                    const uint4    v        = bits[d].words();
-                    const uint32_t words[4] = { v.x, v.y, v.z, v.w };
-                    const auto     scatter  = [&](auto && wanted) {
-                        return bits[d].walk(at, p.weight, [&](auto entry, uint32_t sum) {
-                            constexpr int k  = decltype(entry)::value;
-                            uint32_t      to = (sum >> shift) + k * (STEP >> shift);
+                    // FUSED and CODED: what is zero here may be an outlier. Fillers behind the last entry of a row
+                    // would hit the first ones.
+                    const bool skips_zeros = TAILS || (BANKED && s + d == last_group);
+                    const auto scatter     = [&](auto part) {
+                        at = bits[d].template walk<decltype(part)::value>(at, p.weight, [&](auto entry, uint32_t sum) {
+                            constexpr int  k     = decltype(entry)::value;
+                            const uint16_t value = bits[d].template half<k>();
+                            uint32_t       to    = (sum >> shift) + k % PER_PART * (STEP >> shift);
                             if (BANKED) {
                                 to = wrap(to, negative);
                             }
-                            const uint16_t value = static_cast<uint16_t>(k % 2 ? words[k / 2] >> 16 : words[k / 2]);
-                            if (wanted(value)) {
-                                *reinterpret_cast<uint16_t *>(mine + to) = FUSED ? from_fused(value, power) : value;
+                            if (!skips_zeros || value != 0) {
+                                *reinterpret_cast<uint16_t *>(mine + to) = dense_bits<T>(value, m.exponent, power);
                             }
                         });
+                        at += PER_PART * STEP;
+                        if (BANKED) {
+                            at = wrap(at, negative << shift);
+                        }
                     };
-                    // FUSED: what is zero here may be an outlier. Fillers behind the last entry of a row would hit the
-                    // first ones.
-                    if (FUSED || (BANKED && s + d == last_group)) {
-                        at = scatter([](uint16_t value) { return value != 0; });
-                    } else {
-                        at = scatter([](uint16_t) { return true; });
-                    }
-                    at += ENTRIES * STEP;
-                    if (BANKED) {
-                        at = wrap(at, negative << shift);
+                    scatter(std::integral_constant<int, 0>());
+                    if constexpr (PARTS == 2) {
+                        scatter(std::integral_constant<int, 1>());
                     }
                 }
             }
             load(s + DEPTH);
         }
-        if (FUSED && warp == 0) {
-            for (int i = lane; i < span.outliers; i += lanes) {
-                const uint4 v =
-                    load_streaming(reinterpret_cast<const uint4 *>(m.values) + span.begin + span.groups + i);
-                for (const uint32_t pair : { v.x, v.y, v.z, v.w }) {
-                    if (pair) {
-                        *reinterpret_cast<uint16_t *>(mine + (pair & 0xffff) * 2) = static_cast<uint16_t>(pair >> 16);
-                    }
+        if constexpr (TAILS) {
+            if (warp == 0) {
+                for (int step = end; step < end_of_outliers; step++) {
+                    group_bits<T, BITS> outliers;
+                    outliers.load(m.values, m.deltas, span.slot(lane, lanes, step));
+                    outliers.for_each_outlier([&](int, uint32_t column, uint32_t value) {
+                        if (value != 0) {
+                            *reinterpret_cast<uint16_t *>(mine + column * 2) = outlier_bits<T>(value);
+                        }
+                    });
                 }
             }
         }
@@ -181,14 +201,16 @@ template <typename T, int BITS, bool BANKED>
 static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
-    if (std::is_same<T, fused_f16>::value) {
+    if (is_coded<T>) {
+        set_coded_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
+    } else if (std::is_same<T, fused_f16>::value) {
         set_fused_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
     } else {
         set_weights(p.weight, BITS, DENSIFY_STEP<BITS, BANKED>);
     }
     const auto kernel = densify_interleaved_kernel<T, BITS, BANKED>;
-    p.pitch =
-        static_cast<int32_t>((std::max<int64_t>(p.m.cols + CUDA_SPARSE_GROUP, 32 * p.m.bank_width) + 7) & ~int64_t(7));
+    p.pitch           = static_cast<int32_t>(
+        (std::max<int64_t>(p.m.cols + group_bits<T, BITS>::ENTRIES, 32 * p.m.bank_width) + 7) & ~int64_t(7));
     const int64_t pitch_nbytes = p.pitch * 2; // fits shared memory, since x, which is twice as large, does
     const int64_t room         = device.shared_nbytes - static_cast<int64_t>(MAX_DENSIFY_WARPS * 32 * sizeof(uint32_t));
     const int     rows         = static_cast<int>(std::min<int64_t>(32 / p.m.lanes, room / pitch_nbytes));
@@ -202,6 +224,14 @@ static cudaError_t launch_densify_interleaved(densify_params & p, cudaStream_t s
                                              std::max<int64_t>(1, resident) * device.multiprocessors);
     kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(warps * 32), shared, stream>>>(p);
     return cudaGetLastError();
+}
+
+template <typename X> static cudaError_t launch_densify_coded(densify_params & p, cudaStream_t stream) {
+    switch (p.m.delta_bits) {
+        case 2:  return launch_densify_interleaved<coded<X>, 2, true>(p, stream);
+        case 4:  return launch_densify_interleaved<coded<X>, 4, true>(p, stream);
+        default: return launch_densify_interleaved<coded<X>, 6, false>(p, stream);
+    }
 }
 
 static cudaError_t launch_densify_bits(densify_params & p, cudaStream_t stream) {
@@ -286,6 +316,10 @@ cudaError_t cuda_sparse_densify(const cuda_sparse_matrix & w, int64_t row_begin,
             case 4:  return launch_densify_interleaved<fused_f16, 4, true>(p, stream);
             default: return launch_densify_interleaved<fused_f16, 6, false>(p, stream);
         }
+    }
+    if (w.layout == CUDA_SPARSE_LAYOUT_CODED) {
+        return w.type == GGML_MACKO_TYPE_F16 ? launch_densify_coded<__half>(p, stream)
+                                             : launch_densify_coded<__nv_bfloat16>(p, stream);
     }
     return launch_densify_bits(p, stream);
 }

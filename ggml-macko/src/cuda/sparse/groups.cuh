@@ -1,5 +1,5 @@
-// A group of the INTERLEAVED, BANKED and FUSED layouts (layout.h): how its values and deltas are loaded, and how dp4a
-// turns deltas into addresses. Device code; no launches.
+// A group of the layouts INTERLEAVED, BANKED, FUSED and CODED (layout.h): how its values and deltas are loaded, and how
+// dp4a turns deltas into addresses. Device code; no launches.
 #pragma once
 
 #include "cuda/lib/common.cuh"
@@ -24,6 +24,12 @@ __device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
 __device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(saturate_f16(v)); }
 __device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
 
+// the K-th of eight
+template <int K> __device__ __forceinline__ uint16_t half_of(const uint4 & v) {
+    const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;
+    return static_cast<uint16_t>(K % 2 ? w >> 16 : w);
+}
+
 template <typename T> struct group_values {
     uint4                           v;
     __device__ __forceinline__ void load(const uint8_t * p, int64_t g) {
@@ -32,6 +38,7 @@ template <typename T> struct group_values {
     template <int K> __device__ __forceinline__ float get() const {
         return half_word < K % 2 == 1 > (T(), K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w);
     }
+    template <int K> __device__ __forceinline__ uint16_t half() const { return half_of<K>(v); }
 };
 // lo, hi: the deltas of entries 0-3 and 4-7, one per byte. They stay where they are in the byte: weight[] makes up for
 // it.
@@ -79,9 +86,10 @@ __host__ __device__ __forceinline__ uint32_t dot4(uint32_t a, uint32_t b, uint32
 #endif
 }
 
-// Where the entries of a group belong. walk(at, weight, entry) calls entry(K, address) for its entries in order, K as
-// an integral constant, and returns the last address. An address is `at` plus the deltas up to its entry, as weight[]
-// scales them; the step of one column that each entry adds is a constant that the caller knows.
+// Where the entries of a group belong. walk<PART>(at, weight, entry), of one of its PARTS, calls entry(K, address) for
+// the entries there in order, K as an integral constant, and returns the last address. An address is `at` plus the
+// deltas up to its entry, as weight[] scales them; the step of one column that each entry adds is a constant that the
+// caller knows.
 template <int K, typename F>
 __host__ __device__ __forceinline__ uint32_t walk_one(uint32_t packed, uint32_t at, const uint32_t * weight,
                                                       F && entry) {
@@ -104,28 +112,47 @@ __host__ __device__ __forceinline__ uint32_t walk_deltas(uint32_t lo, uint32_t h
     return walk_quad<4>(hi, walk_quad<0>(lo, at, weight, entry), weight, entry);
 }
 
-// tag of FUSED values, and the type that they have without the deltas
+// tags of FUSED and of CODED values, and the 16-bit type of the matrix
 struct fused_f16 {};
-template <typename T> using value16 = std::conditional_t<std::is_same<T, fused_f16>::value, __half, T>;
+template <typename T> struct coded {
+    using type = T;
+};
+template <typename T> struct value16_of {
+    using type = T;
+};
+template <> struct value16_of<fused_f16> {
+    using type = __half;
+};
+template <typename T> struct value16_of<coded<T>> {
+    using type = T;
+};
+template <typename T> using value16 = typename value16_of<T>::type;
+
+template <typename T> constexpr bool is_coded           = false;
+template <typename T> constexpr bool is_coded<coded<T>> = true;
+// groups of outliers and unused groups stand behind those of a row
+template <typename T> constexpr bool has_tails = is_coded<T> || std::is_same<T, fused_f16>::value;
 
 // the values and the deltas of a group
 template <typename T, int BITS> struct group_bits {
     static constexpr int            ENTRIES = static_cast<int>(CUDA_SPARSE_GROUP);
+    static constexpr int            PARTS   = 1; // after each a position is reduced
     group_values<T>                 values;
     group_deltas<BITS>              deltas;
     __device__ __forceinline__ void load(const uint8_t * v, const uint8_t * c, int64_t g) {
         values.load(v, g);
         deltas.load(c, g);
     }
-    __device__ __forceinline__ uint4                  words() const { return values.v; } // two values each
-    template <int K> __device__ __forceinline__ float get() const { return values.template get<K>(); }
-    template <typename F>
+    template <int K> __device__ __forceinline__ uint16_t half() const { return values.template half<K>(); }
+    template <int K> __device__ __forceinline__ float    get(uint32_t) const { return values.template get<K>(); }
+    template <int PART, typename F>
     __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
         return walk_deltas(deltas.lo(), deltas.hi(), at, weight, entry);
     }
 };
 template <int BITS> struct group_bits<fused_f16, BITS> {
     static constexpr int ENTRIES = static_cast<int>(fused_entries(BITS));
+    static constexpr int PARTS   = 1;
     // the free bits of two values, below their signs
     static constexpr uint32_t                 FREE = (0x8000u - (0x8000u >> (BITS == 3 ? 3 : 2))) * 0x10001u;
     uint4                                     v;
@@ -135,11 +162,20 @@ template <int BITS> struct group_bits<fused_f16, BITS> {
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
         v = load_streaming(reinterpret_cast<const uint4 *>(p) + g);
     }
-    template <int K> __device__ __forceinline__ float get() const {
+    template <int K> __device__ __forceinline__ uint16_t half() const { return half_of<K>(words()); }
+    // of a group of outliers: calls outlier(index, column, bits of the value)
+    template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
+        const uint32_t pairs[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            outlier(k, pairs[k] & 0xffff, pairs[k] >> 16);
+        }
+    }
+    template <int K> __device__ __forceinline__ float get(uint32_t) const {
         const uint4 w = words();
         return half_word < K % 2 == 1 > (__half(), K / 2 == 0 ? w.x : K / 2 == 1 ? w.y : K / 2 == 2 ? w.z : w.w);
     }
-    template <typename F>
+    template <int PART, typename F>
     __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
         // deltas of entries 0-3: nibbles of the last half word; of 4-6: what two values each leave free
         if constexpr (BITS == 4) {
@@ -211,6 +247,179 @@ __device__ __forceinline__ uint16_t from_fused(uint16_t bits, float power) {
     return __half_as_ushort(__float2half_rn(__half2float(__ushort_as_half(bits)) * power));
 }
 
+// ---- CODED ----
+
+// two bfloat16 numbers times `scale`, a power of two, of which one becomes a float: the lower or the upper one
+template <bool HIGH> __device__ __forceinline__ float scaled_bf16(uint32_t pair, uint32_t scale) {
+    uint32_t v;
+#if __CUDA_ARCH__ >= 800
+    // the product in the upper half, and 0 times the number in the lower one, which is +0 after the addition
+    if (HIGH) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(pair), "r"(scale), "r"(0));
+    } else {
+        asm("{\n.reg .b16 l, h;\n.reg .b32 d;\nmov.b32 {l, h}, %1;\nmov.b32 d, {l, l};\n"
+            "fma.rn.bf16x2 %0, d, %2, %3;\n}"
+            : "=r"(v)
+            : "r"(pair), "r"(scale), "r"(0));
+    }
+    return __uint_as_float(v);
+#else
+    v = HIGH ? pair & 0xffff0000u : pair << 16;
+    return __uint_as_float(v) * __uint_as_float(scale);
+#endif
+}
+
+template <typename X, int BITS> struct group_bits<coded<X>, BITS> {
+    static constexpr int ENTRIES = static_cast<int>(CODED_GROUP), PARTS = ENTRIES / CODED_PART,
+                         WORDS = coded_words(BITS), NBYTES = coded_group_nbytes(BITS), WORD_STRIDE = BITS == 6 ? 16 : 8;
+    uint4    v;        // a byte of each value
+    uint32_t w[WORDS]; // deltas; signs and codes
+
+    // Where the values and the words of the group in slot g of row_span are; those of slot g + n * CUDA_SPARSE_LINE are
+    // n * CUDA_SPARSE_LINE * coded_group_nbytes(BITS) further on.
+    __device__ __forceinline__ static const uint8_t * values_at(const uint8_t * p, int64_t g) {
+        return p + g * NBYTES + place() * (16 - NBYTES);
+    }
+    __device__ __forceinline__ static const uint8_t * words_at(const uint8_t * p, int64_t g) {
+        return p + g * NBYTES + 16 * CUDA_SPARSE_LINE + place() * (WORD_STRIDE - NBYTES);
+    }
+    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
+        load(values_at(p, g), words_at(p, g));
+    }
+    __device__ __forceinline__ void load(const uint8_t * values, const uint8_t * words) {
+        v = load_streaming(reinterpret_cast<const uint4 *>(values));
+        if constexpr (BITS == 6) {
+            const uint4 u = load_streaming(reinterpret_cast<const uint4 *>(words));
+            w[0] = u.x, w[1] = u.y, w[2] = u.z, w[3] = u.w;
+        } else {
+            const uint2 u = load_streaming(reinterpret_cast<const uint2 *>(words));
+            w[0] = u.x, w[1] = u.y;
+            if constexpr (BITS == 4) {
+                w[2] = load_streaming(reinterpret_cast<const uint32_t *>(words + 8 * CUDA_SPARSE_LINE - 4 * place()));
+            }
+        }
+    }
+    // entries 2 * PAIR and the next as bfloat16 numbers, 2^-exponent times the values
+    template <int PAIR> __device__ __forceinline__ uint32_t pair() const {
+        constexpr int  SET   = PAIR / 2;
+        const uint32_t bytes = SET == 0   ? v.x
+                               : SET == 1 ? v.y
+                               : SET == 2 ? v.z
+                                          : v.w,
+                       upper = __funnelshift_r(w[WORDS - 1], w[WORDS - 1], 2 * SET) & 0x81818181u;
+        return __byte_perm(bytes, upper, PAIR % 2 ? 0x7362 : 0x5140);
+    }
+    template <int K> __device__ __forceinline__ uint16_t half() const {
+        return static_cast<uint16_t>(K % 2 ? pair<K / 2>() >> 16 : pair<K / 2>());
+    }
+    // of a group of outliers: calls outlier(index, column, bits of the value as a float)
+    template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
+        const uint32_t values[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            outlier(k, k % 2 ? w[k / 2] >> 16 : w[k / 2] & 0xffff, values[k]);
+        }
+    }
+    template <int K> __device__ __forceinline__ float get(uint32_t scale) const {
+        return scaled_bf16 < K % 2 == 1 > (pair<K / 2>(), scale);
+    }
+    template <int PART, typename F>
+    __host__ __device__ __forceinline__ uint32_t walk(uint32_t at, const uint32_t * weight, F && entry) const {
+        at = walk_quad<8 * PART>(deltas_of<2 * PART>(), at, weight, entry);
+        return walk_quad<8 * PART + 4>(deltas_of<2 * PART + 1>(), at, weight, entry);
+    }
+
+private:
+    // of the group in its line: a thread has only groups of one
+    __device__ __forceinline__ static int place() { return static_cast<int>(threadIdx.x % CUDA_SPARSE_LINE); }
+    // deltas of entries 4 * SET ..., one per byte, as set_coded_weights() expects them
+    template <int SET> __host__ __device__ __forceinline__ uint32_t deltas_of() const {
+        if constexpr (BITS == 2) {
+            return w[0] & 0x03030303u << 2 * SET;
+        } else if constexpr (BITS == 4) {
+            return w[SET / 2] & 0x0f0f0f0fu << SET % 2 * 4;
+        } else if constexpr (SET < 3) {
+            return w[SET] & 0x3f3f3f3fu;
+        } else {
+            return (w[0] >> 6 & 0x03030303u) | (w[1] >> 4 & 0x0c0c0c0cu) | (w[2] >> 2 & 0x30303030u);
+        }
+    }
+};
+inline void set_coded_weights(uint32_t weight[16], int bits, uint32_t step) {
+    for (int k = 0; k < 16; k++) {
+        const int shift = bits == 2 ? k / 4 * 2 : bits == 4 ? k / 4 % 2 * 4 : 0;
+        weight[k]       = (step >> shift) * (0x01010101u >> (24 - 8 * (k % 4)));
+    }
+}
+
+// The words of a CODED group in slot g, counted from the start of the matrix: 0-3 are the values' bytes.
+__host__ __device__ __forceinline__ int64_t coded_word(int64_t g, int word, int delta_bits) {
+    const int     words = static_cast<int>(coded_words(delta_bits)), i = static_cast<int>(g % CUDA_SPARSE_LINE);
+    const int64_t line = g / CUDA_SPARSE_LINE * CUDA_SPARSE_LINE * (4 + words);
+    if (word < 4) {
+        return line + 4 * i + word;
+    }
+    const int stride = words == 4 ? 4 : 2;
+    return line + 4 * CUDA_SPARSE_LINE + (word < 6 || words == 4 ? stride * i + word - 4 : 2 * CUDA_SPARSE_LINE + i);
+}
+// calls set(word of the group, bits to set there) for entry k of a CODED group that is zero so far. value: to_coded()
+template <typename F>
+__host__ __device__ __forceinline__ void set_coded_entry(int k, uint32_t value, uint32_t delta, int delta_bits,
+                                                         F && set) {
+    const int of_set = k / 4, byte = k % 4 * 8, words = static_cast<int>(coded_words(delta_bits));
+    set(of_set, (value & 255) << byte);
+    set(3 + words, (value >> 8 & 1) << (byte + 2 * of_set) | (value >> 9 & 1) << (byte + 2 * of_set + 7) % 32);
+    if (delta_bits == 2) {
+        set(4, delta << (byte + 2 * of_set));
+    } else if (delta_bits == 4) {
+        set(4 + of_set / 2, delta << (byte + of_set % 2 * 4));
+    } else if (of_set < 3) {
+        set(4 + of_set, delta << byte);
+    } else {
+        for (int i = 0; i < 3; i++) {
+            set(4 + i, (delta >> 2 * i & 3) << (byte + 6));
+        }
+    }
+}
+// the delta of entry k of a group whose words are word(i)
+template <typename F> __host__ __device__ __forceinline__ int coded_delta(int k, int delta_bits, F && word) {
+    const int of_set = k / 4, byte = k % 4 * 8;
+    if (delta_bits == 2) {
+        return static_cast<int>(word(4) >> (byte + 2 * of_set) & 3);
+    }
+    if (delta_bits == 4) {
+        return static_cast<int>(word(4 + of_set / 2) >> (byte + of_set % 2 * 4) & 15);
+    }
+    if (of_set < 3) {
+        return static_cast<int>(word(4 + of_set) >> byte & 63);
+    }
+    return static_cast<int>((word(4) >> (byte + 6) & 3) | (word(5) >> (byte + 6) & 3) << 2 |
+                            (word(6) >> (byte + 6) & 3) << 4);
+}
+
+// a value of 16 bits as a float, and back
+__device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
+    return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
+}
+__device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
+    return bf16 ? static_cast<uint16_t>(f >> 16) : __half_as_ushort(__float2half_rn(__uint_as_float(f)));
+}
+// the 16 bits of a value that a group says as a bfloat16 number, 2^-exponent times too small
+template <typename X> __device__ __forceinline__ uint16_t from_coded(uint16_t said, int exponent) {
+    const uint32_t bits = (said & 0x7fff) == 0 ? said : said + (static_cast<uint32_t>(exponent) << 7);
+    return narrowed(bits << 16, std::is_same<X, __nv_bfloat16>::value);
+}
+// sign, two bits of code and seven of mantissa of a float; -1: it is an outlier
+__device__ __forceinline__ int to_coded(uint32_t f, int exponent) {
+    const int code = static_cast<int>(f >> 23 & 255) - exponent;
+    if ((f & 0x7fffffff) == 0) {
+        return static_cast<int>(f >> 31 << 9);
+    }
+    return (f & 0xffff) == 0 && code >= 1 && code <= CODED_EXPONENTS
+               ? static_cast<int>(f >> 31 << 9 | static_cast<uint32_t>(code) << 7 | (f >> 16 & 127))
+               : -1;
+}
+
 // Positions in x are counted in units of 2^-SHIFT bytes of one column of x, STEP units from one column (BANKED: 32
 // columns) to the next. Deltas of less than 6 bits are weighted with down to 1/32 of a step (group_deltas), so those
 // that step over adjacent columns (4 bytes) need units of 1/32 byte.
@@ -268,7 +477,7 @@ __device__ __forceinline__ int delta_shift(int delta_bits, int k) {
 
 // The groups of a row, of which the first is `offset` groups behind the start of a line. Group g is in the run of lane
 // (offset + g) % lanes. A thread reads its run in steps of `lanes` groups from the start of the line on; in the first
-// step lanes below `offset` have none. Groups of outliers follow in the same order. tail: of FUSED, else 0.
+// step lanes below `offset` have none. Groups of outliers follow in the same order. tail: of FUSED and CODED.
 struct row_span {
     int begin = 0, groups = 0, outliers = 0, offset = 0;
     row_span() = default;

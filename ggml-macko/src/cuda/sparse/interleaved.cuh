@@ -1,13 +1,13 @@
-// y = W x for up to eight columns of x, W in the INTERLEAVED, BANKED or FUSED layout (layout.h). Bound by memory: what
-// matters is how many bytes are in flight.
+// y = W x for up to eight columns of x, W in the layout INTERLEAVED, BANKED, FUSED or CODED (layout.h). Bound by
+// memory: what matters is how many bytes are in flight.
 //
 //   block   One per multiprocessor. Fills shared memory with x (one column in float32; 2, 4 or 8 columns, side by side,
 //           in the type of the weights), then deals rows to its warps.
 //   warp    32 / LANES rows at a time, of LANES runs each. DEPTH groups of each run are in registers while the next
 //           DEPTH are on their way, across the borders of rows; the first ones are requested before x is there (before
 //           the previous kernel has ended).
-//   thread  Per group 8 (FUSED: 8, 7 or 6) values and deltas. A dp4a gives the address of the x of entry k: the base
-//           plus deltas 0 ... k times the bytes per step.
+//   thread  Per group 8 (FUSED: 8, 7 or 6; CODED: 16) values and deltas. A dp4a gives the address of the x of entry k:
+//           the base plus deltas 0 ... k times the bytes per step.
 //
 // Included by one .cu file per value type and layout, so that they compile side by side. The kernel is longer than
 // other functions because its loops have to be unrolled around registers that the whole pipeline shares.
@@ -63,42 +63,56 @@ constexpr uint32_t SCALE = DIRECT<T, BITS, BANKED, NX> ? x_words(NX) : 1;
 template <typename T, int BITS, int NX> struct group {
     group_bits<T, BITS> bits;
 
-    static constexpr int CHAINS = NX > 2 ? 1 : 2; // sums per column: enough to hide the latency of an addition
+    static constexpr int CHAINS   = NX > 2 ? 1 : 2; // sums per column: enough to hide the latency of an addition
+    static constexpr int PER_PART = group_bits<T, BITS>::ENTRIES / group_bits<T, BITS>::PARTS;
 
     // to: the address of entry K without the steps of the entries up to it; with x_address if DIRECT
     template <bool BANKED, int K>
-    __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, float (&sum)[CHAINS][NX]) const {
+    __device__ __forceinline__ void add(uint32_t to, uint32_t x_address, uint32_t scale,
+                                        float (&sum)[CHAINS][NX]) const {
         constexpr uint32_t shift   = SHIFT<BITS, BANKED>;
         constexpr int      words   = x_words(NX);
         const uint32_t     address = DIRECT<T, BITS, BANKED, NX> ? to : x_address + (to >> shift) * words;
         float              x[NX];
-        load_x<T, NX, K * static_cast<int>(STEP<BITS, BANKED> >> shift) * words>(x, address);
+        load_x<T, NX, K % PER_PART * static_cast<int>(STEP<BITS, BANKED> >> shift) * words>(x, address);
 #pragma unroll
         for (int c = 0; c < NX; c++) {
-            sum[K % CHAINS][c] = fmaf(bits.template get<K>(), x[c], sum[K % CHAINS][c]);
+            sum[K % CHAINS][c] = fmaf(bits.template get<K>(scale), x[c], sum[K % CHAINS][c]);
         }
     }
-    // at: the position of the first step of the group; returns that of the next group
+    // at: the position of the first step of the group; becomes that of the next group. A position of `limit` or more is
+    // `period` too large. scale: CODED, what values are multiplied with
     template <bool BANKED>
-    __device__ __forceinline__ uint32_t multiply(uint32_t at, uint32_t x_address, const uint32_t * weight,
-                                                 float (&sum)[CHAINS][NX]) const {
-        const uint32_t last =
-            bits.walk(at, weight, [&](auto k, uint32_t to) { add<BANKED, decltype(k)::value>(to, x_address, sum); });
-        return last + group_bits<T, BITS>::ENTRIES * STEP<BITS, BANKED> * SCALE<T, BITS, BANKED, NX>;
+    __device__ __forceinline__ void multiply(uint32_t & at, uint32_t limit, uint32_t period, uint32_t x_address,
+                                             const uint32_t * weight, uint32_t scale, float (&sum)[CHAINS][NX]) const {
+        multiply_part<BANKED, 0>(at, limit, period, x_address, weight, scale, sum);
+        if constexpr (group_bits<T, BITS>::PARTS == 2) {
+            multiply_part<BANKED, 1>(at, limit, period, x_address, weight, scale, sum);
+        }
     }
-    // FUSED: a group of four outliers
+    template <bool BANKED, int PART>
+    __device__ __forceinline__ void multiply_part(uint32_t & at, uint32_t limit, uint32_t period, uint32_t x_address,
+                                                  const uint32_t * weight, uint32_t scale,
+                                                  float (&sum)[CHAINS][NX]) const {
+        at = bits.template walk<PART>(at, weight, [&](auto k, uint32_t to) {
+            add<BANKED, decltype(k)::value>(to, x_address, scale, sum);
+        }) + PER_PART * STEP<BITS, BANKED> * SCALE<T, BITS, BANKED, NX>;
+        if (BANKED && at >= limit) {
+            at -= period;
+        }
+    }
+    // FUSED, CODED: a group of four outliers
     __device__ __forceinline__ void multiply_outliers(uint32_t x_address, float inverse,
                                                       float (&sum)[CHAINS][NX]) const {
-        const uint32_t pairs[4] = { bits.v.x, bits.v.y, bits.v.z, bits.v.w };
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            float x[NX];
-            load_x<T, NX, 0>(x, x_address + (pairs[k] & 0xffff) * (4 * x_words(NX)));
+        bits.for_each_outlier([&](int k, uint32_t column, uint32_t value) {
+            const float weight = is_coded<T> ? __uint_as_float(value) : half_word<false>(__half(), value) * inverse;
+            float       x[NX];
+            load_x<T, NX, 0>(x, x_address + column * (4 * x_words(NX)));
 #pragma unroll
             for (int c = 0; c < NX; c++) {
-                sum[k % CHAINS][c] = fmaf(half_word<true>(__half(), pairs[k]) * inverse, x[c], sum[k % CHAINS][c]);
+                sum[k % CHAINS][c] = fmaf(weight, x[c], sum[k % CHAINS][c]);
             }
-        }
+        });
     }
 };
 
@@ -325,7 +339,7 @@ template <typename T, // of the values
           int  DEPTH>    // groups ahead
 __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_constant__ sparse_launch p) {
     constexpr int      ROWS  = 32 / LANES; // that a warp has at a time
-    constexpr bool     FUSED = std::is_same<T, fused_f16>::value;
+    constexpr bool     FUSED = std::is_same<T, fused_f16>::value, TAILS = has_tails<T>;
     constexpr uint32_t shift = SHIFT<BITS, BANKED>;
     constexpr bool POINTERS  = GROUPED && NX == 1 && FUSED; // to the groups of each row: there are registers for them
     // what is added to the results, and where they belong, is known before they are
@@ -350,7 +364,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
     float *    norm_weights = xs + ((p.modulus + p.overshoot + 3) & ~3);
     const int  row_offset   = p.expert_ids ? expert_row(p, column) : 0;
 
-    // tail, and what is named outliers further down: FUSED
+    // tail, and what is named outliers further down: FUSED, CODED
     struct row_start {
         int      matrix, begin, end;
         uint32_t base;
@@ -364,7 +378,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
             const int              row = m.row_begin + row_offset + t.row;
             s.begin                    = __ldg(m.row_ptr + row);
             s.end                      = __ldg(m.row_ptr + row + 1);
-            if (FUSED) {
+            if (TAILS) {
                 s.tail = __ldg(m.tails + row);
             }
             s.base = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
@@ -377,6 +391,7 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
         int             matrix, slot, begin, end, end_of_outliers, steps;
         uint32_t        at;
         const uint8_t * values;
+        const uint8_t * words; // CODED
     };
     const auto begin_row = [&](const row_start & s) {
         const row_span row(s.begin, s.end, s.tail);
@@ -387,7 +402,10 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
         c.end             = row.end_step(lane, LANES);
         c.end_of_outliers = row.end_of_outliers(lane, LANES);
         c.steps           = row.end_of_outliers(0, LANES);
-        if (POINTERS) {
+        if constexpr (is_coded<T>) {
+            c.values = group_bits<T, BITS>::values_at(p.m[s.matrix].values, c.slot);
+            c.words  = group_bits<T, BITS>::words_at(p.m[s.matrix].values, c.slot);
+        } else if (POINTERS) {
             c.values = p.m[s.matrix].values + static_cast<int64_t>(c.slot) * (2 * CUDA_SPARSE_GROUP);
             c.slot   = 0;
         }
@@ -402,7 +420,12 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
     group<T, BITS, NX> now[DEPTH];
     const auto         load = [&](group<T, BITS, NX> & g, const cursor & c, int step) {
         if (step >= c.begin && step < c.end_of_outliers) {
-            g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].deltas, c.slot + step * LANES);
+            if constexpr (is_coded<T>) {
+                const int64_t from = static_cast<int64_t>(step) * (LANES * group_bits<T, BITS>::NBYTES);
+                g.bits.load(c.values + from, c.words + from);
+            } else {
+                g.bits.load(POINTERS ? c.values : p.m[c.matrix].values, p.m[c.matrix].deltas, c.slot + step * LANES);
+            }
         }
     };
 
@@ -469,6 +492,8 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
         uint32_t  at   = c.at;
         int       step = 0;
         bool      more;
+        // CODED: as a bfloat16 number behind a zero
+        const uint32_t values_scale = is_coded<T> ? __float_as_uint(p.m[matrix].power) : 0;
         do {
             group<T, BITS, NX> next[DEPTH];
             int                to = step + DEPTH;
@@ -485,13 +510,10 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
 #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 if (step + d >= begin && step + d < end) {
-                    at = now[d].template multiply<BANKED>(at, x_address, p.weight, sum);
-                    if (BANKED && at >= limit) {
-                        at -= p.x_period;
-                    }
+                    now[d].template multiply<BANKED>(at, limit, p.x_period, x_address, p.weight, values_scale, sum);
                 }
             }
-            if constexpr (FUSED) {
+            if constexpr (TAILS) {
                 if (step + DEPTH > end && step < end_of_outliers) {
                     const float inverse = p.m[matrix].inverse;
 #pragma unroll
@@ -546,7 +568,9 @@ __global__ void __launch_bounds__(THREADS, 1) interleaved_kernel(const __grid_co
 template <typename T, int BITS, int LANES, bool BANKED, int NX, bool GROUPED, int THREADS, int DEPTH>
 cudaError_t launch_interleaved_config(sparse_launch & p, int blocks, int warps, int grid_y, cudaStream_t stream) {
     constexpr uint32_t scale = SCALE<T, BITS, BANKED, NX>, step = STEP<BITS, BANKED> * scale;
-    if (std::is_same<T, fused_f16>::value) {
+    if (is_coded<T>) {
+        set_coded_weights(p.weight, BITS, step);
+    } else if (std::is_same<T, fused_f16>::value) {
         set_fused_weights(p.weight, BITS, step);
     } else {
         set_weights(p.weight, BITS, step);
@@ -613,16 +637,48 @@ cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cuda
                : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
+// CODED: 36 KB are in flight, of 16 warps with three groups ahead or, where a warp has four rows, 24 with two. For more
+// columns there are no registers for that. One column does not depend on the type of the matrix.
+template <typename T, int BITS, int LANES, bool BANKED>
+cudaError_t launch_coded_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
+    cuda_device_info device;
+    CUDA_TRY(cuda_current_device(&device));
+    const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
+    const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
+    const int warps     = warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16);
+    if (nx == 8) {
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 8, true, 512, 2>(p, blocks, warps, grid_y, stream);
+    }
+    if (nx == 4) {
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 4, true, 512, 2>(p, blocks, warps, grid_y, stream);
+    }
+    if (nx == 2) {
+        return launch_interleaved_config<T, BITS, LANES, BANKED, 2, true, 512, 3>(p, blocks, warps, grid_y, stream);
+    }
+    constexpr int THREADS = LANES == 8 ? 768 : 512, DEPTH = LANES == 8 ? 2 : 3;
+    const int     one    = LANES == 8 ? warps_for(warp_rows, 18, 24) : warps;
+    const auto    launch = [&](auto grouped) {
+        return launch_interleaved_config<coded<__half>, BITS, LANES, BANKED, 1, decltype(grouped)::value, THREADS,
+                                            DEPTH>(p, blocks, one, grid_y, stream);
+    };
+    return p.n_matrices > 1 ? launch(std::true_type()) : launch(std::false_type());
+}
+
 template <typename T>
-constexpr int32_t value_type_of = std::is_same<T, __nv_bfloat16>::value ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
+constexpr int32_t value_type_of =
+    std::is_same<value16<T>, __nv_bfloat16>::value ? GGML_MACKO_TYPE_BF16 : GGML_MACKO_TYPE_F16;
 
 template <typename T, int BITS, int32_t LAYOUT>
 cudaError_t launch_interleaved(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
     const auto launch = [&](auto n) {
         constexpr int  LANES  = decltype(n)::value;
-        constexpr bool BANKED = LAYOUT == CUDA_SPARSE_LAYOUT_BANKED || (LAYOUT == CUDA_SPARSE_LAYOUT_FUSED && BITS < 6);
+        constexpr bool BANKED = LAYOUT == CUDA_SPARSE_LAYOUT_BANKED || (has_tails<T> && BITS < 6);
         if constexpr (cuda_sparse_built_lanes(LAYOUT, value_type_of<T>, BITS).has(LANES)) {
-            return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
+            if constexpr (is_coded<T>) {
+                return launch_coded_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
+            } else {
+                return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
+            }
         } else {
             return cudaErrorNotSupported; // no matrix is kept like this (cuda_sparse_has_kernels)
         }

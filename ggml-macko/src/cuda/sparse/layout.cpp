@@ -1,11 +1,12 @@
 #include "cuda/sparse/layout.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace macko::cuda {
 
 const char * cuda_sparse_layout_name(int32_t layout) {
-    static const char * const NAMES[] = { "file", "interleaved", "banked", "quantized", "fused" };
+    static const char * const NAMES[] = { "file", "interleaved", "banked", "quantized", "fused", "coded" };
     return NAMES[layout];
 }
 
@@ -18,7 +19,10 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
         return 8; // the only kernels there are: for narrow matrices and unusual structure
     }
     const int64_t per_row = n_padded / desc.rows;
-    const int32_t lanes   = per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
+    if (layout == CUDA_SPARSE_LAYOUT_CODED) {
+        return per_row >= (desc.rows <= FEW_ROWS ? 1200 : 3072) ? 16 : 8;
+    }
+    const int32_t lanes = per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
     if (layout == CUDA_SPARSE_LAYOUT_INTERLEAVED && desc.type == GGML_MACKO_TYPE_F16) {
         return std::min(lanes, 16);
     }
@@ -52,6 +56,37 @@ int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_
            (2 * CUDA_SPARSE_GROUP);
 }
 
+// Bytes of groups, of so many bytes and entries each, where the zeros are at random places
+static double expected_nbytes(const macko_desc & desc, double group_nbytes, double entries, int32_t delta_bits) {
+    const double zeros = 1 - static_cast<double>(desc.nnz) / static_cast<double>(desc.rows * desc.cols);
+    return static_cast<double>(desc.nnz) * group_nbytes / entries / (1 - std::pow(zeros, 1 << delta_bits));
+}
+
+int32_t cuda_coded_delta_bits(const macko_desc & desc) {
+    const auto nbytes = [&](int32_t bits) {
+        return expected_nbytes(desc, static_cast<double>(coded_group_nbytes(bits)), CODED_GROUP, bits);
+    };
+    return nbytes(2) <= nbytes(4) ? 2 : nbytes(4) <= nbytes(6) ? 4 : 6;
+}
+
+int64_t cuda_coded_room(const macko_desc & desc, int64_t n_padded) {
+    // whole lines of what separate values and deltas would take
+    const int64_t separate = max_groups(desc, n_padded) * (2 * CUDA_SPARSE_GROUP + desc.delta_bits);
+    return std::max<int64_t>(0, separate - cuda_sparse_aligned(2 * desc.rows) - CUDA_SPARSE_ALIGNMENT);
+}
+
+bool cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes) {
+    double other = static_cast<double>(n_padded) * (2 + desc.delta_bits / 8.0);
+    if (desc.type == GGML_MACKO_TYPE_F16) {
+        for (const int32_t bits :
+             { desc.delta_bits == 8 ? 6 : 3, desc.delta_bits == 8 ? 6 : std::max(desc.delta_bits, 2) }) {
+            other = std::min(
+                other, expected_nbytes(desc, 2 * CUDA_SPARSE_GROUP, static_cast<double>(fused_entries(bits)), bits));
+        }
+    }
+    return static_cast<double>(nbytes) < other;
+}
+
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes,
                                     void * memory) {
     cuda_sparse_matrix m = {};
@@ -61,13 +96,19 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
     m.value_type         = desc.type;
     m.delta_bits         = desc.delta_bits;
     m.layout             = layout;
-    m.bank_width         = layout == CUDA_SPARSE_LAYOUT_BANKED || layout == CUDA_SPARSE_LAYOUT_FUSED
-                               ? static_cast<int32_t>(bank_width_of(desc.cols))
-                               : 0;
+    m.bank_width =
+        layout == CUDA_SPARSE_LAYOUT_BANKED || layout == CUDA_SPARSE_LAYOUT_FUSED || layout == CUDA_SPARSE_LAYOUT_CODED
+            ? static_cast<int32_t>(bank_width_of(desc.cols))
+            : 0;
     cuda_sparse_parts parts(memory);
     if (layout == CUDA_SPARSE_LAYOUT_FILE) {
         parts.take(&m.values, n_padded * value_nbytes(desc.type));
         parts.take(&m.deltas, deltas_nbytes(n_padded, desc.delta_bits));
+    } else if (layout == CUDA_SPARSE_LAYOUT_CODED) {
+        m.lanes = lanes;
+        parts.take(&m.values, cuda_coded_room(desc, n_padded) + CUDA_SPARSE_ALIGNMENT); // the last line is whole
+        parts.take(&m.tails, desc.rows);
+        parts.take(&m.bases, desc.rows * lanes);
     } else {
         const int64_t groups = std::max<int64_t>(0, cuda_sparse_max_groups(desc, n_padded, layout));
         m.lanes              = lanes;

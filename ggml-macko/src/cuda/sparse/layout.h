@@ -1,4 +1,4 @@
-// How the GPU keeps a sparse matrix: one of five layouts, chosen per matrix when it is loaded and made from the file's
+// How the GPU keeps a sparse matrix: one of six layouts, chosen per matrix when it is loaded and made from the file's
 // arrays, never stored on file. docs/design/gpu-layouts.md draws each of them and says which matrices have it.
 // Plain C++ (sizes and addresses only), so that buffers can be sized where there is no CUDA. No ggml.
 //
@@ -24,6 +24,12 @@
 //                3 bits of exponent, 25 % with 2; after magnitude pruning none to 5 %) are zero there and outliers:
 //                behind the groups of a row stand groups of four pairs (column, value) of 16 bits each. Lossless. Rows
 //                of wide matrices begin at lines, so there may be unused groups behind those.
+//   CODED        FUSED with shorter values and longer groups, for F16 and BF16: values that have 8 significant bits
+//                and one of three exponents, as FORMAT.md section 8 codes them. A group has 16 entries: 16 bytes of
+//                lower bits of codes and of mantissas, a word of signs and upper bits of codes, and 1, 2 or 3 words of
+//                deltas of 2, 4 or 6 bits (6: columns ascend). 8 groups are a line: first the bytes of all, then the
+//                words of all (4 bits: all deltas, then all signs and codes). Other values are zero there and
+//                outliers, in groups of four: floats in place of the bytes, columns in place of deltas.
 //   QUANTIZED    packed matrices with quantized values (quantized.h).
 #pragma once
 
@@ -37,17 +43,25 @@ enum cuda_sparse_layout : int32_t {
     CUDA_SPARSE_LAYOUT_BANKED      = 2,
     CUDA_SPARSE_LAYOUT_QUANTIZED   = 3,
     CUDA_SPARSE_LAYOUT_FUSED       = 4,
+    CUDA_SPARSE_LAYOUT_CODED       = 5,
 };
 const char * cuda_sparse_layout_name(int32_t layout);
 
 constexpr int64_t CUDA_SPARSE_ALIGNMENT = 256; // of a matrix's memory, and of each part in it
-constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries of a group (FUSED: fused_entries())
+constexpr int64_t CUDA_SPARSE_GROUP     = 8;   // entries of a group (FUSED: fused_entries(), CODED: CODED_GROUP)
 constexpr int     CUDA_SPARSE_LINE      = 8;   // groups of a line: 128 bytes of 16-bit values
-// Columns from which on rows are long enough for BANKED and FUSED, and for FUSED rows that begin at lines.
+// Columns from which on rows are long enough for BANKED, FUSED and CODED, and for rows of the last two that begin at
+// lines.
 constexpr int64_t CUDA_SPARSE_WIDE = 2048;
 constexpr int64_t fused_entries(int delta_bits) {
     return delta_bits == 6 ? 6 : delta_bits == 4 ? 7 : CUDA_SPARSE_GROUP;
 }
+// CODED: entries of a group, words of deltas, signs and codes beside its bytes of values, and its bytes
+constexpr int64_t CODED_GROUP     = 16;
+constexpr int     CODED_PART      = 8; // entries after which a position in x is reduced
+constexpr int     CODED_EXPONENTS = 3; // a value has one of, in two bits
+constexpr int64_t coded_words(int delta_bits) { return 1 + delta_bits / 2; }
+constexpr int64_t coded_group_nbytes(int delta_bits) { return CODED_GROUP + 4 * coded_words(delta_bits); }
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) {
     return (nbytes + CUDA_SPARSE_ALIGNMENT - 1) & ~(CUDA_SPARSE_ALIGNMENT - 1);
 }
@@ -72,25 +86,25 @@ struct cuda_sparse_matrix {
     int64_t cols;
     int32_t type;       // enum ggml_macko_type
     int32_t value_type; // the same, but of QUANTIZED a quantized type
-    int32_t delta_bits; // 1, 2, 4 or 8; of FUSED 2, 3, 4 or 6; of QUANTIZED 3, 4 or 8
+    int32_t delta_bits; // 1, 2, 4 or 8; of FUSED 2, 3, 4 or 6; of CODED 2, 4 or 6; of QUANTIZED 3, 4 or 8
     int32_t layout;     // enum cuda_sparse_layout
     int32_t lanes;      // all but FILE: 8, 16 or 32 runs per row
-    // BANKED, and FUSED but with deltas of 6 bits: bank_width_of(cols); QUANTIZED: quantized_width(). The copy of x in
-    // shared memory repeats after 32 * bank_width - 1 words. Else 0.
+    // BANKED, and FUSED and CODED but with deltas of 6 bits: bank_width_of(cols); QUANTIZED: quantized_width(). The
+    // copy of x in shared memory repeats after 32 * bank_width - 1 words. Else 0.
     int32_t bank_width;
-    int32_t exponent; // FUSED: values are 2^exponent times those that are stored
-    // BANKED, FUSED, QUANTIZED: words behind the end of x that a group may touch before its position is reduced
+    int32_t exponent; // FUSED, CODED: values are 2^exponent times those that are stored
+    // BANKED, FUSED, CODED, QUANTIZED: words behind the end of x that a group may touch before its position is reduced
     int32_t overshoot;
-    // INTERLEAVED, BANKED: 8 values per group; FUSED: 16 bytes per group; FILE: n_padded values; QUANTIZED: groups in
-    // tiles
+    // INTERLEAVED, BANKED: 8 values per group; FUSED: 16 bytes per group; CODED: coded_group_nbytes() per group; FILE:
+    // n_padded values; QUANTIZED: groups in tiles
     uint8_t * values;
-    // INTERLEAVED, BANKED: delta_bits bytes per group; FILE: as in the file; FUSED: null; QUANTIZED: the end of
-    // `values`, in front of which the segments stand
+    // INTERLEAVED, BANKED: delta_bits bytes per group; FILE: as in the file; FUSED, CODED: null; QUANTIZED: the
+    // end of `values`, in front of which the segments stand
     uint8_t *  deltas;
-    uint16_t * bases; // INTERLEAVED, BANKED, FUSED: rows * lanes
-    uint16_t * tails; // FUSED: per row, tail_of() what stands behind its groups
-    // rows + 1. FILE: first entry of a row; INTERLEAVED, BANKED, FUSED: its first group; QUANTIZED: instead, of each
-    // row a cuda_quantized_row and the bases
+    uint16_t * bases; // INTERLEAVED, BANKED, FUSED, CODED: rows * lanes
+    uint16_t * tails; // FUSED, CODED: per row, tail_of() what stands behind its groups
+    // rows + 1. FILE: first entry of a row; INTERLEAVED, BANKED, FUSED, CODED: its first group; QUANTIZED: instead, of
+    // each row a cuda_quantized_row and the bases
     int32_t *                    row_ptr;
     struct cuda_sparse_outlier * outliers; // QUANTIZED
     int64_t                      n_groups; // QUANTIZED
@@ -105,10 +119,11 @@ constexpr int64_t bank_width_of(int64_t cols) { return cols / 32 + 1; }
 
 // Words of x in shared memory before it repeats, or, without banks, all that a group may touch.
 inline int64_t cuda_sparse_words(const cuda_sparse_matrix & m) {
-    return m.bank_width ? 32 * m.bank_width - 1 : m.cols + CUDA_SPARSE_GROUP;
+    return m.bank_width ? 32 * m.bank_width - 1
+                        : m.cols + (m.layout == CUDA_SPARSE_LAYOUT_CODED ? CODED_GROUP : CUDA_SPARSE_GROUP);
 }
 
-// FUSED: groups of outliers, and unused groups, behind those of a row
+// FUSED, CODED: groups of outliers, and unused groups, behind those of a row
 constexpr int TAIL_MAX_OUTLIERS = 8191;
 constexpr int tail_of(int outliers, int unused) { return outliers << 3 | unused; }
 constexpr int tail_outliers(int tail) { return tail >> 3; }
@@ -126,6 +141,7 @@ constexpr lanes_range cuda_sparse_built_lanes(int32_t layout, int32_t type, int3
         case CUDA_SPARSE_LAYOUT_INTERLEAVED: return { 8, !f16 && !bf16 ? 0 : delta_bits < 8 ? 8 : f16 ? 16 : 32 };
         case CUDA_SPARSE_LAYOUT_BANKED:      return { delta_bits <= 2 ? 16 : 8, bf16 && delta_bits < 8 ? 32 : 0 };
         case CUDA_SPARSE_LAYOUT_FUSED:       return { delta_bits <= 2 ? 16 : 8, f16 ? 32 : 0 };
+        case CUDA_SPARSE_LAYOUT_CODED:       return { 8, f16 || bf16 ? 16 : 0 };
         default:                             return { 0, 32 };
     }
 }
@@ -138,8 +154,13 @@ int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);
 
 // For the upload and its tests: the runs per row that suit the matrix, the most groups that fit the reserved bytes, and
 // the parts of a matrix in memory (null: offsets).
-int32_t            cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
-int64_t            cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout);
+int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
+int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout);
+// CODED: the width of deltas that takes the fewest bytes, the most bytes of groups that fit, and whether so many bytes
+// are fewer than those of another layout
+int32_t            cuda_coded_delta_bits(const macko_desc & desc);
+int64_t            cuda_coded_room(const macko_desc & desc, int64_t n_padded);
+bool               cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes);
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes,
                                     void * memory);
 

@@ -15,7 +15,7 @@ struct sparse_operand {
     const uint8_t *  deltas;
     const uint16_t * bases;
     const int32_t *  row_ptr;
-    const uint16_t * tails;    // FUSED
+    const uint16_t * tails;    // FUSED, CODED
     const uint2 *    outliers; // QUANTIZED
     float *          y;
     const float *    residual;
@@ -25,7 +25,7 @@ struct sparse_operand {
     int32_t          n_rows;
     int32_t          first_warp_rows; // warp_rows: the 32 / lanes rows that a warp has at a time
     int32_t          delta_bits;
-    float            power, inverse; // FUSED: 2^exponent, 2^-exponent
+    float            power, inverse; // FUSED, CODED: 2^exponent, 2^-exponent
 };
 
 struct sparse_launch {
@@ -52,12 +52,12 @@ struct sparse_launch {
     int32_t         column_step; // floats from one column of x to the next, in shared memory; 0: there is room for one
     int32_t         sums_at;     // floats in front of the warps' sums
     bool            adds;        // some matrix has a residual or a bias
-    // BANKED, FUSED: the distance after which x repeats, in the units of an address; set with weight
+    // BANKED, FUSED, CODED: the distance after which x repeats, in the units of an address; set with weight
     uint32_t x_period;
     bool     aligned; // x and the norm's weights can be read in vectors of 16 bytes
     float    norm_eps;
     // dp4a weights of the entries of a group. Constant memory: dp4a reads them there without a register.
-    uint32_t weight[8];
+    uint32_t weight[16];
 };
 
 // the row that a thread works on in its j-th turn
@@ -208,12 +208,13 @@ inline int64_t quantized_shared_nbytes(const sparse_launch & p, int nx) {
 
 // One launch of the INTERLEAVED kernel: nx (1, 2, 4 or 8) columns of x in shared memory; experts: grid_y columns, one
 // each. One function per .cu file, so that they compile side by side: INTERLEAVED, BANKED, FUSED with deltas of 2 or 3
-// bits and with 4 or 6.
+// bits and with 4 or 6, CODED.
 cudaError_t launch_interleaved_f16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_interleaved_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_banked_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_fused_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_fused_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_coded(sparse_launch & p, int32_t type, int lanes, int nx, int grid_y, cudaStream_t stream);
 // one launch of the QUANTIZED kernel, nx 1, 2 or 4
 cudaError_t launch_quantized_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_quantized_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);

@@ -123,6 +123,9 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
         return w.delta_bits < 4 ? launch_fused_narrow(p, w.lanes, nx, grid_y, stream)
                                 : launch_fused_wide(p, w.lanes, nx, grid_y, stream);
     }
+    if (w.layout == CUDA_SPARSE_LAYOUT_CODED) {
+        return launch_coded(p, w.type, w.lanes, nx, grid_y, stream);
+    }
     if (w.layout == CUDA_SPARSE_LAYOUT_BANKED) {
         return launch_banked_bf16(p, w.lanes, nx, grid_y, stream);
     }

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                 const uint4    v        = group.words();
                 const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power),
                                             scale_pair(v.w, power) };
-                at                      = group.walk(at, p.weight, [&](auto entry, uint32_t x_slot) {
+                at                      = group.template walk<0>(at, p.weight, [&](auto entry, uint32_t x_slot) {
                     constexpr int  k     = decltype(entry)::value;
                     const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
                     if (BANKED) {

@@ -106,8 +106,17 @@ static __device__ int walk_row(const row_order & order, const uint16_t * dense, 
     return n;
 }
 
-// FUSED: calls outlier(index, column, value) for each value of a row that the bits beside its delta cannot say, and
-// returns their number, on all lanes.
+static __device__ __forceinline__ uint32_t widened(const cuda_sparse_matrix & m, uint16_t bits) {
+    return widened(bits, m.type == GGML_MACKO_TYPE_BF16);
+}
+// FUSED, CODED: what a group has in place of a value; -1: it is an outlier
+static __device__ __forceinline__ int said_as(const cuda_sparse_matrix & m, uint16_t bits) {
+    return m.layout == CUDA_SPARSE_LAYOUT_CODED ? to_coded(widened(m, bits), m.exponent)
+                                                : to_fused(bits, m.exponent, m.delta_bits);
+}
+
+// FUSED, CODED: calls outlier(index, column, value) for each value of a row that a group cannot say, and returns their
+// number, on all lanes.
 template <typename F>
 static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_order & order, const uint16_t * dense,
                                     F && outlier) {
@@ -115,7 +124,7 @@ static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_orde
     int       n    = 0;
     for (int q0 = 0; q0 < order.x_slots; q0 += 32) {
         const int      word = q0 + lane < order.x_slots ? order.word(q0 + lane) : -1;
-        const bool     here = word >= 0 && to_fused(dense[word], m.exponent, m.delta_bits) < 0;
+        const bool     here = word >= 0 && said_as(m, dense[word]) < 0;
         const unsigned all  = __ballot_sync(FULL_WARP, here);
         if (here) {
             outlier(n + __popc(all & ((1u << lane) - 1)), word, dense[word]);
@@ -127,15 +136,22 @@ static __device__ int walk_outliers(const cuda_sparse_matrix & m, const row_orde
 
 // entries of a group
 static __device__ int entries_of(const cuda_sparse_matrix & m) {
-    return static_cast<int>(m.tails ? fused_entries(m.delta_bits) : CUDA_SPARSE_GROUP);
+    return static_cast<int>(m.layout == CUDA_SPARSE_LAYOUT_CODED   ? CODED_GROUP
+                            : m.layout == CUDA_SPARSE_LAYOUT_FUSED ? fused_entries(m.delta_bits)
+                                                                   : CUDA_SPARSE_GROUP);
 }
 
-constexpr int N_EXPONENTS       = 30;
-constexpr int OUTLIERS_OF_GROUP = 4; // values to a group
+// after so many entries a position is reduced
+static __device__ int entries_of_part(const cuda_sparse_matrix & m) {
+    return m.layout == CUDA_SPARSE_LAYOUT_CODED ? CODED_PART : entries_of(m);
+}
 
-// FUSED: how many values can be said with each exponent. For a value the exponents that can are an interval: +1 at its
-// begin, -1 behind its end.
-static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_at_once, int * changes) {
+constexpr int N_EXPONENTS       = 128; // CODED: those whose power a bfloat16 number can be
+constexpr int OUTLIERS_OF_GROUP = 4;   // values to a group
+
+// FUSED, CODED: how many values can be said with each exponent. For a value the exponents that can are an interval: +1
+// at its begin, -1 behind its end.
+static __global__ void exponents_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m, int * changes) {
     __shared__ int mine[N_EXPONENTS + 1];
     for (int i = threadIdx.x; i <= N_EXPONENTS; i += blockDim.x) {
         mine[i] = 0;
@@ -143,13 +159,21 @@ static __global__ void exponents_kernel(const cuda_sparse_matrix raw, int said_a
     __syncthreads();
     const int        n      = raw.row_ptr[raw.rows];
     const uint16_t * values = reinterpret_cast<const uint16_t *>(raw.values);
+    const auto       count  = [&](int begin, int end) {
+        atomicAdd(mine + min(N_EXPONENTS, max(0, begin)), 1);
+        atomicAdd(mine + min(N_EXPONENTS, end), -1);
+    };
     for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
          i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-        const int bits = values[i] & 0x7fff, e = bits >> 10;
-        if (bits != 0 && e < 31) {
-            const int mantissa = e ? 0x400 | (bits & 0x3ff) : bits;
-            atomicAdd(mine + max(0, e - said_at_once), 1);
-            atomicAdd(mine + min(N_EXPONENTS, max(e, 1) - 1 + __ffs(mantissa)), -1);
+        const int bits = values[i] & 0x7fff;
+        if (m.layout == CUDA_SPARSE_LAYOUT_CODED) {
+            const uint32_t f = widened(m, static_cast<uint16_t>(bits));
+            const int      e = static_cast<int>(f >> 23);
+            if (f != 0 && f % 0x10000 == 0) {
+                count(e - CODED_EXPONENTS, e);
+            }
+        } else if (const int e = bits >> 10; bits != 0 && e < 31) {
+            count(e - fused_exponents(m.delta_bits), max(e, 1) - 1 + __ffs(e ? 0x400 | (bits & 0x3ff) : bits));
         }
     }
     __syncthreads();
@@ -228,6 +252,51 @@ static __global__ void scan_kernel(int32_t * row_ptr, int64_t rows, int64_t * to
     }
 }
 
+// the entry at place k of the group in this slot, which is zero before
+static __device__ __forceinline__ void set_entry(const cuda_sparse_matrix & m, int64_t slot, int k, uint16_t value,
+                                                 unsigned delta) {
+    unsigned * const words = reinterpret_cast<unsigned *>(m.values);
+    if (m.layout == CUDA_SPARSE_LAYOUT_CODED) {
+        set_coded_entry(k, static_cast<uint32_t>(max(said_as(m, value), 0)), delta, m.delta_bits,
+                        [&](int word, uint32_t bits) { atomicOr(words + coded_word(slot, word, m.delta_bits), bits); });
+        return;
+    }
+    if (m.layout == CUDA_SPARSE_LAYOUT_FUSED) {
+        set_fused_entry(k, static_cast<uint32_t>(max(said_as(m, value), 0)), delta, m.delta_bits,
+                        [&](int word, uint32_t bits) { atomicOr(words + slot * 4 + word, bits); });
+        return;
+    }
+    if (value != 0) {
+        reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
+    }
+    if (delta != 0) {
+        const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
+        atomicOr(reinterpret_cast<unsigned *>(m.deltas) + (bit >> 5), delta << (bit & 31));
+    }
+}
+// its delta, of a layout with banks
+static __device__ __forceinline__ int delta_at(const cuda_sparse_matrix & m, int64_t slot, int k) {
+    const uint32_t * const words = reinterpret_cast<const uint32_t *>(m.values);
+    if (m.layout == CUDA_SPARSE_LAYOUT_BANKED) {
+        const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
+        return static_cast<int>(m.deltas[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+    }
+    return m.layout == CUDA_SPARSE_LAYOUT_CODED
+               ? coded_delta(k, m.delta_bits, [&](int word) { return words[coded_word(slot, word, m.delta_bits)]; })
+               : fused_delta(words + slot * 4, k, m.delta_bits);
+}
+// the k-th outlier of the group in this slot, which is zero before
+static __device__ __forceinline__ void set_outlier(const cuda_sparse_matrix & m, int64_t slot, int k, int column,
+                                                   uint16_t value) {
+    unsigned * const words = reinterpret_cast<unsigned *>(m.values);
+    if (m.layout == CUDA_SPARSE_LAYOUT_CODED) {
+        words[coded_word(slot, k, m.delta_bits)] = widened(m, value);
+        atomicOr(words + coded_word(slot, 4 + k / 2, m.delta_bits), static_cast<unsigned>(column) << k % 2 * 16);
+    } else {
+        words[slot * OUTLIERS_OF_GROUP + k] = static_cast<unsigned>(column) | static_cast<unsigned>(value) << 16;
+    }
+}
+
 // values and deltas, both zero before, and bases
 static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sparse_matrix m) {
     extern __shared__ __align__(16) uint16_t dense[];
@@ -239,28 +308,15 @@ static __global__ void repack_kernel(const cuda_sparse_matrix raw, const cuda_sp
         const row_span  span(m.row_ptr[row], m.row_ptr[row + 1], m.tails ? m.tails[row] : 0);
         if (m.tails) {
             walk_outliers(m, order, dense, [&](int index, int word, uint16_t value) {
-                reinterpret_cast<uint32_t *>(
-                    m.values)[static_cast<int64_t>(span.begin + span.groups) * OUTLIERS_OF_GROUP + index] =
-                    static_cast<uint32_t>(word) | static_cast<uint32_t>(value) << 16;
+                set_outlier(m, span.begin + span.groups + index / OUTLIERS_OF_GROUP, index % OUTLIERS_OF_GROUP, word,
+                            value);
             });
         }
         walk_row(order, dense, m.delta_bits, [&](int index, int from, unsigned delta, uint16_t value) {
             const int k     = index % entries;
             const int group = index / entries, run = span.run_of(group, m.lanes),
-                      in_run   = group - span.n_before(run, m.lanes);
-            const int64_t slot = span.slot(run, m.lanes, span.first_step(run) + in_run);
-            if (m.tails) {
-                set_fused_entry(k, static_cast<uint32_t>(max(to_fused(value, m.exponent, m.delta_bits), 0)), delta,
-                                m.delta_bits, [&](int word, uint32_t bits) {
-                                    atomicOr(reinterpret_cast<unsigned *>(m.values) + slot * 4 + word, bits);
-                                });
-            } else if (value != 0) {
-                reinterpret_cast<uint16_t *>(m.values)[slot * CUDA_SPARSE_GROUP + k] = value;
-            }
-            if (delta != 0 && !m.tails) {
-                const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
-                atomicOr(reinterpret_cast<unsigned *>(m.deltas) + (bit >> 5), delta << (bit & 31));
-            }
+                      in_run = group - span.n_before(run, m.lanes);
+            set_entry(m, span.slot(run, m.lanes, span.first_step(run) + in_run), k, value, delta);
             if (k == 0 && in_run == 0) {
                 m.bases[row * m.lanes + run] = static_cast<uint16_t>(order.word(from));
             }
@@ -281,23 +337,20 @@ static __global__ void overshoot_kernel(const cuda_sparse_matrix m, int32_t * ov
         const int      modulus = 32 * m.bank_width - 1;
         int            at      = m.bases[run];
         for (int step = span.first_step(lane); step < span.end_step(lane, m.lanes); step++) {
-            const int64_t slot  = span.slot(lane, m.lanes, step);
-            int           steps = entries_of(m) - 1;
-            for (int k = 0; k < entries_of(m); k++) {
-                if (m.tails) {
-                    steps += fused_delta(reinterpret_cast<const uint32_t *>(m.values) + slot * 4, k, m.delta_bits);
-                } else {
-                    const int64_t bit = slot * 8 * m.delta_bits + delta_shift(m.delta_bits, k);
-                    steps += static_cast<int>(m.deltas[bit >> 3] >> (bit & 7) & ((1u << m.delta_bits) - 1));
+            const int64_t slot = span.slot(lane, m.lanes, step);
+            for (int k = 0; k < entries_of(m); k += entries_of_part(m)) {
+                int steps = entries_of_part(m) - 1;
+                for (int i = k; i < k + entries_of_part(m); i++) {
+                    steps += delta_at(m, slot, i);
                 }
-            }
-            const int last = at + 32 * steps;
-            most           = max(most, last + 1 - modulus);
-            at             = last + 32;
-            at -= at >= modulus ? modulus : 0;
-            if (at >= modulus) {
-                most = INT32_MAX;
-                break;
+                const int last = at + 32 * steps;
+                most           = max(most, last + 1 - modulus);
+                at             = last + 32;
+                at -= at >= modulus ? modulus : 0;
+                if (at >= modulus) {
+                    atomicMax(overshoot, INT32_MAX);
+                    return;
+                }
             }
         }
     }
@@ -395,20 +448,22 @@ struct cuda_sparse_uploader::impl {
         return GGML_MACKO_STATUS_OK;
     }
 
-    // FUSED: sets the exponent with which most values can be said
-    int find_exponent(cuda_sparse_matrix * m) {
+    // FUSED, CODED: sets the exponent with which most values can be said, and how many those are
+    int find_exponent(cuda_sparse_matrix * m, int64_t * most) {
         const cudaStream_t stream = pinned[0].stream;
-        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(
-            raw, fused_exponents(m->delta_bits), counts->exponents);
+        CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
+        exponents_kernel<<<static_cast<unsigned>(info.multiprocessors * 8), 256, 0, stream>>>(raw, *m,
+                                                                                              counts->exponents);
         CUDA_OK(cudaGetLastError());
         int32_t changes[N_EXPONENTS + 1];
         CUDA_OK(cudaMemcpyAsync(changes, counts->exponents, sizeof(changes), cudaMemcpyDeviceToHost, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
-        int64_t said = 0, most = -1;
+        int64_t said = 0;
+        *most        = -1;
         for (int i = 0; i < N_EXPONENTS; i++) {
             said += changes[i];
-            if (said > most) {
-                most        = said;
+            if (said > *most) {
+                *most       = said;
                 m->exponent = i;
             }
         }
@@ -421,16 +476,11 @@ struct cuda_sparse_uploader::impl {
         return static_cast<unsigned>(std::min<int64_t>(m.rows, info.multiprocessors * 32));
     }
 
-    // Finds the groups of each row, to m->row_ptr and m->tails, with deltas of m->delta_bits; sets m->exponent.
+    // Finds the groups of each row, to m->row_ptr and m->tails, with deltas of m->delta_bits.
     int count(cuda_sparse_matrix * m, repack_counts * found) {
         const cudaStream_t stream = pinned[0].stream;
         CUDA_OK(cudaFuncSetAttribute(count_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, info.shared_nbytes));
         CUDA_OK(cudaMemsetAsync(counts, 0, sizeof(*counts), stream));
-        if (m->layout == CUDA_SPARSE_LAYOUT_FUSED) {
-            if (const int status = find_exponent(m)) {
-                return status;
-            }
-        }
         count_kernel<<<blocks_of(*m), 32, shared_nbytes_of(*m), stream>>>(raw, *m, counts);
         CUDA_OK(cudaGetLastError());
         scan_kernel<<<1, 1024, 0, stream>>>(m->row_ptr, m->rows, &counts->groups);
@@ -441,57 +491,87 @@ struct cuda_sparse_uploader::impl {
     }
 
     // The same for FUSED, with the width of deltas that takes fewest groups: 3 bits beside values of few exponents, or
-    // about as many as in the file. Sets m->delta_bits and m->bank_width.
+    // about as many as in the file. Sets m->delta_bits, m->bank_width and m->exponent.
     int count_fused(cuda_sparse_matrix * m, repack_counts * found) {
+        const auto with_exponent = [&](int32_t delta_bits, repack_counts * counted) {
+            int64_t said;
+            m->delta_bits    = delta_bits;
+            const int status = find_exponent(m, &said);
+            return status ? status : count(m, counted);
+        };
         if (m->delta_bits == 8) {
-            m->delta_bits = 6;
             m->bank_width = 0;
-            return count(m, found);
+            return with_exponent(6, found);
         }
         const int32_t other = std::max(m->delta_bits, 2);
         repack_counts of_3;
-        m->delta_bits = 3;
-        if (const int status = count(m, &of_3)) {
+        if (const int status = with_exponent(3, &of_3)) {
             return status;
         }
-        m->delta_bits    = other;
-        const int status = count(m, found);
-        if (status || found->groups <= of_3.groups) {
+        const int status = with_exponent(other, found);
+        return status || found->groups <= of_3.groups ? status : with_exponent(3, found);
+    }
+
+    // The same for CODED, if its groups, of which outliers take some more, fit and are smaller than those of another
+    // layout (*fits). Sets m->delta_bits, m->bank_width and m->exponent.
+    int count_coded(cuda_sparse_matrix * m, bool automatic, repack_counts * found, bool * fits) {
+        int64_t said;
+        m->delta_bits = cuda_coded_delta_bits(desc);
+        m->bank_width = m->delta_bits == 6 ? 0 : m->bank_width;
+        if (const int status = find_exponent(m, &said)) {
             return status;
         }
-        m->delta_bits = 3;
-        return count(m, found);
+        // the least that it takes, to know without counting what is hopeless
+        const int64_t group = coded_group_nbytes(m->delta_bits),
+                      least = (desc.nnz / CODED_GROUP + (desc.nnz - said) / OUTLIERS_OF_GROUP) * group;
+        *fits               = !automatic || cuda_coded_pays(desc, n_padded, least);
+        if (!*fits) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        if (const int status = count(m, found)) {
+            return status;
+        }
+        *fits = found->groups * group <= cuda_coded_room(desc, n_padded) &&
+                (!automatic || cuda_coded_pays(desc, n_padded, (found->groups - found->unused_groups) * group));
+        return GGML_MACKO_STATUS_OK;
     }
 
     // Makes the layout of m if there are kernels for it and it fits the reserved memory (*fits). automatic: no layout
-    // was asked for, and where INTERLEAVED is as fast (deltas of 8 bits), FUSED is taken only if its outliers take at
-    // most half of what it saves beside separate values and deltas. Sets m->overshoot, and of FUSED m->exponent and
-    // m->delta_bits.
+    // was asked for. Then CODED is taken only if it is smaller than others are, and FUSED, where INTERLEAVED is as fast
+    // (deltas of 8 bits), only if its outliers take at most half of what it saves beside separate values and deltas.
+    // Sets m->overshoot, and of CODED and FUSED m->exponent and m->delta_bits.
     int repack(cuda_sparse_matrix * m, bool automatic, bool * fits) {
         *fits               = false;
-        const bool    fused = m->layout == CUDA_SPARSE_LAYOUT_FUSED;
-        const int64_t room  = info.shared_nbytes / 4 - 32; // words of x that one block can hold
-        if (cuda_sparse_words(*m) > room || (fused && m->type != GGML_MACKO_TYPE_F16) ||
-            (!fused && !cuda_sparse_has_kernels(*m))) {
+        const bool    fused = m->layout == CUDA_SPARSE_LAYOUT_FUSED, coded = m->layout == CUDA_SPARSE_LAYOUT_CODED;
+        const int64_t room = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 ||
+            (fused && m->type != GGML_MACKO_TYPE_F16) || (!fused && !coded && !cuda_sparse_has_kernels(*m))) {
             return GGML_MACKO_STATUS_OK;
         }
         const cudaStream_t stream = pinned[0].stream;
         repack_counts      found;
-        if (const int status = fused ? count_fused(m, &found) : count(m, &found)) {
+        bool               taken = true;
+        if (const int status = coded   ? count_coded(m, automatic, &found, &taken)
+                               : fused ? count_fused(m, &found)
+                                       : count(m, &found)) {
             return status;
         }
-        if (!cuda_sparse_has_kernels(*m)) { // FUSED has the width of its deltas from count_fused()
+        if (!taken || !cuda_sparse_has_kernels(*m)) { // FUSED and CODED have the width of their deltas only now
             return GGML_MACKO_STATUS_OK;
         }
         const int64_t separate = n_padded / CUDA_SPARSE_GROUP * (2 * CUDA_SPARSE_GROUP + desc.delta_bits),
                       group    = 2 * CUDA_SPARSE_GROUP;
         const bool saves       = 2 * group * found.outlier_groups <=
                            separate - group * (found.groups - found.outlier_groups - found.unused_groups);
-        if (found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout) ||
+        if ((!coded && found.groups > cuda_sparse_max_groups(desc, n_padded, m->layout)) ||
             found.most_outlier_groups > TAIL_MAX_OUTLIERS || (fused && automatic && desc.delta_bits == 8 && !saves)) {
             return GGML_MACKO_STATUS_OK;
         }
-        CUDA_OK(cudaMemsetAsync(m->values, 0, static_cast<size_t>(found.groups * CUDA_SPARSE_GROUP * 2), stream));
+        const int64_t lines = (found.groups + CUDA_SPARSE_LINE - 1) / CUDA_SPARSE_LINE;
+        CUDA_OK(cudaMemsetAsync(m->values, 0,
+                                static_cast<size_t>(coded ? lines * CUDA_SPARSE_LINE * coded_group_nbytes(m->delta_bits)
+                                                          : found.groups * CUDA_SPARSE_GROUP * 2),
+                                stream));
         if (m->deltas) {
             CUDA_OK(cudaMemsetAsync(m->deltas, 0, static_cast<size_t>((found.groups * m->delta_bits + 3) & ~int64_t(3)),
                                     stream));
@@ -615,11 +695,11 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
         return status;
     }
     const bool    banks = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon passes through all of them
-    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED, CUDA_SPARSE_LAYOUT_INTERLEAVED,
-                               CUDA_SPARSE_LAYOUT_FILE };
+    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_CODED, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED,
+                               CUDA_SPARSE_LAYOUT_INTERLEAVED, CUDA_SPARSE_LAYOUT_FILE };
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
-        const bool    banked    = wish == CUDA_SPARSE_LAYOUT_FUSED || wish == CUDA_SPARSE_LAYOUT_BANKED;
+        const bool    banked    = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
         if (layout < 0 && banked && !banks) {
             continue;
         }

@@ -1,0 +1,20 @@
+// The interleaved kernel for layout CODED. With one column of x, matrices of F16 and of BF16 values share kernels.
+#include "cuda/sparse/interleaved.cuh"
+
+namespace macko::cuda {
+
+template <typename X>
+static cudaError_t launch_coded_bits(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    switch (p.m[0].delta_bits) {
+        case 2:  return launch_interleaved<coded<X>, 2, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
+        case 4:  return launch_interleaved<coded<X>, 4, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
+        default: return launch_interleaved<coded<X>, 6, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
+    }
+}
+
+cudaError_t launch_coded(sparse_launch & p, int32_t type, int lanes, int nx, int grid_y, cudaStream_t stream) {
+    return type == GGML_MACKO_TYPE_F16 ? launch_coded_bits<__half>(p, lanes, nx, grid_y, stream)
+                                       : launch_coded_bits<__nv_bfloat16>(p, lanes, nx, grid_y, stream);
+}
+
+} // namespace macko::cuda

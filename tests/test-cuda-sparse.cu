@@ -790,6 +790,7 @@ static void test_memory_stays_near_the_file() {
 }
 
 int main(int argc, char ** argv) {
+    setenv("GGML_MACKO_CODED", "1", 1); // as automatic a choice as any other
     test_memory_stays_near_the_file();
     test_values_and_deltas_share_the_bits_of_a_fused_group();
     test_values_and_deltas_of_a_coded_group();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 
@@ -374,7 +375,8 @@ struct pinned_buffer {
 struct cuda_sparse_uploader::impl {
     int                         device         = 0;
     cuda_device_info            info           = {};
-    uint8_t *                   staging        = nullptr; // device memory
+    bool                        takes_coded    = getenv("GGML_MACKO_CODED") != nullptr; // if it is smaller
+    uint8_t *                   staging        = nullptr;                               // device memory
     int64_t                     staging_nbytes = 0;
     repack_counts *             counts         = nullptr; // device memory
     pinned_buffer               pinned[N_PINNED];
@@ -700,7 +702,8 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
         const bool    banked    = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
-        if (layout < 0 && banked && !banks) {
+        const bool    allowed   = (banks || !banked) && (s.takes_coded || wish != CUDA_SPARSE_LAYOUT_CODED);
+        if (layout < 0 && !allowed) {
             continue;
         }
         cuda_sparse_matrix m = cuda_sparse_bind(

@@ -116,7 +116,8 @@ static double seconds() {
 static double fastest_pack = INFINITY; // seconds, for the benchmark
 
 // Packs m in blocks of rows, the last block first: the threads of a load may take any order.
-static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory) {
+static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
+                          bool bundles = false) {
     macko_desc desc = m.desc;
     desc.delta_bits = delta_bits;
     ggml_macko_count count;
@@ -130,7 +131,7 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
                                n_stored,  values.data(), deltas.data(), row_ptr.data() };
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
-    const bitmap_matrix     w = bitmap_bind(desc, { desc.type }, memory.data);
+    const bitmap_matrix     w = bitmap_bind(desc, { desc.type, bundles }, memory.data);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     for (int64_t r = 0; r < desc.rows; r += block_rows) {
@@ -143,10 +144,12 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
         CHECK(status == 0, "%s", ggml_macko_last_error());
         first_value.push_back(first_value.back() + views.back().nnz());
     }
-    const double start = seconds();
+    const double        start = seconds();
+    const matrix_packer packer(desc, w);
     for (size_t i = views.size(); i-- > 0;) {
-        bitmap_pack(views[i], first_value[i], w);
+        bitmap_pack(views[i], first_value[i], packer.target());
     }
+    packer.finish(1);
     fastest_pack = std::min(fastest_pack, seconds() - start);
     return w;
 }
@@ -157,10 +160,11 @@ static void test_packed_rows_turn_back_into_the_same_bytes() {
         for (const int delta_bits : { 1, 2, 4, 8 }) {
             for (const int64_t cols : { 1, 2, 63, 64, 65, 127, 128, 129, 300, 4097 }) {
                 for (const double density : { 0.0, ONE_ELEMENT, 0.01, 0.1, 0.5, 1.0 }) {
-                    const int64_t       rows = random.range(1, 40);
-                    const matrix        m    = random_matrix(random, type, rows, cols, density);
-                    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-                    const bitmap_matrix w          = pack(m, delta_bits, random.range(1, rows), memory);
+                    const bool          bundles = has_bundles(type) && random.bits() & 1;
+                    const int64_t       rows    = random.range(1, bundles ? 300 : 40);
+                    const matrix        m       = random_matrix(random, type, rows, cols, density);
+                    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+                    const bitmap_matrix w          = pack(m, delta_bits, random.range(1, rows), memory, bundles);
                     const int64_t       begin      = random.range(0, rows - 1);
                     const int64_t       end        = random.range(begin, rows);
                     const int64_t       row_nbytes = cols * value_nbytes(type);
@@ -360,7 +364,7 @@ static void check_all_sets(const problem & p, bool threads) {
         } else if (p.n <= MAX_PLANES && p.round_x) {
             output with_planes(p.n, rows);
             multiply(*set, p, how::planes, 3, with_planes);
-            check_result(*set, p, "planes", with_planes, p.integer_bound);
+            check_result(*set, p, "planes", with_planes, is_quant_type(p.w.type) ? p.integer_bound : p.bound);
             same |= one.same(with_planes);
         }
         if (!bundled && p.n == 1 && p.round_x && has_rows16(*set, p.w.type)) {
@@ -481,24 +485,43 @@ static void test_bundles_are_within_the_error_bound() {
     rng           random(16);
     const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130 };
     const int64_t dims[]  = { 1, 15, 33, 64, 129, 300, 2113 };
-    size_t        next_n = 0, n_bundled = 0, n_too_large = 0, n_all = 0;
-    for (const int32_t type : all_quants) {
-        for (const double density : { 0.0, ONE_ELEMENT, 0.04, 0.06, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
-            for (const int64_t cols : dims) {
-                const int64_t   rows = random.range(1, cols > 300 ? 20 : 300);
-                const quantized q(random, type, rows, cols, density, true);
-                const int64_t   begin = random.range(0, rows - 1), n = all_n[next_n++ % std::size(all_n)];
-                n_bundled += in_bundles(q.w);
-                n_too_large += q.w.group_off && !in_bundles(q.w);
-                n_all++;
-                check_all_sets(problem(random, q.exact, q.w, 0, rows, 1, true), true);
-                check_all_sets(problem(random, q.exact, q.w, begin, rows, 1, false), false);
-                check_all_sets(problem(random, q.exact, q.w, begin, rows, n, true), true);
+    size_t        next_n  = 0;
+    struct {
+        size_t bundled, too_large, all;
+    } n_of[2] = {}; // matrices that are not quantized, and those that are
+
+    const auto check = [&](const matrix & exact, const bitmap_matrix & w) {
+        const int64_t begin = random.range(0, w.rows - 1), n = all_n[next_n++ % std::size(all_n)];
+        auto &        count = n_of[is_quant_type(w.type)];
+        count.bundled += in_bundles(w);
+        count.too_large += w.group_off && !in_bundles(w);
+        count.all++;
+        check_all_sets(problem(random, exact, w, 0, w.rows, 1, true), true);
+        check_all_sets(problem(random, exact, w, begin, w.rows, 1, false), false);
+        check_all_sets(problem(random, exact, w, begin, w.rows, n, true), true);
+    };
+    for (const double density : { 0.0, ONE_ELEMENT, 0.015, 0.04, 0.06, 0.1, 0.3, 0.5, 0.9, 1.0 }) {
+        for (const int64_t cols : dims) {
+            for (const int32_t type : all_quants) {
+                const quantized q(random, type, random.range(1, cols > 300 ? 20 : 300), cols, density, true);
+                check(q.exact, q.w);
+            }
+            for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+                matrix m = random_matrix(random, type, random.range(1, cols > 300 ? 150 : 300), cols, density);
+                if (random.range(0, 4) == 0) { // a row has all that others have together
+                    std::fill_n(m.bits.begin() + cols * random.range(0, m.desc.rows - 1), cols, 0x4000);
+                    m.finish();
+                }
+                const guarded memory(bitmap_nbytes(m.desc, { type, true }));
+                check(m, pack(m, 4, m.desc.rows, memory, true));
+                CHECK(memory.intact(), "packing wrote outside");
             }
         }
     }
-    CHECK(n_bundled > n_all / 3 && n_too_large > 0, "%zu of %zu matrices are in bundles, %zu did not fit", n_bundled,
-          n_all, n_too_large);
+    for (const auto & n : n_of) {
+        CHECK(n.bundled > n.all / 3 && n.too_large > 0, "%zu of %zu matrices are in bundles, %zu did not fit",
+              n.bundled, n.all, n.too_large);
+    }
 }
 
 // ---- coded values ----
@@ -631,10 +654,31 @@ static void test_values_stay_coded_where_that_is_faster() {
         other.type = GGML_MACKO_TYPE_F32; // for which there is no such kernel
         CHECK((type_of(other, 4 * (2 + 10 * ((other.nnz + 31) / 32))) == GGML_MACKO_TYPE_CODED) == has_coded(*set),
               "%s: F32", set->name);
-        for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 }) {
-            const bitmap_form form = form_in_memory_with(*set, d, type, nbytes);
-            CHECK(form.value_type == type && form.bundles == set->bundles, "%s: type %d", set->name, type);
+    }
+}
+
+// Quantized values, and those of other types, coded or not, below the density of the set.
+static void test_values_become_bundles_where_that_is_faster() {
+    const struct {
+        int32_t type, value_type;
+    } types[] = { { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_F16 },   { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_CODED },
+                  { GGML_MACKO_TYPE_BF16, GGML_MACKO_TYPE_BF16 }, { GGML_MACKO_TYPE_F32, GGML_MACKO_TYPE_F32 },
+                  { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 },  { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4_0 } };
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        for (const auto & t : types) {
+            for (const int percent : { 1, 10, 30, 50, 60, 90 }) {
+                const macko_desc  d     = { 1000, 1000, t.type, 4, percent * 10000 };
+                const int64_t     coded = d.nnz * 3; // bytes; coded so, no set keeps them
+                const bitmap_form form  = form_in_memory_with(*set, d, t.value_type, coded);
+                const bool        want  = is_quant_type(t.value_type)     ? set->bundles
+                                          : t.type == GGML_MACKO_TYPE_F32 ? false
+                                                                          : percent < 100 * set->bundles_below;
+                CHECK(form.bundles == want, "%s: %d of type %d at %d %%", set->name, t.value_type, t.type, percent);
+                CHECK(form.value_type == (is_quant_type(t.value_type) ? t.value_type : t.type), "%s", set->name);
+            }
         }
+        CHECK(set->bundles == (strcmp(set->name, "avx2") == 0 || strcmp(set->name, "avx512") == 0), "%s", set->name);
+        CHECK((set->bundles_below > 0) == set->bundles, "%s", set->name);
     }
 }
 
@@ -643,11 +687,13 @@ static void test_rows_of_several_segments_are_within_the_error_bound() {
     rng random(15);
     for (const double density : { 0.04, 0.3, 0.95 }) {
         for (const int32_t type : all_types) {
-            const matrix        m = random_matrix(random, type, 7, 9001, density);
-            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-            const bitmap_matrix w = pack(m, 4, 7, memory);
-            check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
-            check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
+            const matrix m = random_matrix(random, type, 7, 9001, density);
+            for (const bool bundles : { false, true }) {
+                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+                const bitmap_matrix w = pack(m, 4, 7, memory, bundles);
+                check_all_sets(problem(random, m, w, 0, 7, 1, true), true);
+                check_all_sets(problem(random, m, w, 1, 7, 3, true), true);
+            }
         }
         for (const int32_t type : all_quants) {
             const quantized q(random, type, 7, 9001, density);
@@ -709,25 +755,31 @@ static void test_quantized_rows_turn_into_scale_times_q() {
 static void test_rows_of_all_blocks_are_computed() {
     rng random(3);
     for (const int32_t type : all_types) {
-        const matrix        m = random_matrix(random, type, 1037, 333, 0.4);
-        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-        const bitmap_matrix w = pack(m, 4, 100, memory);
-        for (const int64_t n : { 1, 8, 20, 130 }) {
-            check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
+        const matrix m = random_matrix(random, type, 1037, 333, 0.4);
+        for (const bool bundles : { false, true }) {
+            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+            const bitmap_matrix w = pack(m, 4, 100, memory, bundles);
+            CHECK(in_bundles(w) == (bundles && has_bundles(type)), "type %d", type);
+            for (const int64_t n : { 1, 8, 20, 130 }) {
+                check_all_sets(problem(random, m, w, 0, 1037, n, true), true);
+            }
         }
     }
 }
 
-// An expert is a range of rows, which may be shorter than the number of threads.
 static void test_row_range_of_any_length_is_computed() {
-    rng                 random(4);
-    const matrix        m = random_matrix(random, GGML_MACKO_TYPE_F16, 96, 200, 0.3);
-    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-    const bitmap_matrix w = pack(m, 4, 96, memory);
-    for (int64_t begin = 0; begin < 96; begin += 13) {
-        for (const int64_t rows : { 0, 1, 2, 5, 12 }) {
-            check_all_sets(problem(random, m, w, begin, std::min<int64_t>(begin + rows, 96), 1 + begin % 18, true),
-                           true);
+    rng random(4);
+    for (const bool bundles : { false, true }) {
+        const int64_t       all = bundles ? 300 : 96; // several groups of bundles
+        const matrix        m   = random_matrix(random, GGML_MACKO_TYPE_F16, all, 200, 0.3);
+        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+        const bitmap_matrix w = pack(m, 4, all, memory, bundles);
+        CHECK(in_bundles(w) == bundles, "bundles");
+        for (int64_t begin = 0; begin < all; begin += 13) {
+            for (const int64_t rows : { 0, 1, 2, 5, 12, 140 }) {
+                check_all_sets(problem(random, m, w, begin, std::min<int64_t>(begin + rows, all), 1 + begin % 18, true),
+                               true);
+            }
         }
     }
 }
@@ -735,15 +787,16 @@ static void test_row_range_of_any_length_is_computed() {
 // Each x is multiplied by 1.0 alone, so y is the rounded x, bit for bit.
 static void test_rounding_of_x_is_exact() {
     rng           random(5);
-    const int64_t cols = 64;
+    const int64_t cols = 32;
     for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         matrix m(type, cols, cols);
         for (int64_t c = 0; c < cols; c++) {
             m.at(c, c) = type == GGML_MACKO_TYPE_F16 ? 0x3c00 : 0x3f80;
         }
         m.finish();
-        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-        const bitmap_matrix w = pack(m, 4, cols, memory);
+        const guarded       memory(bitmap_nbytes(m.desc, { type })), bundles(bitmap_nbytes(m.desc, { type, true }));
+        const bitmap_matrix w = pack(m, 4, cols, memory), in = pack(m, 4, cols, bundles, true);
+        CHECK(in_bundles(in), "type %d", type);
         for (int k = 0; k < 100; k++) {
             problem p(random, m, w, 0, cols, 2, true);
             for (int64_t c = 0; c < 2 * cols; c++) { // any exponent that does not become Inf, ties included
@@ -754,7 +807,11 @@ static void test_rounding_of_x_is_exact() {
                 p.x.floats()[c] = std::fabs(v) > 65504 ? 65504.0f : random.bits() & 1 ? v : -v;
             }
             for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-                for (const how with : { how::rows, how::panels }) {
+                for (const how with : { how::rows, how::panels, how::planes }) {
+                    p.w = with == how::planes ? in : w;
+                    if (!multiplies_with(*set, p.w)) {
+                        continue;
+                    }
                     output out(2, cols);
                     multiply(*set, p, with, 1, out);
                     for (int64_t c = 0; c < 2 * cols; c++) {
@@ -769,14 +826,17 @@ static void test_rounding_of_x_is_exact() {
     }
 }
 
-// 65520 is the smallest float that F16 rounds to infinity. One row and column, since 0 * infinity would give NaN.
+// 65520 is the smallest float that F16 rounds to infinity. One row and column, since 0 * infinity would give NaN; in
+// bundles an empty slot may give it.
 static void test_x_beyond_f16_rounds_to_infinity() {
     rng    random(8);
     matrix m(GGML_MACKO_TYPE_F16, 1, 1);
     m.at(0, 0) = 0x3c00;
     m.finish();
-    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type }));
-    problem       p(random, m, pack(m, 4, 1, memory), 0, 1, 1, true);
+    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type })), more(bitmap_nbytes(m.desc, { m.desc.type, true }));
+    const bitmap_matrix w = pack(m, 4, 1, memory), in = pack(m, 4, 1, more, true);
+    problem             p(random, m, w, 0, 1, 1, true);
+    CHECK(in_bundles(in), "one element");
     const struct {
         float x, want;
     } cases[] = { { 65519.0f, 65504.0f }, { 65520.0f, INFINITY }, { -65535.0f, -INFINITY },
@@ -784,9 +844,17 @@ static void test_x_beyond_f16_rounds_to_infinity() {
     for (const auto & c : cases) {
         p.x.floats()[0] = c.x;
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-            output out(1, 1);
-            multiply(*set, p, how::rows, 1, out);
-            CHECK(out.y[0][0] == c.want, "%s: %a rounds to %a, not %a", set->name, c.x, out.y[0][0], c.want);
+            for (const how with : { how::rows, how::planes }) {
+                p.w = with == how::planes ? in : w;
+                if (!multiplies_with(*set, p.w)) {
+                    continue;
+                }
+                output out(1, 1);
+                multiply(*set, p, with, 1, out);
+                const bool hidden = with == how::planes && std::isinf(c.want) && std::isnan(out.y[0][0]);
+                CHECK(out.y[0][0] == c.want || hidden, "%s: %a rounds to %a, not %a", set->name, c.x, out.y[0][0],
+                      c.want);
+            }
         }
     }
 }
@@ -796,22 +864,27 @@ static void test_x_beyond_f16_rounds_to_infinity() {
 static void test_finite_x_beside_nonfinite_x_is_right() {
     rng random(6);
     for (const int32_t type : all_types) {
-        const matrix        m = random_matrix(random, type, 33, 129, 0.5);
-        const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
-        const bitmap_matrix w = pack(m, 4, 33, memory);
-        problem             p(random, m, w, 0, 33, 17, true);
-        for (int64_t c = 0; c < 129; c++) {
-            p.x.floats()[c]       = INFINITY;
-            p.x.floats()[129 + c] = NAN;
-            p.x.floats()[258 + c] = 1e30f; // Inf in F16
-        }
-        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
-            for (const how with : { how::rows, how::panels }) {
-                output out(17, 33);
+        const matrix m = random_matrix(random, type, 33, 129, 0.5);
+        for (const how with : { how::rows, how::panels, how::planes }) {
+            const bool          bundles = with == how::planes;
+            const int64_t       n       = bundles ? MAX_PLANES : 17;
+            const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+            const bitmap_matrix w = pack(m, 4, 33, memory, bundles);
+            problem             p(random, m, w, 0, 33, n, true);
+            for (int64_t c = 0; c < 129; c++) {
+                p.x.floats()[c]       = INFINITY;
+                p.x.floats()[129 + c] = NAN;
+                p.x.floats()[258 + c] = 1e30f; // Inf in F16
+            }
+            for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                if (bundles && !(in_bundles(w) && set->bundles)) {
+                    continue;
+                }
+                output out(n, 33);
                 multiply(*set, p, with, 1, out);
                 for (int64_t r = 0; r < 33; r++) { // the finite x
-                    for (int64_t j = 3; j < 17; j++) {
-                        const size_t k = static_cast<size_t>(r * 17 + j);
+                    for (int64_t j = 3; j < n; j++) {
+                        const size_t k = static_cast<size_t>(r * n + j);
                         CHECK(std::fabs(out.y[static_cast<size_t>(j)][r] - p.want[k]) <= p.bound[k],
                               "%s: row %ld of x %ld", set->name, (long)r, (long)j);
                     }
@@ -971,7 +1044,7 @@ struct bench_options {
     int                 n_threads;
     int                 copies;  // matrices that are used in turn, so that weights come from memory at n = 1
     int32_t             type;    // of the values
-    bool                bundles; // quantized values, for the sets that have kernels for them
+    bool                bundles; // for the sets that have kernels for them
 };
 
 // with memory of its own
@@ -1002,11 +1075,13 @@ struct bench_matrices {
     bench_matrices(int64_t rows, int64_t cols, double density, int copies, int32_t type, bool bundles)
         : rows(rows), cols(cols), density(density) {
         for (int i = 0; i < copies; i++) {
-            rng random(static_cast<uint64_t>(i) + 10);
-            dense.emplace_back(GGML_MACKO_TYPE_F16, rows, cols);
+            rng        random(static_cast<uint64_t>(i) + 10);
+            const bool plain = !is_quant_type(type) && type != GGML_MACKO_TYPE_CODED;
+            dense.emplace_back(plain ? type : static_cast<int32_t>(GGML_MACKO_TYPE_F16), rows, cols);
             for (uint32_t & b : dense.back().bits) {
                 const uint64_t u = random.bits();
                 b = static_cast<double>(u >> 40) < density * 0x1p24 ? static_cast<uint32_t>(0x2800 | (u & 0x87ff)) : 0;
+                b <<= type == GGML_MACKO_TYPE_F32 ? 16 : 0;
                 if (type == GGML_MACKO_TYPE_CODED && b != 0) { // BF16-class, and .8 % of the values are outliers
                     b &= u >> 16 & 127 ? 0xfff8 : 0x87f8;
                 }
@@ -1017,8 +1092,8 @@ struct bench_matrices {
             if (is_quant_type(type) || type == GGML_MACKO_TYPE_CODED) {
                 w.push_back(pack_values(dense.back(), type, bundles, &memory.back()));
             } else {
-                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, { type }));
-                w.push_back(pack(dense.back(), 4, rows, *memory.back()));
+                memory.back() = std::make_unique<guarded>(bitmap_nbytes(dense.back().desc, { type, bundles }));
+                w.push_back(pack(dense.back(), 4, rows, *memory.back(), bundles));
             }
         }
     }
@@ -1121,6 +1196,7 @@ int main(int argc, char ** argv) {
     test_coded_rows_turn_back_into_the_same_bytes();
     test_coded_weights_are_within_the_error_bound();
     test_values_stay_coded_where_that_is_faster();
+    test_values_become_bundles_where_that_is_faster();
     test_rows_of_several_segments_are_within_the_error_bound();
     test_extreme_x_is_within_the_error_bound_of_integers();
     test_quantized_rows_turn_into_scale_times_q();

@@ -60,8 +60,10 @@ bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<u
         return false;
     }
     *w = bitmap_bind(view->desc(), form, memory.data);
+    const matrix_packer packer(view->desc(), *w);
     if (cpu_takes(format)) {
-        cpu_pack(*view, 1, *w);
+        cpu_pack(*view, 1, packer.target());
+        packer.finish(1);
         return true;
     }
     macko_matrix rows;
@@ -70,7 +72,8 @@ bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<u
                                                           rows.values.data(), rows.deltas.data() },
                                                         &all) == 0,
                "%s", ggml_macko_last_error());
-    bitmap_pack(all, 0, *w);
+    bitmap_pack(all, 0, packer.target());
+    packer.finish(1);
     return true;
 }
 
@@ -110,7 +113,7 @@ void check(const kernel_set & set, const problem & p, x_layout layout) {
     set.multiply(params, layout, 0, rows);
     // with integers, x has an error of half a unit, and the offset that makes them positive one of a rounding for each
     // 64 columns and a few more
-    const bool   integers = layout == x_layout::planes || (layout == x_layout::rows16 && is_quant_type(p.w.type));
+    const bool   integers = is_quant_type(p.w.type) && (layout == x_layout::planes || layout == x_layout::rows16);
     const double n_cols   = static_cast<double>(cols),
                  step     = integers ? 0.5 / (in_bundles(p.w) ? 32512 : 32767) + (n_cols / 64 + 8) * 0x1p-23 : 0;
     for (int64_t i = 0; i < p.n * rows; i++) {
@@ -160,7 +163,7 @@ bool run(const uint8_t * data, size_t size) {
     if ((is_quant_type(m.value_type) && m.type != GGML_MACKO_TYPE_F32) || ggml_macko_decode(&m, dense.data(), 1) != 0) {
         return false;
     }
-    // expanded, and coded where that is possible; quantized values also in bundles
+    // expanded, as a bitmap and in bundles, and coded where that is possible
     const macko_desc       desc  = { m.rows, m.cols, m.type, 4, m.nnz };
     const bool             coded = m.value_type == GGML_MACKO_TYPE_CODED;
     const bitmap_form      form  = { coded ? m.type : m.value_type, (how & 128) != 0 };
@@ -189,12 +192,14 @@ bool run(const uint8_t * data, size_t size) {
             m.type == GGML_MACKO_TYPE_F32 ? float_of_bits(b) : float_of_value(static_cast<uint16_t>(b), m.type)));
     }
     compute_reference(weights, &p);
+    bytes again(dense.size());
+    bitmap_densify(p.w, m.type, 0, m.rows, again.data());
+    FUZZ_CHECK(is_quant_type(m.value_type) || again == dense, "values of type %d turn back into others", m.type);
     check_layouts(p);
     if (coded && bitmap_takes_coded(desc, m.arrays[0].nbytes)) {
         const bitmap_form      as_stored = { GGML_MACKO_TYPE_CODED, false, m.arrays[0].nbytes };
         const aligned<uint8_t> coded_memory(bitmap_nbytes(desc, as_stored));
         FUZZ_CHECK(pack(m, as_stored, coded_memory, &p.w), "not packed: %s", ggml_macko_last_error());
-        bytes again(dense.size());
         bitmap_densify(p.w, m.type, 0, m.rows, again.data());
         FUZZ_CHECK(again == dense, "coded values of type %d turn back into others", m.type);
         check_layouts(p);

@@ -27,11 +27,13 @@ static std::unique_ptr<void, void (*)(void *)> aligned_memory(int64_t nbytes) {
 
 // value_type: on file, as values_nbytes
 static ggml_macko_cpu_matrix empty_matrix(const macko_desc & desc, int32_t value_type, int64_t values_nbytes = 0) {
-    const bitmap_form     form = form_in_memory(desc, value_type, values_nbytes);
+    bitmap_form           form = form_in_memory(desc, value_type, values_nbytes);
     ggml_macko_cpu_matrix m;
-    m.nbytes = bitmap_nbytes(desc, form);
-    m.memory = aligned_memory(m.nbytes);
-    m.bitmap = bitmap_bind(desc, form, m.memory.get());
+    // x are floats here; bundles of F16 and BF16 are fast with x that are rounded to their type
+    form.bundles = form.bundles && is_quant_type(form.value_type);
+    m.nbytes     = bitmap_nbytes(desc, form);
+    m.memory     = aligned_memory(m.nbytes);
+    m.bitmap     = bitmap_bind(desc, form, m.memory.get());
     return m;
 }
 

@@ -19,8 +19,8 @@
 //             from an F16 does not use, is the number of the block's table of levels.
 //   Q5_0      32 bytes in the same order: the low four bits of q + 16; then 64 bits, the fifth bits
 //
-// Quantized matrices may have another form in the same memory, bundles (bundles.h): then there are neither masks nor
-// values.
+// Quantized, F16 and BF16 matrices may have another form in the same memory, bundles (bundles.h): then there are
+// neither masks nor values.
 //
 // Coded values (FORMAT.md section 8, with m = 7 and e = 2) stay coded where form_in_memory() says so. Outliers are not
 // in the masks, so that what is there has one form: the upper 16 bits of a float, of which the low eight are in
@@ -30,6 +30,8 @@
 
 #include "codec/packed/packed.h"
 #include "cpu/bundles.h"
+
+#include <memory>
 
 namespace macko::cpu {
 
@@ -58,7 +60,7 @@ struct coded_parts {
 // What a matrix is to be in memory; form_in_memory() chooses.
 struct bitmap_form {
     int32_t value_type;
-    bool    bundles      = false; // quantized values may become bundles
+    bool    bundles      = false; // values may become bundles
     int64_t coded_nbytes = 0;     // of coded values in the file
 };
 
@@ -91,10 +93,23 @@ int64_t bitmap_nbytes(const macko_desc & desc, const bitmap_form & form);
 bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, void * memory);
 // Writes the view's rows. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of one
 // matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
-// slack.
+// slack. dst was bound without bundles.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
-// Writes all rows.
+// Writes all rows. dst was bound without bundles, unless the values are quantized.
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
+
+// Where to pack a matrix that is to be in bundles, perhaps: F16 and BF16 values become a bitmap first, in memory of its
+// own, and bundles when all rows are there.
+class matrix_packer {
+public:
+    matrix_packer(const macko_desc & desc, const bitmap_matrix & dst);
+    const bitmap_matrix & target() const { return bitmap_; } // for bitmap_pack()
+    void                  finish(int n_threads) const;
+
+private:
+    bitmap_matrix              dst_, bitmap_;
+    std::unique_ptr<uint8_t[]> memory_; // of bitmap_, where it is not dst_
+};
 // Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.dense_type unless values are quantized.
 void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 

@@ -1,9 +1,16 @@
-// Quantized non-zeros in the order in which AVX2 multiplies them: the second form that a bitmap_matrix may have. Made
-// when a model is loaded; it is in no file. It takes more memory than bitmap and values, and far fewer instructions.
+// Quantized, F16 and BF16 non-zeros in the order in which AVX2 multiplies them: the second form that a bitmap_matrix
+// may have. Made when a model is loaded; it is in no file. It takes more memory than bitmap and values, and far fewer
+// instructions.
 //
-// A piece is what one row has of one block of 32 values. Four pieces whose columns are near each other, of any of 128
-// rows, are a bundle. Its non-zeros are dealt out to steps: in a step each piece may have four non-zeros, all of them
-// in a window of 16 columns, whose x are one register that pshufb takes them from. Slots that stay empty have q = 0.
+// A piece is a part of a row, and a bundle has pieces whose columns are near each other, of any of 128 rows. Its
+// non-zeros are dealt out to steps: all that a step has are in a window of 16 columns, whose x are one register that
+// pshufb takes them from. Slots that stay empty have the value 0.
+//
+//                a piece                                       pieces of a bundle   non-zeros of each in a step
+//   quantized    what the row has of a block of 32 values      4                    4
+//   F16, BF16    what the row has of 128 neighbouring columns  16                   1
+//
+// Two steps of quantized values:
 //
 //                  window of step 0                  window of step 1
 //   columns    0 . . . . . . . . . . . . . . 15      18 ...
@@ -12,13 +19,14 @@
 //
 // Bytes of a bundle:
 //
-//   header     bundle_header
+//   header     bundle_header; for each piece its row within the group, a byte; quantized: for each its scale, F16
 //   vectors    n_vectors times two steps:
 //                2 bytes    columns from the window of the step before to that of each step
 //                16 bytes   places in the windows: of slots 0 ... 15 of the first step in the low nibbles, of the
 //                           second in the high nibbles
-//                Q4_0: 16 bytes, the q + 8 in the same order; other types: 32 bytes, the q of the first and the second
-//                step
+//                values     Q4_0: 16 bytes, the q + 8 in the same order
+//                           other quantized types: 32 bytes, the q of the first and the second step
+//                           F16, BF16: 64 bytes, those of slots 0 ... 7 of the first and the second step, then 8 ... 15
 //
 // Zeros among the q are left out. Q4_NL has its levels as q.
 #pragma once
@@ -29,47 +37,80 @@ namespace macko::cpu {
 
 struct bitmap_matrix;
 
-constexpr int64_t BUNDLE_ROWS   = 128; // rows of a group; a bundle has rows of one group only
-constexpr int     BUNDLE_PIECES = 4;
-constexpr int     STEP_SLOTS    = 16;
-constexpr int     WINDOW        = 16; // columns
-constexpr int BUNDLE_BLOCK = 4; // bundles: their pieces, in the order of their first columns, are sorted by their last
+constexpr int64_t BUNDLE_ROWS = 128; // rows of a group; a bundle has rows of one group only
+constexpr int     STEP_SLOTS  = 16;
+constexpr int     WINDOW      = 16;    // columns
 constexpr int64_t BUNDLE_COLS = 65536; // the most columns
+constexpr int     BUNDLE_SPAN = 128;   // F16, BF16: columns of a piece
+// Quantized: bundles whose pieces, in the order of their first columns, are sorted by their last.
+constexpr int BUNDLE_BLOCK = 4;
 
 struct bundle_header {
-    uint16_t scale[BUNDLE_PIECES]; // F16
-    uint8_t  row[BUNDLE_PIECES];   // within the group
-    uint16_t first;                // the column where the window of the first step begins
+    uint16_t first; // the column where the window of the first step begins
     uint8_t  n_vectors;
     uint8_t  unused;
 };
-static_assert(sizeof(bundle_header) == 16, "no padding");
+static_assert(sizeof(bundle_header) == 4, "no padding");
 
-constexpr int64_t bundle_q_nbytes(int32_t type) { return type == GGML_MACKO_TYPE_Q4_0 ? 16 : 32; }
-constexpr int64_t bundle_vector_nbytes(int32_t type) { return 2 + 16 + bundle_q_nbytes(type); }
+constexpr bool has_bundles(int32_t type) {
+    return is_quant_type(type) || type == GGML_MACKO_TYPE_F16 || type == GGML_MACKO_TYPE_BF16;
+}
+constexpr int     bundle_pieces(int32_t type) { return is_quant_type(type) ? 4 : 16; }
+constexpr int64_t bundle_scales_at(int32_t type) {
+    return static_cast<int64_t>(sizeof(bundle_header)) + bundle_pieces(type);
+}
+constexpr int64_t bundle_header_nbytes(int32_t type) {
+    return bundle_scales_at(type) + (is_quant_type(type) ? 2 * bundle_pieces(type) : 0);
+}
+constexpr int64_t BUNDLE_VALUES_AT = 2 + STEP_SLOTS; // of a vector
+constexpr int64_t bundle_vector_nbytes(int32_t type) {
+    return BUNDLE_VALUES_AT + (!is_quant_type(type) ? 64 : type == GGML_MACKO_TYPE_Q4_0 ? 16 : 32);
+}
 constexpr int64_t n_bundle_groups(int64_t rows) { return (rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS; }
+
+// F16, BF16: where a slot of a step is among the values of a vector.
+constexpr int bundle_value_at(int step, int slot) { return slot / 8 * 16 + step * 8 + slot % 8; }
 
 // The most bytes that bundles may take; 0 if the matrix has to be a bitmap.
 int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type);
-// Writes w.bundles and w.group_off. false, and neither is written, if that takes more than bundles_nbytes().
-bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);
-// Calls f(row, column, scale, q) for all non-zeros of a group, those of a row by ascending columns.
+// Writes w.bundles and w.group_off. false if that takes more than bundles_nbytes(); then what is there is unspecified.
+bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);   // quantized values
+bool bundles_pack(const bitmap_matrix & from, int n_threads, const bitmap_matrix & w); // F16 or BF16 values of a bitmap
+
+// The value of a slot: q, or the bits of an F16 or BF16, which are 0 in an empty slot.
+inline int bundle_value(const uint8_t * vector, int32_t type, int step, int slot) {
+    const uint8_t * values = vector + BUNDLE_VALUES_AT;
+    if (!is_quant_type(type)) {
+        uint16_t bits;
+        memcpy(&bits, values + 2 * bundle_value_at(step, slot), sizeof(bits));
+        return bits;
+    }
+    return type == GGML_MACKO_TYPE_Q4_0 ? (values[slot] >> 4 * step & 15) - 8
+                                        : static_cast<int8_t>(values[step * STEP_SLOTS + slot]);
+}
+
+// Calls f(row, column, scale, value) for all non-zeros of a group, those of a row by ascending columns. value: q, or
+// the bits of an F16 or BF16, which have no scale.
 template <typename F> void for_each_in_group(const uint8_t * at, const uint8_t * end, int32_t type, F && f) {
-    const bool nibbles = type == GGML_MACKO_TYPE_Q4_0;
+    const int pieces = bundle_pieces(type);
     while (at < end) {
         bundle_header header;
+        float         scales[STEP_SLOTS] = {};
         memcpy(&header, at, sizeof(header));
-        at += sizeof(header);
+        const uint8_t * rows = at + sizeof(header);
+        for (int i = 0; is_quant_type(type) && i < pieces; i++) {
+            uint16_t bits;
+            memcpy(&bits, at + bundle_scales_at(type) + 2 * i, sizeof(bits));
+            scales[i] = float_of_f16(bits);
+        }
+        at += bundle_header_nbytes(type);
         int64_t column = header.first;
         for (int v = 0; v < header.n_vectors; v++, at += bundle_vector_nbytes(type)) {
             for (int i = 0; i < 2 * STEP_SLOTS; i++) {
-                const int step = i / STEP_SLOTS, shift = 4 * step;
-                column += i % STEP_SLOTS == 0 ? at[step] : 0;
-                const int place = at[2 + i % STEP_SLOTS] >> shift & 15;
-                const int q = nibbles ? (at[18 + i % STEP_SLOTS] >> shift & 15) - 8 : static_cast<int8_t>(at[18 + i]);
-                if (q != 0) {
-                    const int k = i % STEP_SLOTS / 4;
-                    f(header.row[k], column + place, float_of_f16(header.scale[k]), q);
+                const int step = i / STEP_SLOTS, slot = i % STEP_SLOTS, piece = slot * pieces / STEP_SLOTS;
+                column += slot == 0 ? at[step] : 0;
+                if (const int value = bundle_value(at, type, step, slot)) {
+                    f(rows[piece], column + (at[2 + slot] >> 4 * step & 15), scales[piece], value);
                 }
             }
         }

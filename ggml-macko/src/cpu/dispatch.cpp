@@ -133,12 +133,16 @@ bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
 // smaller without the rows' alignment.
 bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
                                 int64_t values_nbytes) {
-    const bitmap_form as_stored = { value_type, set.bundles, values_nbytes };
-    if (value_type != GGML_MACKO_TYPE_CODED) {
-        return as_stored;
+    const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(set.bundles_below);
+    if (is_quant_type(value_type)) {
+        return { value_type, set.bundles };
     }
-    const bitmap_form expanded = { desc.type };
-    const double      elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
+    const bitmap_form expanded = { desc.type, sparse && has_bundles(desc.type) };
+    if (value_type != GGML_MACKO_TYPE_CODED) {
+        return expanded;
+    }
+    const bitmap_form as_stored = { value_type, false, values_nbytes };
     const bool        faster = static_cast<double>(desc.nnz) >= elements * static_cast<double>(set.costs.coded_from) ||
                         (desc.type == GGML_MACKO_TYPE_F32 && has_coded(set));
     return faster && bitmap_takes_coded(desc, values_nbytes) &&
@@ -147,9 +151,8 @@ bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc,
                : expanded;
 }
 
-// With more x, products with bundles are faster by panels.
-constexpr int64_t most_planes = 5;
-static_assert(most_planes <= MAX_PLANES, "they fit into the scratch memory");
+// With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
+static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
     const kernel_costs &  cost    = set.costs;
@@ -157,7 +160,7 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
     const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
                           (static_cast<float>(p.row_end - p.row_begin) * static_cast<float>(w.cols));
     if (in_bundles(w)) {
-        return p.n <= most_planes && p.round_x ? x_layout::planes : x_layout::panels;
+        return p.n <= most_planes(w.type) && p.round_x ? x_layout::planes : x_layout::panels;
     }
     if (p.n == 1) {
         const bool faster = is_quant_type(w.type) || density < cost.rows16_below;

@@ -11,7 +11,7 @@ enum class x_layout {
     rows16, // one x of 16-bit numbers: of the value type, or integers for quantized weights. Needs n = 1 and round_x.
     rows,   // n rows of floats
     panels, // tiles of tokens, each [columns][tokens of the tile] of floats
-    planes, // of a matrix in bundles, n at most MAX_PLANES: 16-bit integers, as bytes. Needs round_x.
+    planes, // of a matrix in bundles, n at most MAX_PLANES: 16-bit numbers, as bytes. Needs round_x.
 };
 
 constexpr int64_t MAX_PLANES = 8;
@@ -56,7 +56,9 @@ struct kernel_set {
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
     kernel_costs costs;
     row_ops      rows;
-    bool         bundles = false; // quantized matrices are to be in bundles, and may be
+    bool         bundles = false; // quantized matrices are to be in bundles; all that are can be multiplied with
+    // density below which matrices of F16 and BF16 are to be in bundles, too
+    float bundles_below = 0;
 };
 
 // whether the set has rows16 for this type of values

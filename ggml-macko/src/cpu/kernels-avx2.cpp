@@ -167,5 +167,5 @@ struct simd : compress_avx2, bundles_avx2 {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {
-    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS, true
+    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS, true, 0.55f
 };

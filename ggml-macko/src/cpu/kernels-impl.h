@@ -37,7 +37,7 @@
 //
 //            One FMA per non-zero and W tokens, and a row is decoded once for a whole tile of TILE tokens.
 //
-// A fourth, `planes`, is for quantized matrices in bundles (bundles.h), in the sets that have kernels for them
+// A fourth, `planes`, is for matrices in bundles (bundles.h), in the sets that have kernels for them
 // (kernels-bundles-avx2.h). Their `panels` begin with lists for all rows of a group.
 //
 // Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
@@ -768,6 +768,21 @@ INLINE x_planes planes_of(const mul_mat_params & p, int64_t i) {
 
 template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
     for (int64_t i = 0; i < p.n; i++) {
+        const x_planes planes = planes_of(p, i);
+        for (int64_t c = col_begin; c < col_end; c += W) {
+            const int64_t left = p.w.cols - c;
+            float         part[W];
+            simd::store(part, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, true));
+            for (int k = 0; k < W; k += 8) {
+                S::template store_planes16<TYPE>(planes.low + c + k, planes.high + c + k, part + k);
+            }
+        }
+    }
+}
+
+template <int TYPE, typename S>
+void prepare_quant_bundles(const mul_mat_params & p, int64_t col_begin, int64_t col_end) {
+    for (int64_t i = 0; i < p.n; i++) {
         constexpr float limit   = S::template BUNDLE_LARGEST<TYPE>;
         const float     largest = largest_of<S>(p.x[i], p.w.cols);
         const x_planes  planes  = planes_of(p, i);
@@ -790,22 +805,29 @@ template <int TYPE, typename S> void multiply_bundles(const mul_mat_params & p, 
                                                p.w.bundles + p.w.group_off[group + 1], planes.low, planes.high, y);
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
                 const int64_t row = group * BUNDLE_ROWS + r;
-                if (row >= row_begin && row < row_end) {
+                if (row < row_begin || row >= row_end) {
+                    continue;
+                }
+                if constexpr (is_quant<TYPE>) {
                     p.y[i][row - p.row_begin] =
                         *planes.scale * (y[r] - S::template BUNDLE_X_OFFSET<TYPE> * p.w.row_sums[row]);
+                } else {
+                    p.y[i][row - p.row_begin] = y[r];
                 }
             }
         }
     }
 }
 
-// Panels. Bundles of a group lie in the order of their first columns, but for the BUNDLE_BLOCK of a block, whose pieces
-// are in the order of their last columns. So the lists of all rows grow together, and what they have of a chunk is used
-// before more is decoded. A list may then have more: of a piece that ends in a later chunk, and of the whole last
-// block.
+// Panels. Bundles of a group lie in the order of their first columns, so the lists of all rows grow together, and what
+// they have of a chunk is used before more is decoded. With quantized values that is so but for the BUNDLE_BLOCK of a
+// block, whose pieces are in the order of their last columns. A list may then have more: of a piece that ends in a
+// later chunk, and of the whole last block.
 constexpr int BUNDLE_CHUNK = 128; // columns
+static_assert(BUNDLE_CHUNK == BUNDLE_SPAN, "pieces that are not quantized belong to one chunk");
+template <int TYPE> constexpr int DECODED_TOGETHER = is_quant<TYPE> ? BUNDLE_BLOCK : 1; // bundles
 struct row_list {
-    static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * BUNDLE_PIECES + 1) * 32 + 16;
+    static constexpr int CAPACITY = BUNDLE_CHUNK + (BUNDLE_BLOCK * bundle_pieces(GGML_MACKO_TYPE_Q8_0) + 1) * 32 + 16;
     int                  n;
     alignas(64) uint32_t col[CAPACITY];
     alignas(64) float weight[CAPACITY];
@@ -861,11 +883,11 @@ void multiply_bundle_tile(int vecs, const mul_mat_params & p, int64_t row_begin,
         }
         int n_bundles = 0;
         for (int64_t limit = BUNDLE_CHUNK;; limit += BUNDLE_CHUNK) {
-            for (bool begun = true; at < end && (begun || n_bundles % BUNDLE_BLOCK != 0); n_bundles++) {
+            for (bool begun = true; at < end && (begun || n_bundles % DECODED_TOGETHER<TYPE> != 0); n_bundles++) {
                 uint16_t column;
                 __builtin_memcpy(&column, at + offsetof(bundle_header, first), sizeof(column));
                 begun = begun && column < limit;
-                if (!begun && n_bundles % BUNDLE_BLOCK == 0) {
+                if (!begun && n_bundles % DECODED_TOGETHER<TYPE> == 0) {
                     break;
                 }
                 at = S::template decode_bundle<TYPE>(at, lists);
@@ -898,9 +920,13 @@ void multiply_bundle_panels(const mul_mat_params & p, int64_t row_begin, int64_t
 // ---- the functions of a kernel_set ----
 
 template <int TYPE> void prepare_type(const mul_mat_params & p, x_layout layout, int64_t col_begin, int64_t col_end) {
-    if constexpr (simd::has_bundles && is_quant<TYPE>) {
+    if constexpr (simd::has_bundles && has_bundles(TYPE)) {
         if (layout == x_layout::planes) {
-            return prepare_bundles<TYPE, simd>(p, col_begin, col_end);
+            if constexpr (is_quant<TYPE>) {
+                return prepare_quant_bundles<TYPE, simd>(p, col_begin, col_end);
+            } else {
+                return prepare_bundles<TYPE, simd>(p, col_begin, col_end);
+            }
         }
     }
     if constexpr (simd::has_rows16<TYPE>) {
@@ -951,7 +977,7 @@ void prepare(const mul_mat_params & p, x_layout layout, int ith, int nth) {
 }
 
 template <int TYPE> void multiply_type(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end) {
-    if constexpr (simd::has_bundles && is_quant<TYPE>) {
+    if constexpr (simd::has_bundles && has_bundles(TYPE)) {
         if (layout == x_layout::planes) {
             return multiply_bundles<TYPE, simd>(p, row_begin, row_end);
         }

@@ -30,8 +30,8 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
 // What a matrix is in memory for the kernels in use, from the type of its values on file and the bytes that they take
-// there: coded values stay coded where these kernels multiply faster with them, and are expanded where not; quantized
-// values become bundles where they multiply faster with those.
+// there: coded values stay coded where these kernels multiply faster with them, and are expanded where not; quantized,
+// F16 and BF16 values become bundles where they multiply faster with those.
 bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
 
 // The name of the kernel set in use: that of GGML_MACKO_FORCE, which is read once, or the fastest that this CPU

@@ -33,15 +33,20 @@ void weight_init(weight * m, const sparse_tensor_info & matrix);
 // size bytes of the weight's dense elements, from byte `offset` of them on
 void weight_densify(const weight & m, size_t offset, void * data, size_t size);
 
-// fills a bitmap with a payload
-struct weight_packer : payload_consumer {
-    bitmap_matrix bitmap;
-
-    explicit weight_packer(const weight & m) : bitmap(m.bitmap()) {}
+// fills a weight with a payload
+class weight_packer : public payload_consumer {
+public:
+    explicit weight_packer(const weight & m) : weight_(m) {}
+    void begin() override { packer_ = std::make_unique<matrix_packer>(weight_.desc, weight_.bitmap()); }
+    void end(int n_threads) override { packer_->finish(n_threads); }
     int  consume(const macko_view & view, int64_t first_value) override;
     bool wants_first_value() const override { return true; }
     bool takes(const codec & format) const override;
     int  consume_matrix(const codec_view & view) override;
+
+private:
+    const weight &                 weight_;
+    std::unique_ptr<matrix_packer> packer_;
 };
 
 } // namespace macko::cpu

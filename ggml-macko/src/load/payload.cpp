@@ -236,6 +236,20 @@ struct payload_reader {
     }
 };
 
+int read_rows(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
+              payload_consumer & consumer) {
+    payload_reader reader = { source, header, m, {}, {}, {} };
+    if (m.is_encoded_on_load()) {
+        reader.row_ptr = *m.row_ptr;
+    } else if (const int status = reader.read_row_ptr()) {
+        return status;
+    } else if (const int padding = reader.read_padding()) {
+        return padding;
+    }
+    reader.make_blocks();
+    return reader.read_blocks(n_team, consumer);
+}
+
 // Reads the whole matrix into memory that the file cannot change any more, and checks it. A consumer that does not
 // accept the format of the matrix gets it recoded to MACKO.
 int read_whole(const byte_source & source, const gguf_header & header, const sparse_tensor_info & m, int n_team,
@@ -287,19 +301,13 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
                  int n_threads, payload_consumer & consumer) {
     const int status = c_boundary([&]() -> int {
         const int n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
-        if (!matrix.format->streams_rows()) {
-            return read_whole(source, header, matrix, n_team, consumer);
+        consumer.begin();
+        const int read = matrix.format->streams_rows() ? read_rows(source, header, matrix, n_team, consumer)
+                                                       : read_whole(source, header, matrix, n_team, consumer);
+        if (read == GGML_MACKO_STATUS_OK) {
+            consumer.end(n_team);
         }
-        payload_reader reader = { source, header, matrix, {}, {}, {} };
-        if (matrix.is_encoded_on_load()) {
-            reader.row_ptr = *matrix.row_ptr;
-        } else if (const int s = reader.read_row_ptr()) {
-            return s;
-        } else if (const int t = reader.read_padding()) {
-            return t;
-        }
-        reader.make_blocks();
-        return reader.read_blocks(n_team, consumer);
+        return read;
     });
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(matrix.name.c_str());

@@ -11,6 +11,9 @@ namespace macko {
 // not take the format gets MACKO rows that the matrix was recoded to (and dequantized).
 struct payload_consumer {
     virtual ~payload_consumer() = default;
+    // before anything is consumed, and after everything has been without an error
+    virtual void begin() {}
+    virtual void end(int n_threads) { (void)n_threads; }
     // May be called from several threads at once, and out of order. first_value: non-zeros in earlier rows, if wanted.
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
     // if so, a block waits until all before it are validated

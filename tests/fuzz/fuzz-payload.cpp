@@ -29,7 +29,8 @@ constexpr int32_t TYPES[] = { GGML_MACKO_TYPE_F16,
 
 static int32_t type_at(uint8_t i) { return TYPES[i % std::size(TYPES)]; }
 
-// Rows that EC-CSR has no byte for take time all the same. No file of so few bytes may have them (FORMAT.md, section 4).
+// Rows that EC-CSR has no byte for take time all the same. A file of so few bytes may not have them (FORMAT.md,
+// section 4).
 constexpr int64_t MAX_ROWS = 1 << 16;
 
 static bool run(const uint8_t * data, size_t size) {
@@ -45,11 +46,11 @@ static bool run(const uint8_t * data, size_t size) {
     if (m.rows > MAX_ROWS && m.rows <= macko::MAX_DIM) {
         return false;
     }
-    m.nnz                 = static_cast<int64_t>(uint64_t(d.nnz) << d.nnz_shift % 64);
-    m.type                = type_at(d.type);
-    m.value_type          = type_at(d.value_type);
-    m.bits                = d.bits;
-    m.n_arrays            = info.n_arrays;
+    m.nnz        = static_cast<int64_t>(uint64_t(d.nnz) << d.nnz_shift % 64);
+    m.type       = type_at(d.type);
+    m.value_type = type_at(d.value_type);
+    m.bits       = d.bits;
+    m.n_arrays   = info.n_arrays;
     uint16_t nbytes[GGML_MACKO_MAX_ARRAYS];
     uint8_t  types[GGML_MACKO_MAX_ARRAYS];
     for (int i = 0; i < m.n_arrays; i++) {

@@ -110,8 +110,7 @@ def loss_curves(
         contextlib.closing(TensorFile(output.partial)) as copy,
         console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
     ):
-        chunks = _loss_chunks(output.partial, options)
-        dense = _loss(output.partial, chunks, options)
+        chunks, dense = _dense_loss(output.partial, options)
         for group in todo:
             found = hessians_for(group, options)
             gather_for(model.path, options, found)
@@ -127,18 +126,19 @@ def loss_curves(
     return out
 
 
-def _loss_chunks(path: Path, options: PruneOptions) -> Chunks:
-    """A few chunks, spread over those of the calibration text. Reading that takes as long as measuring them."""
+def _dense_loss(path: Path, options: PruneOptions) -> tuple[Chunks, float]:
+    """A few chunks, spread over those of the calibration text, and the loss of the dense model on them."""
     assert options.text is not None
     with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads) as (
-        _,
-        chunks,
+        llama,
+        all_chunks,
     ):
-        return spread(chunks, N_LOSS_CHUNKS)
+        chunks = spread(all_chunks, N_LOSS_CHUNKS)
+        return chunks, likelihood.estimate(llama, chunks).nll
 
 
 def _loss(path: Path, chunks: Chunks, options: PruneOptions) -> float:
-    """The mean negative log-likelihood of chunks."""
+    """The mean negative log-likelihood of the chunks, whose text is not tokenized again."""
     with TextModel(path, options.n_ctx, n_threads=options.n_threads) as llama:
         return likelihood.estimate(llama, chunks).nll
 

@@ -27,6 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -114,16 +115,34 @@ class Trial(NamedTuple):
     log: str
 
 
+class Interrupted(Exception):
+    """Ctrl-C ended the whole: no process begins any more."""
+
+
+interrupted = threading.Event()
+running: set[subprocess.Popen[bytes]] = set()
+
+
 def run(package: pathlib.Path, arguments: Sequence[object], timeout: float) -> tuple[list[Trial], str]:
     """Runs a process; returns what it tried, and how it ended if not well: that is the outcome of its last trial."""
+    if interrupted.is_set():
+        raise Interrupted
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        try:
-            code = subprocess.run(command, stdout=out, stderr=err, timeout=timeout, env=environment).returncode
-            end = f"CRASH (exit code {code})" if code else ""
-        except subprocess.TimeoutExpired:
-            end = "HANG"
+        # a session of its own: Ctrl-C is for this process alone
+        with subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True) as process:
+            running.add(process)
+            try:
+                code = process.wait(timeout)
+                end = f"CRASH (exit code {code})" if code else ""
+            except subprocess.TimeoutExpired:
+                process.kill()
+                end = "HANG"
+            finally:
+                running.discard(process)
+        if interrupted.is_set():
+            raise Interrupted
         out.seek(0)
         err.seek(0)
         results = [json.loads(line) for line in out.read().splitlines() if line.startswith("{")]
@@ -195,6 +214,11 @@ def try_all(package: pathlib.Path, args: argparse.Namespace, n_calls: int) -> It
                     print(f"{name}: {number} of {len(calls)}", file=sys.stderr, flush=True)
         for trials in pool.map(lambda i: run_all(package, args.model, 1 + i, args.jobs), range(args.jobs)):
             yield from ((LOADED_BEFORE, trial) for trial in trials)
+    except KeyboardInterrupt:
+        interrupted.set()
+        for process in list(running):
+            process.kill()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -220,20 +244,20 @@ def main() -> None:
     print(f"{args.model}: {n_calls} CUDA calls", file=sys.stderr)
     found: collections.Counter[tuple[str, str]] = collections.Counter()
     examples: dict[tuple[str, str], Trial] = {}
-    interrupted = False
+    cut_off = False
     try:
         for name, trial in try_all(package, args, n_calls):
             key = name, outcome(trial.result, trial.log, want)
             found[key] += 1
             examples.setdefault(key, trial)
     except KeyboardInterrupt:
-        interrupted = True
+        cut_off = True
     rows = [[name, what, n] for (name, what), n in sorted(found.items())]
     print(tabulate(rows, ["error", "outcome", "calls"], tablefmt="github"))
     bad = {key: value for key, value in examples.items() if key[1] not in GOOD}
     for (name, what), trial in bad.items():
         print(f"{name}, {what}: call {trial.call}: {trial.result}\n{trial.log[-1500:]}", file=sys.stderr)
-    sys.exit(130 if interrupted else 1 if bad else 0)
+    sys.exit(130 if cut_off else 1 if bad else 0)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,12 @@ struct test_matrix {
             return false;
         }
         CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
-        CHECK(device.nbytes <= nbytes, "layout %d takes %lld bytes of %lld", device.layout,
-              static_cast<long long>(device.nbytes), static_cast<long long>(nbytes));
+        // more only where a test asks for more lanes than the matrix would get
+        const int64_t room = layout < 0 || device.layout == CUDA_SPARSE_LAYOUT_CODED
+                                 ? cuda_sparse_nbytes(desc(), n_padded(coded.n_stored))
+                                 : nbytes;
+        CHECK(device.nbytes <= room, "layout %d takes %lld bytes of %lld", device.layout,
+              static_cast<long long>(device.nbytes), static_cast<long long>(room));
         return true;
     }
 };
@@ -457,8 +461,8 @@ static void test_fused_products_of_any_values(cuda_sparse_uploader & uploader, i
           n_cases, wide[4], wide[6]);
 }
 
-// Values of three exponents and some others, as CODED: both types, every number of lanes, all widths of deltas,
-// batches, small and large values, rows with many outliers, narrow matrices.
+// Values of three exponents and some others, as CODED: both types, all widths of deltas, batches,
+// small and large values, rows with many outliers, narrow matrices.
 static void test_coded_products_of_any_values(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[]  = { 64, 1000, 2048, 2049, 3000, 4096, 4100, 5120, 11008 };
     const int64_t batches[] = { 1, 1, 1, 2, 3, 5, 8, 17, 40 };
@@ -473,7 +477,7 @@ static void test_coded_products_of_any_values(cuda_sparse_uploader & uploader, i
         const double    density = random.unit() < 0.4 ? 0.02 + random.unit() * 0.2 : 0.2 + random.unit() * 0.7;
         test_matrix w(random, rows, cols, type, BITS[random.range(0, 3)], density, s, random.unit() < 0.7 ? 2.9 : 3.4,
                       lowest, random.unit() < 0.9);
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, random.unit() < 0.5 ? 8 : 16)) {
+        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
             w.upload(random, uploader);
         }
         used[w.device.layout == CUDA_SPARSE_LAYOUT_CODED ? w.device.delta_bits : 0]++;
@@ -518,7 +522,8 @@ static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
     for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
         rng         random(static_cast<uint64_t>(type + 3));
         test_matrix w(random, ROWS, COLS, type, 2, 0.5, UNIFORM, 2.9, -8, true);
-        CHECK(w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, 8), "type %d: the layout does not fit", type);
+        CHECK(w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES), "type %d: the layout does not fit",
+              type);
         for (const int64_t n : { 1, 2, 8 }) {
             for (const float scale : { 0x1p-100f, 0x1p-40f, 1.0f, 0x1p100f, INFINITY, NAN }) {
                 const bool finite = std::isfinite(scale);
@@ -600,7 +605,7 @@ static void test_densify_of_more_rows_than_resident_blocks(cuda_sparse_uploader 
                            : delta_bits == 4                  ? 3.1
                                                               : 12,
                            -8, s == UNEVEN);
-            if (s == UNEVEN && w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, 8)) {
+            if (s == UNEVEN && w.upload(random, uploader, CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
                 check_densify(w, "many rows, coded, " + std::to_string(delta_bits) + " bits");
             }
             if (delta_bits == 1 || !w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED, 8)) {
@@ -625,28 +630,36 @@ static void test_x_that_does_not_fit_shared_memory(cuda_sparse_uploader & upload
     }
 }
 
-// Products of many columns by tiles (tiles.cu): all widths of deltas, rows of all lengths, any number of columns, more
-// rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows hardly fit shared memory.
+// Products of many columns by tiles (tiles.cuh) of FUSED and CODED matrices: all widths of deltas, rows of all lengths,
+// any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows
+// hardly fit shared memory.
 static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases) {
     const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824 };
-    int           tiles    = 0;
-    for (int i = 0; i < n_cases; i++) {
-        const uint64_t  seed = 8000 + static_cast<uint64_t>(i);
+    int           tiles[2] = {}; // FUSED, CODED
+    for (int i = 0; i < 2 * n_cases; i++) {
+        const bool      coded = i % 2;
+        const uint64_t  seed  = 8000 + static_cast<uint64_t>(i);
         rng             random(seed);
-        const bool      many = i % 16 == 8;
+        const bool      many = i / 2 % 16 == 8;
         const int64_t   cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
-        const int64_t   n = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
+        const int64_t   n    = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
+        const int       type = coded ? TYPES[random.range(0, 1)] : GGML_MACKO_TYPE_F16;
         const structure s = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));
-        test_matrix w(random, rows, cols, GGML_MACKO_TYPE_F16, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s,
-                      random.unit() < 0.3 ? 3.1 : 7.1, static_cast<double>(random.range(-20, 2)));
-        if (!w.upload(random, uploader, CUDA_SPARSE_LAYOUT_FUSED,
-                      random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, w.delta_bits))) {
+        test_matrix     w(random, rows, cols, type, BITS[random.range(1, 3)], 0.1 + random.unit() * 0.7, s,
+                      coded                 ? 2.9
+                          : random.unit() < 0.3 ? 3.1
+                                                : 7.1,
+                          static_cast<double>(random.range(-20, 2)), coded);
+        const int32_t   layout = coded ? CUDA_SPARSE_LAYOUT_CODED : CUDA_SPARSE_LAYOUT_FUSED;
+        if (!w.upload(random, uploader, layout, random_lanes(random, layout, type, w.delta_bits))) {
             w.upload(random, uploader);
         }
-        tiles += cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
+        tiles[coded] +=
+            w.device.layout == layout && cuda_sparse_mul_mat_max_n(w.device, false) == CUDA_SPARSE_X16_COLUMNS;
         check_product(random, { &w }, n, random_options(random), name_of(seed, w, n));
     }
-    CHECK(tiles > n_cases / 2 || n_cases < 20, "tiles were used in %d of %d cases only", tiles, n_cases);
+    CHECK(std::min(tiles[0], tiles[1]) > n_cases / 3 || n_cases < 20,
+          "of %d cases, tiles of FUSED in %d, of CODED in %d", 2 * n_cases, tiles[0], tiles[1]);
 }
 
 static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t n_seeds) {
@@ -671,7 +684,7 @@ static void test_matrices_that_share_x(cuda_sparse_uploader & uploader, uint64_t
         } else if (seed % 4 == 2 && bits < 8 &&
                    all(CUDA_SPARSE_LAYOUT_FUSED, random_lanes(random, CUDA_SPARSE_LAYOUT_FUSED, type, bits))) {
             n_fused++; // exponents of their own
-        } else if ((cut || seed % 8 == 7) && all(CUDA_SPARSE_LAYOUT_CODED, seed % 16 < 8 ? 8 : 16)) {
+        } else if ((cut || seed % 8 == 7) && all(CUDA_SPARSE_LAYOUT_CODED, CODED_LANES)) {
             n_coded++; // exponents of their own
         } else if (seed % 4 == 3 && bits < 8 &&
                    all(CUDA_SPARSE_LAYOUT_BANKED, random_lanes(random, CUDA_SPARSE_LAYOUT_BANKED, type, bits))) {
@@ -790,7 +803,7 @@ static void test_memory_stays_near_the_file() {
 }
 
 int main(int argc, char ** argv) {
-    setenv("GGML_MACKO_CODED", "1", 1); // as automatic a choice as any other
+    unsetenv("GGML_MACKO_CODED"); // as automatic a choice as any other
     test_memory_stays_near_the_file();
     test_values_and_deltas_share_the_bits_of_a_fused_group();
     test_values_and_deltas_of_a_coded_group();

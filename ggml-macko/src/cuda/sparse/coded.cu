@@ -3,18 +3,17 @@
 
 namespace macko::cuda {
 
-template <typename X>
-static cudaError_t launch_coded_bits(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream) {
+template <typename X> static cudaError_t launch_coded_bits(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     switch (p.m[0].delta_bits) {
-        case 2:  return launch_interleaved<coded<X>, 2, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
-        case 4:  return launch_interleaved<coded<X>, 4, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
-        default: return launch_interleaved<coded<X>, 6, CUDA_SPARSE_LAYOUT_CODED>(p, lanes, nx, grid_y, stream);
+        case 2:  return launch_coded_shape<X, 2>(p, nx, grid_y, stream);
+        case 4:  return launch_coded_shape<X, 4>(p, nx, grid_y, stream);
+        default: return launch_coded_shape<X, 6>(p, nx, grid_y, stream);
     }
 }
 
-cudaError_t launch_coded(sparse_launch & p, int32_t type, int lanes, int nx, int grid_y, cudaStream_t stream) {
-    return type == GGML_MACKO_TYPE_F16 ? launch_coded_bits<__half>(p, lanes, nx, grid_y, stream)
-                                       : launch_coded_bits<__nv_bfloat16>(p, lanes, nx, grid_y, stream);
+cudaError_t launch_coded(sparse_launch & p, int32_t type, int nx, int grid_y, cudaStream_t stream) {
+    return type == GGML_MACKO_TYPE_F16 ? launch_coded_bits<__half>(p, nx, grid_y, stream)
+                                       : launch_coded_bits<__nv_bfloat16>(p, nx, grid_y, stream);
 }
 
 } // namespace macko::cuda

@@ -29,11 +29,9 @@ constexpr int MAX_DENSIFY_WARPS = 4;
 template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_SHIFT = BANKED ? (BITS == 1 ? 1 : 0) : BITS < 6 ? 6 : 0;
 template <int BITS, bool BANKED> constexpr uint32_t DENSIFY_STEP  = (BANKED ? 64u : 2u) << DENSIFY_SHIFT<BITS, BANKED>;
 
-// a value of a group, and one of an outlier, as the matrix has it
-template <typename T> __device__ __forceinline__ uint16_t dense_bits(uint16_t value, int exponent, float power) {
-    if constexpr (is_coded<T>) {
-        return from_coded<value16<T>>(value, exponent);
-    } else if constexpr (has_tails<T>) {
+// a value of a group (CODED: times its power already), and one of an outlier, as the matrix has it
+template <typename T> __device__ __forceinline__ uint16_t dense_bits(uint16_t value, float power) {
+    if constexpr (std::is_same<T, fused_f16>::value) {
         return from_fused(value, power);
     } else {
         return value;
@@ -140,15 +138,25 @@ __global__ void __launch_bounds__(MAX_DENSIFY_WARPS * 32)
                     // would hit the first ones.
                     const bool skips_zeros = TAILS || (BANKED && s + d == last_group);
                     const auto scatter     = [&](auto part) {
+                        uint32_t pairs[PER_PART / 2]; // CODED
+                        if constexpr (is_coded<T>) {
+                            bits[d].template scaled<decltype(part)::value>(pairs, __float_as_uint(power));
+                        }
                         at = bits[d].template walk<decltype(part)::value>(at, p.weight, [&](auto entry, uint32_t sum) {
-                            constexpr int  k     = decltype(entry)::value;
-                            const uint16_t value = bits[d].template half<k>();
-                            uint32_t       to    = (sum >> shift) + k % PER_PART * (STEP >> shift);
+                            constexpr int k       = decltype(entry)::value;
+                            constexpr int in_part = k % PER_PART;
+                            uint16_t      value;
+                            if constexpr (is_coded<T>) {
+                                value = static_cast<uint16_t>(pairs[in_part / 2] >> 16 * (in_part % 2));
+                            } else {
+                                value = bits[d].template half<k>();
+                            }
+                            uint32_t to = (sum >> shift) + in_part * (STEP >> shift);
                             if (BANKED) {
                                 to = wrap(to, negative);
                             }
                             if (!skips_zeros || value != 0) {
-                                *reinterpret_cast<uint16_t *>(mine + to) = dense_bits<T>(value, m.exponent, power);
+                                *reinterpret_cast<uint16_t *>(mine + to) = dense_bits<T>(value, power);
                             }
                         });
                         at += PER_PART * STEP;

@@ -159,9 +159,25 @@ template <int BITS> struct group_bits<fused_f16, BITS> {
     __host__ __device__ __forceinline__ uint4 words() const {
         return make_uint4(v.x & ~FREE, v.y & ~FREE, v.z & ~FREE, BITS >= 4 ? v.w : v.w & ~FREE);
     }
-    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
-        v = load_streaming(reinterpret_cast<const uint4 *>(p) + g);
+    __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) { load(values_at(p, g)); }
+    // the group in slot g of row_span
+    static constexpr int                              NBYTES = 16;
+    __device__ __forceinline__ static const uint8_t * values_at(const uint8_t * p, int64_t g) { return p + g * NBYTES; }
+    __device__ __forceinline__ void                   load(const uint8_t * at) {
+        v = load_streaming(reinterpret_cast<const uint4 *>(at));
     }
+    // its values in pairs; scale: scale_of() the power of two that they are too small by
+    __device__ __forceinline__ static __half2                  scale_of(float power) { return __float2half2_rn(power); }
+    template <int PART, int N> __device__ __forceinline__ void scaled(uint32_t (&pairs)[N], __half2 scale) const {
+        const uint4    w      = words();
+        const uint32_t all[4] = { w.x, w.y, w.z, w.w };
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const __half2 h = __hmul2(*reinterpret_cast<const __half2 *>(all + i), scale);
+            pairs[i]        = *reinterpret_cast<const uint32_t *>(&h);
+        }
+    }
+    __device__ __forceinline__ static uint32_t           half_of_outlier(uint32_t value) { return value; }
     template <int K> __device__ __forceinline__ uint16_t half() const { return half_of<K>(words()); }
     // of a group of outliers: calls outlier(index, column, bits of the value)
     template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
@@ -249,6 +265,13 @@ __device__ __forceinline__ uint16_t from_fused(uint16_t bits, float power) {
 
 // ---- CODED ----
 
+// a value of 16 bits as a float, and back
+__device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
+    return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
+}
+__device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
+    return bf16 ? static_cast<uint16_t>(f >> 16) : __half_as_ushort(__float2half_rn(__uint_as_float(f)));
+}
 // two bfloat16 numbers times `scale`, a power of two, of which one becomes a float: the lower or the upper one
 template <bool HIGH> __device__ __forceinline__ float scaled_bf16(uint32_t pair, uint32_t scale) {
     uint32_t v;
@@ -286,6 +309,9 @@ template <typename X, int BITS> struct group_bits<coded<X>, BITS> {
     __device__ __forceinline__ void load(const uint8_t * p, const uint8_t *, int64_t g) {
         load(values_at(p, g), words_at(p, g));
     }
+    __device__ __forceinline__ void load(const uint8_t * values) {
+        load(values, values + 16 * CUDA_SPARSE_LINE + place() * (WORD_STRIDE - 16));
+    }
     __device__ __forceinline__ void load(const uint8_t * values, const uint8_t * words) {
         v = load_streaming(reinterpret_cast<const uint4 *>(values));
         if constexpr (BITS == 6) {
@@ -309,8 +335,14 @@ template <typename X, int BITS> struct group_bits<coded<X>, BITS> {
                        upper = __funnelshift_r(w[WORDS - 1], w[WORDS - 1], 2 * SET) & 0x81818181u;
         return __byte_perm(bytes, upper, PAIR % 2 ? 0x7362 : 0x5140);
     }
-    template <int K> __device__ __forceinline__ uint16_t half() const {
-        return static_cast<uint16_t>(K % 2 ? pair<K / 2>() >> 16 : pair<K / 2>());
+    // the values of a part in pairs of the matrix's type; scale: scale_of() the power of two that they are too small by
+    __device__ __forceinline__ static uint32_t                 scale_of(float power) { return __float_as_uint(power); }
+    template <int PART, int N> __device__ __forceinline__ void scaled(uint32_t (&pairs)[N], uint32_t scale) const {
+        pairs[0] = scaled_pair<PART * 4>(scale), pairs[1] = scaled_pair<PART * 4 + 1>(scale);
+        pairs[2] = scaled_pair<PART * 4 + 2>(scale), pairs[3] = scaled_pair<PART * 4 + 3>(scale);
+    }
+    __device__ __forceinline__ static uint32_t half_of_outlier(uint32_t value) {
+        return narrowed(value, std::is_same<X, __nv_bfloat16>::value);
     }
     // of a group of outliers: calls outlier(index, column, bits of the value as a float)
     template <typename F> __device__ __forceinline__ void for_each_outlier(F && outlier) const {
@@ -330,6 +362,15 @@ template <typename X, int BITS> struct group_bits<coded<X>, BITS> {
     }
 
 private:
+    template <int PAIR> __device__ __forceinline__ uint32_t scaled_pair(uint32_t scale) const {
+        const float low = get<2 * PAIR>(scale), high = get<2 * PAIR + 1>(scale);
+        if constexpr (std::is_same<X, __half>::value) {
+            const __half2 h = __floats2half2_rn(low, high);
+            return *reinterpret_cast<const uint32_t *>(&h);
+        } else {
+            return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
+        }
+    }
     // of the group in its line: a thread has only groups of one
     __device__ __forceinline__ static int place() { return static_cast<int>(threadIdx.x % CUDA_SPARSE_LINE); }
     // deltas of entries 4 * SET ..., one per byte, as set_coded_weights() expects them
@@ -397,23 +438,11 @@ template <typename F> __host__ __device__ __forceinline__ int coded_delta(int k,
                             (word(6) >> (byte + 6) & 3) << 4);
 }
 
-// a value of 16 bits as a float, and back
-__device__ __forceinline__ uint32_t widened(uint16_t bits, bool bf16) {
-    return bf16 ? static_cast<uint32_t>(bits) << 16 : __float_as_uint(__half2float(__ushort_as_half(bits)));
-}
-__device__ __forceinline__ uint16_t narrowed(uint32_t f, bool bf16) {
-    return bf16 ? static_cast<uint16_t>(f >> 16) : __half_as_ushort(__float2half_rn(__uint_as_float(f)));
-}
-// the 16 bits of a value that a group says as a bfloat16 number, 2^-exponent times too small
-template <typename X> __device__ __forceinline__ uint16_t from_coded(uint16_t said, int exponent) {
-    const uint32_t bits = (said & 0x7fff) == 0 ? said : said + (static_cast<uint32_t>(exponent) << 7);
-    return narrowed(bits << 16, std::is_same<X, __nv_bfloat16>::value);
-}
-// sign, two bits of code and seven of mantissa of a float; -1: it is an outlier
+// sign, two bits of code and seven of mantissa of a float; -1: it is an outlier, as -0 is
 __device__ __forceinline__ int to_coded(uint32_t f, int exponent) {
     const int code = static_cast<int>(f >> 23 & 255) - exponent;
-    if ((f & 0x7fffffff) == 0) {
-        return static_cast<int>(f >> 31 << 9);
+    if (f == 0) {
+        return 0;
     }
     return (f & 0xffff) == 0 && code >= 1 && code <= CODED_EXPONENTS
                ? static_cast<int>(f >> 31 << 9 | static_cast<uint32_t>(code) << 7 | (f >> 16 & 127))

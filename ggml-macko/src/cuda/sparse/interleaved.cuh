@@ -637,31 +637,35 @@ cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cuda
                : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
-// CODED: 36 KB are in flight, of 16 warps with three groups ahead or, where a warp has four rows, 24 with two. For more
-// columns there are no registers for that. One column does not depend on the type of the matrix.
-template <typename T, int BITS, int LANES, bool BANKED>
+// CODED: 36 KB are in flight, of 16 warps with three groups ahead. For four columns and more there are no registers for that.
+// One column does not depend on X, the type of the matrix.
+template <typename X, int BITS>
 cudaError_t launch_coded_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
-    cuda_device_info device;
-    CUDA_TRY(cuda_current_device(&device));
-    const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
-    const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
-    const int warps     = warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16);
+    constexpr int  LANES  = CODED_LANES;
+    constexpr bool BANKED = BITS < 6;
+    const auto     launch = [&](auto type, auto columns, auto grouped, auto depth) {
+        cuda_device_info device;
+        CUDA_TRY(cuda_current_device(&device));
+        const int blocks    = std::min(device.multiprocessors, p.n_warp_rows);
+        const int warp_rows = (p.n_warp_rows + blocks - 1) / blocks;
+        return launch_interleaved_config<coded<decltype(type)>, BITS, LANES, BANKED, decltype(columns)::value,
+                                             decltype(grouped)::value, 512, decltype(depth)::value>(
+            p, blocks, warp_rows <= 16 ? 16 : warps_for(warp_rows, 14, 16), grid_y, stream);
+    };
+    using std::integral_constant;
     if (nx == 8) {
-        return launch_interleaved_config<T, BITS, LANES, BANKED, 8, true, 512, 2>(p, blocks, warps, grid_y, stream);
+        return launch(X(), integral_constant<int, 8>(), std::true_type(), integral_constant<int, 2>());
     }
     if (nx == 4) {
-        return launch_interleaved_config<T, BITS, LANES, BANKED, 4, true, 512, 2>(p, blocks, warps, grid_y, stream);
+        return launch(X(), integral_constant<int, 4>(), std::true_type(), integral_constant<int, 2>());
     }
     if (nx == 2) {
-        return launch_interleaved_config<T, BITS, LANES, BANKED, 2, true, 512, 3>(p, blocks, warps, grid_y, stream);
+        return launch(X(), integral_constant<int, 2>(), std::true_type(), integral_constant<int, 3>());
     }
-    constexpr int THREADS = LANES == 8 ? 768 : 512, DEPTH = LANES == 8 ? 2 : 3;
-    const int     one    = LANES == 8 ? warps_for(warp_rows, 18, 24) : warps;
-    const auto    launch = [&](auto grouped) {
-        return launch_interleaved_config<coded<__half>, BITS, LANES, BANKED, 1, decltype(grouped)::value, THREADS,
-                                            DEPTH>(p, blocks, one, grid_y, stream);
-    };
-    return p.n_matrices > 1 ? launch(std::true_type()) : launch(std::false_type());
+    const integral_constant<int, 1> one;
+    const integral_constant<int, 3> three;
+    return p.n_matrices > 1 ? launch(__half(), one, std::true_type(), three)
+                            : launch(__half(), one, std::false_type(), three);
 }
 
 template <typename T>
@@ -674,11 +678,7 @@ cudaError_t launch_interleaved(sparse_launch & p, int lanes, int nx, int grid_y,
         constexpr int  LANES  = decltype(n)::value;
         constexpr bool BANKED = LAYOUT == CUDA_SPARSE_LAYOUT_BANKED || (has_tails<T> && BITS < 6);
         if constexpr (cuda_sparse_built_lanes(LAYOUT, value_type_of<T>, BITS).has(LANES)) {
-            if constexpr (is_coded<T>) {
-                return launch_coded_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
-            } else {
-                return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
-            }
+            return launch_interleaved_shape<T, BITS, LANES, BANKED>(p, nx, grid_y, stream);
         } else {
             return cudaErrorNotSupported; // no matrix is kept like this (cuda_sparse_has_kernels)
         }

@@ -20,7 +20,7 @@ int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t lay
     }
     const int64_t per_row = n_padded / desc.rows;
     if (layout == CUDA_SPARSE_LAYOUT_CODED) {
-        return per_row >= (desc.rows <= FEW_ROWS ? 1200 : 3072) ? 16 : 8;
+        return CODED_LANES;
     }
     const int32_t lanes = per_row >= (desc.rows <= FEW_ROWS ? 7000 : 2048) ? 32 : per_row >= 768 ? 16 : 8;
     if (layout == CUDA_SPARSE_LAYOUT_INTERLEAVED && desc.type == GGML_MACKO_TYPE_F16) {
@@ -70,9 +70,11 @@ int32_t cuda_coded_delta_bits(const macko_desc & desc) {
 }
 
 int64_t cuda_coded_room(const macko_desc & desc, int64_t n_padded) {
-    // whole lines of what separate values and deltas would take
+    // whole lines of what separate values and deltas would take, less the bases that CODED has beyond theirs
     const int64_t separate = max_groups(desc, n_padded) * (2 * CUDA_SPARSE_GROUP + desc.delta_bits);
-    return std::max<int64_t>(0, separate - cuda_sparse_aligned(2 * desc.rows) - CUDA_SPARSE_ALIGNMENT);
+    const int64_t lanes    = cuda_sparse_lanes(desc, n_padded, CUDA_SPARSE_LAYOUT_BANKED);
+    const int64_t bases    = std::max<int64_t>(0, 2 * desc.rows * (CODED_LANES - lanes) + CUDA_SPARSE_ALIGNMENT);
+    return std::max<int64_t>(0, separate - cuda_sparse_aligned(2 * desc.rows) - bases - CUDA_SPARSE_ALIGNMENT);
 }
 
 bool cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes) {

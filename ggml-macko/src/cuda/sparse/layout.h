@@ -60,6 +60,7 @@ constexpr int64_t fused_entries(int delta_bits) {
 constexpr int64_t CODED_GROUP     = 16;
 constexpr int     CODED_PART      = 8; // entries after which a position in x is reduced
 constexpr int     CODED_EXPONENTS = 3; // a value has one of, in two bits
+constexpr int32_t CODED_LANES     = 16;
 constexpr int64_t coded_words(int delta_bits) { return 1 + delta_bits / 2; }
 constexpr int64_t coded_group_nbytes(int delta_bits) { return CODED_GROUP + 4 * coded_words(delta_bits); }
 constexpr int64_t cuda_sparse_aligned(int64_t nbytes) {
@@ -141,7 +142,7 @@ constexpr lanes_range cuda_sparse_built_lanes(int32_t layout, int32_t type, int3
         case CUDA_SPARSE_LAYOUT_INTERLEAVED: return { 8, !f16 && !bf16 ? 0 : delta_bits < 8 ? 8 : f16 ? 16 : 32 };
         case CUDA_SPARSE_LAYOUT_BANKED:      return { delta_bits <= 2 ? 16 : 8, bf16 && delta_bits < 8 ? 32 : 0 };
         case CUDA_SPARSE_LAYOUT_FUSED:       return { delta_bits <= 2 ? 16 : 8, f16 ? 32 : 0 };
-        case CUDA_SPARSE_LAYOUT_CODED:       return { 8, f16 || bf16 ? 16 : 0 };
+        case CUDA_SPARSE_LAYOUT_CODED:       return { CODED_LANES, f16 || bf16 ? CODED_LANES : 0 };
         default:                             return { 0, 32 };
     }
 }

@@ -214,14 +214,14 @@ cudaError_t launch_interleaved_bf16(sparse_launch & p, int lanes, int nx, int gr
 cudaError_t launch_banked_bf16(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_fused_narrow(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_fused_wide(sparse_launch & p, int lanes, int nx, int grid_y, cudaStream_t stream);
-cudaError_t launch_coded(sparse_launch & p, int32_t type, int lanes, int nx, int grid_y, cudaStream_t stream);
+cudaError_t launch_coded(sparse_launch & p, int32_t type, int nx, int grid_y, cudaStream_t stream);
 // one launch of the QUANTIZED kernel, nx 1, 2 or 4
 cudaError_t launch_quantized_q8_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
 cudaError_t launch_quantized_q4_0(sparse_launch & p, int nx, int grid_y, cudaStream_t stream);
-// One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cu), and the matrices that it takes. x, ldx and
-// norm_weight are aligned to 16 bytes.
+// One launch of 9 to CUDA_SPARSE_X16_COLUMNS columns by tiles (tiles.cuh), and the matrices that it takes, one of which
+// is w. x, ldx and norm_weight are aligned to 16 bytes.
 bool        takes_tiles(const cuda_sparse_matrix & w);
-cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream);
+cudaError_t launch_tiles(const sparse_launch & p, const cuda_sparse_matrix & w, void * x16, cudaStream_t stream);
 // cuda_sparse_densify() of the QUANTIZED layout
 cudaError_t cuda_quantized_densify(const cuda_sparse_matrix & w, int64_t row_begin, int64_t row_end, void * dst,
                                    int64_t ld, cudaStream_t stream);

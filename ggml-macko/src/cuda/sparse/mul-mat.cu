@@ -124,7 +124,7 @@ static cudaError_t launch_any(sparse_launch & p, const cuda_sparse_matrix & w, i
                                 : launch_fused_wide(p, w.lanes, nx, grid_y, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_CODED) {
-        return launch_coded(p, w.type, w.lanes, nx, grid_y, stream);
+        return launch_coded(p, w.type, nx, grid_y, stream);
     }
     if (w.layout == CUDA_SPARSE_LAYOUT_BANKED) {
         return launch_banked_bf16(p, w.lanes, nx, grid_y, stream);
@@ -185,7 +185,7 @@ static cudaError_t launch_columns(const cuda_sparse_mul_mat_params & a, int nx, 
         return cudaSuccess;
     }
     if (nx > 8) {
-        return launch_tiles(p, a.x16, stream);
+        return launch_tiles(p, w, a.x16, stream);
     }
     return launch_any(p, w, nx, a.expert_ids ? static_cast<int>(a.n) : 1, stream);
 }

@@ -1,36 +1,15 @@
-// y = W x for 9 to 32 columns of x on tensor cores, W in the FUSED layout: rows become dense in shared memory, a tile
-// of 8, 16 or 24 of them at a time, and are multiplied there.
-//
-//   stage_x_kernel  x, normalized, in 16 bits and in the order of the tensor cores' operands, into the caller's memory
-//   tiles_kernel    One block per multiprocessor. Each warp makes some rows of the tile dense, 32 runs at a time;
-//                   barrier; each multiplies a share of the columns of all rows and leaves zeros; barrier; the shares
-//                   are added up. The first groups of the next rows are on their way meanwhile.
-//
-// Measurements, and what bounds it, are in the lab notes of the GPU kernels. tiles_kernel is longer than other
-// functions because its phases share registers and unrolled loops.
+// x of a product by tiles (tiles.cuh), and which products those are.
 #include "cuda/lib/mma.cuh"
-#include "cuda/sparse/groups.cuh"
-#include "cuda/sparse/mul-mat-params.cuh"
-
-#include <algorithm>
+#include "cuda/sparse/tiles.cuh"
 
 namespace macko::cuda {
-
-struct tiles_launch {
-    sparse_launch p;      // its warp_rows are tiles
-    const uint4 * x16;    // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
-    int32_t       pitch;  // bytes of a row in shared memory
-    int32_t       shares; // warps that multiply: as many as there is room for the sums of
-};
-
-// ---- x ----
 
 constexpr int STAGE_THREADS = 256;
 
 // Blocks along y: two columns, 8 apart, that share operands; along x: some of their elements. Columns that are not
 // there become zeros.
-static __global__ void __launch_bounds__(STAGE_THREADS)
-    stage_x_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
+template <typename H> // __half or __nv_bfloat16: the type of the matrix
+__global__ void __launch_bounds__(STAGE_THREADS) stage_x_kernel(const __grid_constant__ sparse_launch p, uint4 * x16) {
     __shared__ float2 partial[STAGE_THREADS / 32];
     const int         set = blockIdx.y / 8, column = set * 16 + blockIdx.y % 8, thread = threadIdx.x,
               i = blockIdx.x * STAGE_THREADS + thread, n = p.cols / 4;
@@ -62,392 +41,35 @@ static __global__ void __launch_bounds__(STAGE_THREADS)
     }
     if (i < n) { // four columns of W: half of what a thread has of an operand
         x16[((i / 8 * (gridDim.y / 8) + set) * 2 + i % 2) * 32 + blockIdx.y % 8 * 4 + i % 8 / 2] =
-            make_uint4(pack_pair(__half(), v0.x * scale.x * w0.x, v0.y * scale.x * w0.y),
-                       pack_pair(__half(), v1.x * scale.y * w0.x, v1.y * scale.y * w0.y),
-                       pack_pair(__half(), v0.z * scale.x * w0.z, v0.w * scale.x * w0.w),
-                       pack_pair(__half(), v1.z * scale.y * w0.z, v1.w * scale.y * w0.w));
+            make_uint4(pack_pair(H(), v0.x * scale.x * w0.x, v0.y * scale.x * w0.y),
+                       pack_pair(H(), v1.x * scale.y * w0.x, v1.y * scale.y * w0.y),
+                       pack_pair(H(), v0.z * scale.x * w0.z, v0.w * scale.x * w0.w),
+                       pack_pair(H(), v1.z * scale.y * w0.z, v1.w * scale.y * w0.w));
     }
-}
-
-// ---- tiles ----
-
-// two 16-bit values times a power of two
-static __device__ __forceinline__ uint32_t scale_pair(uint32_t pair, __half2 power) {
-    const __half2 h = __hmul2(*reinterpret_cast<const __half2 *>(&pair), power);
-    return *reinterpret_cast<const uint32_t *>(&h);
-}
-template <int OFFSET> static __device__ __forceinline__ void store_half(uint32_t address, uint32_t value) {
-    asm volatile("st.shared.b16 [%0+%1], %2;" ::"r"(address), "n"(OFFSET), "h"(static_cast<uint16_t>(value))
-                 : "memory");
-}
-// loads four words and leaves zeros
-static __device__ __forceinline__ uint4 take_words(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
-    return v;
-}
-
-// bytes from one delta step to the next: 32 columns of 16 bits, or, with deltas of 6 bits, one
-constexpr uint32_t tile_step_nbytes(int bits) { return bits == 6 ? 2 : 64; }
-
-template <int BITS,   // of a delta
-          int LANES,  // runs per row
-          int BLOCKS, // of 8 rows in a tile
-          int SETS,   // of 16 columns of x
-          int WARPS,
-          int DEPTH> // groups ahead
-__global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_constant__ tiles_launch q) {
-    constexpr int      ROWS        = 32 / LANES; // of a warp
-    constexpr int      TILE        = 8 * BLOCKS; // rows
-    constexpr int      ENTRIES     = group_bits<fused_f16, BITS>::ENTRIES;
-    constexpr bool     BANKED      = BITS != 6;
-    constexpr uint32_t STEP_NBYTES = tile_step_nbytes(BITS);     // bytes from one delta step to the next
-    constexpr int      SUMS        = BLOCKS * SETS * 4;          // per thread
-    constexpr int      TURNS = std::max(1, TILE / ROWS / WARPS); // a warp has rows warp * ROWS ... of each WARPS * ROWS
-    constexpr int      X_AHEAD = WARPS == 24 ? 1 : SETS == 1 ? 3 : 2; // steps whose x is on its way: as registers allow
-    static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
-                  "all warps that have rows have as many");
-    extern __shared__ __align__(128) uint8_t tile[];
-    const sparse_launch &                    p    = q.p;
-    float *                                  sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
-
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
-    const uint32_t x_period = static_cast<uint32_t>(p.modulus) * 2;
-
-    // row r of tile t; of gate and up each has half of a tile
-    const auto task_of = [&](int t, int r) {
-        if (p.silu_mul) {
-            const int row = t * (TILE / 2) + r % (TILE / 2);
-            return sparse_task{ r / (TILE / 2), row, t < p.n_warp_rows && row < p.m[0].n_rows };
-        }
-        return task_at<true, TILE>(p, t, 0, r, 0);
-    };
-    struct row_start {
-        int      matrix, begin, end;
-        uint32_t base;
-        int      tail;
-    };
-    const auto fetch = [&](int turn) { // of this warp, TURNS to a tile
-        const int         r    = row_of_tile + turn % TURNS * (WARPS * ROWS);
-        const sparse_task task = task_of(blockIdx.x + turn / TURNS * gridDim.x, r);
-        row_start         s    = {};
-        if (task.valid && r < TILE) {
-            const sparse_operand & m = p.m[task.matrix];
-            s.matrix                 = task.matrix;
-            const int row            = m.row_begin + task.row;
-            s.begin                  = __ldg(m.row_ptr + row);
-            s.end                    = __ldg(m.row_ptr + row + 1);
-            s.tail                   = __ldg(m.tails + row);
-            s.base                   = __ldg(m.bases + static_cast<int64_t>(row) * LANES + lane);
-        }
-        return s;
-    };
-    // This thread's run: groups in steps begin ... end-1, outliers up to end_of_outliers. whole: steps in front of the
-    // last of any run; one of the runs ends with the row.
-    struct cursor {
-        int           matrix, begin, end, end_of_outliers, whole, steps;
-        uint32_t      base;
-        const uint4 * groups;
-    };
-    const auto begin_row = [&](const row_start & s) {
-        const row_span row(s.begin, s.end, s.tail);
-        cursor         c;
-        c.matrix          = s.matrix;
-        c.groups          = reinterpret_cast<const uint4 *>(p.m[s.matrix].values) + row.slot(lane, LANES, 0);
-        c.begin           = row.first_step(lane);
-        c.end             = row.end_step(lane, LANES);
-        c.end_of_outliers = row.end_of_outliers(lane, LANES);
-        c.whole           = row.end_step(LANES - 1, LANES) - 1;
-        c.steps           = row.end_of_outliers(0, LANES);
-#pragma unroll
-        for (int offset = LANES; offset < 32; offset *= 2) {
-            c.whole = min(c.whole, __shfl_xor_sync(FULL_WARP, c.whole, offset));
-            c.steps = max(c.steps, __shfl_xor_sync(FULL_WARP, c.steps, offset));
-        }
-        c.base = s.base;
-        return c;
-    };
-    group_bits<fused_f16, BITS> now[DEPTH];
-    const auto                  load = [&](const cursor & c, int first) {
-#pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
-            if (first + d >= c.begin && first + d < c.end_of_outliers) {
-                now[d].v = load_streaming(c.groups + (first + d) * LANES);
-            }
-        }
-    };
-
-    cursor c = begin_row(fetch(0));
-    load(c, 0);
-    row_start ahead = fetch(1);
-    int       turn  = 0;
-    for (int i = threadIdx.x; i < TILE * q.pitch / 16; i += WARPS * 32) {
-        reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
-    }
-    cuda_allow_next();
-    cuda_wait_for_previous();
-    __syncthreads();
-
-    for (int t = blockIdx.x; t < p.n_warp_rows; t += gridDim.x) {
-        for (int row = row_of_tile; warp * ROWS < TILE && row < TILE; row += WARPS * ROWS, turn++) {
-            const uint32_t mine = shared_address(tile) + row * q.pitch;
-            uint32_t       limit[ENTRIES + 1]; // where the row repeats, less the steps up to an entry
-#pragma unroll
-            for (int k = 0; k <= ENTRIES; k++) {
-                limit[k] = mine + x_period - k % ENTRIES * STEP_NBYTES;
-                asm volatile("mov.u32 %0, %0;" : "+r"(limit[k])); // not to be computed again
-            }
-            const __half2 power = __float2half2_rn(p.m[c.matrix].power);
-            const int     begin = c.begin, end = c.end, end_of_outliers = c.end_of_outliers, whole = c.whole,
-                      steps    = c.steps;
-            uint32_t   at      = mine + c.base * 2;
-            const auto scatter = [&](const group_bits<fused_f16, BITS> & group, auto all) {
-                const uint4    v        = group.words();
-                const uint32_t words[4] = { scale_pair(v.x, power), scale_pair(v.y, power), scale_pair(v.z, power),
-                                            scale_pair(v.w, power) };
-                at                      = group.template walk<0>(at, p.weight, [&](auto entry, uint32_t x_slot) {
-                    constexpr int  k     = decltype(entry)::value;
-                    const uint32_t value = k % 2 ? words[k / 2] >> 16 : words[k / 2];
-                    if (BANKED) {
-                        reduce_once(x_slot, limit[k], x_period);
-                    }
-                    if (decltype(all)::value || (value & 0xffff)) {
-                        store_half<k * STEP_NBYTES>(x_slot, value);
-                    }
-                });
-                at += ENTRIES * STEP_NBYTES;
-                if (BANKED) {
-                    reduce_once(at, limit[ENTRIES], x_period);
-                }
-            };
-            int  step = 0;
-            bool more;
-            do {
-                group_bits<fused_f16, BITS> have[DEPTH];
-#pragma unroll
-                for (int d = 0; d < DEPTH; d++) {
-                    have[d] = now[d];
-                }
-                more = step + DEPTH < steps;
-                if (!more) {
-                    c     = begin_row(ahead);
-                    ahead = fetch(turn + 2);
-                }
-                load(c, more ? step + DEPTH : 0);
-#pragma unroll
-                for (int d = 0; d < DEPTH; d++) {
-                    if (step + d < whole) {
-                        if (step + d >= begin) {
-                            scatter(have[d], std::true_type());
-                        }
-                        // fillers behind the row's entries would hit the first ones
-                    } else if (step + d >= begin && step + d < end) {
-                        scatter(have[d], std::false_type());
-                    }
-                }
-                __syncwarp(); // what is zero in a group may be an outlier of another lane
-                if (step + DEPTH > end && step < end_of_outliers) {
-#pragma unroll
-                    for (int d = 0; d < DEPTH; d++) {
-                        if (step + d >= end && step + d < end_of_outliers) {
-                            for (const uint32_t pair : { have[d].v.x, have[d].v.y, have[d].v.z, have[d].v.w }) {
-                                if (pair) {
-                                    store_half<0>(mine + (pair & 0xffff) * 2, pair >> 16);
-                                }
-                            }
-                        }
-                    }
-                }
-                step += DEPTH;
-            } while (more);
-        }
-        // A thread has 8 columns of row l / 4 of each 8 rows, and the same columns of l / 4 and l / 4 + 8 of each 16 of
-        // x: their order within a product does not matter
-        const int  l = threadIdx.x % 32, last = p.cols / 32 - 1;
-        uint4      a[X_AHEAD][2 * SETS];
-        const auto request = [&](uint4 * to, int k) {
-#pragma unroll
-            for (int i = 0; i < 2 * SETS; i++) {
-                to[i] = q.x16[min(k, last) * (SETS * 64) + i * 32 + l];
-            }
-        };
-#pragma unroll
-        for (int i = 0; i < X_AHEAD; i++) {
-            request(a[i], warp + i * q.shares);
-        }
-        __syncthreads();
-        if (warp < q.shares) {
-            float          sum[BLOCKS][SETS][4] = {};
-            const uint32_t rows_at              = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
-#pragma unroll X_AHEAD
-            for (int k = warp; k <= last; k += q.shares) {
-                uint4 x[2 * SETS];
-#pragma unroll
-                for (int i = 0; i < X_AHEAD * 2 * SETS; i++) {
-                    (i < 2 * SETS ? x[i] : a[i / (2 * SETS) - 1][i % (2 * SETS)]) = a[i / (2 * SETS)][i % (2 * SETS)];
-                }
-                request(a[X_AHEAD - 1], k + X_AHEAD * q.shares);
-#pragma unroll
-                for (int r = 0; r < BLOCKS; r++) {
-                    const uint4 b = take_words(rows_at + r * 8 * q.pitch + k * 64);
-#pragma unroll
-                    for (int s = 0; s < SETS; s++) {
-                        const uint32_t lower[4] = { x[2 * s].x, x[2 * s].y, x[2 * s].z, x[2 * s].w },
-                                       upper[4] = { x[2 * s + 1].x, x[2 * s + 1].y, x[2 * s + 1].z, x[2 * s + 1].w };
-                        multiply_add<__half>(sum[r][s], lower, b.x, b.y);
-                        multiply_add<__half>(sum[r][s], upper, b.z, b.w);
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < SUMS; i++) {
-                sums[(warp * SUMS + i) * 32 + l] = sum[i / (4 * SETS)][i / 4 % SETS][i % 4];
-            }
-        }
-        __syncthreads();
-        const auto sum_of = [&](int row, int column) {
-            const float * s = sums + ((row / 8 * SETS + column / 16) * 4 + column % 16 / 8 * 2 + row % 2) * 32 +
-                              column % 8 * 4 + row % 8 / 2;
-            float y = 0.0f;
-#pragma unroll 4
-            for (int w = 0; w < q.shares; w++) {
-                y += s[w * SUMS * 32];
-            }
-            return y;
-        };
-        for (int i = threadIdx.x; i < TILE * p.n_columns; i += WARPS * 32) {
-            const int         row = i % TILE, column = i / TILE;
-            const sparse_task task = task_of(t, row);
-            if (task.valid && !(p.silu_mul && task.matrix)) {
-                store_result<true>(p, task, column, sum_of(p.silu_mul ? row + TILE / 2 : row, column),
-                                   p.silu_mul ? sum_of(row, column) : 0.0f);
-            }
-        }
-    }
-}
-
-// ---- launch ----
-
-// Bytes of a row of a tile, for all positions of the layout; 64 more than a multiple of 128, so that rows that are read
-// together are in different banks.
-static int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 128 + 64; }
-// bytes of the partial sums of a warp
-static constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
-
-constexpr int MAX_TILE_BLOCKS = 3;
-// the most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
-static int most_tile_blocks(int modulus, int shared_nbytes) {
-    int blocks = MAX_TILE_BLOCKS;
-    while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
-        blocks--;
-    }
-    return blocks;
-}
-// the blocks with which all multiprocessors are done soonest
-static int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
-    constexpr int MULTIPLICATION = 12; // of a tile takes about as long as making 12 rows dense
-    int           rows = 0, best = 0, least = 0;
-    for (int i = 0; i < p.n_matrices; i++) {
-        rows += p.m[i].n_rows;
-    }
-    for (int blocks = most_tile_blocks(p.modulus, device.shared_nbytes); blocks > 0; blocks--) {
-        const int tiles = (rows + 8 * blocks - 1) / (8 * blocks),
-                  turns = (tiles + device.multiprocessors - 1) / device.multiprocessors,
-                  cost  = turns * (8 * blocks + MULTIPLICATION);
-        if (!best || cost < least) {
-            best  = blocks;
-            least = cost;
-        }
-    }
-    return best;
-}
-
-// Deltas of 6 bits are of matrices with few entries: rows that suit 32 lanes are too wide for tiles.
-static constexpr bool tiles_built(int bits, int lanes) {
-    return cuda_sparse_built_lanes(CUDA_SPARSE_LAYOUT_FUSED, GGML_MACKO_TYPE_F16, bits).has(lanes) &&
-           (bits < 6 || lanes < 32);
 }
 
 bool takes_tiles(const cuda_sparse_matrix & w) {
-    constexpr int    MAX_EXPONENT = 15; // 2^exponent is an F16
+    constexpr int    MAX_EXPONENT = 15; // FUSED: 2^exponent is an F16
     cuda_device_info device;
-    return w.layout == CUDA_SPARSE_LAYOUT_FUSED && tiles_built(w.delta_bits, w.lanes) && w.exponent <= MAX_EXPONENT &&
-           w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS && cuda_current_device(&device) == cudaSuccess &&
+    const bool       coded = w.layout == CUDA_SPARSE_LAYOUT_CODED;
+    return (coded || (w.layout == CUDA_SPARSE_LAYOUT_FUSED && w.exponent <= MAX_EXPONENT)) &&
+           tiles_built(coded, w.delta_bits, w.lanes) && w.cols % 32 == 0 && w.cols <= CUDA_SPARSE_X16_COLS &&
+           cuda_current_device(&device) == cudaSuccess && (w.type == GGML_MACKO_TYPE_F16 || device.cc >= 80) &&
            most_tile_blocks(static_cast<int>(cuda_sparse_words(w)), device.shared_nbytes) > 0;
 }
 
-template <int BITS, int LANES, int BLOCKS, int SETS>
-static cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    // Where runs are few, some warps only multiply, and the others have more groups on their way. Rows are dense
-    // soonest with 24 warps; x of 32 columns comes sooner with 12, which have registers for it.
-    constexpr int TILE            = 8 * BLOCKS,
-                  WARPS           = BLOCKS == 3 && LANES == 32 && SETS == 1      ? 24
-                                    : BLOCKS == 3 || (BLOCKS == 2 && LANES < 32) ? 12
-                                                                                 : 16,
-                  DEPTH           = BLOCKS == 3 ? 72 / WARPS : 128 / std::max(LANES, 16);
-    constexpr int64_t SUMS_NBYTES = sums_nbytes(BLOCKS, SETS);
-    sparse_launch &   p           = q.p;
-    const int         rows        = p.silu_mul ? TILE / 2 : TILE;
-    p.n_warp_rows                 = 0;
-    for (int i = 0; i < p.n_matrices; i++) {
-        p.m[i].first_warp_rows = p.n_warp_rows;
-        p.n_warp_rows += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
-    }
-    q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
-    q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SUMS_NBYTES));
-    const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_warp_rows)));
-    return launch_kernel(tiles_kernel<BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32,
-                         TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
-}
-template <int BITS, int LANES, int BLOCKS>
-static cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    return q.p.n_columns <= 16 ? launch_tiles_config<BITS, LANES, BLOCKS, 1>(q, device, stream)
-                               : launch_tiles_config<BITS, LANES, BLOCKS, 2>(q, device, stream);
-}
-template <int BITS, int LANES>
-static cudaError_t launch_tiles_blocks(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    switch (best_tile_blocks(q.p, device)) {
-        case 3:  return launch_tiles_sets<BITS, LANES, 3>(q, device, stream);
-        case 2:  return launch_tiles_sets<BITS, LANES, 2>(q, device, stream);
-        default: return launch_tiles_sets<BITS, LANES, 1>(q, device, stream);
-    }
-}
-template <int BITS>
-static cudaError_t launch_tiles_bits(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {
-    set_fused_weights(q.p.weight, BITS, tile_step_nbytes(BITS));
-    const auto launch = [&](auto n) {
-        constexpr int LANES = decltype(n)::value;
-        if constexpr (tiles_built(BITS, LANES)) {
-            return launch_tiles_blocks<BITS, LANES>(q, device, stream);
-        } else {
-            return cudaErrorNotSupported; // takes_tiles() says no
-        }
-    };
-    switch (q.p.lanes) {
-        case 8:  return launch(std::integral_constant<int, 8>());
-        case 16: return launch(std::integral_constant<int, 16>());
-        default: return launch(std::integral_constant<int, 32>());
-    }
-}
-
-cudaError_t launch_tiles(const sparse_launch & p, void * x16, cudaStream_t stream) {
+cudaError_t launch_tiles(const sparse_launch & p, const cuda_sparse_matrix & w, void * x16, cudaStream_t stream) {
     cuda_device_info device;
     CUDA_TRY(cuda_current_device(&device));
     tiles_launch q = { p, static_cast<const uint4 *>(x16), 0, 0 };
     const dim3   blocks((p.cols / 4 + STAGE_THREADS - 1) / STAGE_THREADS,
                       p.n_columns <= 16 ? 8 : CUDA_SPARSE_X16_COLUMNS / 2);
-    CUDA_TRY(cuda_launch(stage_x_kernel, blocks, dim3(STAGE_THREADS), 0, p.programmatic && device.cc >= 90, stream, p,
-                         static_cast<uint4 *>(x16)));
-    switch (p.m[0].delta_bits) {
-        case 2:  return launch_tiles_bits<2>(q, device, stream);
-        case 3:  return launch_tiles_bits<3>(q, device, stream);
-        case 4:  return launch_tiles_bits<4>(q, device, stream);
-        default: return launch_tiles_bits<6>(q, device, stream);
-    }
+    const bool   f16 = w.type == GGML_MACKO_TYPE_F16;
+    CUDA_TRY(cuda_launch(f16 ? stage_x_kernel<__half> : stage_x_kernel<__nv_bfloat16>, blocks, dim3(STAGE_THREADS), 0,
+                         p.programmatic && device.cc >= 90, stream, p, static_cast<uint4 *>(x16)));
+    return w.layout == CUDA_SPARSE_LAYOUT_FUSED ? launch_fused_tiles(q, device, stream)
+           : f16                                ? launch_coded_tiles_f16(q, device, stream)
+                                                : launch_coded_tiles_bf16(q, device, stream);
 }
 
 } // namespace macko::cuda

@@ -372,11 +372,17 @@ struct pinned_buffer {
     bool         in_flight = false; // a copy may still read it
 };
 
+// GGML_MACKO_CODED=0 leaves CODED out, so that layouts can be compared
+static bool takes_coded() {
+    const char * wish = getenv("GGML_MACKO_CODED");
+    return !wish || strcmp(wish, "0") != 0;
+}
+
 struct cuda_sparse_uploader::impl {
     int                         device         = 0;
     cuda_device_info            info           = {};
-    bool                        takes_coded    = getenv("GGML_MACKO_CODED") != nullptr; // if it is smaller
-    uint8_t *                   staging        = nullptr;                               // device memory
+    bool                        may_be_coded   = takes_coded(); // if it is smaller
+    uint8_t *                   staging        = nullptr;       // device memory
     int64_t                     staging_nbytes = 0;
     repack_counts *             counts         = nullptr; // device memory
     pinned_buffer               pinned[N_PINNED];
@@ -702,7 +708,7 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     for (const int32_t wish : wishes) {
         const int32_t candidate = layout >= 0 ? layout : wish;
         const bool    banked    = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
-        const bool    allowed   = (banks || !banked) && (s.takes_coded || wish != CUDA_SPARSE_LAYOUT_CODED);
+        const bool    allowed   = (banks || !banked) && (s.may_be_coded || wish != CUDA_SPARSE_LAYOUT_CODED);
         if (layout < 0 && !allowed) {
             continue;
         }

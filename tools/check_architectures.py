@@ -4,6 +4,7 @@
   python3 tools/check_architectures.py                   all of the installed llama.cpp, about five minutes on 2 cores
   python3 tools/check_architectures.py mamba rwkv7       these
   python3 tools/check_architectures.py --table docs/design/architectures.md      all, and writes the table into the file
+  python3 tools/check_architectures.py --gpu -j 8        on the GPU, too, compared with dense on the CPU
 
 For each, a random model of a few hundred kilobytes is built (tests/architectures.py), pruned to 70 % zeros and
 converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with GGML_MACKO_SPARSE_ONLY=1,
@@ -15,6 +16,7 @@ line for each model, and exits with 1 if one does not agree.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
 import json
 import os
@@ -37,6 +39,8 @@ MAX_NMSE = 1e-4
 """Of the outputs, as in llama.cpp's test-llama-archs: mean squared difference over mean square."""
 MIN_EFFECT = 1e-3
 """How far pruning must have moved the outputs (NMSE), or they would say nothing about the weights."""
+
+ALL_LAYERS = 999
 
 FORBIDDEN = 1e30
 """Logits of tokens that a model must not write are -FLT_MAX."""
@@ -76,14 +80,16 @@ def build(arch: str, experts: bool, folder: pathlib.Path) -> None:
     )
 
 
-def outputs(path: pathlib.Path, embeddings: bool) -> npt.NDArray[np.float32]:
+def outputs(path: pathlib.Path, embeddings: bool, gpu: bool = False) -> npt.NDArray[np.float32]:
     """Logits of every token, or embeddings: of a batch, then of single tokens."""
     import llama_cpp.llama_cpp as api
 
     from ggml_macko import register
 
     register()
-    model = api.llama_model_load_from_file(os.fsencode(path), api.llama_model_default_params())
+    params = api.llama_model_default_params()
+    params.n_gpu_layers = ALL_LAYERS if gpu else 0
+    model = api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise SystemExit("not loaded")
     vocab = api.llama_model_get_vocab(model)
@@ -131,20 +137,46 @@ def nmse(x: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> floa
 
 
 def compare(folder: pathlib.Path, embeddings: bool) -> None:
+    """On the CPU. Writes compared.json, and the output of the dense model."""
     found = {}
     for name in ("raw", "dense", "sparse"):
         (folder / "at").write_text(name)
         found[name] = outputs(folder / f"{name}.gguf", embeddings)
     raw, dense, sparse = found.values()
+    np.save(folder / "dense.npy", dense)
     (folder / "compared.json").write_text(json.dumps({"effect": nmse(raw, dense), "nmse": nmse(sparse, dense)}))
+
+
+def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
+    """The sparse model on the GPU with the dense one on the CPU. Writes gpu.json."""
+    import llama_cpp.llama_cpp as api
+
+    lines: list[str] = []
+
+    @api.llama_log_callback
+    def keep(_level: int, text: bytes, _data: Any) -> None:
+        lines.append(text.decode(errors="replace"))
+        sys.stderr.write(lines[-1])
+
+    api.llama_log_set(keep, None)
+    sparse = outputs(folder / "sparse.gguf", embeddings, gpu=True)
+    sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(lines))
+    on_gpu = sum(float(size) for device, size in sizes if re.fullmatch(r"MACKO\d+", device))
+    if on_gpu == 0:
+        raise SystemExit("no weight is on a GPU")
+    share = on_gpu / sum(float(size) for _, size in sizes)
+    difference = nmse(sparse, np.load(folder / "dense.npy"))
+    (folder / "gpu.json").write_text(json.dumps({"gpu_nmse": difference, "gpu_share": share}))
 
 
 # ---- all of them ----
 
 
 def step(name: str, folder: pathlib.Path, *args: str) -> str:
-    """Why it failed; empty if it did not."""
+    """Why it failed; empty if it did not. Only the step "gpu" sees GPUs."""
     environment = {**os.environ, "GGML_MACKO_SPARSE_ONLY": "1", "OMP_NUM_THREADS": "2"}
+    if name != "gpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, __file__, "--step", name, "--folder", str(folder), *args]
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
@@ -158,7 +190,7 @@ def step(name: str, folder: pathlib.Path, *args: str) -> str:
     return re.sub(r"^.*/llama\.cpp/", "", wanted[0].strip())
 
 
-def check(arch: str) -> dict[str, Any]:
+def check(arch: str, gpu: bool) -> dict[str, Any]:
     """A row of the table."""
     import architectures
 
@@ -172,33 +204,46 @@ def check(arch: str) -> dict[str, Any]:
         if why and (folder / "at").exists() and (folder / "at").read_text() != "sparse":
             why = f"llama.cpp itself, with the dense model: {why}"
         row: dict[str, Any] = {"arch": arch, "why": why}
-        for file in ("report.json", "compared.json"):
+        if gpu and not why:
+            row["gpu_why"] = step("gpu", folder, *embeddings, arch)
+        for file in ("report.json", "compared.json", "gpu.json"):
             if (folder / file).exists():
                 row.update(json.loads((folder / file).read_text()))
     if not why and not row["effect"] >= MIN_EFFECT:
         row["why"] = f"the output hardly depends on the pruned weights (NMSE {row['effect']:.1e})"
     elif not why and not row["nmse"] <= MAX_NMSE:
         row["why"] = f"the output differs from dense (NMSE {row['nmse']:.1e})"
+    elif row.get("gpu_why") == "" and not row["gpu_nmse"] <= MAX_NMSE:
+        row["gpu_why"] = f"the output differs from dense (NMSE {row['gpu_nmse']:.1e})"
     return row
 
 
-def table_row(row: dict[str, Any]) -> str:
-    if row["why"]:
-        return f"| {row['arch']} | | | {row['why']} |"
-    return f"| {row['arch']} | {row['n_sparse']} | {100 * row['share']:.0f} % | {row['nmse']:.0e} |"
+def table_row(row: dict[str, Any], gpu: bool) -> str:
+    cells = [row["arch"], "", "", row["why"]]
+    if not row["why"]:
+        cells[1:] = [str(row["n_sparse"]), f"{100 * row['share']:.0f} %", f"{row['nmse']:.0e}"]
+    if gpu:
+        cells += [f"{row['gpu_nmse']:.0e}", f"{100 * row['gpu_share']:.0f} %"] if "gpu_nmse" in row else ["", ""]
+        cells[4] = row.get("gpu_why") or cells[4]
+    return f"| {' | '.join(cells)} |"
 
 
-def write_table(page: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+def write_table(page: pathlib.Path, rows: list[dict[str, Any]], gpu: bool) -> None:
     import llama_cpp
 
     works = sum(not row["why"] for row in rows)
     text = page.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    title = f"With llama-cpp-python {llama_cpp.__version__} on the CPU, {works} of {len(rows)}"
+    columns = ["architecture", "sparse tensors", "of the weights", "CPU: difference of the output, or why not"]
+    if gpu:
+        title += f"; on the GPU, {sum(row.get('gpu_why') == '' for row in rows)}"
+        columns += ["GPU: difference", "weights on the GPU"]
     lines = [
-        f"\nWith llama-cpp-python {llama_cpp.__version__} on the CPU, {works} of {len(rows)}:\n",
-        "| architecture | sparse tensors | of the weights | difference of the output (NMSE), or why there is none |",
-        "|---|---|---|---|",
-        *map(table_row, sorted(rows, key=lambda row: str(row["arch"]))),
+        f"\n{title}:\n",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(table_row(row, gpu) for row in sorted(rows, key=lambda row: str(row["arch"]))),
         "",
     ]
     page.write_text(text[:begin] + "\n".join(lines) + text[end:])
@@ -207,6 +252,8 @@ def write_table(page: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", metavar="ARCHITECTURE", nargs="*")
+    parser.add_argument("--gpu", action="store_true", help="compare on the GPU, too")
+    parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="architectures at a time")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="write the table into this page")
     parser.add_argument("--step", help=argparse.SUPPRESS)
@@ -220,15 +267,19 @@ def main() -> int:
     if args.step == "compare":
         compare(args.folder, args.embeddings)
         return 0
+    if args.step == "gpu":
+        compare_on_gpu(args.folder, args.embeddings)
+        return 0
     import architectures
 
     rows = []
-    for arch in args.names or architectures.names():
-        rows.append(check(arch))
-        print(json.dumps(rows[-1]) if args.json else table_row(rows[-1]), flush=True)
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:  # each waits for its processes
+        for row in pool.map(lambda arch: check(arch, args.gpu), args.names or architectures.names()):
+            rows.append(row)
+            print(json.dumps(row) if args.json else table_row(row, args.gpu), flush=True)
     if args.table is not None:
-        write_table(args.table, rows)
-    failed = [row for row in rows if row["why"] and row["arch"] not in NOT_BUILT]
+        write_table(args.table, rows, args.gpu)
+    failed = [row for row in rows if (row["why"] or row.get("gpu_why")) and row["arch"] not in NOT_BUILT]
     return 1 if failed else 0
 
 

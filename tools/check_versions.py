@@ -8,7 +8,8 @@
 
 `headers` takes a minute, and the time to download 1 GB; add a version by raising the range in pyproject.toml first.
 `run` takes some 5 minutes for each version on 2 cores, prints the rows of the table in docs/design/versions.md, and
-exits with 1 if a check failed. tests/test_versions.py compares the record with the plugin.
+exits with 1 if a check failed. Where the plugin finds a GPU, it compares there, too, with all layers on the GPU.
+tests/test_versions.py compares the record with the plugin.
 """
 
 from __future__ import annotations
@@ -196,16 +197,23 @@ def record(args: argparse.Namespace) -> int:
 
 # ---- running them ----
 
-# Runs in an environment that has the version and our wheel. argv: dense file, sparse file, prompt.
+# Runs in an environment that has the version and our wheel. argv: dense file, sparse file, prompt, "cpu" or "gpu".
+# Prints null if there is no GPU to check.
 CHECK = r"""
-import ctypes, json, sys
+import json, sys
 import numpy as np
 import llama_cpp
 from ggml_macko import Llama
-from ggml_macko.native import bindings
+from ggml_macko.native import bindings, devices
+
+gpu = sys.argv[4] == "gpu"
+if gpu and not devices.gpus():  # this registers the plugin, so that the dense model is on the same device
+    print("null")
+    sys.exit()
 
 def measure(make, path):
-    llama = make(path, n_ctx=256, n_batch=256, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True, seed=1)
+    llama = make(path, n_ctx=256, n_batch=256, n_threads=2, n_threads_batch=2, n_gpu_layers=-1 if gpu else 0,
+                 verbose=gpu, logits_all=True, seed=1)
     text = llama(sys.argv[3], max_tokens=48, temperature=0)["choices"][0]["text"]
     tokens = llama.tokenize(b"The function returns the number of elements.")
     llama.reset()
@@ -219,7 +227,7 @@ text, logits = measure(llama_cpp.Llama, sys.argv[1])
 got_text, got = measure(Llama, sys.argv[2])
 print(json.dumps({
     "version": llama_cpp.__version__, "ggml": bindings.running_ggml(), "kernels": bindings.cpu_kernels(),
-    "gpu": bindings.gpus(), "text": text == got_text, "sample": got_text,
+    "text": text == got_text, "sample": got_text,
     "logits": float(np.abs(logits - got).max() / np.abs(logits).max()),
 }))
 """
@@ -271,31 +279,49 @@ def answer_of_server(environment: dict[str, str], model: pathlib.Path) -> str:
             server.wait()
 
 
-def check(site: pathlib.Path, sparse: pathlib.Path, with_server: bool) -> tuple[dict[str, Any], list[str]]:
-    """The figures of one version, and what is wrong with them."""
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+def compare(environment: dict[str, str], sparse: pathlib.Path, where: str) -> tuple[dict[str, Any], list[str]]:
+    """What CHECK prints for "cpu" or "gpu", and what is wrong with it; nothing where there is no such device."""
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, str(MODEL), str(sparse), PROMPT], env=environment, capture_output=True, text=True
-    )
+        [sys.executable, "-c", CHECK, str(MODEL), str(sparse), PROMPT, where],
+        env=environment, capture_output=True, text=True, errors="replace",
+    )  # fmt: skip
     if done.returncode != 0:
-        return {"version": site.name}, [done.stderr.strip().splitlines()[-1]]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
-    wrong = [] if found["text"] else ["greedy text differs from dense"]
-    if found["logits"] > MAX_LOGIT_DIFFERENCE:
-        wrong.append(f"logits differ by {found['logits']:.1e} of the largest")
-    if with_server:
-        answer = answer_of_server(environment, sparse)
+        return {}, [f"{where}: {(done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]}"]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1]) or {}
+    wrong = []
+    if found and not found["text"]:
+        wrong.append(f"{where}: greedy text differs from dense")
+    if found and found["logits"] > MAX_LOGIT_DIFFERENCE:
+        wrong.append(f"{where}: logits differ by {found['logits']:.1e} of the largest")
+    if found and where == "gpu" and done.stderr.count("MACKO0 model buffer size") != 2:
+        wrong.append("gpu: a model was not on the GPU")
+    return found, wrong
+
+
+def check(site: pathlib.Path, sparse: pathlib.Path, with_server: bool) -> tuple[dict[str, Any], list[str]]:
+    """The figures of one version, and what is wrong with them. PYTHONPATH may name dependencies."""
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    without_gpu = {**environment, "CUDA_VISIBLE_DEVICES": ""}
+    found, wrong = compare(without_gpu, sparse, "cpu")
+    on_gpu, wrong_on_gpu = compare(environment, sparse, "gpu")
+    if with_server and found:
+        answer = answer_of_server(without_gpu, sparse)
         found["server"] = bool(answer) and found["sample"].startswith(answer)
         wrong += [] if found["server"] else [f"the server answered {answer!r}"]
-    return found, wrong
+    on_gpu = {f"gpu {name}": value for name, value in on_gpu.items()}
+    return {"version": site.name, **found, **on_gpu}, wrong + wrong_on_gpu
 
 
 def table_row(found: dict[str, Any], wrong: list[str]) -> str:
     def yes(name: str) -> str:
         return "equal" if found.get(name) else "**no**" if name in found else "-"
 
-    logits = f"{found['logits']:.1e}" if "logits" in found else "-"
-    cells = [found["version"], found.get("ggml", "-"), yes("text"), logits, yes("server")]
+    def difference(name: str) -> str:
+        return f"{found[name]:.1e}" if name in found else "-"
+
+    cells = [found["version"], found.get("ggml", "-"), yes("text"), difference("logits"), yes("server")]
+    cells += [yes("gpu text"), difference("gpu logits")]
     return f"| {' | '.join(cells)} |" + (f"  <!-- {'; '.join(wrong)} -->" if wrong else "")
 
 
@@ -308,7 +334,10 @@ def run_versions(args: argparse.Namespace) -> int:
     if not wheel:
         sys.exit("error: no wheel in build/dist: tools/dev.py puts it there, or name one with --wheel")
     failed = False
-    rows = ["| llama-cpp-python | ggml | greedy text | logits: largest difference | server |", "|---|---|---|---|---|"]
+    rows = [
+        "| llama-cpp-python | ggml | greedy text | logits: largest difference | server | GPU: text | GPU: logits |",
+        "|---|---|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as tmp:
         sparse = pathlib.Path(tmp, "sparse.gguf")
         for version in args.versions:

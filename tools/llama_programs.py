@@ -62,25 +62,17 @@ def whole_output(program: pathlib.Path, last: str, *args: object, **kwargs: Any)
     return run_logged(program, last, *args, **kwargs).done.stdout.rstrip()
 
 
+def completion_logged(
+    folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
+    """A run of llama-completion that generates greedily, with all of its output."""
+    options = ("-m", model, "-p", PROMPT, "-n", n, "--temp", 0, "-no-cnv", "-t", 1, *args)
+    return run_logged(folder / "llama-completion", "graphs reused", *options, **kwargs).done
+
+
 def completion(folder: pathlib.Path, model: pathlib.Path, *args: object, n: int = 48, **kwargs: Any) -> str:
     """The greedy text of llama-completion."""
-    return whole_output(
-        folder / "llama-completion",
-        "graphs reused",
-        "-m",
-        model,
-        "-p",
-        PROMPT,
-        "-n",
-        n,
-        "--temp",
-        0,
-        "-no-cnv",
-        "-t",
-        1,
-        *args,
-        **kwargs,
-    ).strip()
+    return completion_logged(folder, model, *args, n=n, **kwargs).stdout.strip()
 
 
 def simple(folder: pathlib.Path, model: pathlib.Path, n: int = 48) -> str:

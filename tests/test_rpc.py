@@ -1,5 +1,6 @@
 """Models on servers of llama.cpp's RPC backend, with and without the plugin. LLAMA_CPP_BIN names the folder that
-tools/build_llama_cpp.py made.
+tools/build_llama_cpp.py made. Where logits are compared bit for bit, its CPU backend must have been compiled for the
+instruction sets of the installed llama-cpp-python: dense products of others round differently.
 """
 
 from __future__ import annotations
@@ -188,14 +189,26 @@ def test_server_outlives_a_killed_client(folder, sparse, want, tmp_path):
         assert server.process.poll() is None
 
 
-def test_client_of_a_killed_server_ends_with_llama_cpps_line(folder, sparse, tmp_path):
+GONE = "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot go on"
+
+
+def test_client_of_a_killed_server_ends_with_one_line(folder, sparse, tmp_path):
     with servers(folder, tmp_path, 1) as (server,):
         client = start(folder, sparse, server)
         time.sleep(1.5)
         server.process.kill()
         _, err = client.communicate(timeout=30)
-    assert client.returncode == -signal.SIGABRT
-    assert b"Remote RPC server crashed or returned malformed response" in err
+    assert client.returncode == 1
+    assert err.decode().splitlines()[-1] == GONE
+
+
+def test_client_ends_as_ever_when_nobody_reads_its_output(folder, sparse, tmp_path):
+    with servers(folder, tmp_path, 1) as (server,):
+        client = start(folder, sparse, server)
+        client.stdout.read(1)
+        client.stdout.close()
+        assert client.wait(30) == -signal.SIGPIPE
+        client.stderr.close()
 
 
 class Relay:
@@ -269,7 +282,7 @@ def test_payload_that_changes_on_the_way_is_refused(folder, sparse, tmp_path):
 
 
 def test_connection_that_ends_in_a_payload_ends_the_client_only(folder, sparse, want, tmp_path):
-    """llama.cpp's client ends by a signal, and by which depends on whether it was sending."""
+    """With one line, whether the client was sending or waiting."""
     passed = 0
 
     def some(data):
@@ -279,7 +292,7 @@ def test_connection_that_ends_in_a_payload_ends_the_client_only(folder, sparse, 
 
     with servers(folder, tmp_path, 1) as (server,):
         done = load_through(folder, sparse, Relay(server, to_server=some))
-        assert done.returncode in (-signal.SIGABRT, -signal.SIGPIPE)
+        assert done.returncode == 1 and done.stderr.splitlines()[-1] == GONE
         assert programs.completion(folder, sparse, "--rpc", server.address, *ALL) == want
 
 

@@ -134,6 +134,13 @@ def run_with_other_ggml(p, function: str):
     return p.macko_process("run", "--", p.program(), p.sparse, 1, "The", LD_PRELOAD=str(other))
 
 
+def aborts_with(text: str) -> str:
+    """C of a library whose llama_backend_init() ends the program as an assertion of ggml does."""
+    return f"""
+        void ggml_abort(const char *, int, const char *, ...);
+        void llama_backend_init(void) {{ ggml_abort("other.c", 7, "%s", "{text}"); }}"""
+
+
 @row("ggml-macko is for llama-cpp-python")
 def _(p):
     return p.python("import llama_cpp; llama_cpp.__version__ = '0.3.1'; import ggml_macko; ggml_macko.register()")
@@ -210,6 +217,16 @@ def _(p):
 @row("ggml-macko: GGML_MACKO_PLUGIN is not set")
 def _(p):
     return p.run(p.program(), p.sparse, 1, "The", LD_PRELOAD=str(bindings.PRELOAD_PATH))
+
+
+@row("ggml-macko: an RPC server was stopped")
+def _(p):
+    return run_with_other_ggml(p, aborts_with("Remote RPC server crashed or returned malformed response"))
+
+
+def test_other_aborts_are_llama_cpps_own(place):
+    output = run_with_other_ggml(place, aborts_with("fatal error 100%"))
+    assert "other.c:7: fatal error 100%" in output and "ggml-macko: an RPC server" not in output
 
 
 @row("<file>: LD_PRELOAD cannot name")

@@ -5,6 +5,8 @@
 // sparse weight on a device of another backend is an error, and with GGML_MACKO_STRICT=1 a sparse file of an
 // architecture without rules.
 //
+// A client of llama.cpp's RPC backend whose server is gone ends with one line, where llama.cpp's own ends by a signal.
+//
 // This file must not depend on any library but libc. The program's own ggml opens the plugin right after it has loaded
 // its other backends, so that options such as --list-devices and -dev MACKO0 know the plugin's devices, or when the
 // first model is loaded if the program does not call ggml_backend_load_all.
@@ -12,11 +14,15 @@
 
 #include "ggml-macko.h"
 
+#include <poll.h>
 #include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 // llama_model_params of any version. It is passed on the stack, where a function reads as much of it as it knows.
 struct any_params {
@@ -31,12 +37,31 @@ typedef int (*load_model_t)(const char *, const struct llama_model_params *, int
                             struct llama_model **);
 typedef int (*find_params_layout_t)(function_t, int32_t, struct ggml_macko_params_layout *);
 typedef const char * (*last_error_t)(void);
+typedef void (*abort_t)(const char *, int, const char *, ...);
 
 static struct {
     load_model_t         load_model;
     find_params_layout_t find_params_layout;
     last_error_t         last_error;
 } plugin; // all null if there is no plugin; then only dense files can be opened
+
+// Where the reader of stdout or stderr is gone, the program ends as it always did. A write to a connection fails
+// instead, so that the RPC backend sees it, and aborts.
+static void on_broken_pipe(int number) {
+    struct pollfd output[] = { { .fd = STDOUT_FILENO }, { .fd = STDERR_FILENO } };
+    if (poll(output, 2, 0) > 0 && ((output[0].revents | output[1].revents) & (POLLERR | POLLHUP))) {
+        signal(number, SIG_DFL);
+        raise(number);
+    }
+}
+
+static void catch_broken_pipes(void) {
+    struct sigaction action;
+    if (sigaction(SIGPIPE, NULL, &action) == 0 && action.sa_handler == SIG_DFL) {
+        action.sa_handler = on_broken_pipe;
+        sigaction(SIGPIPE, &action, NULL);
+    }
+}
 
 static void load_plugin(void) {
     const char *   path         = getenv("GGML_MACKO_PLUGIN");
@@ -54,6 +79,26 @@ static void load_plugin(void) {
     plugin.last_error         = (last_error_t)dlsym(library, "ggml_macko_last_error");
     plugin.find_params_layout = (find_params_layout_t)dlsym(library, "ggml_macko_find_params_layout");
     plugin.load_model         = (load_model_t)dlsym(library, "ggml_macko_load_model");
+    catch_broken_pipes();
+}
+
+REPLACEMENT(_Noreturn void, ggml_abort, (const char * file, int line, const char * format, ...)) {
+    char    text[2048]; // as long as llama.cpp's own
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof(text), format, args);
+    va_end(args);
+    if (strstr(text, "Remote RPC server")) {
+        fflush(stdout);
+        fprintf(stderr,
+                "ggml-macko: an RPC server was stopped, crashed or gave a malformed answer; llama.cpp cannot go on\n");
+        _exit(EXIT_FAILURE);
+    }
+    const abort_t original = (abort_t)ORIGINAL(ggml_abort);
+    if (original) {
+        original(file, line, "%s", text);
+    }
+    abort();
 }
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;

@@ -234,6 +234,8 @@ def test_type_table_is_that_of_ggml(tmp_path):
     """Block sizes of all types of the installed ggml, and that we know no more and no fewer."""
     import llama_cpp  # noqa: F401  loads libggml-base
 
+    if bindings.running_ggml() != bindings.ggml_range()[1]:
+        pytest.skip("the table is that of the newest ggml of the range; an older one has fewer types")
     ggml = ctypes.CDLL("libggml-base.so.0")
     ggml.ggml_blck_size.restype = ctypes.c_int64
     ggml.ggml_type_size.restype = ctypes.c_size_t

@@ -101,6 +101,7 @@ def _load_plugin() -> None:
 def _replace_load_function() -> None:
     import llama_cpp
     import llama_cpp.llama_cpp as api
+    from llama_cpp._internals import LlamaModel
 
     load_from_file = _address(_llama_load_function(api))
 
@@ -116,6 +117,7 @@ def _replace_load_function() -> None:
 
     api.llama_model_load_from_file = llama_model_load_from_file
     llama_cpp.llama_model_load_from_file = llama_model_load_from_file
+    LlamaModel.sampler = None  # 0.3.21 asks for it when it closes a model that did not load, and prints an exception
 
 
 @functools.cache

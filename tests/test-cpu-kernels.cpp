@@ -4,6 +4,7 @@
 // F16 kernel.
 #include "codec/macko/encode.h"
 #include "cpu/dispatch.h"
+#include "cpu/matrix-packer.h"
 #include "guarded.h"
 #include "test.h"
 #include "values.h"
@@ -132,8 +133,12 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
     CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
 
     const bitmap_matrix     w = bitmap_bind(desc, { desc.type, bundles }, memory.data);
+    matrix_packer           packer(w);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
+    if (packer.makes_bundles()) {
+        block_rows = (block_rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
+    }
     for (int64_t r = 0; r < desc.rows; r += block_rows) {
         const int64_t base = row_ptr[static_cast<size_t>(r)] & ~7;
         views.emplace_back();
@@ -144,12 +149,12 @@ static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, 
         CHECK(status == 0, "%s", ggml_macko_last_error());
         first_value.push_back(first_value.back() + views.back().nnz());
     }
-    const double        start = seconds();
-    const matrix_packer packer(desc, w);
-    for (size_t i = views.size(); i-- > 0;) {
-        bitmap_pack(views[i], first_value[i], packer.target());
-    }
-    packer.finish(1);
+    const double start = seconds();
+    do {
+        for (size_t i = views.size(); i-- > 0;) {
+            packer.pack(views[i], first_value[i]);
+        }
+    } while (!packer.finish());
     fastest_pack = std::min(fastest_pack, seconds() - start);
     return w;
 }

@@ -1667,6 +1667,42 @@ static void test_consumers_of_a_matrix_work_side_by_side() {
     CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OK), "%s", ggml_macko_last_error());
 }
 
+// Takes blocks of whole groups of rows, and everything twice.
+struct repeating_consumer : collector {
+    static constexpr int64_t GROUP   = 7;
+    int                      n_begun = 0, n_ended = 0;
+    bool                     whole_groups = true;
+    explicit repeating_consumer(const macko::sparse_tensor_info & m) : collector(m) {}
+    void    begin() override { n_begun++; }
+    bool    end() override { return ++n_ended == 2; }
+    int64_t rows_of_blocks() const override { return GROUP; }
+    int     consume(const macko::macko_view & view, int64_t first_value) override {
+        const int                         status = collector::consume(view, first_value);
+        const std::lock_guard<std::mutex> lock(mutex);
+        whole_groups &= view.rows().row_begin % GROUP == 0;
+        return status;
+    }
+};
+
+static void test_a_consumer_may_ask_for_groups_of_rows_and_for_everything_again() {
+    std::mt19937_64 rng(8);
+    builder::model  m;
+    m.sparse.push_back(
+        { "m.weight", { 1021, 1501 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 1021 * 1501, 1021, 0.4) });
+    m.bits = { 4 };
+    m.dense.tensors.push_back({ "m.weight", m.sparse[0].ne, TYPE_F16, m.sparse[0].data, 0 });
+    const memory_file                  f(builder::serialize(builder::sparse_file(m)));
+    std::unique_ptr<macko::model_file> file;
+    CHECK(macko::model_file_open(f.path().c_str(), false, &file) == S(OK), "%s", ggml_macko_last_error());
+    repeating_consumer c(file->sparse[0]);
+    CHECK(macko::read_payload(*file, file->sparse[0], 2, c) == S(OK), "%s", ggml_macko_last_error());
+    CHECK(c.dense == m.sparse[0].data, "elements");
+    CHECK(c.n_begun == 1 && c.n_ended == 2, "begun %d times, ended %d times", c.n_begun, c.n_ended);
+    CHECK(c.whole_groups && c.nnz.size() >= 4, "%zu blocks", c.nnz.size());
+    const auto half = static_cast<std::ptrdiff_t>(c.nnz.size() / 2);
+    CHECK(std::accumulate(c.nnz.begin(), c.nnz.begin() + half, int64_t(0)) == file->sparse[0].desc.nnz, "half");
+}
+
 struct throwing_consumer : macko::payload_consumer {
     int consume(const macko::macko_view &, int64_t) override { throw std::bad_alloc(); }
 };
@@ -2143,6 +2179,7 @@ int main() {
     test_truncated_file_is_refused();
     test_payload_blocks();
     test_consumers_of_a_matrix_work_side_by_side();
+    test_a_consumer_may_ask_for_groups_of_rows_and_for_everything_again();
     test_out_of_memory_in_a_thread_is_a_status();
     test_dense_stream_is_the_dense_file();
     test_zeros_of_claimed_tensors_are_not_read();

@@ -4,6 +4,7 @@
 #include "codec/registry.h"
 #include "cpu/codecs.h"
 #include "cpu/dispatch.h"
+#include "cpu/matrix-packer.h"
 #include "matrix-input.h"
 
 #include <cfloat>
@@ -60,10 +61,8 @@ bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<u
         return false;
     }
     *w = bitmap_bind(view->desc(), form, memory.data);
-    const matrix_packer packer(view->desc(), *w);
     if (cpu_takes(format)) {
-        cpu_pack(*view, 1, packer.target());
-        packer.finish(1);
+        cpu_pack(*view, 1, *w);
         return true;
     }
     macko_matrix rows;
@@ -72,8 +71,10 @@ bool pack(const ggml_macko_matrix & m, const bitmap_form & form, const aligned<u
                                                           rows.values.data(), rows.deltas.data() },
                                                         &all) == 0,
                "%s", ggml_macko_last_error());
-    bitmap_pack(all, 0, packer.target());
-    packer.finish(1);
+    matrix_packer packer(*w);
+    do {
+        packer.pack(all, 0);
+    } while (!packer.finish());
     return true;
 }
 

@@ -448,33 +448,6 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
     memset(dst.values + nbytes, 0, VALUES_SLACK);
 }
 
-// ---- bundles of F16 and BF16 values ----
-
-matrix_packer::matrix_packer(const macko_desc & desc, const bitmap_matrix & dst) : dst_(dst), bitmap_(dst) {
-    if (!dst.group_off || is_quant_type(dst.type)) {
-        return;
-    }
-    // not initialized, so that the threads that pack touch the pages first
-    const auto nbytes = static_cast<size_t>(bitmap_nbytes(desc, { dst.type }));
-    memory_.reset(new uint8_t[nbytes + BITMAP_ALIGNMENT]);
-    void * memory = memory_.get();
-    size_t space  = nbytes + BITMAP_ALIGNMENT;
-    bitmap_       = bitmap_bind(desc, { dst.type }, std::align(BITMAP_ALIGNMENT, nbytes, memory, space));
-}
-
-void matrix_packer::finish(int n_threads) const {
-    if (!memory_) {
-        return;
-    }
-    memcpy(dst_.row_off, bitmap_.row_off, static_cast<size_t>(dst_.rows + 1) * 4);
-    if (!bundles_pack(bitmap_, n_threads, dst_)) {
-        dst_.group_off[n_bundle_groups(dst_.rows)] = 0;
-        memcpy(dst_.masks, bitmap_.masks, static_cast<size_t>(dst_.rows * mask_words(dst_.cols) * 8));
-        memcpy(dst_.values, bitmap_.values,
-               static_cast<size_t>(values_nbytes(dst_.type, bitmap_.row_off[dst_.rows]) + VALUES_SLACK));
-    }
-}
-
 // ---- dense rows ----
 
 // a float that a value of the dense type became, as bits of that type again

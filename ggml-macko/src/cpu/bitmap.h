@@ -31,8 +31,6 @@
 #include "codec/packed/packed.h"
 #include "cpu/bundles.h"
 
-#include <memory>
-
 namespace macko::cpu {
 
 constexpr int64_t BITMAP_ALIGNMENT = 64; // bytes; of the memory and of each part in it
@@ -91,25 +89,12 @@ bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes);
 int64_t bitmap_nbytes(const macko_desc & desc, const bitmap_form & form);
 // Pointers into so many bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
 bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, void * memory);
-// Writes the view's rows. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of one
-// matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
-// slack. dst was bound without bundles.
+// Writes the view's rows as a bitmap. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of
+// one matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
+// slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
-// Writes all rows. dst was bound without bundles, unless the values are quantized.
+// Writes all rows, in bundles if dst was bound with them.
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);
-
-// Where to pack a matrix that is to be in bundles, perhaps: F16 and BF16 values become a bitmap first, in memory of its
-// own, and bundles when all rows are there.
-class matrix_packer {
-public:
-    matrix_packer(const macko_desc & desc, const bitmap_matrix & dst);
-    const bitmap_matrix & target() const { return bitmap_; } // for bitmap_pack()
-    void                  finish(int n_threads) const;
-
-private:
-    bitmap_matrix              dst_, bitmap_;
-    std::unique_ptr<uint8_t[]> memory_; // of bitmap_, where it is not dst_
-};
 // Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.dense_type unless values are quantized.
 void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 

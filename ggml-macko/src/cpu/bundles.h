@@ -74,8 +74,7 @@ constexpr int bundle_value_at(int step, int slot) { return slot / 8 * 16 + step 
 // The most bytes that bundles may take; 0 if the matrix has to be a bitmap.
 int64_t bundles_nbytes(const macko_desc & desc, int32_t value_type);
 // Writes w.bundles and w.group_off. false if that takes more than bundles_nbytes(); then what is there is unspecified.
-bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);   // quantized values
-bool bundles_pack(const bitmap_matrix & from, int n_threads, const bitmap_matrix & w); // F16 or BF16 values of a bitmap
+bool bundles_pack(const packed_view & view, int n_threads, const bitmap_matrix & w);
 
 // The value of a slot: q, or the bits of an F16 or BF16, which are 0 in an empty slot.
 inline int bundle_value(const uint8_t * vector, int32_t type, int step, int slot) {

@@ -35,14 +35,15 @@ void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
 }
 
 int weight_packer::consume(const macko_view & view, int64_t first_value) {
-    bitmap_pack(view, first_value, packer_->target());
+    packer_->pack(view, first_value);
     return GGML_MACKO_STATUS_OK;
 }
 
 bool weight_packer::takes(const codec & format) const { return cpu_takes(format); }
 
 int weight_packer::consume_matrix(const codec_view & view) {
-    cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), packer_->target());
+    packer_.reset();
+    cpu_pack(view, threads_for(0, view.desc().rows * view.desc().cols), weight_.bitmap());
     return GGML_MACKO_STATUS_OK;
 }
 

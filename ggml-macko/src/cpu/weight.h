@@ -2,9 +2,12 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/matrix-packer.h"
 #include "load/payload.h"
 
 #include "ggml.h"
+
+#include <optional>
 
 namespace macko::cpu {
 
@@ -37,16 +40,17 @@ void weight_densify(const weight & m, size_t offset, void * data, size_t size);
 class weight_packer : public payload_consumer {
 public:
     explicit weight_packer(const weight & m) : weight_(m) {}
-    void begin() override { packer_ = std::make_unique<matrix_packer>(weight_.desc, weight_.bitmap()); }
-    void end(int n_threads) override { packer_->finish(n_threads); }
-    int  consume(const macko_view & view, int64_t first_value) override;
-    bool wants_first_value() const override { return true; }
-    bool takes(const codec & format) const override;
-    int  consume_matrix(const codec_view & view) override;
+    void    begin() override { packer_.emplace(weight_.bitmap()); }
+    bool    end() override { return !packer_ || packer_->finish(); }
+    int     consume(const macko_view & view, int64_t first_value) override;
+    bool    wants_first_value() const override { return !packer_->makes_bundles(); }
+    int64_t rows_of_blocks() const override { return packer_->makes_bundles() ? BUNDLE_ROWS : 1; }
+    bool    takes(const codec & format) const override;
+    int     consume_matrix(const codec_view & view) override;
 
 private:
-    const weight &                 weight_;
-    std::unique_ptr<matrix_packer> packer_;
+    const weight &               weight_;
+    std::optional<matrix_packer> packer_;
 };
 
 } // namespace macko::cpu

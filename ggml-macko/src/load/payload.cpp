@@ -114,9 +114,9 @@ struct payload_reader {
         return check_padding(m.desc, n_stored, values, deltas, base, m.n_padded, n_deltas);
     }
 
-    // Divides the matrix into blocks of whole rows with about BLOCK_NBYTES each. An empty row counts as well, because a
-    // consumer has work for it, too.
-    void make_blocks() {
+    // Divides the matrix into blocks of whole rows with about BLOCK_NBYTES each, which begin at multiples of so many
+    // rows. An empty row counts as well, because a consumer has work for it, too.
+    void make_blocks(int64_t multiple) {
         const int64_t bits_per_entry = 8 * value_nbytes(m.desc.type) + m.desc.delta_bits;
         const int64_t row_nbytes     = m.is_encoded_on_load() ? m.desc.cols * value_nbytes(m.desc.type) : 16;
         int64_t       nbytes         = 0;
@@ -128,7 +128,8 @@ struct payload_reader {
             // A block that is encoded on load does not contain the deltas of its neighbours. Because consumers copy
             // whole bytes, it must not share a byte of deltas with them.
             const bool may_begin =
-                !m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0;
+                r % multiple == 0 &&
+                (!m.is_encoded_on_load() || row_ptr[static_cast<size_t>(r)] * int64_t(m.desc.delta_bits) % 8 == 0);
             if (nbytes > 0 && nbytes + n > BLOCK_NBYTES && may_begin) {
                 blocks.push_back(r);
                 nbytes = 0;
@@ -192,7 +193,7 @@ struct payload_reader {
     // Passes the matrix in `recoded` to the consumer, in blocks of rows.
     int read_recoded(int n_team, payload_consumer & consumer) {
         row_ptr = std::move(recoded.row_ptr);
-        make_blocks();
+        make_blocks(consumer.rows_of_blocks());
         return read_blocks(n_team, consumer);
     }
 
@@ -246,7 +247,7 @@ int read_rows(const byte_source & source, const gguf_header & header, const spar
     } else if (const int padding = reader.read_padding()) {
         return padding;
     }
-    reader.make_blocks();
+    reader.make_blocks(consumer.rows_of_blocks());
     return reader.read_blocks(n_team, consumer);
 }
 
@@ -302,12 +303,13 @@ int read_payload(const byte_source & source, const gguf_header & header, const s
     const int status = c_boundary([&]() -> int {
         const int n_team = threads_for(n_threads, matrix.desc.rows * matrix.desc.cols);
         consumer.begin();
-        const int read = matrix.format->streams_rows() ? read_rows(source, header, matrix, n_team, consumer)
-                                                       : read_whole(source, header, matrix, n_team, consumer);
-        if (read == GGML_MACKO_STATUS_OK) {
-            consumer.end(n_team);
-        }
-        return read;
+        do {
+            if (const int bad = matrix.format->streams_rows() ? read_rows(source, header, matrix, n_team, consumer)
+                                                              : read_whole(source, header, matrix, n_team, consumer)) {
+                return bad;
+            }
+        } while (!consumer.end());
+        return GGML_MACKO_STATUS_OK;
     });
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(matrix.name.c_str());

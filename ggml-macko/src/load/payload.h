@@ -11,14 +11,16 @@ namespace macko {
 // not take the format gets MACKO rows that the matrix was recoded to (and dequantized).
 struct payload_consumer {
     virtual ~payload_consumer() = default;
-    // before anything is consumed, and after everything has been without an error
-    virtual void begin() {}
-    virtual void end(int n_threads) { (void)n_threads; }
+    virtual void begin() {} // before anything is consumed
+    // After everything has been without an error. false: everything is to be consumed once more.
+    [[nodiscard]] virtual bool end() { return true; }
     // May be called from several threads at once, and out of order. first_value: non-zeros in earlier rows, if wanted.
     [[nodiscard]] virtual int consume(const macko_view & view, int64_t first_value) = 0;
     // if so, a block waits until all before it are validated
     virtual bool wants_first_value() const { return false; }
-    virtual bool takes(const codec & format) const {
+    // Blocks begin at multiples of so many rows.
+    virtual int64_t rows_of_blocks() const { return 1; }
+    virtual bool    takes(const codec & format) const {
         (void)format;
         return false;
     }

@@ -116,37 +116,49 @@ static double seconds() {
 
 static double fastest_pack = INFINITY; // seconds, for the benchmark
 
+struct encoded {
+    macko_desc           desc;
+    std::vector<uint8_t> values, deltas;
+    std::vector<int32_t> row_ptr;
+
+    encoded(const matrix & m, int delta_bits) : desc(m.desc), row_ptr(static_cast<size_t>(m.desc.rows + 1)) {
+        desc.delta_bits = delta_bits;
+        ggml_macko_count count;
+        CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz,
+              "nnz %ld", (long)count.nnz);
+        const int64_t n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
+        values.resize(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
+        deltas.resize(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
+        CHECK(encode(m.dense.data(),
+                     macko_arrays{ desc.rows, desc.cols, desc.type, delta_bits, desc.nnz, n_stored, values.data(),
+                                   deltas.data(), row_ptr.data() },
+                     1) == 0,
+              "%s", ggml_macko_last_error());
+    }
+    macko_view rows(int64_t begin, int64_t end) const {
+        const int64_t base = row_ptr[static_cast<size_t>(begin)] & ~7;
+        macko_view    view;
+        CHECK(validate({ desc, begin, end, row_ptr.data(), base, values.data() + base * value_nbytes(desc.type),
+                         deltas.data() + base * desc.delta_bits / 8 },
+                       &view) == 0,
+              "%s", ggml_macko_last_error());
+        return view;
+    }
+};
+
 // Packs m in blocks of rows, the last block first: the threads of a load may take any order.
 static bitmap_matrix pack(const matrix & m, int delta_bits, int64_t block_rows, const guarded & memory,
                           bool bundles = false) {
-    macko_desc desc = m.desc;
-    desc.delta_bits = delta_bits;
-    ggml_macko_count count;
-    CHECK(count_dense(m.dense.data(), desc.type, desc.rows, desc.cols, 1, &count) == 0 && count.nnz == desc.nnz,
-          "nnz %ld", (long)count.nnz);
-    const int64_t        n_stored = count.n_stored[delta_bits == 1 ? 0 : delta_bits == 2 ? 1 : delta_bits == 4 ? 2 : 3];
-    std::vector<uint8_t> values(static_cast<size_t>(n_padded(n_stored) * value_nbytes(desc.type)));
-    std::vector<uint8_t> deltas(static_cast<size_t>(deltas_nbytes(n_padded(n_stored), delta_bits)));
-    std::vector<int32_t> row_ptr(static_cast<size_t>(desc.rows + 1));
-    const macko_arrays   e = { desc.rows, desc.cols,     desc.type,     delta_bits,    desc.nnz,
-                               n_stored,  values.data(), deltas.data(), row_ptr.data() };
-    CHECK(encode(m.dense.data(), e, 1) == 0, "%s", ggml_macko_last_error());
-
-    const bitmap_matrix     w = bitmap_bind(desc, { desc.type, bundles }, memory.data);
+    const encoded           e(m, delta_bits);
+    const bitmap_matrix     w = bitmap_bind(e.desc, { e.desc.type, bundles }, memory.data);
     matrix_packer           packer(w);
     std::vector<macko_view> views;
     std::vector<int64_t>    first_value = { 0 };
     if (packer.makes_bundles()) {
         block_rows = (block_rows + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
     }
-    for (int64_t r = 0; r < desc.rows; r += block_rows) {
-        const int64_t base = row_ptr[static_cast<size_t>(r)] & ~7;
-        views.emplace_back();
-        const int status =
-            validate({ desc, r, std::min(r + block_rows, desc.rows), row_ptr.data(), base,
-                       values.data() + base * value_nbytes(desc.type), deltas.data() + base * delta_bits / 8 },
-                     &views.back());
-        CHECK(status == 0, "%s", ggml_macko_last_error());
+    for (int64_t r = 0; r < e.desc.rows; r += block_rows) {
+        views.push_back(e.rows(r, std::min(r + block_rows, e.desc.rows)));
         first_value.push_back(first_value.back() + views.back().nnz());
     }
     const double start = seconds();
@@ -184,6 +196,39 @@ static void test_packed_rows_turn_back_into_the_same_bytes() {
                               some.intact(),
                           "rows %ld-%ld", (long)begin, (long)end);
                     CHECK(w.row_off[0] == 0 && w.row_off[rows] == m.desc.nnz, "row_off %u", w.row_off[rows]);
+                }
+            }
+        }
+    }
+}
+
+static void test_every_set_makes_the_same_bundles() {
+    rng random(21);
+    for (const int32_t type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        for (const int delta_bits : { 1, 2, 4, 8 }) {
+            for (const int64_t cols : { 1, 127, 128, 129, 1023, 1024, 1025, 5000 }) {
+                for (const double density : { 0.0, ONE_ELEMENT, 0.004, 0.03, 0.3, 0.7, 1.0 }) {
+                    const matrix  m = random_matrix(random, type, random.range(1, 2 * BUNDLE_ROWS), cols, density);
+                    const encoded e(m, delta_bits);
+                    const int64_t begin = m.desc.rows > BUNDLE_ROWS ? BUNDLE_ROWS : 0;
+                    const guarded deltas(static_cast<int64_t>(e.deltas.size()));
+                    memcpy(deltas.data, e.deltas.data(), e.deltas.size()); // before a page without access
+                    const macko_view whole = e.rows(0, m.desc.rows);
+                    macko_rows       rows  = whole.rows();
+                    rows.deltas            = deltas.data;
+                    macko_view view;
+                    CHECK(validate(rows, &view) == 0, "%s", ggml_macko_last_error());
+                    group_bytes           plain;
+                    std::vector<uint32_t> nnz(BUNDLE_ROWS), want(BUNDLE_ROWS);
+                    span_packer(plain_span_ops).pack(view, begin, want.data(), &plain);
+                    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                        group_bytes made;
+                        span_packer(*set->spans).pack(view, begin, nnz.data(), &made);
+                        CHECK(nnz == want && made.size() == plain.size() &&
+                                  (plain.size() == 0 || memcmp(made.data(), plain.data(), plain.size()) == 0),
+                              "%s: type %d bits %d %ldx%ld density %g", set->name, type, delta_bits, (long)m.desc.rows,
+                              (long)cols, density);
+                    }
                 }
             }
         }
@@ -1195,6 +1240,7 @@ int main(int argc, char ** argv) {
     }
     test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
     test_packed_rows_turn_back_into_the_same_bytes();
+    test_every_set_makes_the_same_bundles();
     test_every_set_is_within_the_error_bound();
     test_quantized_weights_are_within_the_error_bound();
     test_bundles_are_within_the_error_bound();

@@ -1,28 +1,19 @@
 // Makes bundles (bundles.h) of F16 and BF16 values.
 #include "cpu/group-writer.h"
 #include "cpu/span-packer.h"
-#include "platform/platform.h"
 
 #include <algorithm>
-#include <climits>
 
 namespace macko::cpu {
 
 namespace {
 
-constexpr int     PIECES   = bundle_pieces(GGML_MACKO_TYPE_F16);
-constexpr int     SORTED   = 2 * PIECES;
-constexpr int     SPANS    = 8; // that are unpacked at once: what a group has there is to stay in L2
-constexpr int     CHUNK    = SPANS * BUNDLE_SPAN;
-constexpr int32_t NO_ENTRY = INT32_MAX;
-constexpr int     ROW_SIZE = CHUNK + 1; // NO_ENTRY is behind the last
-constexpr int     NOWHERE  = BUNDLE_ROWS * ROW_SIZE;
-
-struct bundle_vector {
-    uint8_t  delta[2], place[STEP_SLOTS];
-    uint16_t value[2 * STEP_SLOTS];
-};
-static_assert(sizeof(bundle_vector) == bundle_vector_nbytes(GGML_MACKO_TYPE_F16), "no padding");
+constexpr int    PIECES       = SPAN_PIECES;
+constexpr int    SORTED       = 2 * PIECES;
+constexpr int    SPANS        = 8; // that are unpacked at once: what a group has there is to stay in L2
+constexpr int    CHUNK        = SPANS * BUNDLE_SPAN;
+constexpr int    ROW_SIZE     = CHUNK + 1; // NO_ENTRY is behind the last
+constexpr int    NOWHERE      = BUNDLE_ROWS * ROW_SIZE;
 constexpr size_t MOST_VECTORS = BUNDLE_SPAN / 2; // each window begins at another column
 
 // A piece that is to be in a bundle.
@@ -36,7 +27,7 @@ struct piece {
 
 // What a group has in a chunk of columns.
 struct span_packer::chunk {
-    int32_t  entries[NOWHERE + 1];    // of each row: columns of non-zeros in the chunk, times 65536, plus their values
+    int32_t  entries[NOWHERE + 1];    // of each row
     uint16_t end[BUNDLE_ROWS][SPANS]; // of the entries that a row has in a span
     piece    pieces[BUNDLE_ROWS], sorted[BUNDLE_ROWS];
 };
@@ -44,40 +35,23 @@ struct span_packer::chunk {
 namespace {
 
 // Rows of a MACKO matrix, read from the left to the right.
-template <int BITS> class macko_rows_reader {
+class macko_rows_reader {
 public:
-    macko_rows_reader(const macko_rows & rows, int64_t begin, int64_t end) : rows_(rows) {
+    macko_rows_reader(const span_ops & ops, const macko_rows & m, int64_t begin, int64_t end)
+        : ops_(ops), delta_bits_(m.desc.delta_bits) {
+        const auto * values = static_cast<const uint16_t *>(m.values);
         for (int64_t r = begin; r < end; r++) {
-            at_[r - begin] = { rows.row_ptr[r] - rows.base, rows.row_ptr[r + 1] - rows.base, -1 };
+            rows_[r - begin] = { values, m.deltas, m.row_ptr[r] - m.base, m.row_ptr[r + 1] - m.base, -1 };
         }
     }
-    // Writes the entries of a row up to column `limit`, and where those of each span end; returns their number.
     int read(int64_t row, int64_t begin, int64_t limit, int32_t * entries, uint16_t * end) {
-        const auto * values = static_cast<const uint16_t *>(rows_.values);
-        position     p      = at_[row];
-        int          n      = 0;
-        for (; p.k < p.end; p.k++) {
-            const int64_t col = p.col + delta_code(rows_.deltas, p.k, BITS) + 1;
-            if (col >= limit) {
-                break;
-            }
-            p.col                = col;
-            const auto     here  = static_cast<int32_t>(col - begin);
-            const uint16_t value = values[p.k];
-            entries[n]           = here << 16 | value;
-            n += value != 0; // a filler is overwritten
-            end[here / BUNDLE_SPAN] = static_cast<uint16_t>(n);
-        }
-        at_[row] = p;
-        return n;
+        return ops_.read_row(delta_bits_, &rows_[row], begin, limit, 0, entries, end);
     }
 
 private:
-    struct position {
-        int64_t k, end, col; // the next, the column before it
-    };
-    const macko_rows & rows_;
-    position           at_[BUNDLE_ROWS];
+    const span_ops & ops_;
+    const int32_t    delta_bits_;
+    macko_row        rows_[BUNDLE_ROWS];
 };
 
 // Rows of a packed matrix; columns and values of a group are decoded first.
@@ -127,56 +101,9 @@ template <typename KEY> void sort_by(const piece * from, int n, piece * to, KEY 
     }
 }
 
-// Writes the vectors of a bundle; first: of the entries of each piece. end: first column behind the span. Returns the
-// number of vectors. No branch depends on whether a window has a piece's next entry, which cannot be predicted; all
-// loops but the one that loads entries become vector instructions.
-MACKO_CLONES int write_vectors(const int32_t * entries, const int32_t * first, int32_t end, bundle_vector * out) {
-    int32_t at[PIECES], next[PIECES], value[PIECES], place[PIECES], low[PIECES];
-    for (int i = 0; i < PIECES; i++) {
-        at[i]   = first[i];
-        next[i] = entries[at[i]];
-    }
-    const auto least = [&] {
-        int32_t all = next[0];
-        for (int i = 1; i < PIECES; i++) {
-            all = std::min(all, next[i]);
-        }
-        return all >> 16;
-    };
-    int     n      = 0;
-    int32_t window = least();
-    for (int32_t now = window; now < end; n++) {
-        for (int step = 0; step < 2; step++) {
-            const int32_t delta = now < end ? now - window : 0;
-            out[n].delta[step]  = static_cast<uint8_t>(delta);
-            window += delta;
-            const int32_t limit = std::min(window + WINDOW, end) << 16;
-            for (int i = 0; i < PIECES; i++) {
-                const int32_t used = -(next[i] < limit);
-                value[i]           = next[i] & used;
-                place[i]           = ((next[i] >> 16) - window) & used;
-                at[i] -= used;
-            }
-            for (int i = 0; i < PIECES; i++) {
-                out[n].value[bundle_value_at(step, i)] = static_cast<uint16_t>(value[i]);
-            }
-            if (step == 0) {
-                memcpy(low, place, sizeof(low));
-            }
-            for (int i = 0; i < PIECES; i++) {
-                next[i] = entries[at[i]];
-            }
-            now = least();
-        }
-        for (int i = 0; i < PIECES; i++) {
-            out[n].place[i] = static_cast<uint8_t>(low[i] | place[i] << 4);
-        }
-    }
-    return n;
-}
-
 // Appends the bundles of the pieces that the group has in a span.
-void write_span(span_packer::chunk * c, int64_t rows, int span, int64_t column, group_bytes * out) {
+void write_span(const span_ops & ops, span_packer::chunk * c, int64_t rows, int span, int64_t column,
+                group_bytes * out) {
     int n = 0;
     for (int64_t row = 0; row < rows; row++) {
         const int  begin = span == 0 ? 0 : c->end[row][span - 1], count = c->end[row][span] - begin;
@@ -197,7 +124,7 @@ void write_span(span_packer::chunk * c, int64_t rows, int span, int64_t column, 
 
     constexpr auto HEADER = static_cast<size_t>(bundle_header_nbytes(GGML_MACKO_TYPE_F16));
     for (int i = 0; i < n; i += PIECES) {
-        uint8_t * bytes = out->room_for(HEADER + MOST_VECTORS * sizeof(bundle_vector));
+        uint8_t * bytes = out->room_for(HEADER + MOST_VECTORS * sizeof(span_vector));
         int32_t   first[PIECES];
         uint8_t   row[PIECES];
         int32_t   least = NO_ENTRY;
@@ -207,19 +134,19 @@ void write_span(span_packer::chunk * c, int64_t rows, int span, int64_t column, 
             row[k]            = exists ? c->pieces[i + k].row : 0;
             least             = std::min(least, c->entries[first[k]]);
         }
-        const int           n_vectors = write_vectors(c->entries, first, (span + 1) * static_cast<int32_t>(BUNDLE_SPAN),
-                                                      reinterpret_cast<bundle_vector *>(bytes + HEADER));
+        const int n_vectors = ops.write_vectors(c->entries, first, (span + 1) * static_cast<int32_t>(BUNDLE_SPAN),
+                                                reinterpret_cast<span_vector *>(bytes + HEADER));
         const bundle_header header = { static_cast<uint16_t>(column + (least >> 16)), static_cast<uint8_t>(n_vectors),
                                        0 };
         memcpy(bytes, &header, sizeof(header));
         memcpy(bytes + sizeof(header), row, sizeof(row));
-        out->append(HEADER + static_cast<size_t>(n_vectors) * sizeof(bundle_vector));
+        out->append(HEADER + static_cast<size_t>(n_vectors) * sizeof(span_vector));
     }
 }
 
 template <typename READER>
-void pack_rows(READER && reader, int64_t rows, int64_t cols, span_packer::chunk * c, uint32_t * row_nnz,
-               group_bytes * out) {
+void pack_rows(const span_ops & ops, READER && reader, int64_t rows, int64_t cols, span_packer::chunk * c,
+               uint32_t * row_nnz, group_bytes * out) {
     memset(row_nnz, 0, static_cast<size_t>(rows) * sizeof(*row_nnz));
     c->entries[NOWHERE] = NO_ENTRY;
     for (int64_t begin = 0; begin < cols; begin += CHUNK) {
@@ -236,32 +163,26 @@ void pack_rows(READER && reader, int64_t rows, int64_t cols, span_packer::chunk 
             row_nnz[row] += static_cast<uint32_t>(n);
         }
         for (int span = 0; begin + span * BUNDLE_SPAN < limit; span++) {
-            write_span(c, rows, span, begin, out);
+            write_span(ops, c, rows, span, begin, out);
         }
     }
 }
 
 } // namespace
 
-span_packer::span_packer() : chunk_(new chunk) {}
+span_packer::span_packer(const span_ops & ops) : ops_(ops), chunk_(new chunk) {}
 span_packer::~span_packer() = default;
 
 void span_packer::pack(const macko_view & view, int64_t row, uint32_t * row_nnz, group_bytes * out) {
     const macko_rows & m   = view.rows();
-    const int64_t      end = std::min(row + BUNDLE_ROWS, m.row_end), cols = m.desc.cols;
-    const auto         pack = [&](auto && reader) { pack_rows(reader, end - row, cols, chunk_.get(), row_nnz, out); };
-    switch (m.desc.delta_bits) {
-        case 1:  return pack(macko_rows_reader<1>(m, row, end));
-        case 2:  return pack(macko_rows_reader<2>(m, row, end));
-        case 4:  return pack(macko_rows_reader<4>(m, row, end));
-        default: return pack(macko_rows_reader<8>(m, row, end));
-    }
+    const int64_t      end = std::min(row + BUNDLE_ROWS, m.row_end);
+    pack_rows(ops_, macko_rows_reader(ops_, m, row, end), end - row, m.desc.cols, chunk_.get(), row_nnz, out);
 }
 
 void span_packer::pack(const packed_view & view, int64_t group, group_bytes * out) {
     const int64_t row = group * BUNDLE_ROWS, end = std::min(row + BUNDLE_ROWS, view.desc().rows);
     uint32_t      row_nnz[BUNDLE_ROWS];
-    pack_rows(packed_rows_reader(view, row, end), end - row, view.desc().cols, chunk_.get(), row_nnz, out);
+    pack_rows(ops_, packed_rows_reader(view, row, end), end - row, view.desc().cols, chunk_.get(), row_nnz, out);
 }
 
 } // namespace macko::cpu

@@ -239,4 +239,6 @@ void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread
 
 const row_ops & row_ops_in_use() { return set_in_use().rows; }
 
+const span_ops & span_ops_in_use() { return *set_in_use().spans; }
+
 } // namespace macko::cpu

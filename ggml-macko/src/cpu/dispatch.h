@@ -3,6 +3,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/row-ops.h"
+#include "cpu/span-ops.h"
 
 namespace macko::cpu {
 
@@ -58,7 +59,8 @@ struct kernel_set {
     row_ops      rows;
     bool         bundles = false; // quantized matrices are to be in bundles; all that are can be multiplied with
     // density below which matrices of F16 and BF16 are to be in bundles, too
-    float bundles_below = 0;
+    float            bundles_below = 0;
+    const span_ops * spans         = &plain_span_ops; // to make them
 };
 
 // whether the set has rows16 for this type of values

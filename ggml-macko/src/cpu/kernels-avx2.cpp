@@ -165,7 +165,13 @@ struct simd : compress_avx2, bundles_avx2 {
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
+#include "cpu/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx2 = {
-    "avx2", prepare, multiply, { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f }, macko::cpu::ROW_OPS, true, 0.55f
-};
+const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
+                                                          prepare,
+                                                          multiply,
+                                                          { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
+                                                          macko::cpu::ROW_OPS,
+                                                          true,
+                                                          0.55f,
+                                                          &macko::cpu::SPAN_OPS };

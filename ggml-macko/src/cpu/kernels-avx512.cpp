@@ -23,7 +23,13 @@ struct simd : avx512, compress_avx2, bundles_avx2 {
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
+#include "cpu/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512 = {
-    "avx512", prepare, multiply, { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f }, macko::cpu::ROW_OPS, true, 0.55f
-};
+const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
+                                                            prepare,
+                                                            multiply,
+                                                            { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
+                                                            macko::cpu::ROW_OPS,
+                                                            true,
+                                                            0.55f,
+                                                            &macko::cpu::SPAN_OPS };

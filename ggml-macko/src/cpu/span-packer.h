@@ -2,12 +2,13 @@
 #pragma once
 
 #include "cpu/group-writer.h"
+#include "cpu/span-ops.h"
 
 namespace macko::cpu {
 
 class span_packer {
 public:
-    span_packer();
+    explicit span_packer(const span_ops & ops = span_ops_in_use());
     ~span_packer();
     span_packer(const span_packer &)             = delete;
     span_packer & operator=(const span_packer &) = delete;
@@ -19,6 +20,7 @@ public:
     struct chunk;
 
 private:
+    const span_ops &       ops_;
     std::unique_ptr<chunk> chunk_;
 };
 

@@ -136,7 +136,7 @@ bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc,
     const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
     const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(set.bundles_below);
     if (is_quant_type(value_type)) {
-        return { value_type, set.bundles };
+        return { value_type, set.quant_bundles };
     }
     const bitmap_form expanded = { desc.type, sparse && has_bundles(desc.type) };
     if (value_type != GGML_MACKO_TYPE_CODED) {

@@ -57,8 +57,9 @@ struct kernel_set {
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
     kernel_costs costs;
     row_ops      rows;
-    bool         bundles = false; // quantized matrices are to be in bundles; all that are can be multiplied with
-    // density below which matrices of F16 and BF16 are to be in bundles, too
+    bool         bundles       = false; // it multiplies with bundles
+    bool         quant_bundles = false; // quantized matrices are to be in bundles
+    // density below which matrices of F16 and BF16 are to be in bundles
     float            bundles_below = 0;
     const span_ops * spans         = &plain_span_ops; // to make them
 };

@@ -173,5 +173,6 @@ const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,
                                                           true,
+                                                          true,
                                                           0.55f,
                                                           &macko::cpu::SPAN_OPS };

@@ -1,6 +1,7 @@
 // Kernels for AVX-512 with VBMI, VBMI2 and VNNI. 32 columns at a time: vpexpandw moves 16-bit values to the lanes of
 // their columns, then they are widened. Also the functions of the layout rows16, which need byte and word permutations.
 #include "cpu/kernels-avx512-common.h"
+#include "cpu/kernels-bundles-avx2.h"
 
 namespace macko::cpu {
 namespace {
@@ -35,7 +36,8 @@ constexpr level_vectors make_level_vectors() {
 }
 constexpr level_vectors level_tables = make_level_vectors();
 
-struct simd : avx512 {
+struct simd : avx512, bundles_avx2 {
+    static constexpr bool has_bundles = true;
     template <int TYPE>
     static constexpr int                      step            = TYPE == GGML_MACKO_TYPE_F32     ? 16
                                                                 : TYPE == GGML_MACKO_TYPE_CODED ? 64
@@ -261,7 +263,10 @@ struct simd : avx512 {
 
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
+#include "cpu/span-ops-avx2.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
-    "avx512-vbmi2", prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.45f }, macko::cpu::ROW_OPS
+    "avx512-vbmi2",       prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.45f },
+    macko::cpu::ROW_OPS,  true,    false,    0.25f,
+    &macko::cpu::SPAN_OPS
 };

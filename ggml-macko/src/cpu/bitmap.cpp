@@ -223,17 +223,24 @@ static void pack_groups(const packed_arrays & a, int n_threads, uint8_t * values
     });
 }
 
-static double sum_of_row(const packed_arrays & a, int64_t row) {
+template <int32_t TYPE> static int sum_of_values(const uint8_t * block, int64_t first, int64_t last) {
+    int q = 0;
+    for (int64_t i = first; i < last; i++) {
+        q += quant_at(block, TYPE, i);
+    }
+    return q;
+}
+
+template <int32_t TYPE> static double sum_of_row(const packed_arrays & a, int64_t row) {
     const uint8_t * blocks = static_cast<const uint8_t *>(a.values);
     double          sum    = 0;
     for (int64_t k = a.row_ptr[row], end = a.row_ptr[row + 1]; k < end;) {
-        const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(a.desc.value_type);
-        const int64_t   stop  = std::min(end, (k / QUANT_BLOCK + 1) * QUANT_BLOCK);
-        int             q     = 0;
-        for (; k < stop; k++) {
-            q += quant_at(block, a.desc.value_type, k % QUANT_BLOCK);
-        }
+        const uint8_t * block = blocks + k / QUANT_BLOCK * quant_block_nbytes(TYPE);
+        const int64_t   first = k % QUANT_BLOCK, n = std::min(end - k, QUANT_BLOCK - first);
+        const int       q = n == QUANT_BLOCK ? sum_of_values<TYPE>(block, 0, QUANT_BLOCK) // vector instructions
+                                             : sum_of_values<TYPE>(block, first, first + n);
         sum += static_cast<double>(float_of_f16(quant_scale_bits(block))) * q;
+        k += n;
     }
     return sum;
 }
@@ -409,9 +416,13 @@ static void pack_masks(const packed_view & view, int n_threads, const bitmap_mat
 }
 
 static void pack_row_sums(const packed_arrays & a, int n_threads, const bitmap_matrix & dst) {
+    const auto sum_of = dst.type == GGML_MACKO_TYPE_Q8_0   ? sum_of_row<GGML_MACKO_TYPE_Q8_0>
+                        : dst.type == GGML_MACKO_TYPE_Q5_0 ? sum_of_row<GGML_MACKO_TYPE_Q5_0>
+                        : dst.type == GGML_MACKO_TYPE_Q4_0 ? sum_of_row<GGML_MACKO_TYPE_Q4_0>
+                                                           : sum_of_row<GGML_MACKO_TYPE_Q4_NL>;
     parallel_ranges(n_threads, dst.rows, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
-            dst.row_sums[r] = static_cast<float>(sum_of_row(a, r));
+            dst.row_sums[r] = static_cast<float>(sum_of(a, r));
         }
     });
 }

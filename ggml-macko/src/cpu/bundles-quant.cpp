@@ -87,18 +87,24 @@ MACKO_CLONES void write_bytes(const bundle_steps & steps, int n, uint8_t * out) 
 
 } // namespace
 
-void quant_packer::read_quants(const packed_arrays & a, int64_t first_block, int64_t end_block) {
-    const int32_t type   = a.desc.value_type;
-    const auto *  blocks = static_cast<const uint8_t *>(a.values);
-    const auto    n      = static_cast<size_t>((end_block - first_block) * QUANT_BLOCK);
-    quants_.resize(std::max(quants_.size(), n));
-    uint8_t * q = quants_.data();
-    for (int64_t b = first_block; b < end_block; b++, q += QUANT_BLOCK) {
-        const uint8_t * block = blocks + b * quant_block_nbytes(type);
+template <int32_t TYPE> static void read_blocks(const uint8_t * blocks, int64_t n, uint8_t * q) {
+    for (int64_t b = 0; b < n; b++) {
         for (int64_t i = 0; i < QUANT_BLOCK; i++) {
-            q[i] = static_cast<uint8_t>(quant_at(block, type, i));
+            q[b * QUANT_BLOCK + i] = static_cast<uint8_t>(quant_at(blocks + b * quant_block_nbytes(TYPE), TYPE, i));
         }
     }
+}
+
+void quant_packer::read_quants(const packed_arrays & a, int64_t first_block, int64_t end_block) {
+    const int32_t   type   = a.desc.value_type;
+    const int64_t   n      = end_block - first_block;
+    const uint8_t * blocks = static_cast<const uint8_t *>(a.values) + first_block * quant_block_nbytes(type);
+    quants_.resize(std::max(quants_.size(), static_cast<size_t>(n * QUANT_BLOCK)));
+    const auto read = type == GGML_MACKO_TYPE_Q8_0   ? read_blocks<GGML_MACKO_TYPE_Q8_0>
+                      : type == GGML_MACKO_TYPE_Q5_0 ? read_blocks<GGML_MACKO_TYPE_Q5_0>
+                      : type == GGML_MACKO_TYPE_Q4_0 ? read_blocks<GGML_MACKO_TYPE_Q4_0>
+                                                     : read_blocks<GGML_MACKO_TYPE_Q4_NL>;
+    read(blocks, n, quants_.data());
 }
 
 // Makes a piece of what a row has of a block, without zeros.

@@ -96,9 +96,15 @@ template <typename F> void packed_view::for_each_column(int64_t row, F && f) con
     if (arrays_.desc.index_bits == INDEX_BITMAP) {
         const int64_t   nbytes = bitmap_row_nbytes(arrays_.desc.dense.cols);
         const uint8_t * bytes  = arrays_.index + row * nbytes;
-        for (int64_t i = 0; i < nbytes; i++) {
-            for (unsigned bits = bytes[i]; bits; bits &= bits - 1) {
-                f(i * 8 + __builtin_ctz(bits));
+        for (int64_t i = 0; i < nbytes; i += 8) { // the end of each loop over bits is mispredicted
+            uint64_t bits = 0;
+            if (nbytes - i >= 8) {
+                memcpy(&bits, bytes + i, 8);
+            } else {
+                memcpy(&bits, bytes + i, static_cast<size_t>(nbytes - i));
+            }
+            for (; bits; bits &= bits - 1) {
+                f(i * 8 + __builtin_ctzll(bits));
             }
         }
         return;

@@ -72,7 +72,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path, arch):
     import torch
 
     from ggml_macko.evaluation.text_model import TextModel
-    from ggml_macko.recovery.transformer import Shape, Transformer, read_weights
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
 
     path = make(tmp_path / "model.gguf", arch)
     with Model(path) as m:
@@ -91,7 +91,7 @@ def test_windows_matter(tmp_path):
     """The test above would see a layer that looks too far back."""
     import torch
 
-    from ggml_macko.recovery.transformer import Shape, Transformer, read_weights
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
 
     with Model(make(tmp_path / "model.gguf", "gemma2")) as m:
         shape, w = Shape.of(m), read_weights(m, torch.device("cpu"))
@@ -113,7 +113,7 @@ def test_other_models_are_refused(tmp_path, macko, text, arch):
 
 @needs_torch
 def test_forward_pass_that_differs_from_llama_cpp_is_refused(tmp_path, macko, text, pair, monkeypatch):
-    from ggml_macko.recovery import transformer
+    from ggml_macko.evaluation import transformer
 
     monkeypatch.setattr(transformer, "_NEOX", {"llama"})
     done = run(macko, pair, text, tmp_path / "out.gguf")

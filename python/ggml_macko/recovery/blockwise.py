@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from .. import console, errors
+from ..evaluation.transformer import PARTS, Transformer
 from ..recovery.distillation import Arithmetic, Training
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.schedule import learning_rate, steps_per_epoch
-from ..recovery.transformer import PARTS, Transformer
 
 Hidden = list[torch.Tensor]
 """Hidden states of each chunk (1, tokens, n_embd), in host memory."""

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 
 from .. import console, errors
 from ..evaluation.text_model import Chunks
+from ..evaluation.transformer import Transformer
 from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import RecoverOptions
 from ..recovery.schedule import Texts, from_step, learning_rate, steps_per_epoch
-from ..recovery.transformer import Transformer
 
 _SAVE_SECONDS = 120.0
 """Between two checkpoints, at least; one is also written after each evaluation."""

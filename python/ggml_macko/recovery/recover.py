@@ -35,8 +35,8 @@ from ..values import NEGATIVE_ZERO, Array
 if TYPE_CHECKING:
     import torch
 
+    from ..evaluation.transformer import Transformer
     from ..recovery.distillation import Arithmetic
-    from ..recovery.transformer import Transformer
 
 MAX_DIVERGENCE = 1e-3
 """Of the dense model's probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
@@ -195,9 +195,9 @@ def _train(
     """(bit patterns (rows, cols) of the tensors that were trained, what was done)."""
     import torch
 
+    from ..evaluation.transformer import Shape, Transformer, read_weights
     from ..recovery.blockwise import fit_blocks
     from ..recovery.distillation import Arithmetic, Training, distill, evaluate
-    from ..recovery.transformer import Shape, Transformer, read_weights
 
     shape = Shape.of(pruned)
     tensors = trained_tensors(pruned)

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 
 from .. import errors
 from ..gguf.files import Model
-from ..pruning import masks
+from ..values import to_float
 
 PARTS = ("attention", "feed_forward")
 """What a block consists of; each is added to the hidden states."""
@@ -124,7 +124,7 @@ def read_weights(model: Model, device: torch.device, dtype: torch.dtype = torch.
     """All tensors of a model, sparse ones decoded: matrices (rows, cols). Raises MackoError."""
     out = {}
     for t in model.tensors:
-        values = masks.to_float32(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
+        values = to_float(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
         out[t.name] = torch.from_numpy(values).to(device=device, dtype=dtype if len(t.ne) > 1 else torch.float32)
     return out
 

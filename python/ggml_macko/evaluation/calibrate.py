@@ -132,18 +132,22 @@ class SquareSums:
 
     def take(self, weight: Weight, index: int, x: npt.NDArray[np.float32]) -> None:
         """Adds the inputs x (rows, cols) of one matrix. Raises MackoError (NOT_FINITE)."""
+        self.add(weight, index, np.einsum("ij,ij->j", x, x, dtype=np.float64), len(x))
+
+    def add(self, weight: Weight, index: int, squares: npt.NDArray[np.float64], n_rows: int) -> None:
+        """Adds the sums of squares (cols,) of n_rows inputs of one matrix. Raises MackoError (NOT_FINITE)."""
         if weight.name not in self.sums:
             self.sums[weight.name] = np.zeros((weight.n_mat, weight.cols))
             self.counts[weight.name] = np.zeros(weight.n_mat if weight.routed else 1, dtype=np.int64)
         sums = self.sums[weight.name][index]
-        sums += np.einsum("ij,ij->j", x, x, dtype=np.float64)
+        sums += squares
         if not np.isfinite(sums).all():
             column = int(np.argmin(np.isfinite(sums)))
             raise errors.error(errors.NOT_FINITE, f"{weight.name}: an input of column {column} is not finite")
         if weight.routed:
-            self.counts[weight.name][index] += len(x)
+            self.counts[weight.name][index] += n_rows
         elif index == 0:  # all matrices of such a tensor get equally many rows, and llama-imatrix keeps one count
-            self.counts[weight.name][0] += len(x)
+            self.counts[weight.name][0] += n_rows
 
     def entries(self) -> dict[str, imatrix.Statistics]:
         """The sums, float32, and counts as imatrix.Imatrix keeps them."""

@@ -1,8 +1,8 @@
 """The forward pass of llama-family models in PyTorch, with the tensors of a GGUF under their own names.
 
 Architectures: llama (and what llama.cpp loads as such: Mistral, ...), qwen2, qwen3, gemma2, gemma3; dense feed-forward
-parts only. What these do not have, such as experts or YaRN, is refused; recover.py compares the logits with those of
-llama.cpp before anything is trained. Shapes: hidden states (chunks, tokens, n_embd).
+parts only. What these do not have, such as experts or YaRN, is refused; who uses this module compares the logits with
+those of llama.cpp first. Shapes: hidden states (chunks, tokens, n_embd).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from .. import errors
+from ..evaluation.text_model import Chunks, TextModel
 from ..gguf.files import Model
-from ..values import to_float
+from ..values import TYPE_BF16, TYPE_F16, Array, to_float
 
 PARTS = ("attention", "feed_forward")
 """What a block consists of; each is added to the hidden states."""
@@ -120,13 +122,52 @@ def _unsupported(model: Model, what: str) -> errors.MackoError:
     return errors.error(errors.UNSUPPORTED_ARCH, f"{model.path}: {what}: not supported by recover")
 
 
-def read_weights(model: Model, device: torch.device, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """All tensors of a model, sparse ones decoded: matrices (rows, cols). Raises MackoError."""
+def read_weights(
+    model: Model, device: torch.device, dtype: torch.dtype | None = torch.float32
+) -> dict[str, torch.Tensor]:
+    """All tensors of a model, sparse ones decoded: matrices (rows, cols). dtype: of matrices; None: that of the file.
+    Raises MackoError.
+    """
     out = {}
     for t in model.tensors:
-        values = to_float(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
-        out[t.name] = torch.from_numpy(values).to(device=device, dtype=dtype if len(t.ne) > 1 else torch.float32)
+        values = as_values(t.read_bits(), t.type).reshape(tuple(reversed(t.ne)))
+        if len(t.ne) == 1:
+            values = values.float()
+        elif dtype is not None:
+            values = values.to(dtype)
+        out[t.name] = values.to(device)
     return out
+
+
+def as_values(bits: Array, type_id: int) -> torch.Tensor:
+    """Bit patterns of type F16, BF16 or F32 as values of that type."""
+    if type_id in (TYPE_F16, TYPE_BF16):
+        half = torch.float16 if type_id == TYPE_F16 else torch.bfloat16
+        return torch.from_numpy(bits.view(np.int16)).view(half)
+    return torch.from_numpy(to_float(bits, type_id))
+
+
+MAX_DIVERGENCE = 1e-3
+"""Of the probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
+
+
+def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Mean over positions of KL(teacher || student); both are logits (chunks, tokens, n_vocab)."""
+    s, t = (F.log_softmax(x.flatten(0, 1), dim=-1) for x in (student, teacher))
+    return F.kl_div(s, t, reduction="batchmean", log_target=True)
+
+
+def as_tokens(chunks: Chunks, device: torch.device) -> torch.Tensor:
+    """Tokens as embed() takes them."""
+    return torch.from_numpy(chunks.astype(np.int64)).to(device)
+
+
+def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunks, device: torch.device) -> float:
+    """How far the logits of the same model are from llama.cpp's, in nats per token. chunk: tokens (1, n_ctx)."""
+    expected = torch.from_numpy(np.array(llama.evaluate(chunk)))
+    with torch.no_grad():
+        found = model.logits(as_tokens(llama.as_sequences(chunk), device)).cpu()
+        return float(divergence(found, expected))
 
 
 class Transformer:
@@ -134,6 +175,7 @@ class Transformer:
 
     def __init__(self, shape: Shape, weights: Weights, *, gradient_checkpointing: bool = False) -> None:
         self.shape = shape
+        self.n_past = 0  # position of the first token
         self.weights = weights
         self._checkpointing = gradient_checkpointing
 
@@ -190,16 +232,18 @@ class Transformer:
         return self._norm(out, post) if post in self.weights else out
 
     def _weighted(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim)."""
-        s, n = self.shape, q.shape[2]
-        windowed = s.has_window(layer) and n > s.window
-        if not windowed and not s.attention_cap:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=s.attention_scale)
+        """Values weighted by the softmax of q k^T: (chunks, heads, tokens, head_dim). Fewer queries than keys are those
+        of the last tokens.
+        """
+        s, n, n_keys = self.shape, q.shape[2], k.shape[2]
+        windowed = s.has_window(layer) and n_keys > s.window
+        if not windowed and not s.attention_cap and n in (1, n_keys):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=n > 1, scale=s.attention_scale)
         scores = (q @ k.transpose(-1, -2)) * s.attention_scale
         if s.attention_cap:
             scores = torch.tanh(scores / s.attention_cap) * s.attention_cap
-        at = torch.arange(n, device=q.device)
-        distance = at[:, None] - at[None, :]
+        at = torch.arange(n_keys, device=q.device)
+        distance = at[n_keys - n :, None] - at[None, :]
         hidden = distance < 0
         if windowed:
             hidden |= distance >= s.window
@@ -213,7 +257,8 @@ class Transformer:
         frequencies = (s.rope_base_window if local else s.rope_base) ** -exponents
         if "rope_freqs.weight" in self.weights:
             frequencies = frequencies / self.weights["rope_freqs.weight"]
-        positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32) * (1.0 if local else s.rope_scale)
+        positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32) + self.n_past
+        positions = positions * (1.0 if local else s.rope_scale)
         angle = positions[:, None] * frequencies
         cos, sin = angle.cos(), angle.sin()
         rotated, rest = x[..., : s.rope_dim], x[..., s.rope_dim :]

@@ -47,6 +47,12 @@ def to_host(array: Array) -> npt.NDArray[Any]:
     return host
 
 
+def from_torch(tensor: Any) -> Array:
+    """The same memory as an array of CuPy, or of NumPy where the tensor lies in host memory. tensor: of PyTorch."""
+    cupy = gpu() if tensor.is_cuda else None
+    return cupy.from_dlpack(tensor) if cupy is not None else tensor.numpy()
+
+
 def raise_linalg_errors(xp: ArrayModule) -> contextlib.AbstractContextManager[object]:
     """Within the block, a factorisation that fails raises numpy.linalg.LinAlgError with either module."""
     if xp is np:

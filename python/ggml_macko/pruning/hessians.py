@@ -3,7 +3,8 @@ calibration text.
 
 Consumers of evaluation/activations.py. Takes 4 * cols^2 bytes for each distinct input of the weights asked for:
 weights that read the same activations (q, k and v; gate and up) share one matrix. Sums are float32, as in SparseGPT's
-own implementation. With the inputs of the dense model, cross moments take as much again.
+own implementation; they lie where the activations do, on the GPU or in host memory. With the inputs of the dense model,
+cross moments take as much again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import numpy as np
 from .. import errors
 from ..evaluation.activations import Weight
 from ..gguf.files import Tensor
-from ..pruning import allocation, alps, sparsegpt
+from ..pruning import allocation, alps, array_backend, sparsegpt
 from ..pruning.array_backend import Array, ArrayModule
-from ..pruning.masks import FloatArray
 
 
 def max_nbytes(t: Tensor) -> int:
@@ -43,23 +43,23 @@ class DenseInputs:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._found: dict[int, list[FloatArray]] = {}  # by matrix index, of successive products
+        self._found: dict[int, list[Array]] = {}  # by matrix index, of successive products
 
     def wants(self, name: str) -> bool:
         return name == self.name
 
-    def take(self, weight: Weight, index: int, x: FloatArray) -> None:
+    def take(self, weight: Weight, index: int, x: Array) -> None:
         if not weight.routed:
-            self._found.setdefault(index, []).append(np.array(x))
+            self._found.setdefault(index, []).append(x.copy())
 
-    def next(self, index: int) -> FloatArray:
+    def next(self, index: int) -> Array:
         """The inputs of the next product with a matrix; each is handed out once."""
         return self._found[index].pop(0)
 
 
 class _LastInput(NamedTuple):
     owner: str
-    x: FloatArray
+    x: Array
 
 
 class Hessians:
@@ -75,9 +75,9 @@ class Hessians:
         self.xp = xp
         self._dense = dense
         self._share = share
-        self._differences: dict[_Key, FloatArray] = {}  # sum of (z - x) x^T, where z is the input in the dense model
+        self._differences: dict[_Key, Array] = {}  # sum of (z - x) x^T, where z is the input in the dense model
         self._names = names
-        self._sums: dict[_Key, FloatArray] = {}
+        self._sums: dict[_Key, Array] = {}
         self._owner: dict[str, str] = {}
         self._last: dict[int, _LastInput] = {}  # by matrix index
         self._derived: dict[str, tuple[_Key, object]] = {}  # what -> that of the last matrix it was computed of
@@ -85,27 +85,27 @@ class Hessians:
     def wants(self, name: str) -> bool:
         return name in self._names
 
-    def take(self, weight: Weight, index: int, x: FloatArray) -> None:
+    def take(self, weight: Weight, index: int, x: Array) -> None:
         """Adds the inputs x, float32 (tokens, cols), of one matrix of a weight (see activations.Consumer).
 
         Raises MackoError (LIMIT) if two weights share their inputs in some calls but not in all.
         """
         last = self._last.get(index)
-        same = last is not None and np.array_equal(x, last.x)
+        same = last is not None and bool(array_backend.module_of(x).array_equal(x, last.x))
         last_owner = last.owner if last is not None else ""
         owner = self._owner.setdefault(weight.name, last_owner if same else weight.name)
         if owner != weight.name:
             if not same or owner != last_owner:
                 raise errors.error(errors.LIMIT, f"{weight.name}: reads the same inputs as {owner} only at times")
             return  # the owner has counted them
-        x = np.array(x)  # a copy: the graph's memory is reused
+        x = x.copy()  # the graph's memory is reused
         self._last[index] = _LastInput(owner, x)
         key = _Key(owner, index)
         _add(self._sums, key, x, x)
         if self._dense is not None and not weight.routed:
             _add(self._differences, key, self._dense.next(index) - x, x)
 
-    def get(self, name: str, index: int, cols: int) -> FloatArray:
+    def get(self, name: str, index: int, cols: int) -> Array:
         """H, float32 (cols, cols), of a matrix of a weight; the identity for an expert that no token was routed to.
 
         Raises MackoError if the model did not multiply with the weight, or if its inputs were not finite.
@@ -117,7 +117,7 @@ class Hessians:
         hessian = self._sums.get(_Key(self._owner[name], index))
         if hessian is None:
             return np.eye(cols, dtype=np.float32)
-        if hessian.shape[0] != cols or not np.isfinite(np.einsum("ii->i", hessian)).all():
+        if hessian.shape[0] != cols or not bool(array_backend.module_of(hessian).isfinite(hessian.diagonal()).all()):
             raise errors.error(errors.NOT_FINITE, f"{name}: its inputs are not finite")
         return hessian
 
@@ -137,7 +137,7 @@ class Hessians:
         moved = self._differences.get(_Key(self._owner[name], index))
         target = dense @ damped
         if moved is not None:
-            target += dense @ self.xp.asarray(np.float32(self._share) * moved)
+            target += dense @ self.xp.asarray(moved * np.float32(self._share))
         return alps.Problem(damped, target, dense)
 
     def spectrum(self, name: str, index: int, problem: alps.Problem) -> alps.Spectrum:
@@ -162,7 +162,7 @@ class Hessians:
         return made
 
 
-def _add(sums: dict[_Key, FloatArray], key: _Key, a: FloatArray, b: FloatArray) -> None:
+def _add(sums: dict[_Key, Array], key: _Key, a: Array, b: Array) -> None:
     """Adds a^T b, of inputs (tokens, cols), to one of the sums."""
     if key in sums:
         sums[key] += a.T @ b

@@ -23,13 +23,14 @@ from .. import console
 from ..evaluation import likelihood
 from ..evaluation.activations import Consumer, Weight
 from ..evaluation.calibrate import SquareSums
-from ..evaluation.text_model import Chunks, TextModel, spread
+from ..evaluation.text_model import TextModel, spread
 from ..gguf import imatrix
 from ..gguf.files import Model, Tensor
 from ..gguf.outputs import AtomicOutput
-from ..pruning import allocation, array_backend, hessians, methods
+from ..pruning import allocation, array_backend, gpu_text, hessians, methods
 from ..pruning.allocation import Quotas
-from ..pruning.masks import FloatArray
+from ..pruning.array_backend import Array
+from ..pruning.masks import Bits, FloatArray
 from ..pruning.options import PruneOptions
 from ..pruning.working_copy import TensorFile, WorkingCopy, write_copy
 
@@ -62,8 +63,11 @@ def gather(
 
 
 def gather_for(model: Path, options: PruneOptions, consumer: Consumer) -> int:
-    """gather() with the text of the options, which must be set."""
+    """gather() with the text of the options, which must be set; on a GPU where gpu_text.py can."""
     assert options.text is not None
+    on_gpu = gpu_text.gather([gpu_text.Reader(model, consumer)], options)
+    if on_gpu is not None:
+        return on_gpu
     return gather(
         model, options.text, consumer, n_chunks=options.n_chunks, n_ctx=options.n_ctx, n_threads=options.n_threads
     )
@@ -78,6 +82,13 @@ class _SquareSumsOf(SquareSums):
 
     def wants(self, name: str) -> bool:
         return name in self._names
+
+    def take(self, weight: Weight, index: int, x: Array) -> None:
+        """Also takes an array on a GPU."""
+        if isinstance(x, np.ndarray):
+            super().take(weight, index, x)
+        else:
+            self.add(weight, index, array_backend.to_host((x.astype(np.float64) ** 2).sum(axis=0)), len(x))
 
 
 def statistics_of_text(model: Path, tensors: Sequence[Tensor], options: PruneOptions) -> imatrix.Imatrix:
@@ -105,42 +116,52 @@ def loss_curves(
     """
     out: dict[str, list[float]] = {}
     todo = passes(tensors, dataclasses.replace(options, sequential=False))
-    write_copy(model, output)
     with (
-        contextlib.closing(TensorFile(output.partial)) as copy,
+        contextlib.closing(
+            gpu_text.open_losses(model, options, N_LOSS_CHUNKS) or _Losses(model, options, output)
+        ) as of,
         console.progress("measuring losses", sum(t.n_elements for t in tensors), "weights") as advance,
     ):
-        chunks, dense = _dense_loss(output.partial, options)
         for group in todo:
             found = hessians_for(group, options)
             gather_for(model.path, options, found)
             for t in group:
                 at_mean = methods.refitted(t, found, options.damping, options.sparsity)
                 errors = [methods.refitted(t, found, options.damping, s).error for s in grid]
-                copy.write(t, at_mean.bits)
-                rise = max(_loss(output.partial, chunks, options) - dense, 0.0)
-                copy.restore([t])
+                rise = max(of.with_weights(t, at_mean.bits) - of.dense, 0.0)
                 out[t.name] = [rise * e / at_mean.error if at_mean.error else 0.0 for e in errors]
                 console.detail(f"{t.name:36s} - loss +{rise:.5f}, relative output error {at_mean.error:.5f}")
                 advance(t.n_elements)
     return out
 
 
-def _dense_loss(path: Path, options: PruneOptions) -> tuple[Chunks, float]:
-    """A few chunks, spread over those of the calibration text, and the loss of the dense model on them."""
-    assert options.text is not None
-    with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads) as (
-        llama,
-        all_chunks,
-    ):
-        chunks = spread(all_chunks, N_LOSS_CHUNKS)
-        return chunks, likelihood.estimate(llama, chunks).nll
+class _Losses:
+    """The loss of a model on a few chunks of the calibration text, and with other weights in one tensor: those of a
+    copy, which llama.cpp evaluates.
+    """
 
+    def __init__(self, model: Model, options: PruneOptions, output: AtomicOutput) -> None:
+        assert options.text is not None
+        self._options = options
+        self._path = output.partial
+        write_copy(model, output)
+        self._copy = TensorFile(self._path)
+        with TextModel.opened_with(
+            self._path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads
+        ) as (llama, chunks):
+            self._chunks = spread(chunks, N_LOSS_CHUNKS)
+            self.dense = likelihood.estimate(llama, self._chunks).nll
 
-def _loss(path: Path, chunks: Chunks, options: PruneOptions) -> float:
-    """The mean negative log-likelihood of the chunks, whose text is not tokenized again."""
-    with TextModel(path, options.n_ctx, n_threads=options.n_threads) as llama:
-        return likelihood.estimate(llama, chunks).nll
+    def with_weights(self, t: Tensor, bits: Bits) -> float:
+        """The mean negative log-likelihood if the tensor has these weights. The text is not tokenized again."""
+        self._copy.write(t, bits)
+        with TextModel(self._path, self._options.n_ctx, n_threads=self._options.n_threads) as llama:
+            found = likelihood.estimate(llama, self._chunks).nll
+        self._copy.restore([t])
+        return found
+
+    def close(self) -> None:
+        self._copy.close()
 
 
 def hessians_for(
@@ -157,8 +178,9 @@ def hessians_for(
 
 def passes(tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor]]:
     """The tensors of each pass over the text: those of one block in a sequential run, else as many as have room for
-    their Hessians within options.hessian_memory (one at least).
+    their Hessians within options.hessian_memory, and on the GPU if they lie there (one at least).
     """
+    limit = min(options.hessian_memory, gpu_text.free_memory(options))
     by_block: dict[int, list[Tensor]] = {}
     for t in sorted(tensors, key=lambda t: allocation.block_of(t.name)):
         by_block.setdefault(allocation.block_of(t.name), []).append(t)
@@ -169,7 +191,7 @@ def passes(tensors: Sequence[Tensor], options: PruneOptions) -> list[list[Tensor
     for block in by_block.values():
         for t in block:
             need = hessians.max_nbytes(t)
-            if not out or used + need > options.hessian_memory:
+            if not out or used + need > limit:
                 out.append([])
                 used = 0
             out[-1].append(t)
@@ -285,6 +307,10 @@ def gather_pairs(
     Returns the number of chunks.
     """
     assert options.text is not None
+    readers = [gpu_text.Reader(model, dense), gpu_text.Reader(copy, pruned)]
+    on_gpu = gpu_text.gather(readers, options, until=until)
+    if on_gpu is not None:
+        return on_gpu
     settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}
     with (
         TextModel.opened_with(

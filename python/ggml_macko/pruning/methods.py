@@ -120,7 +120,8 @@ class MomentScorer(Scorer):
         self._hessians = hessians
 
     def sums(self, t: Tensor) -> list[FloatArray | None]:
-        return [self._hessians.get(t.name, i, t.cols).diagonal() for i in range(allocation.n_matrices(t))]
+        found = (self._hessians.get(t.name, i, t.cols) for i in range(allocation.n_matrices(t)))
+        return [array_backend.to_host(hessian.diagonal()) for hessian in found]
 
 
 # ---- SparseGPT, ALPS and refits: by Hessians ----

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from .. import console, errors
 from ..evaluation.text_model import Chunks
-from ..evaluation.transformer import Transformer
+from ..evaluation.transformer import Transformer, as_tokens, divergence
 from ..recovery.checkpoint import Checkpoint, Saved
 from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import RecoverOptions
@@ -43,7 +42,7 @@ class Arithmetic:
         return found
 
     def tokens(self, chunks: Chunks) -> torch.Tensor:
-        return torch.from_numpy(chunks.astype(np.int64)).to(self.device)
+        return as_tokens(chunks, self.device)
 
 
 class Evaluation(NamedTuple):
@@ -65,12 +64,6 @@ def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithme
             kl += float(divergence(found, wanted).double())
     n = len(chunks)
     return Evaluation(math.exp(nll / n), kl / n)
-
-
-def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Mean over positions of KL(teacher || student); both are logits (chunks, tokens, n_vocab)."""
-    s, t = (F.log_softmax(x.flatten(0, 1), dim=-1) for x in (student, teacher))
-    return F.kl_div(s, t, reduction="batchmean", log_target=True)
 
 
 class Best(NamedTuple):

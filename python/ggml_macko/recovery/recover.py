@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from ..evaluation.transformer import Transformer
     from ..recovery.distillation import Arithmetic
 
-MAX_DIVERGENCE = 1e-3
-"""Of the dense model's probabilities here from llama.cpp's, in nats per token: F16 products differ by 1e-5."""
-
 
 @dataclass(frozen=True)
 class RecoverReport:
@@ -270,13 +267,9 @@ def _read_texts(path: Path, teacher: Transformer, arithmetic: Arithmetic, option
 def _check_forward_pass(
     path: Path, llama: TextModel, teacher: Transformer, arithmetic: Arithmetic, chunks: Chunks
 ) -> None:
-    import torch
+    from ..evaluation.transformer import MAX_DIVERGENCE, divergence_from_llama_cpp
 
-    from ..recovery.distillation import divergence
-
-    expected = torch.from_numpy(np.array(llama.evaluate(chunks)))
-    with torch.no_grad():
-        found = divergence(teacher.logits(arithmetic.tokens(chunks)).cpu(), expected).item()
+    found = divergence_from_llama_cpp(llama, teacher, chunks, arithmetic.device)
     console.detail(f"logits differ from llama.cpp's by {found:.2g} nats per token")
     if not found <= MAX_DIVERGENCE:
         raise errors.error(

@@ -320,3 +320,58 @@ def test_each_epoch_reads_every_token_in_another_order():
     assert len({e.tobytes() for e in epochs}) == 3
     with_bos = np.concatenate(list(batches(Texts(train, train, 99), options, 1)))
     assert (with_bos[:, 0] == 99).all()
+
+
+# ---- text that the dense model writes ----
+
+
+@needs_torch
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_text_is_drawn_from_the_probabilities_of_the_whole_chunk(tmp_path, arch):
+    """A cache of keys and values gives the logits that the chunk gives at once, windows and positions included."""
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery.sampling import Writer
+
+    with Model(make(tmp_path / "model.gguf", arch)) as m:
+        model = Transformer(Shape.of(m), read_weights(m, torch.device("cpu")))
+    tokens = torch.from_numpy(np.random.default_rng(4).integers(5, 90, (3, 48)))
+    with torch.no_grad():
+        want = model.logits(tokens)
+        writer = Writer(model, 3, 48)
+        got = [writer.next_logits(tokens[:, :9])] + [writer.next_logits(tokens[:, i : i + 1]) for i in range(9, 48)]
+    assert (torch.stack(got, dim=1) - want[:, 8:]).abs().max() <= 1e-4 * want.abs().max()
+
+
+@needs_torch
+def test_sampled_chunks_follow_the_model_and_the_seed(tmp_path):
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery import sampling
+
+    with Model(make(tmp_path / "model.gguf")) as m:
+        model = Transformer(Shape.of(m), read_weights(m, torch.device("cpu")))
+    text = np.random.default_rng(5).integers(5, 90, (4, 24)).astype(np.int32)
+    found = sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=7)
+    assert found.shape == (600, 24) and found.dtype == np.int32 and (found[:, 0] == 1).all()
+    stream = text.reshape(-1).tolist()
+    prompts = {tuple(stream[i : i + sampling.N_PROMPT]) for i in range(len(stream))}
+    assert {tuple(row) for row in found[:, 1 : 1 + sampling.N_PROMPT].tolist()} <= prompts
+    assert np.array_equal(found, sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=7))
+    assert not np.array_equal(found, sampling.sample(model, text, 600, 1, torch.device("cpu"), seed=8))
+    with torch.no_grad():
+        log = torch.log_softmax(model.logits(torch.from_numpy(found.astype(np.int64)))[:, 8:-1], -1)
+    drawn = log.gather(2, torch.from_numpy(found[:, 9:].astype(np.int64))[:, :, None])
+    entropy = -(log.exp() * log).sum(-1)
+    assert abs(float(-drawn.mean() / entropy.mean()) - 1) < 0.02  # surprise is entropy, on average
+
+
+@needs_torch
+def test_sampled_chunks_are_trained_on(tmp_path, macko, text, pair):
+    out = tmp_path / "out.gguf"
+    done = run(macko, pair, text, out, "--sampled-chunks", 40, "--epochs", 1, "--json")
+    assert done.code == 0, done.err
+    plain = run(macko, pair, text, tmp_path / "plain.gguf", "--epochs", 1, "--json")
+    assert json.loads(done.out)["n_tokens"] == json.loads(plain.out)["n_tokens"] + 40 * 32

@@ -57,6 +57,14 @@ def _add_texts(group: argparse._ArgumentGroup) -> None:
         help="chunks of it at most, spread evenly (default: %(default)s)",
     )
 
+    group.add_argument(
+        "--sampled-chunks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="train on N chunks more that the dense model writes, each from a few tokens of the text (default: 0)",
+    )
+
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
     epochs = options.EPOCHS
@@ -129,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
         n_held_out=args.held_out_chunks,
         n_chunks=args.chunks,
         n_ctx=args.ctx_size,
+        n_sampled=args.sampled_chunks,
         n_epochs=args.epochs,
         batch_size=args.batch_size,
         learning_rate=args.learning_rate,
@@ -149,5 +158,6 @@ def run(args: argparse.Namespace) -> int:
         ["recovered", report.perplexity_after, report.divergence_after],
     ]
     print(console.table(rows, ["model", "held-out perplexity", "divergence from the dense model"]))
-    print(f"\n{report.n_trained} weights trained in {report.seconds:.0f} s on {report.n_tokens} tokens")
+    memory = f", with {report.gpu_nbytes / 2**30:.1f} GiB on the GPU" if report.gpu_nbytes else ""
+    print(f"\n{report.n_trained} weights trained in {report.seconds:.0f} s on {report.n_tokens} tokens{memory}")
     return 0

@@ -50,6 +50,7 @@ class RecoverOptions:
     n_held_out: int = N_HELD_OUT  # chunks of it, at most, spread evenly
     n_chunks: int = -1  # of the text; -1: all
     n_ctx: int = N_CTX
+    n_sampled: int = 0  # chunks that the dense model writes, besides those of the text
     n_epochs: int = 0  # 0: EPOCHS of the method
     batch_size: int = BATCH_SIZE  # chunks
     learning_rate: float = 0.0  # 0: by RATE_TIMES_WIDTH
@@ -77,6 +78,7 @@ class RecoverOptions:
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (
             ("--epochs", self.n_epochs, 0),
+            ("--sampled-chunks", self.n_sampled, 0),
             ("--batch-size", self.batch_size, 1),
             ("--held-out-chunks", self.n_held_out, 1),
             ("--evaluations", self.n_evaluations, 1),

@@ -51,6 +51,7 @@ class RecoverReport:
     n_trained: int  # weights
     n_tokens: int  # of the text, in one epoch
     learning_rate: float  # the highest
+    gpu_nbytes: int = field(default=0, compare=False)  # the most that PyTorch had on a GPU at a time
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -65,6 +66,7 @@ def recover(
     n_held_out: int = N_HELD_OUT,
     n_chunks: int = -1,
     n_ctx: int = N_CTX,
+    n_sampled: int = 0,
     n_epochs: int = 0,
     batch_size: int = BATCH_SIZE,
     learning_rate: float = 0.0,
@@ -85,7 +87,8 @@ def recover(
     text: UTF-8, cut into chunks of n_ctx tokens; n_chunks: how many of them, -1 is all. method: "distill": the whole
     model learns the dense one's probabilities of the next token; "blocks": each attention and feed-forward part in
     turn learns the hidden states. held_out: the text that the best weights are chosen by, n_held_out chunks of it at
-    most; without it, the last sixteenth of the text. n_epochs: how often the text is read; 0: EPOCHS of the method.
+    most; without it, the last sixteenth of the text. n_sampled: so many chunks more to train on, which the dense model
+    writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the method.
     batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the embeddings.
     n_evaluations: on the held-out text during a run; patience: how many without a better one end it.
     gradient_checkpointing: less memory for a third more time. all_bits: without it, weights are rounded to the
@@ -103,6 +106,7 @@ def recover(
         n_held_out=n_held_out,
         n_chunks=n_chunks,
         n_ctx=n_ctx,
+        n_sampled=n_sampled,
         n_epochs=n_epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,
@@ -195,6 +199,7 @@ def _train(
     from ..evaluation.transformer import Shape, Transformer, read_weights
     from ..recovery.blockwise import fit_blocks
     from ..recovery.distillation import Arithmetic, Training, distill, evaluate
+    from ..recovery.sampling import sample
 
     shape = Shape.of(pruned)
     tensors = trained_tensors(pruned)
@@ -204,6 +209,9 @@ def _train(
     texts = _read_texts(dense.path, teacher, arithmetic, options)
     if device.type == "cuda":  # the comparison with llama.cpp is done
         teacher = Transformer(shape, read_weights(dense, device, torch.bfloat16))
+    if options.n_sampled:
+        written = sample(teacher, texts.train, options.n_sampled, texts.first_token, device, options.seed)
+        texts = texts._replace(train=np.concatenate([texts.train, written]))
     weights = read_weights(pruned, device)
     student = Transformer(shape, weights, gradient_checkpointing=options.gradient_checkpointing)
     trained = {t.name: weights[t.name] for t in tensors}
@@ -230,6 +238,7 @@ def _train(
         n_trained=n_trained,
         n_tokens=texts.train.size,
         learning_rate=options.rate(shape.n_embd),
+        gpu_nbytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
     )
 
 

@@ -67,6 +67,21 @@ def test_nothing_is_evaluated_after_the_last_weight_that_is_wanted(tmp_path, tex
 
 
 @needs_torch
+@pytest.mark.parametrize("arch", SUPPORTED)
+def test_last_weight_of_a_pass_brings_all_that_read_its_input(tmp_path, text, arch):  # noqa: F811
+    """llama.cpp multiplies with q, v and k, in this order; PyTorch with q, k and v."""
+    path, options = make(tmp_path / "model.gguf", arch), options_for(text)
+    with Model(path) as m:
+        groups = layerwise.passes_by_input(path, tensors_to_prune(m), options)
+    assert {len(group) for group in groups} == {1, 2, 3}
+    for group in groups:
+        for last in group:
+            found = hessians.Hessians({t.name for t in group})
+            gather_on_cpu(path, found, options, until=last.name)
+            assert set(found._owner) == {t.name for t in group} and len(found._sums) == 1
+
+
+@needs_torch
 def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):  # noqa: F811
     """Of the inputs in the dense model and in a pruned one."""
     import torch
@@ -85,6 +100,27 @@ def test_differences_are_those_of_llama_cpp(tmp_path, text, macko):  # noqa: F81
             layerwise.gather_pairs(path, dense, pruned, found[1], options, until=name)
     got, want = (next(iter(h._differences.values())) for h in found)
     assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
+
+
+@needs_torch
+def test_command_with_targets_prunes_as_with_llama_cpp(tmp_path, text, macko, monkeypatch):  # noqa: F811
+    """Up to weights whose scores are close."""
+    import torch
+
+    path, outputs = make(tmp_path / "model.gguf", "llama"), [tmp_path / "theirs.gguf", tmp_path / "ours.gguf"]
+    args = ["--sparsity", "0.5", "--method", "alps", "--dense-targets", "0.5", "-f", text, "--chunks", "5", "-c", "32"]
+    assert macko("prune", path, outputs[0], *args).code == 0
+    passes, gather_on = [], gpu_text.gather_on
+    monkeypatch.setattr(gpu_text, "device_for", lambda options: torch.device("cpu"))
+    monkeypatch.setattr(gpu_text, "gather_on", lambda *a, **k: passes.append(gather_on(*a, **k)) or passes[-1])
+    done = macko("prune", path, outputs[1], *args)
+    assert done.code == 0, done.err
+    with Model(outputs[0]) as theirs, Model(outputs[1]) as ours:
+        tensors = tensors_to_prune(theirs)
+        assert passes == [5] * (4 * len(tensors) // 7)  # one for each input
+        masks = [[t.read_bits() != 0 for t in tensors_to_prune(m)] for m in (theirs, ours)]
+    for a, b in zip(*masks):
+        assert a.sum() == b.sum() and (a == b).mean() > 0.98
 
 
 @needs_torch

@@ -57,7 +57,8 @@ def free_memory(options: PruneOptions) -> float:
 
 
 def gather(readers: Sequence[Reader], options: PruneOptions, *, until: str = "") -> int | None:
-    """Evaluates the first chunks of the options' text, with each model in turn, as far as the weight `until`.
+    """Evaluates the first chunks of the options' text, with each model in turn, as far as the weight `until` and those
+    that read the same input, which llama.cpp may multiply with in another order.
 
     Returns the number of chunks, or None if there is no GPU for it, or the first model is another than transformer.py
     knows. Raises MackoError or OSError.
@@ -196,6 +197,7 @@ def _listening_class() -> Any:
 
         consumer: Consumer | None = None
         until = ""
+        last_input: torch.Tensor | None = None  # that of `until`, once it is known
 
         def listen(self, tokens: torch.Tensor, consumer: Consumer, until: str) -> None:
             self.consumer, self.until = consumer, until
@@ -203,17 +205,19 @@ def _listening_class() -> Any:
                 x = self.embed(tokens)
                 for layer in range(self.shape.n_layers):
                     x = self.block(layer, x)
-            self.consumer = None
+            self.consumer = self.last_input = None
 
         def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
             weight = self.weights[f"{name}.weight"]
             if self.consumer is not None:
+                if self.last_input is not None and x is not self.last_input:
+                    raise _Done
                 if self.consumer.wants(f"{name}.weight"):
                     rows = x.float().reshape(-1, x.shape[-1]).contiguous()
                     taken = Weight(f"{name}.weight", rows.shape[1], 1, False)
                     self.consumer.take(taken, 0, array_backend.from_torch(rows))
                 if self.until == f"{name}.weight":
-                    raise _Done
+                    self.last_input = x
             return F.linear(x, weight.float()) + self.weights.get(f"{name}.bias", 0)
 
     return Listening

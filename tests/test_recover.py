@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -227,12 +229,29 @@ def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text
 
 @needs_torch
 def test_best_weights_are_written(tmp_path, macko, pair, text):
-    """With a learning rate that ruins the model, those it began with."""
+    """With a learning rate that ruins the model in a few steps, those it began with."""
     out = tmp_path / "out.gguf"
-    done = run(macko, pair, text, out, "--epochs", 1, "--learning-rate", "0.9", "--json")
+    done = run(macko, pair, text, out, "--epochs", 1, "--chunks", 12, "--learning-rate", "0.9", "--json")
     assert done.code == 0, done.err
     report = json.loads(done.out)
+    found = [float(x) for x in re.findall(r"held out ([0-9.]+)", done.err)]
+    assert found and min(found) > 1.1 * report["divergence_before"]
     assert report["divergence_after"] == pytest.approx(report["divergence_before"], rel=1e-3)
+
+
+@needs_torch
+@pytest.mark.parametrize("patience, n_evaluations", [(1, 6), (3, 8)])
+def test_run_ends_early_only_in_its_second_half(tmp_path, macko, pair, text, monkeypatch, patience, n_evaluations):
+    """If no evaluation is better than the one before the run."""
+    from ggml_macko.recovery import distillation
+
+    rising = itertools.count()
+    monkeypatch.setattr(
+        distillation, "evaluate", lambda *args: distillation.Evaluation(perplexity=1.0, divergence=next(rising))
+    )
+    args = ["--epochs", 5, "--evaluations", 10, "--patience", patience]
+    done = run(macko, pair, text, tmp_path / "out.gguf", *args)
+    assert done.code == 0 and len(re.findall("^step ", done.err, re.M)) == n_evaluations, done.err
 
 
 @needs_torch

@@ -108,7 +108,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=options.PATIENCE,
         metavar="N",
-        help="distill: end after N evaluations without a better one (default: %(default)s)",
+        help="distill: in the second half of the run, end after N evaluations without a better one (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--gradient-checkpointing",

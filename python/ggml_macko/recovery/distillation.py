@@ -71,7 +71,7 @@ class Best(NamedTuple):
 
     divergence: float
     weights: Mapping[str, torch.Tensor]
-    n_since: int  # evaluations without a better one
+    n_since: int  # evaluations without a better one, in the second half of the run
 
 
 class Training(NamedTuple):
@@ -122,11 +122,10 @@ def distill(training: Training) -> None:
                     f"perplexity {found.perplexity:.4f}"
                 )
                 is_better = found.divergence < best.divergence
-                best = (
-                    Best(found.divergence, _on_host(optimizer.weights()), 0)
-                    if is_better
-                    else best._replace(n_since=best.n_since + 1)
-                )
+                if is_better:
+                    best = Best(found.divergence, _on_host(optimizer.weights()), 0)
+                elif 2 * optimizer.n_steps > n_steps:  # while the rate is high, the divergence may rise for long
+                    best = best._replace(n_since=best.n_since + 1)
                 if best.n_since >= options.patience:
                     break
                 saved_at = -math.inf

@@ -28,7 +28,7 @@ N_EVALUATIONS = 10
 """Measurements on the held-out text during a run."""
 
 PATIENCE = 3
-"""Measurements in a row without a better one after which a run ends."""
+"""Measurements in a row without a better one after which a run ends, in its second half."""
 
 WARMUP = 0.05
 """Share of the steps in which the learning rate rises from 0; then it falls along half a cosine to FINAL_RATE."""
@@ -55,7 +55,7 @@ class RecoverOptions:
     batch_size: int = BATCH_SIZE  # chunks
     learning_rate: float = 0.0  # 0: by RATE_TIMES_WIDTH
     n_evaluations: int = N_EVALUATIONS  # on the held-out text, spread over the run
-    patience: int = PATIENCE  # evaluations without a better one after which the run ends
+    patience: int = PATIENCE  # evaluations in the second half without a better one after which the run ends
     gradient_checkpointing: bool = False
     all_bits: bool = False  # weights have all bits of their type, not only as many as they had
     seed: int = 0

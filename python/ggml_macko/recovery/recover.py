@@ -90,7 +90,8 @@ def recover(
     most; without it, the last sixteenth of the text. n_sampled: so many chunks more to train on, which the dense model
     writes: each goes on from a few tokens of the text. n_epochs: how often the text is read; 0: EPOCHS of the method.
     batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the embeddings.
-    n_evaluations: on the held-out text during a run; patience: how many without a better one end it.
+    n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
+    second half.
     gradient_checkpointing: less memory for a third more time. all_bits: without it, weights are rounded to the
     significant bits that they had. seed: of the order of the text. device: "auto", a GPU where PyTorch finds one, or
     "cpu". n_threads: of the CPU; 0 is all.

@@ -89,9 +89,9 @@ bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes);
 int64_t bitmap_nbytes(const macko_desc & desc, const bitmap_form & form);
 // Pointers into so many bytes of memory, which is aligned to BITMAP_ALIGNMENT. Writes nothing.
 bitmap_matrix bitmap_bind(const macko_desc & desc, const bitmap_form & form, void * memory);
-// Writes the view's rows as a bitmap. first_value: number of non-zeros in all rows before view.rows().row_begin. Views of
-// one matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and the
-// slack.
+// Writes the view's rows as a bitmap. first_value: number of non-zeros in all rows before view.rows().row_begin. Views
+// of one matrix may be packed in any order and at the same time; that of the last rows also writes row_off[rows] and
+// the slack.
 void bitmap_pack(const macko_view & view, int64_t first_value, const bitmap_matrix & dst);
 // Writes all rows, in bundles if dst was bound with them.
 void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & dst);

@@ -637,8 +637,8 @@ cudaError_t launch_interleaved_shape(sparse_launch & p, int nx, int grid_y, cuda
                : launch_interleaved_config<T, BITS, LANES, BANKED, 1, false, 768, 3>(p, blocks, warps, grid_y, stream);
 }
 
-// CODED: 36 KB are in flight, of 16 warps with three groups ahead. For four columns and more there are no registers for that.
-// One column does not depend on X, the type of the matrix.
+// CODED: 36 KB are in flight, of 16 warps with three groups ahead. For four columns and more there are no registers for
+// that. One column does not depend on X, the type of the matrix.
 template <typename X, int BITS>
 cudaError_t launch_coded_shape(sparse_launch & p, int nx, int grid_y, cudaStream_t stream) {
     constexpr int  LANES  = CODED_LANES;

@@ -1653,13 +1653,19 @@ struct meeting_consumer : macko::payload_consumer {
     }
 };
 
-static void test_consumers_of_a_matrix_work_side_by_side() {
-    std::mt19937_64 rng(6);
+// one matrix, which is read in several blocks of rows
+static builder::model model_of_several_blocks(uint64_t seed) {
+    std::mt19937_64 rng(seed);
     builder::model  m;
     m.sparse.push_back(
         { "m.weight", { 1021, 1501 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 1021 * 1501, 1021, 0.4) });
     m.bits = { 4 };
     m.dense.tensors.push_back({ "m.weight", m.sparse[0].ne, TYPE_F16, m.sparse[0].data, 0 });
+    return m;
+}
+
+static void test_consumers_of_a_matrix_work_side_by_side() {
+    const builder::model               m = model_of_several_blocks(6);
     const memory_file                  f(builder::serialize(builder::sparse_file(m)));
     std::unique_ptr<macko::model_file> file;
     CHECK(macko::model_file_open(f.path().c_str(), false, &file) == S(OK), "%s", ggml_macko_last_error());
@@ -1685,12 +1691,7 @@ struct repeating_consumer : collector {
 };
 
 static void test_a_consumer_may_ask_for_groups_of_rows_and_for_everything_again() {
-    std::mt19937_64 rng(8);
-    builder::model  m;
-    m.sparse.push_back(
-        { "m.weight", { 1021, 1501 }, TYPE_F16, builder::random_data(rng, TYPE_F16, 1021 * 1501, 1021, 0.4) });
-    m.bits = { 4 };
-    m.dense.tensors.push_back({ "m.weight", m.sparse[0].ne, TYPE_F16, m.sparse[0].data, 0 });
+    const builder::model               m = model_of_several_blocks(8);
     const memory_file                  f(builder::serialize(builder::sparse_file(m)));
     std::unique_ptr<macko::model_file> file;
     CHECK(macko::model_file_open(f.path().c_str(), false, &file) == S(OK), "%s", ggml_macko_last_error());

@@ -242,6 +242,25 @@ void test_binary_broadcast_and_in_place() {
     }
 }
 
+// the source, of NaN, gives the shape only
+void test_fill_with_a_number_and_infinity() {
+    for (const tensor_type type : { TYPE_F32, TYPE_F16 }) {
+        for (const float value : { 0.0f, -2.5f, -INFINITY }) {
+            auto x   = make(type, { pick({ 1, 64, 1030 }), 3, 2, 2 }, pick({ 0, 3 }));
+            auto dst = make(type, { x->t.ne[0], 3, 2, 2 }, pick({ 0, 1 }));
+            CHECK(op_unary_supported(unary_op::FILL, x->t, dst->t), "fill");
+            const cudaError_t error = op_unary(ctx, unary_op::FILL, value, 0, x->t, dst->t);
+            CHECK(error == cudaSuccess, "fill: %s", cudaGetErrorString(error));
+            dst->download("fill");
+            int64_t bad = 0;
+            dst->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+                bad += dst->get(i0, i1, i2, i3) != static_cast<double>(value);
+            });
+            CHECK(bad == 0, "fill with %g: %d elements", static_cast<double>(value), static_cast<int>(bad));
+        }
+    }
+}
+
 void test_glu_halves_and_pairs() {
     for (int k = 0; k < 24; k++) {
         const int64_t n = pick({ 1, 65, 768, 1500 }), rows = pick({ 1, 5 });
@@ -1108,6 +1127,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         void (*run)();
     } tests[] = {
         { "binary", test_binary_broadcast_and_in_place },
+        { "fill", test_fill_with_a_number_and_infinity },
         { "glu", test_glu_halves_and_pairs },
         { "norm", test_rms_norm_with_sum_and_scale },
         { "softmax", test_soft_max_masked_rows },

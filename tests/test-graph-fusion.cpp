@@ -384,6 +384,24 @@ void test_a_sparse_weight_is_for_products_only() {
     CHECK(graph_scratch_nbytes(y, true) != graph_scratch_nbytes(y, false), "sparse and dense products share a row");
 }
 
+// llama.cpp's sparse attention and its groups of experts write rows into a tensor that GGML_OP_FILL has made.
+void test_no_op_writes_into_memory_of_another_device() {
+    graph_builder b;
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 1, 256);
+    ggml_tensor * rows = b.input(GGML_TYPE_F32, 1, 4);
+    ggml_tensor * ids  = b.input(GGML_TYPE_I32, 4);
+    ggml_tensor * here = ggml_fill(b.ctx, x, -INFINITY);
+    ggml_tensor * away = op_without_kernel(b.ctx, x);
+    CHECK(graph_supports_op(here, false), "FILL is not supported");
+    CHECK(graph_supports_op(ggml_set_rows(b.ctx, here, rows, ids), false), "rows of a result are not supported");
+    CHECK(graph_supports_op(ggml_set_rows(b.ctx, x, rows, ids), false), "rows of a cache are not supported");
+    ggml_tensor * part = ggml_view_2d(b.ctx, away, 1, 128, 4, 0);
+    CHECK(!graph_supports_op(ggml_set_rows(b.ctx, away, rows, ids), false), "rows of the CPU's memory are supported");
+    CHECK(!graph_supports_op(ggml_set_rows(b.ctx, part, rows, ids), false), "rows of a part of it are supported");
+    CHECK(!graph_supports_op(ggml_scale_inplace(b.ctx, away, 2), false), "the CPU's memory is scaled in place");
+    CHECK(graph_supports_op(ggml_scale(b.ctx, away, 2), false), "a result of the CPU is not read");
+}
+
 void test_unknown_ops_fail_with_their_node() {
     graph_builder b;
     ggml_tensor * y = op_without_kernel(b.ctx, b.input(GGML_TYPE_F32, 256));
@@ -430,6 +448,7 @@ int main() {
     test_operands_of_a_launch_live_until_its_last_node();
     test_experts_are_one_launch_per_slot_or_token();
     test_a_sparse_weight_is_for_products_only();
+    test_no_op_writes_into_memory_of_another_device();
     test_unknown_ops_fail_with_their_node();
     return test_summary("test-graph-fusion");
 }

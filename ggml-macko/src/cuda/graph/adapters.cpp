@@ -32,7 +32,7 @@ constexpr enum_pair<ggml_op, binary_op> BINARY_OPS[] = {
 constexpr enum_pair<ggml_op, unary_op> ONE_SOURCE_OPS[] = {
     { GGML_OP_SQR, unary_op::SQR },     { GGML_OP_SQRT, unary_op::SQRT }, { GGML_OP_LOG, unary_op::LOG },
     { GGML_OP_SIN, unary_op::SIN },     { GGML_OP_COS, unary_op::COS },   { GGML_OP_SCALE, unary_op::SCALE },
-    { GGML_OP_CLAMP, unary_op::CLAMP },
+    { GGML_OP_CLAMP, unary_op::CLAMP }, { GGML_OP_FILL, unary_op::FILL },
 };
 
 constexpr enum_pair<ggml_unary_op, unary_op> UNARY_OPS[] = {

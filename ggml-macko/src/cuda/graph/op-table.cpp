@@ -175,6 +175,7 @@ const op_row OP_TABLE[] = {
     { GGML_OP_COS,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_SCALE,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_CLAMP,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_FILL,           DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_UNARY,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
     { GGML_OP_GLU,            DENSE,  glu_supported,            nullptr,                   enqueue_glu       },
     { GGML_OP_ADD_ID,         DENSE,  add_id_supported,         nullptr,                   enqueue_add_id    },
@@ -213,6 +214,12 @@ const op_row * find_op(ggml_op op, bool sparse) {
 bool graph_supports_op(const ggml_tensor * op, bool sparse) {
     if (ggml_op_is_empty(op_of(op))) {
         return true;
+    }
+    // The result of SET_ROWS, or of an op in place, is the memory of another tensor. The scheduler does not look where
+    // that is: if the CPU computes it, the GPU would write there, and go on with a copy from before.
+    const ggml_tensor * owner = op->view_src;
+    if (owner && !graph_supports_op(owner, false) && !graph_supports_op(owner, true)) {
+        return false;
     }
     const op_row * row = find_op(op_of(op), sparse);
     return row && row->supported(op);

@@ -68,6 +68,7 @@ __device__ float apply(unary_op op, float p0, float p1, float x) {
         case unary_op::COS:         return cosf(x);
         case unary_op::SCALE:       return x * p0 + p1;
         case unary_op::CLAMP:       return x < p0 ? p0 : x > p1 ? p1 : x; // NaN passes
+        case unary_op::FILL:        return p0;
         default:                    return x;
     }
 }

@@ -135,6 +135,7 @@ enum class unary_op : int {
     COS,
     SCALE, // x * p0 + p1
     CLAMP, // to p0 ... p1
+    FILL,  // p0
 };
 bool        op_unary_supported(unary_op op, const op_tensor & x, const op_tensor & dst);
 cudaError_t op_unary(const op_context & ctx, unary_op op, float p0, float p1, const op_tensor & x,

@@ -4,13 +4,15 @@
   python3 tools/check_architectures.py                   all of the installed llama.cpp, about five minutes on 2 cores
   python3 tools/check_architectures.py mamba rwkv7       these
   python3 tools/check_architectures.py --table docs/design/architectures.md      all, and writes the table into the file
-  python3 tools/check_architectures.py --gpu -j 8        on the GPU, too, compared with dense on the CPU
+  python3 tools/check_architectures.py --gpu -j 8        on the GPU, too, sparse and dense
+  python3 tools/check_architectures.py --rows FILE --gpu --table PAGE            from what --json printed
 
 For each, a random model of a few hundred kilobytes is built (tests/architectures.py), pruned to 70 % zeros and
 converted, as `macko prune` and `macko convert` do it; dense and sparse file are loaded with GGML_MACKO_SPARSE_ONLY=1,
 and their logits (embeddings, for a model that has no others) are compared: those of a batch, and of tokens that follow
-one by one. Each step is a process of its own, because llama.cpp ends the process where an assertion fails. Prints one
-line for each model, and exits with 1 if one does not agree.
+one by one. With --gpu, sparse and dense file are loaded on the GPU, too, and compared with dense on the CPU: where both
+differ, sparse weights are not the cause. Each step is a process of its own, because llama.cpp ends the process where an
+assertion fails. Prints one line for each model, and exits with 1 if one does not agree.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -148,7 +151,7 @@ def compare(folder: pathlib.Path, embeddings: bool) -> None:
 
 
 def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
-    """The sparse model on the GPU with the dense one on the CPU. Writes gpu.json."""
+    """Sparse and dense model on the GPU with the dense one on the CPU. Writes gpu.json."""
     import llama_cpp.llama_cpp as api
 
     lines: list[str] = []
@@ -159,14 +162,17 @@ def compare_on_gpu(folder: pathlib.Path, embeddings: bool) -> None:
         sys.stderr.write(lines[-1])
 
     api.llama_log_set(keep, None)
-    sparse = outputs(folder / "sparse.gguf", embeddings, gpu=True)
+    on_cpu = np.load(folder / "dense.npy")
+    sparse = nmse(outputs(folder / "sparse.gguf", embeddings, gpu=True), on_cpu)
     sizes = re.findall(r"(\S+) model buffer size = +([\d.]+) MiB", "".join(lines))
     on_gpu = sum(float(size) for device, size in sizes if re.fullmatch(r"MACKO\d+", device))
     if on_gpu == 0:
         raise SystemExit("no weight is on a GPU")
     share = on_gpu / sum(float(size) for _, size in sizes)
-    difference = nmse(sparse, np.load(folder / "dense.npy"))
-    (folder / "gpu.json").write_text(json.dumps({"gpu_nmse": difference, "gpu_share": share}))
+    found = {"gpu_nmse": sparse, "gpu_share": share}
+    (folder / "gpu.json").write_text(json.dumps(found))
+    found["gpu_dense_nmse"] = nmse(outputs(folder / "dense.gguf", embeddings, gpu=True), on_cpu)
+    (folder / "gpu.json").write_text(json.dumps(found))
 
 
 # ---- all of them ----
@@ -214,8 +220,21 @@ def check(arch: str, gpu: bool) -> dict[str, Any]:
     elif not why and not row["nmse"] <= MAX_NMSE:
         row["why"] = f"the output differs from dense (NMSE {row['nmse']:.1e})"
     elif row.get("gpu_why") == "" and not row["gpu_nmse"] <= MAX_NMSE:
-        row["gpu_why"] = f"the output differs from dense (NMSE {row['gpu_nmse']:.1e})"
+        row["gpu_why"] = (
+            f"the output differs from dense on the CPU (NMSE {row['gpu_nmse']:.1e}; "
+            f"that of dense on the GPU: {row['gpu_dense_nmse']:.1e})"
+        )
     return row
+
+
+def check_all(names: list[str], gpu: bool, jobs: int) -> Iterator[dict[str, Any]]:
+    """Rows as they are finished; of all architectures if there are no names."""
+    import architectures
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # each waits for its processes
+        checks = [pool.submit(check, name, gpu) for name in names or architectures.names()]
+        for done in concurrent.futures.as_completed(checks):
+            yield done.result()
 
 
 def table_row(row: dict[str, Any], gpu: bool) -> str:
@@ -223,7 +242,8 @@ def table_row(row: dict[str, Any], gpu: bool) -> str:
     if not row["why"]:
         cells[1:] = [str(row["n_sparse"]), f"{100 * row['share']:.0f} %", f"{row['nmse']:.0e}"]
     if gpu:
-        cells += [f"{row['gpu_nmse']:.0e}", f"{100 * row['gpu_share']:.0f} %"] if "gpu_nmse" in row else ["", ""]
+        cells += [f"{row[name]:.0e}" if name in row else "" for name in ("gpu_nmse", "gpu_dense_nmse")]
+        cells += [f"{100 * row['gpu_share']:.0f} %" if "gpu_share" in row else ""]
         cells[4] = row.get("gpu_why") or cells[4]
     return f"| {' | '.join(cells)} |"
 
@@ -238,7 +258,7 @@ def write_table(page: pathlib.Path, rows: list[dict[str, Any]], gpu: bool) -> No
     columns = ["architecture", "sparse tensors", "of the weights", "CPU: difference of the output, or why not"]
     if gpu:
         title += f"; on the GPU, {sum(row.get('gpu_why') == '' for row in rows)}"
-        columns += ["GPU: difference", "weights on the GPU"]
+        columns += ["GPU: difference, or why not", "GPU: dense", "weights on the GPU"]
     lines = [
         f"\n{title}:\n",
         f"| {' | '.join(columns)} |",
@@ -255,7 +275,8 @@ def main() -> int:
     parser.add_argument("--gpu", action="store_true", help="compare on the GPU, too")
     parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="architectures at a time")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--table", type=pathlib.Path, metavar="FILE", help="write the table into this page")
+    parser.add_argument("--rows", type=pathlib.Path, metavar="FILE", help="take rows that --json printed, run nothing")
+    parser.add_argument("--table", type=pathlib.Path, metavar="PAGE", help="write the table into this page")
     parser.add_argument("--step", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--experts", action="store_true", help=argparse.SUPPRESS)
@@ -270,11 +291,11 @@ def main() -> int:
     if args.step == "gpu":
         compare_on_gpu(args.folder, args.embeddings)
         return 0
-    import architectures
-
-    rows = []
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:  # each waits for its processes
-        for row in pool.map(lambda arch: check(arch, args.gpu), args.names or architectures.names()):
+    if args.rows is not None:
+        rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    else:
+        rows = []
+        for row in check_all(args.names, args.gpu, args.jobs):
             rows.append(row)
             print(json.dumps(row) if args.json else table_row(row, args.gpu), flush=True)
     if args.table is not None:

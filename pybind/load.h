@@ -16,6 +16,7 @@ struct ggml_macko_params_layout {
     int32_t load_mode;
     int32_t use_mmap;
     int32_t use_direct_io;
+    int32_t use_mlock;
 };
 
 struct llama_model;

@@ -325,9 +325,10 @@ struct ggml_macko_params_layout {
     int32_t vocab_only;
     int32_t check_tensors;
     int32_t no_alloc;
-    int32_t load_mode; // an enum; before it, the next two
+    int32_t load_mode; // an enum; before it, the next three
     int32_t use_mmap;
     int32_t use_direct_io;
+    int32_t use_mlock;
 };
 
 struct llama_model;

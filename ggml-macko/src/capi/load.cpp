@@ -40,13 +40,13 @@ public:
         const auto is_inside = [&](int32_t at, size_t size) {
             return at >= -1 && at <= l.nbytes - static_cast<int32_t>(size);
         };
-        const bool has_mode = l.load_mode >= 0 || (l.use_mmap >= 0 && l.use_direct_io >= 0);
+        const bool has_mode = l.load_mode >= 0 || (l.use_mmap >= 0 && l.use_direct_io >= 0 && l.use_mlock >= 0);
         return l.nbytes > 0 && l.nbytes <= any_params::MAX_NBYTES && l.progress_callback >= 0 &&
                l.progress_callback_user_data >= 0 && l.vocab_only >= 0 && l.check_tensors >= 0 && l.no_alloc >= 0 &&
                has_mode && is_inside(l.progress_callback, sizeof(void *)) &&
                is_inside(l.progress_callback_user_data, sizeof(void *)) && is_inside(l.vocab_only, 1) &&
                is_inside(l.check_tensors, 1) && is_inside(l.no_alloc, 1) && is_inside(l.load_mode, sizeof(int32_t)) &&
-               is_inside(l.use_mmap, 1) && is_inside(l.use_direct_io, 1);
+               is_inside(l.use_mmap, 1) && is_inside(l.use_direct_io, 1) && is_inside(l.use_mlock, 1);
     }
 
     const any_params & value() const { return value_; }
@@ -59,14 +59,15 @@ public:
         set(layout_.progress_callback, callback);
         set(layout_.progress_callback_user_data, user_data);
     }
-    // The stream has no file descriptor that could be mapped. And llama.cpp would check placeholders instead of values;
-    // the plugin checks the values of every sparse tensor.
+    // The stream has no file descriptor that could be mapped. Of the weights, llama.cpp would lock the dense ones only.
+    // And it would check placeholders instead of values; the plugin checks the values of every sparse tensor.
     void read_plainly() {
         if (layout_.load_mode >= 0) {
             set(layout_.load_mode, int32_t(0)); // LLAMA_LOAD_MODE_NONE
         } else {
             set(layout_.use_mmap, false);
             set(layout_.use_direct_io, false);
+            set(layout_.use_mlock, false);
         }
         set(layout_.check_tensors, false);
     }
@@ -154,11 +155,12 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
     });
 }
 
-// nbytes, progress_callback and its user_data, vocab_only, check_tensors, no_alloc, load_mode, use_mmap, use_direct_io
+// nbytes, progress_callback and its user_data, vocab_only, check_tensors, no_alloc, load_mode, use_mmap, use_direct_io,
+// use_mlock
 static constexpr ggml_macko_params_layout KNOWN_LAYOUTS[] = {
-    { 72, 40, 48, 64, 68, 71, -1, 65, 66 }, // before load_mode
-    { 72, 40, 48, 64, 65, 68, 24, -1, -1 }, // with load_mode
-    { 80, 48, 56, 72, 73, 76, 24, -1, -1 }, // and with lazy_mode
+    { 72, 40, 48, 64, 68, 71, -1, 65, 66, 67 }, // before load_mode
+    { 72, 40, 48, 64, 65, 68, 24, -1, -1, -1 }, // with load_mode
+    { 80, 48, 56, 72, 73, 76, 24, -1, -1, -1 }, // and with lazy_mode
 };
 
 // As any_params, but what cannot be copied is returned in memory for which the caller passes the address.

@@ -23,9 +23,8 @@ import time
 import pytest
 
 import gguf_bytes as gb
+import llama_faults
 import tiny_models
-
-pytest.importorskip("llama_cpp")
 
 N_MUTANTS = int(os.environ.get("HOSTILE_LOADS", 1200))
 SEED = int(os.environ.get("HOSTILE_SEED", time.time() // 86400))
@@ -300,7 +299,7 @@ def warm():
     ggml_macko.register()
 
 
-@pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("name", llama_faults.running(tiny_models.ARCHITECTURES))
 def test_valid_tiny_model_loads(name, models, warm, tmp_path):
     assert (
         gb.write(gb.read(models[name].read_bytes())) == models[name].read_bytes()
@@ -317,7 +316,7 @@ def test_harness_notices_a_crash(warm, tmp_path):
     assert run_child(tmp_path / "dense.gguf", tmp_path / "log") == -signal.SIGABRT
 
 
-@pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("name", llama_faults.running(tiny_models.ARCHITECTURES))
 def test_mutant_never_ends_the_process(name, models, warm, tmp_path, record_property):
     rng = random.Random(f"{name} {SEED}")
     base = gb.read(models[name].read_bytes())

@@ -1,0 +1,18 @@
+"""Faults of llama.cpp in older versions of the range, which dense models meet, too: what is skipped there, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+VERSION = tuple(int(n) for n in pytest.importorskip("llama_cpp").__version__.split("+")[0].split("."))
+
+WINDOWS_ONLY = pytest.mark.skipif(
+    VERSION < (0, 3, 24), reason="llama.cpp aborts on a model in which every layer has a window (before 0.3.24)"
+)
+
+
+def running(names: tuple[str, ...]) -> list:
+    """Of tiny_models.ARCHITECTURES, as parameters of a test that runs these models. gemma3 has windows in both of its
+    layers.
+    """
+    return [pytest.param(name, marks=WINDOWS_ONLY if name == "gemma3" else ()) for name in names]

@@ -26,6 +26,7 @@ from ggml_macko.values import NEGATIVE_ZERO
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch: pip install 'ggml-macko[train]'")
+HAS_GPU = HAS_TORCH and importlib.import_module("torch").cuda.is_available()
 SUPPORTED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
@@ -158,6 +159,45 @@ def test_masked_adam_is_adam_where_weights_are_kept():
     assert torch.allclose(ours["b"].detach(), theirs[1].detach(), rtol=1e-4, atol=1e-6)
 
 
+@needs_torch
+@pytest.mark.parametrize("share_of_zeros", [0, 0.4, 1])
+def test_weights_of_masked_adam_are_those_that_are_kept(share_of_zeros):
+    import torch
+
+    from ggml_macko.recovery.masked_adam import MaskedAdam
+
+    rng = np.random.default_rng(5)
+    w = rng.normal(size=(40, 31)).astype(np.float32)
+    w[rng.random(w.shape) < share_of_zeros] = 0
+    adam = MaskedAdam({"w": torch.from_numpy(w.copy())})
+    assert np.array_equal(adam.weights()["w"].numpy(), w[w != 0])
+
+
+@needs_torch
+@pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
+def test_host_does_not_wait_for_a_gpu_in_a_training_step(tmp_path):
+    """The steps of a small model are over sooner than the host has asked for them."""
+    import torch
+
+    from ggml_macko.evaluation.transformer import Shape, Transformer, read_weights
+    from ggml_macko.recovery.distillation import Arithmetic, training_step
+    from ggml_macko.recovery.masked_adam import MaskedAdam
+
+    device = torch.device("cuda")
+    with Model(make(tmp_path / "model.gguf")) as m:
+        teacher, student = (Transformer(Shape.of(m), read_weights(m, device)) for _ in range(2))
+    adam = MaskedAdam({name: w for name, w in student.weights.items() if name.startswith("blk.")})
+    chunks = np.random.default_rng(6).integers(5, 90, (2, 32)).astype(np.int32)
+    try:
+        for mode in ("default", "error"):  # the first step allocates memory
+            torch.cuda.set_sync_debug_mode(mode)
+            adam.rate = 1e-4
+            training_step(student, teacher, chunks, Arithmetic(device))
+            adam.advance()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # ---- the command ----
 
 
@@ -237,6 +277,19 @@ def test_best_weights_are_written(tmp_path, macko, pair, text):
     found = [float(x) for x in re.findall(r"held out ([0-9.]+)", done.err)]
     assert found and min(found) > 1.1 * report["divergence_before"]
     assert report["divergence_after"] == pytest.approx(report["divergence_before"], rel=1e-3)
+
+
+@needs_torch
+def test_loss_that_is_not_finite_ends_the_run(tmp_path, macko, pair, text, monkeypatch):
+    """At the latest when the loss is looked at next: not at every step."""
+    import torch
+
+    from ggml_macko.recovery import distillation
+
+    monkeypatch.setattr(distillation, "training_step", lambda *args: torch.tensor(math.nan))
+    done = run(macko, pair, text, tmp_path / "out.gguf", "--epochs", 9, "--evaluations", 1)
+    assert done.code == 1 and "the loss is nan at step 16; a lower --learning-rate" in done.err, done.err
+    assert not (tmp_path / "out.gguf").exists()
 
 
 @needs_torch

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 
 def as_tokens(chunks: Chunks, device: torch.device) -> torch.Tensor:
     """Tokens as embed() takes them."""
-    return torch.from_numpy(chunks.astype(np.int64)).to(device)
+    return torch.from_numpy(chunks.astype(np.int64)).to(device, non_blocking=True)
 
 
 def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunks, device: torch.device) -> float:
@@ -170,6 +170,14 @@ def divergence_from_llama_cpp(llama: TextModel, model: Transformer, chunk: Chunk
         return float(divergence(found, expected))
 
 
+class _Angles(NamedTuple):
+    """Cosines and sines of rotary angles (positions, rope_dim / 2)."""
+
+    n_past: int  # the first position
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class Transformer:
     """The forward pass. weights: of read_weights(), used as they are at each call, so that they can be trained."""
 
@@ -178,6 +186,7 @@ class Transformer:
         self.n_past = 0  # position of the first token
         self.weights = weights
         self._checkpointing = gradient_checkpointing
+        self._angles: dict[bool, _Angles] = {}  # of layers with a window's own base, and of the others
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Hidden states before the first block. tokens: (chunks, tokens), int64."""
@@ -252,15 +261,7 @@ class Transformer:
     def _rotated(self, x: torch.Tensor, layer: int) -> torch.Tensor:
         """Rotary position embedding of the first rope_dim of each head."""
         s = self.shape
-        local = s.arch == "gemma3" and s.has_window(layer)
-        exponents = torch.arange(0, s.rope_dim, 2, device=x.device, dtype=torch.float32) / s.rope_dim
-        frequencies = (s.rope_base_window if local else s.rope_base) ** -exponents
-        if "rope_freqs.weight" in self.weights:
-            frequencies = frequencies / self.weights["rope_freqs.weight"]
-        positions = torch.arange(x.shape[2], device=x.device, dtype=torch.float32) + self.n_past
-        positions = positions * (1.0 if local else s.rope_scale)
-        angle = positions[:, None] * frequencies
-        cos, sin = angle.cos(), angle.sin()
+        cos, sin = self._cos_and_sin(s.arch == "gemma3" and s.has_window(layer), x.shape[2], x.device)
         rotated, rest = x[..., : s.rope_dim], x[..., s.rope_dim :]
         if s.arch in _NEOX:
             a, b = rotated.chunk(2, dim=-1)
@@ -269,6 +270,21 @@ class Transformer:
             a, b = rotated[..., 0::2], rotated[..., 1::2]
             out = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
         return torch.cat([out, rest], dim=-1)
+
+    def _cos_and_sin(self, local: bool, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the angles of the next n positions (n, rope_dim / 2); the last ones are kept, for the other layers."""
+        s = self.shape
+        last = self._angles.get(local)
+        if last is None or (last.n_past, last.cos.shape[0], last.cos.device) != (self.n_past, n, device):
+            exponents = torch.arange(0, s.rope_dim, 2, device=device, dtype=torch.float32) / s.rope_dim
+            frequencies = (s.rope_base_window if local else s.rope_base) ** -exponents
+            if "rope_freqs.weight" in self.weights:
+                frequencies = frequencies / self.weights["rope_freqs.weight"]
+            positions = torch.arange(n, device=device, dtype=torch.float32) + self.n_past
+            positions = positions * (1.0 if local else s.rope_scale)
+            angle = positions[:, None] * frequencies
+            last = self._angles[local] = _Angles(self.n_past, angle.cos(), angle.sin())
+        return last.cos, last.sin
 
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"blk.{layer}."

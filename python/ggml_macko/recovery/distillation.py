@@ -24,6 +24,9 @@ from ..recovery.masked_adam import MaskedAdam
 from ..recovery.options import RecoverOptions
 from ..recovery.schedule import Texts, from_step, learning_rate, steps_per_epoch
 
+_READ_EVERY = 16
+"""Steps between two looks at the loss: the host, which is ahead of a GPU, waits for it there."""
+
 _SAVE_SECONDS = 120.0
 """Between two checkpoints, at least; one is also written after each evaluation."""
 
@@ -54,16 +57,15 @@ class Evaluation(NamedTuple):
 
 def evaluate(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> Evaluation:
     """Of the student; that of the teacher is evaluate(teacher, teacher, ...)."""
-    nll = kl = 0.0
     first = chunks.shape[1] // 2
+    sums = torch.zeros(2, dtype=torch.float64, device=arithmetic.device)
     with torch.no_grad(), arithmetic.mixed_precision():
         for chunk in chunks:
             tokens = arithmetic.tokens(chunk[None])
             found, wanted = (model.logits(tokens)[:, first:-1] for model in (student, teacher))
-            nll += float(F.cross_entropy(found[0], tokens[0, first + 1 :]).double())
-            kl += float(divergence(found, wanted).double())
-    n = len(chunks)
-    return Evaluation(math.exp(nll / n), kl / n)
+            sums += torch.stack([F.cross_entropy(found[0], tokens[0, first + 1 :]), divergence(found, wanted)])
+    nll, kl = (sums / len(chunks)).tolist()
+    return Evaluation(math.exp(nll), kl)
 
 
 class Best(NamedTuple):
@@ -105,17 +107,21 @@ def distill(training: Training) -> None:
     with console.progress("recovering", n_steps, "steps", optimizer.n_steps) as advance:
         for tokens in from_step(texts, options, per_epoch, optimizer.n_steps):
             optimizer.rate = learning_rate(optimizer.n_steps, n_steps, highest)
-            loss = _step(student, teacher, tokens, arithmetic)
+            loss_of_step = training_step(student, teacher, tokens, arithmetic)
             optimizer.advance()
+            advance(1)
+            evaluates = optimizer.n_steps % evaluate_every == 0 or optimizer.n_steps == n_steps
+            if not evaluates and optimizer.n_steps % _READ_EVERY:
+                continue
+            loss = float(loss_of_step)
             if not math.isfinite(loss):
                 raise errors.error(
                     errors.NOT_FINITE,
                     f"the loss is {loss} at step {optimizer.n_steps}; a lower --learning-rate than {highest:g} "
                     "may help",
                 )
-            advance(1)
             console.note(f"divergence {loss:.4f}")
-            if optimizer.n_steps % evaluate_every == 0 or optimizer.n_steps == n_steps:
+            if evaluates:
                 found = evaluate(student, teacher, texts.held_out, arithmetic)
                 console.detail(
                     f"step {optimizer.n_steps:6d}: divergence {loss:.4f}, held out {found.divergence:.4f}, "
@@ -151,15 +157,15 @@ def _restored(saved: Saved, optimizer: MaskedAdam) -> Best:
     return Best(saved.state["divergence"], weights, saved.state["n_since"])
 
 
-def _step(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> float:
-    """One forward and one backward pass, in which the optimizer changes the weights."""
+def training_step(student: Transformer, teacher: Transformer, chunks: Chunks, arithmetic: Arithmetic) -> torch.Tensor:
+    """One forward and one backward pass, in which the optimizer changes the weights. Returns the loss."""
     tokens = arithmetic.tokens(chunks)
     with arithmetic.mixed_precision():
         with torch.no_grad():
             wanted = teacher.logits(tokens)
         loss = divergence(student.logits(tokens), wanted)
     loss.backward()
-    return float(loss.detach())
+    return loss.detach()
 
 
 def _on_host(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,7 +27,8 @@ class MaskedAdam:
         self._weights = dict(weights)
         # None: all of a vector is trained, such as a norm or a bias
         self._kept = {name: None if w.dim() < 2 else w != 0 for name, w in self._weights.items()}
-        self._first = {name: torch.zeros_like(self._select(name, w)) for name, w in self._weights.items()}
+        self._n_kept = {name: w.numel() if w.dim() < 2 else int((w != 0).sum()) for name, w in self._weights.items()}
+        self._first = {name: torch.zeros(self._n_kept[name], device=w.device) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
         self._hooks = []
         for name, w in self._weights.items():
@@ -69,9 +70,16 @@ class MaskedAdam:
             self._assign(name, w, weights[name].to(w.device))
 
     def _select(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor of the shape of a weight: the elements that are trained, flat."""
+        """Of a tensor of the shape of a weight: the elements that are trained, flat.
+
+        As tensor[kept], which would have the host wait for a GPU that counts them.
+        """
         kept = self._kept[name]
-        return tensor.reshape(-1) if kept is None else tensor[kept]
+        if kept is None:
+            return tensor.reshape(-1)
+        is_kept = kept.reshape(-1)
+        place = is_kept.cumsum(0).mul_(is_kept)  # from 1; what is not kept goes to 0
+        return tensor.new_empty(self._n_kept[name] + 1).scatter_(0, place, tensor.reshape(-1))[1:]
 
     def _assign(self, name: str, weight: torch.Tensor, values: torch.Tensor) -> None:
         kept = self._kept[name]
@@ -89,5 +97,10 @@ class MaskedAdam:
         first = self._first[name].mul_(BETA1).add_(gradient, alpha=1 - BETA1)
         second = self._second[name].mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         correction = math.sqrt(1 - BETA2**step) / (1 - BETA1**step)
-        change = first / second.sqrt().add_(EPSILON)
-        self._assign(name, weight, self._select(name, weight.detach()) - self.rate * correction * change)
+        change = (first / second.sqrt().add_(EPSILON)).mul_(self.rate * correction)
+        kept = self._kept[name]
+        with torch.no_grad():
+            if kept is None:
+                weight.sub_(change.reshape(weight.shape))
+            else:
+                weight.sub_(torch.zeros_like(weight).masked_scatter_(kept, change))

@@ -174,6 +174,7 @@ def test_weights_of_masked_adam_are_those_that_are_kept(share_of_zeros):
 
 
 @needs_torch
+@pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
 def test_host_does_not_wait_for_a_gpu_in_a_training_step(tmp_path):
     """The steps of a small model are over sooner than the host has asked for them."""

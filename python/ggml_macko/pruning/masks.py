@@ -1,4 +1,5 @@
-"""Scores of weights, and the exact choice of the lowest ones. Works on NumPy arrays and reads no files.
+"""Scores of weights, and the exact choice of the lowest ones. Works on arrays and reads no files. Values may lie on a
+GPU (array_backend.py); scores and masks are NumPy's.
 
 Everything is exact: the caller gives counts as integers, ties go to the lowest index, and a score is the result of
 single float32 operations. A mask therefore depends neither on the number of threads nor on the machine.
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..pruning.array_backend import module_of
 from ..values import EXPONENT, SIGNIFICAND_BITS, TYPE_BF16, TYPE_F16
 
 Bits = npt.NDArray[Any]
@@ -38,9 +40,9 @@ def from_float32(values: FloatArray, type_id: int) -> Bits:
     if type_id == TYPE_F16:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).view(np.uint16)
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    bits: Bits = module_of(values).ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     if type_id == TYPE_BF16:
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return bits
 
 
@@ -65,7 +67,7 @@ def with_significant_bits(values: FloatArray, n: int) -> FloatArray:
     dropped = 24 - n
     if dropped == 0:
         return values
-    u = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    u: Bits = module_of(values).ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     half = (1 << (dropped - 1)) - 1
     return ((u + np.uint32(half) + ((u >> dropped) & 1)) >> dropped << dropped).astype(np.uint32).view(np.float32)
 

@@ -148,15 +148,17 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
         with console.progress(t.name, total, unit) as advance:
             for i in range(n):
                 rows = slice(i * t.ne[1], (i + 1) * t.ne[1])
-                before = xp.asarray(masks.to_float32(dense[rows], t.type))
+                before = masks.to_float32(xp.asarray(dense[rows]), t.type)
                 w = prune_matrix(before, bits[rows], t, i, advance)
-                bits[rows] = masks.from_float32(masks.with_significant_bits(array_backend.to_host(w), kept), t.type)
-                if bindings.count_dense(bits[rows], t.type).n_nonfinite:
+                new = masks.from_float32(masks.with_significant_bits(w, kept), t.type)
+                after = masks.to_float32(new, t.type)
+                if not xp.isfinite(after).all():
                     raise errors.error(
                         errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
                     )
+                bits[rows] = array_backend.to_host(new)
                 hessian = xp.asarray(hessians.get(t.name, i, t.cols))
-                lost += sparsegpt.energy(before - xp.asarray(masks.to_float32(bits[rows], t.type)), hessian)
+                lost += sparsegpt.energy(before - after, hessian)
                 energy += sparsegpt.energy(before, hessian)
                 if unit == "matrices":
                     advance(1)
@@ -174,7 +176,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
             spectrum = hessians.spectrum(t.name, i, problem)
             return alps.refit(problem, alps.prune_matrix(problem, spectrum, n_zeros, options.pattern))
         else:
-            w = xp.asarray(masks.to_float32(chosen, t.type))
+            w = masks.to_float32(xp.asarray(chosen), t.type)
         if options.refit:
             w = alps.refit(hessians.problem(t.name, i, before, options.damping), w)
         return w
@@ -196,14 +198,14 @@ def refitted(t: Tensor, hessians: Hessians, damping: float, sparsity: Fraction) 
     lost = energy = 0.0
     for i in range(allocation.n_matrices(t)):
         part = bits[i * rows : (i + 1) * rows]
-        w = xp.array(masks.to_float32(part, t.type))
+        w = masks.to_float32(xp.array(part), t.type)
         problem = hessians.problem(t.name, i, w, damping)
         scores = array_backend.to_host(xp.abs(w) * xp.sqrt(problem.hessian.diagonal())).reshape(1, -1)
         mask = xp.asarray(masks.lowest_per_row(scores, int(sparsity * w.size)).reshape(w.shape))
         found = alps.refit(problem, xp.where(mask, 0, w))
         energy += sparsegpt.energy(w, problem.hessian)
         lost += sparsegpt.energy(w - found, problem.hessian)
-        part[:] = masks.from_float32(array_backend.to_host(found), t.type)
+        part[:] = array_backend.to_host(masks.from_float32(found, t.type))
     return Refitted(bits, lost / energy if energy else 0.0)
 
 

@@ -67,7 +67,8 @@ def sample(
             written = [tokens]
             for _ in range(n_ctx - prompts.shape[1]):
                 shares = torch.softmax(writer.next_logits(tokens), dim=-1)
-                tokens = torch.multinomial(shares, 1, generator=generator)
+                # as torch.multinomial draws one, which has the host wait for a GPU that checks the shares
+                tokens = (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1, keepdim=True)
                 written.append(tokens)
                 advance(len(tokens))
             out[rows] = torch.cat(written, dim=1).cpu().numpy()

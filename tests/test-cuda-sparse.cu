@@ -27,6 +27,7 @@ struct test_matrix {
     macko_arrays         coded  = {};
     void *               memory = nullptr;
     int64_t              nbytes = 0;
+    cuda_memory          outgrown;
     cuda_sparse_matrix   device = {};
 
     uint32_t bits(int64_t i) const {
@@ -85,17 +86,22 @@ struct test_matrix {
     macko_desc desc() const { return { rows, cols, type, delta_bits, coded.nnz }; }
 
     // Uploads ranges of rows in shuffled order, from two threads, from memory that ends where the range ends. False if
-    // the layout that is asked for does not fit.
-    bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0) {
+    // the layout that is asked for does not fit. max_outliers: the values that CODED cannot say, as the header tells,
+    // or -1.
+    bool upload(rng & random, cuda_sparse_uploader & uploader, int32_t layout = -1, int32_t lanes = 0,
+                int64_t max_outliers = -1) {
+        cuda_device_info info;
+        CUDA_CHECK(cuda_current_device(&info));
+        const int64_t padded = n_padded(coded.n_stored), enough = cuda_sparse_nbytes(desc(), padded);
+        const int64_t reserved =
+            max_outliers < 0 ? enough : cuda_sparse_nbytes(desc(), padded, max_outliers, info.shared_nbytes);
         if (!memory) {
-            nbytes = std::max(
-                cuda_sparse_nbytes(desc(), n_padded(coded.n_stored)),
-                cuda_sparse_bind(desc(), n_padded(coded.n_stored), CUDA_SPARSE_LAYOUT_BANKED, 32, nullptr).nbytes);
+            nbytes = std::max(enough, cuda_sparse_bind(desc(), padded, CUDA_SPARSE_LAYOUT_BANKED, 32, nullptr).nbytes);
             CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(nbytes)));
         }
         CUDA_CHECK(cudaMemset(memory, 0xa5, static_cast<size_t>(nbytes)));
         CUDA_CHECK(cudaDeviceSynchronize()); // the copies that follow use another stream
-        STATUS_CHECK(uploader.begin(desc(), n_padded(coded.n_stored), memory));
+        STATUS_CHECK(uploader.begin(desc(), padded, memory, reserved));
         std::vector<std::pair<int64_t, int64_t>> blocks;
         for (int64_t r = 0; r < rows;) {
             const int64_t end = std::min(rows, r + random.range(1, std::max<int64_t>(1, rows / 3)));
@@ -125,15 +131,22 @@ struct test_matrix {
         work(0);
         other.join();
         CHECK(!failed, "upload");
-        const int status = layout < 0 ? uploader.finish(&device) : uploader.finish(&device, layout, lanes);
+        const int status = layout < 0 ? uploader.finish(&device, &outgrown) : uploader.finish(&device, layout, lanes);
         if (layout >= 0 && status != GGML_MACKO_STATUS_OK) {
             return false;
         }
         CHECK(status == GGML_MACKO_STATUS_OK, "finish: %s", ggml_macko_last_error());
         // more only where a test asks for more lanes than the matrix would get
-        const int64_t room = layout < 0 || device.layout == CUDA_SPARSE_LAYOUT_CODED
-                                 ? cuda_sparse_nbytes(desc(), n_padded(coded.n_stored))
-                                 : nbytes;
+        const int64_t room = outgrown                                                  ? enough
+                             : layout < 0 || device.layout == CUDA_SPARSE_LAYOUT_CODED ? reserved
+                                                                                       : nbytes;
+        if (reserved < nbytes) {
+            std::vector<uint8_t> behind(static_cast<size_t>(nbytes - reserved));
+            CUDA_CHECK(cudaMemcpy(behind.data(), static_cast<uint8_t *>(memory) + reserved, behind.size(),
+                                  cudaMemcpyDeviceToHost));
+            CHECK(layout >= 0 || std::all_of(behind.begin(), behind.end(), [](uint8_t b) { return b == 0xa5; }),
+                  "layout %d: bytes behind the reserved ones were written", device.layout);
+        }
         CHECK(device.nbytes <= room, "layout %d takes %lld bytes of %lld", device.layout,
               static_cast<long long>(device.nbytes), static_cast<long long>(room));
         return true;
@@ -515,6 +528,33 @@ static void test_values_of_few_exponents_are_coded(cuda_sparse_uploader & upload
     CHECK(layout_of(GGML_MACKO_TYPE_BF16, 3, 20, 0.5).first != CUDA_SPARSE_LAYOUT_CODED, "values that are too large");
 }
 
+// A header that tells how many outliers there are saves memory. A matrix that needs more for its structure, or has more
+// outliers, has memory of its own.
+static void test_coded_matrices_stay_within_what_their_headers_reserve(cuda_sparse_uploader & uploader) {
+    for (const int type : { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_BF16 }) {
+        for (const double density : { 0.5, 0.3, 0.1 }) {
+            for (const structure s : { UNIFORM, EQUAL_ROWS, BANDED }) {
+                for (const bool cut : { true, false }) {
+                    rng               random(static_cast<uint64_t>(type * 100 + s));
+                    test_matrix       w(random, 300, 4096, type, density < 0.2 ? 8 : 4, density, s, 2.9, -8, cut);
+                    const std::string label = "type " + std::to_string(type) + ", density " + std::to_string(density) +
+                                              ", structure " + std::to_string(s);
+                    // one value in a hundred is larger, one in a thousand a -0
+                    w.upload(random, uploader, -1, 0, w.coded.nnz / 64);
+                    const bool is_short = cut || type == GGML_MACKO_TYPE_BF16;
+                    if (s != BANDED) {
+                        CHECK(!w.outgrown == is_short, "%s: fits %d", label.c_str(), !w.outgrown);
+                        CHECK(!is_short || w.device.layout == CUDA_SPARSE_LAYOUT_CODED, "%s: layout %d", label.c_str(),
+                              w.device.layout);
+                    }
+                    check_product(random, { &w }, 1, {}, label);
+                    check_densify(w, label);
+                }
+            }
+        }
+    }
+}
+
 // x that is infinite, no number, tiny or huge, of a CODED matrix. A zero times an infinity is NaN in a dense product as
 // well, so rows without a weight there may be anything.
 static void test_coded_products_of_odd_x(cuda_sparse_uploader & uploader) {
@@ -802,9 +842,33 @@ static void test_memory_stays_near_the_file() {
     }
 }
 
+// The same for values of 8 significant bits, .7 % of them outliers, which a file has as 10 bits each and a bitmap. A
+// group has 16 entries and as many deltas of 2, 4 or 6 bits.
+static void test_memory_of_coded_values_stays_near_the_file() {
+    constexpr int64_t SHARED = 99 * 1024, ROWS = 4096;
+    for (const int64_t cols : { 2048, 4096, 5120, 8192, 11008, 14336 }) {
+        for (int percent = 10; percent <= 70; percent += 5) {
+            const double     d    = percent / 100.0;
+            const auto       nnz  = static_cast<int64_t>(d * static_cast<double>(ROWS * cols));
+            const macko_desc desc = { ROWS, cols, GGML_MACKO_TYPE_BF16, 4, nnz };
+            // as a packed matrix is recoded
+            const auto   padded = n_padded(static_cast<int64_t>(static_cast<double>(nnz) / (1 - std::pow(1 - d, 16))));
+            const auto   nbytes = static_cast<double>(cuda_sparse_nbytes(desc, padded, nnz * 7 / 1000, SHARED));
+            const double file = static_cast<double>(nnz) * (10 + 0.007 * 32) / 8 + static_cast<double>(ROWS * cols) / 8;
+            const double most = static_cast<double>(cuda_sparse_nbytes(desc, padded));
+            CHECK(nbytes / file <= (cols >= 4096 ? 1.23 : 1.41) && nbytes < most * 0.95,
+                  "%lld cols, density %.2f: %.3f", static_cast<long long>(cols), d, nbytes / file);
+        }
+    }
+    const macko_desc wide = { ROWS, 40000, GGML_MACKO_TYPE_BF16, 4, ROWS * 20000 }; // x does not fit
+    CHECK(cuda_sparse_nbytes(wide, n_padded(wide.nnz), 0, SHARED) == cuda_sparse_nbytes(wide, n_padded(wide.nnz)),
+          "a matrix that cannot be CODED");
+}
+
 int main(int argc, char ** argv) {
     unsetenv("GGML_MACKO_CODED"); // as automatic a choice as any other
     test_memory_stays_near_the_file();
+    test_memory_of_coded_values_stays_near_the_file();
     test_values_and_deltas_share_the_bits_of_a_fused_group();
     test_values_and_deltas_of_a_coded_group();
     int n_devices = 0;
@@ -824,6 +888,7 @@ int main(int argc, char ** argv) {
     test_wide_f16_matrices_are_fused_where_that_fits(*uploader);
     test_coded_products_of_any_values(*uploader, n_cases);
     test_values_of_few_exponents_are_coded(*uploader);
+    test_coded_matrices_stay_within_what_their_headers_reserve(*uploader);
     test_coded_products_of_odd_x(*uploader);
     test_products_by_tiles(*uploader, n_cases / 2);
     test_densify_of_more_rows_than_resident_blocks(*uploader);

@@ -142,6 +142,19 @@ def test_what_does_not_fit_the_gpu_is_left_out(pruned, monkeypatch):
     assert "nothing fits" in " ".join(ggml_macko.plan(pruned, types=["packed"]).advice)
 
 
+def test_values_in_ten_bits_stay_so_on_a_gpu_where_rows_are_wide(tmp_path):
+    rng = np.random.default_rng(5)
+    growth = {}
+    for cols in (1024, 2048):
+        w = rng.normal(size=(256, cols)).astype(np.float32)
+        w[np.abs(w) < np.median(np.abs(w))] = 0
+        bits = (w.view(np.uint32) >> 16).astype(np.uint16)  # BF16
+        path = generators.write_gguf(tmp_path / f"{cols}.gguf", {"blk.0.attn_q.weight": (bits, 30)})
+        found = by_type(ggml_macko.plan(path, types=["sparse-lossless"]))["sparse-lossless"]
+        growth[cols] = found.nbytes_gpu / found.nbytes
+    assert growth[2048] <= 1.25 < 1.4 < growth[1024]
+
+
 # ---- advice ----
 
 

@@ -7,9 +7,8 @@
 
 namespace macko::cpu {
 
-constexpr coded_widths SHORTEST       = { 7, 2, 0 };
-constexpr int64_t      CODED_SLACK    = 16; // bytes that kernels read past the last bit
-constexpr int64_t      MAX_CODED_COLS = int64_t(UINT16_MAX) + 1;
+constexpr int64_t CODED_SLACK    = 16; // bytes that kernels read past the last bit
+constexpr int64_t MAX_CODED_COLS = int64_t(UINT16_MAX) + 1;
 
 static int64_t align_to(int64_t n, int64_t multiple) { return (n + multiple - 1) & ~(multiple - 1); }
 static int64_t align_part(int64_t n) { return align_to(n, BITMAP_ALIGNMENT); }
@@ -26,19 +25,12 @@ static int64_t row_sums_nbytes(const macko_desc & desc, int32_t value_type) {
 static int64_t n_coded(const macko_desc & desc) { return desc.nnz + desc.rows * (CODED_ROW_ALIGNMENT - 1); }
 static int64_t bits_nbytes(const macko_desc & desc) { return align_part((n_coded(desc) + 7) / 8 + CODED_SLACK); }
 
-// Words of a file's coded values that are neither the header nor blocks of the shortest values.
-static int64_t spare_words(const macko_desc & desc, int64_t coded_nbytes) {
-    return coded_nbytes / 4 - CODED_HEADER_WORDS - SHORTEST.blocks_words(packed_n_values(desc.nnz));
-}
 static int64_t max_outliers(const macko_desc & desc, int64_t coded_nbytes) {
-    return spare_words(desc, coded_nbytes) * 4 / value_nbytes(desc.type);
+    return max_short_outliers(desc.nnz, desc.type, coded_nbytes);
 }
 
 bool bitmap_takes_coded(const macko_desc & desc, int64_t coded_nbytes) {
-    // Blocks of any other widths would take a word more each.
-    const int64_t words = spare_words(desc, coded_nbytes);
-    return desc.cols <= MAX_CODED_COLS && n_coded(desc) <= UINT32_MAX && words >= 0 &&
-           words < packed_n_values(desc.nnz) / QUANT_BLOCK;
+    return desc.cols <= MAX_CODED_COLS && n_coded(desc) <= UINT32_MAX && max_outliers(desc, coded_nbytes) >= 0;
 }
 
 static int64_t n_groups(const macko_desc & desc) { return (desc.nnz + QUANT_GROUP - 1) / QUANT_GROUP; }

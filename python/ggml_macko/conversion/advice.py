@@ -347,7 +347,9 @@ def _coding_of_group(members: Sequence[_Looked]) -> tuple[float | None, float | 
     return sum(c.value_bits * c.n_values for c in found) / n, 1 - sum(c.n_outliers for c in found) / n
 
 
-_GPU_GROWTH = 1.5  # quantized values in GPU memory over the bytes in the file, at most (docs/guide/performance.md)
+# bytes in GPU memory over those in the file, at most (docs/guide/performance.md): quantized values; values in ten bits
+# in rows of so many columns
+_GPU_GROWTH, _GPU_GROWTH_OF_TEN_BITS, _GPU_WIDE = 1.5, 1.25, 2048
 
 
 def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan:
@@ -382,14 +384,22 @@ def _saved_by_q6_k(name: str, looked: Sequence[_Looked]) -> int:
 
 
 def _gpu_nbytes(name: str, sparse: int, is_lossy: bool, looked: Sequence[_Looked]) -> int:
-    """Plain values are recoded to MACKO rows; quantized ones stay quantized, Q5_0 and Q4_NL as Q8_0."""
+    """Plain values are recoded to MACKO rows; quantized ones stay quantized, Q5_0 and Q4_NL as Q8_0. Values that are
+    coded in ten bits stay so where rows are wide (docs/design/gpu-layouts.md)."""
     if is_lossy:
         wide = "sparse-q8_0" if name in ("sparse-q5_0", "sparse-q4_nl") else name
         known = [x.stored[wide].nbytes for x in looked if wide in x.stored and x.stored[name].is_sparse]
         return round(_GPU_GROWTH * (sum(known) if known else sparse))
-    rows = registry.default_type()
-    known = [x.stored[rows].nbytes for x in looked if rows in x.stored and x.stored[name].is_sparse]
-    return max(sparse, sum(known))
+    return round(sum(_lossless_gpu_nbytes(x, x.stored[name]) for x in looked if x.stored[name].is_sparse))
+
+
+def _lossless_gpu_nbytes(x: _Looked, stored: _Stored) -> float:
+    rows = x.stored.get(registry.default_type(), stored)
+    nbytes, coding = max(stored.nbytes_memory, rows.nbytes), stored.coding
+    in_ten_bits = coding is not None and (coding.mantissa_bits, coding.exponents) == (7, 3)
+    if in_ten_bits and x.tensor.cols >= _GPU_WIDE:
+        return min(nbytes, _GPU_GROWTH_OF_TEN_BITS * stored.nbytes)
+    return nbytes
 
 
 def _break_evens(choices: Sequence[Choice], looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:

@@ -176,6 +176,13 @@ int64_t max_coded_words(int64_t nnz, int32_t type) {
     return CODED_HEADER_WORDS + widest.blocks_words(packed_n_values(nnz)) + outliers_words(nnz, type);
 }
 
+int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes) {
+    constexpr coded_widths shortest = { 7, 2, 0 };
+    const int64_t          n = packed_n_values(nnz), words = nbytes / 4 - CODED_HEADER_WORDS - shortest.blocks_words(n);
+    // blocks of any other widths would take a word more each
+    return words >= 0 && words < n / QUANT_BLOCK ? words * 4 / value_nbytes(type) : -1;
+}
+
 // ---- check ----
 
 namespace {

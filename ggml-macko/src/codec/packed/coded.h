@@ -43,6 +43,9 @@ struct coded_block_view {
 
 // words that nnz values of a type take at most
 int64_t max_coded_words(int64_t nnz, int32_t type);
+// The most outliers that nnz values of m = 7 and e = 2 have if they take so many bytes, which a header tells, or -1:
+// no such values take so many.
+int64_t max_short_outliers(int64_t nnz, int32_t type, int64_t nbytes);
 
 // Coded values that passed the checks of open_coded(). The words must outlive it.
 class coded_view {

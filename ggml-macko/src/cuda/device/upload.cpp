@@ -1,5 +1,6 @@
 #include "cuda/device/upload.h"
 
+#include "codec/packed/coded.h"
 #include "codec/team.h"
 
 #include "cuda/sparse/upload-registry.h"
@@ -64,11 +65,20 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
+// Bytes to reserve for MACKO rows.
+int64_t rows_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
+    const int64_t outliers = matrix.value_type == GGML_MACKO_TYPE_CODED
+                                 ? max_short_outliers(matrix.desc.nnz, matrix.desc.type, matrix.nbytes_values)
+                                 : -1;
+    return outliers >= 0 ? cuda_sparse_nbytes(matrix.desc, matrix.n_padded, outliers, device.shared_nbytes)
+                         : cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
+}
+
 } // namespace
 
 size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
     const int64_t own = own_nbytes(device, matrix);
-    return static_cast<size_t>(own ? own : cuda_sparse_nbytes(matrix.desc, matrix.n_padded));
+    return static_cast<size_t>(own ? own : rows_nbytes(device, matrix));
 }
 
 std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & current, const sparse_tensor_info & matrix,
@@ -86,13 +96,14 @@ std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & curren
         }
         return status == GGML_MACKO_STATUS_OK;
     };
-    if (own_nbytes(device, matrix) == 0 && !ok(uploader->begin(matrix.desc, matrix.n_padded, tensor->data))) {
+    if (own_nbytes(device, matrix) == 0 &&
+        !ok(uploader->begin(matrix.desc, matrix.n_padded, tensor->data, rows_nbytes(device, matrix)))) {
         return nullptr;
     }
     if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) { // it keeps the error itself
         return nullptr;
     }
-    if (!consumer.finished && !ok(uploader->finish(&m->matrix))) {
+    if (!consumer.finished && !ok(uploader->finish(&m->matrix, &m->outgrown))) {
         return nullptr;
     }
     return m;

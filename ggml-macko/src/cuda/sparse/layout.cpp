@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 
 namespace macko::cuda {
 
@@ -69,12 +71,21 @@ int32_t cuda_coded_delta_bits(const macko_desc & desc) {
     return nbytes(2) <= nbytes(4) ? 2 : nbytes(4) <= nbytes(6) ? 4 : 6;
 }
 
-int64_t cuda_coded_room(const macko_desc & desc, int64_t n_padded) {
-    // whole lines of what separate values and deltas would take, less the bases that CODED has beyond theirs
-    const int64_t separate = max_groups(desc, n_padded) * (2 * CUDA_SPARSE_GROUP + desc.delta_bits);
-    const int64_t lanes    = cuda_sparse_lanes(desc, n_padded, CUDA_SPARSE_LAYOUT_BANKED);
-    const int64_t bases    = std::max<int64_t>(0, 2 * desc.rows * (CODED_LANES - lanes) + CUDA_SPARSE_ALIGNMENT);
-    return std::max<int64_t>(0, separate - cuda_sparse_aligned(2 * desc.rows) - bases - CUDA_SPARSE_ALIGNMENT);
+// GGML_MACKO_CODED=0 leaves CODED out, so that layouts can be compared
+bool cuda_coded_allowed() {
+    const char * wish = getenv("GGML_MACKO_CODED");
+    return !wish || strcmp(wish, "0") != 0;
+}
+
+// CODED: bytes of tails, bases and row_ptr, and what the last line may take beyond its groups
+static int64_t coded_nbytes_of_rows(const macko_desc & desc) {
+    return cuda_sparse_aligned(2 * desc.rows) + cuda_sparse_aligned(2 * desc.rows * CODED_LANES) +
+           cuda_sparse_aligned(4 * (desc.rows + 1)) + CUDA_SPARSE_ALIGNMENT;
+}
+
+int64_t cuda_coded_room(const macko_desc & desc, int64_t reserved) {
+    const int64_t room = reserved - coded_nbytes_of_rows(desc);
+    return std::max<int64_t>(0, room & ~(CUDA_SPARSE_ALIGNMENT - 1));
 }
 
 bool cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes) {
@@ -90,7 +101,7 @@ bool cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes) 
 }
 
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes,
-                                    void * memory) {
+                                    void * memory, int64_t reserved) {
     cuda_sparse_matrix m = {};
     m.rows               = desc.rows;
     m.cols               = desc.cols;
@@ -108,7 +119,7 @@ cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, i
         parts.take(&m.deltas, deltas_nbytes(n_padded, desc.delta_bits));
     } else if (layout == CUDA_SPARSE_LAYOUT_CODED) {
         m.lanes = lanes;
-        parts.take(&m.values, cuda_coded_room(desc, n_padded) + CUDA_SPARSE_ALIGNMENT); // the last line is whole
+        parts.take(&m.values, cuda_coded_room(desc, reserved) + CUDA_SPARSE_ALIGNMENT); // the last line is whole
         parts.take(&m.tails, desc.rows);
         parts.take(&m.bases, desc.rows * lanes);
     } else {
@@ -135,6 +146,34 @@ int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded) {
     const int32_t lanes = cuda_sparse_lanes(desc, n_padded, CUDA_SPARSE_LAYOUT_BANKED); // at least those of INTERLEAVED
     const int64_t runs  = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_BANKED, lanes, nullptr).nbytes;
     return std::max(rows, runs);
+}
+
+// CODED: groups of a row on average where zeros are at random places, with those that its last line leaves unused
+static double expected_coded_groups(const macko_desc & desc, int32_t delta_bits, int64_t outliers) {
+    const auto   rows     = static_cast<double>(desc.rows);
+    const double of_a_row = static_cast<double>(outliers) / rows;
+    const double groups   = expected_nbytes(desc, 1, static_cast<double>(CODED_GROUP), delta_bits) / rows + 0.5 +
+                          of_a_row / OUTLIERS_OF_GROUP + std::min(of_a_row, 0.5);
+    // rows end anywhere in a line, or, if pruned to equal lengths, all at about the same place
+    const double equal = std::ceil((groups + 1) / CUDA_SPARSE_LINE) * CUDA_SPARSE_LINE;
+    return std::max(groups + (CUDA_SPARSE_LINE - 1) / 2.0, equal);
+}
+
+int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded, int64_t outliers, int64_t shared_nbytes) {
+    constexpr double MARGIN = 1.02;
+    const int64_t    any    = cuda_sparse_nbytes(desc, n_padded);
+    const int64_t    x      = 32 * bank_width_of(desc.cols) + CODED_GROUP;
+    if (desc.type == GGML_MACKO_TYPE_F32 || desc.cols < CUDA_SPARSE_WIDE || !cuda_coded_allowed() ||
+        x + x / 4 > cuda_sparse_room_of_x(shared_nbytes)) { // a quarter: overshoot
+        return any;
+    }
+    const int32_t bits = cuda_coded_delta_bits(desc);
+    const auto    groups =
+        static_cast<int64_t>(MARGIN * static_cast<double>(desc.rows) * expected_coded_groups(desc, bits, outliers));
+    const int64_t coded = groups * coded_group_nbytes(bits);
+    return cuda_coded_pays(desc, n_padded, coded)
+               ? std::min(any, cuda_sparse_aligned(coded) + coded_nbytes_of_rows(desc))
+               : any;
 }
 
 } // namespace macko::cuda

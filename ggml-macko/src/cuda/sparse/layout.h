@@ -81,7 +81,7 @@ private:
     uint8_t *begin_, *at_;
 };
 
-// A matrix in device memory: pointers into one allocation of cuda_sparse_nbytes() bytes that the caller owns.
+// A matrix in device memory: pointers into one allocation that the caller owns.
 struct cuda_sparse_matrix {
     int64_t rows;
     int64_t cols;
@@ -125,6 +125,7 @@ inline int64_t cuda_sparse_words(const cuda_sparse_matrix & m) {
 }
 
 // FUSED, CODED: groups of outliers, and unused groups, behind those of a row
+constexpr int OUTLIERS_OF_GROUP = 4; // values
 constexpr int TAIL_MAX_OUTLIERS = 8191;
 constexpr int tail_of(int outliers, int unused) { return outliers << 3 | unused; }
 constexpr int tail_outliers(int tail) { return tail >> 3; }
@@ -152,17 +153,24 @@ inline bool cuda_sparse_has_kernels(const cuda_sparse_matrix & m) {
 
 // Bytes to reserve for a matrix. Known from the header alone: whatever the data is, one of the layouts fits them.
 int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded);
+// The same where the header also says that at most `outliers` values are not as CODED takes them: what CODED takes if
+// zeros are at random places, and 2 % of its groups. A matrix of unusual structure needs more (mul-mat.cuh).
+// shared_nbytes: shared memory that a block may use on the device.
+int64_t cuda_sparse_nbytes(const macko_desc & desc, int64_t n_padded, int64_t outliers, int64_t shared_nbytes);
+// words of x that a block can hold in so much shared memory
+constexpr int64_t cuda_sparse_room_of_x(int64_t shared_nbytes) { return shared_nbytes / 4 - 32; }
 
 // For the upload and its tests: the runs per row that suit the matrix, the most groups that fit the reserved bytes, and
-// the parts of a matrix in memory (null: offsets).
+// the parts of a matrix in memory (null: offsets). reserved: bytes of that memory, all of which CODED takes.
 int32_t cuda_sparse_lanes(const macko_desc & desc, int64_t n_padded, int32_t layout);
 int64_t cuda_sparse_max_groups(const macko_desc & desc, int64_t n_padded, int32_t layout);
-// CODED: the width of deltas that takes the fewest bytes, the most bytes of groups that fit, and whether so many bytes
-// are fewer than those of another layout
+// CODED: whether GGML_MACKO_CODED allows it, the width of deltas that takes the fewest bytes, the most bytes of groups
+// that fit, and whether so many bytes are fewer than those of another layout
+bool               cuda_coded_allowed();
 int32_t            cuda_coded_delta_bits(const macko_desc & desc);
-int64_t            cuda_coded_room(const macko_desc & desc, int64_t n_padded);
+int64_t            cuda_coded_room(const macko_desc & desc, int64_t reserved);
 bool               cuda_coded_pays(const macko_desc & desc, int64_t n_padded, int64_t nbytes);
 cuda_sparse_matrix cuda_sparse_bind(const macko_desc & desc, int64_t n_padded, int32_t layout, int32_t lanes,
-                                    void * memory);
+                                    void * memory, int64_t reserved = 0);
 
 } // namespace macko::cuda

@@ -110,15 +110,19 @@ public:
     [[nodiscard]] static int create(int device, std::unique_ptr<cuda_sparse_uploader> * out);
     ~cuda_sparse_uploader();
 
-    // dst: cuda_sparse_nbytes(desc, n_padded) bytes of device memory, aligned to CUDA_SPARSE_ALIGNMENT
-    [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst);
+    // dst: `reserved` bytes of device memory, aligned to CUDA_SPARSE_ALIGNMENT: those of either cuda_sparse_nbytes()
+    [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst, int64_t reserved);
+    [[nodiscard]] int begin(const macko_desc & desc, int64_t n_padded, void * dst) {
+        return begin(desc, n_padded, dst, cuda_sparse_nbytes(desc, n_padded));
+    }
     // a range of rows, in any order, each row once
     [[nodiscard]] int rows(const macko_view & view);
-    // After all rows: chooses the layout and makes it. The matrix is complete on return.
-    [[nodiscard]] int finish(cuda_sparse_matrix * out);
+    // After all rows: chooses the layout and makes it. The matrix is complete on return. One of unusual structure that
+    // needs more than the reserved bytes gets memory of its own, *outgrown, which has to live as long as the matrix.
+    [[nodiscard]] int finish(cuda_sparse_matrix * out, cuda_memory * outgrown);
+    [[nodiscard]] int finish(cuda_sparse_matrix * out) { return finish(out, nullptr); } // all bytes are reserved
     // A packed matrix with quantized values, as a whole. dst: the bytes of cuda_quantized_bind() with
-    // cuda_quantized_max_outliers(). A matrix of unusual structure that needs more gets memory of its own, *outgrown,
-    // which has to live as long as the matrix.
+    // cuda_quantized_max_outliers(); *outgrown as above.
     [[nodiscard]] int packed(const packed_view & view, const quantized_shape & shape, void * dst, int n_threads,
                              cuda_sparse_matrix * out, cuda_memory * outgrown);
     // For tests and measurements: this layout (enum cuda_sparse_layout) with these lanes (0: as usual), or an error if

@@ -147,8 +147,7 @@ static __device__ int entries_of_part(const cuda_sparse_matrix & m) {
     return m.layout == CUDA_SPARSE_LAYOUT_CODED ? CODED_PART : entries_of(m);
 }
 
-constexpr int N_EXPONENTS       = 128; // CODED: those whose power a bfloat16 number can be
-constexpr int OUTLIERS_OF_GROUP = 4;   // values to a group
+constexpr int N_EXPONENTS = 128; // CODED: those whose power a bfloat16 number can be
 
 // FUSED, CODED: how many values can be said with each exponent. For a value the exponents that can are an interval: +1
 // at its begin, -1 behind its end.
@@ -372,17 +371,11 @@ struct pinned_buffer {
     bool         in_flight = false; // a copy may still read it
 };
 
-// GGML_MACKO_CODED=0 leaves CODED out, so that layouts can be compared
-static bool takes_coded() {
-    const char * wish = getenv("GGML_MACKO_CODED");
-    return !wish || strcmp(wish, "0") != 0;
-}
-
 struct cuda_sparse_uploader::impl {
     int                         device         = 0;
     cuda_device_info            info           = {};
-    bool                        may_be_coded   = takes_coded(); // if it is smaller
-    uint8_t *                   staging        = nullptr;       // device memory
+    bool                        may_be_coded   = cuda_coded_allowed(); // if it is smaller
+    uint8_t *                   staging        = nullptr;              // device memory
     int64_t                     staging_nbytes = 0;
     repack_counts *             counts         = nullptr; // device memory
     pinned_buffer               pinned[N_PINNED];
@@ -393,6 +386,7 @@ struct cuda_sparse_uploader::impl {
     macko_desc         desc         = {};
     int64_t            n_padded     = 0;
     void *             dst          = nullptr;
+    int64_t            reserved     = 0;  // bytes at dst
     cuda_sparse_matrix raw          = {}; // layout FILE, in staging memory
     bool               have_row_ptr = false;
     quantized_image    image        = {}; // kept for the next matrix: fresh pages are slow
@@ -523,7 +517,7 @@ struct cuda_sparse_uploader::impl {
     // The same for CODED, if its groups, of which outliers take some more, fit and are smaller than those of another
     // layout (*fits). Sets m->delta_bits, m->bank_width and m->exponent.
     int count_coded(cuda_sparse_matrix * m, bool automatic, repack_counts * found, bool * fits) {
-        int64_t said;
+        int64_t said  = 0;
         m->delta_bits = cuda_coded_delta_bits(desc);
         m->bank_width = m->delta_bits == 6 ? 0 : m->bank_width;
         if (const int status = find_exponent(m, &said)) {
@@ -539,7 +533,7 @@ struct cuda_sparse_uploader::impl {
         if (const int status = count(m, found)) {
             return status;
         }
-        *fits = found->groups * group <= cuda_coded_room(desc, n_padded) &&
+        *fits = found->groups * group <= cuda_coded_room(desc, reserved) &&
                 (!automatic || cuda_coded_pays(desc, n_padded, (found->groups - found->unused_groups) * group));
         return GGML_MACKO_STATUS_OK;
     }
@@ -551,7 +545,7 @@ struct cuda_sparse_uploader::impl {
     int repack(cuda_sparse_matrix * m, bool automatic, bool * fits) {
         *fits               = false;
         const bool    fused = m->layout == CUDA_SPARSE_LAYOUT_FUSED, coded = m->layout == CUDA_SPARSE_LAYOUT_CODED;
-        const int64_t room = info.shared_nbytes / 4 - 32; // words of x that one block can hold
+        const int64_t room = cuda_sparse_room_of_x(info.shared_nbytes);
         if (cuda_sparse_words(*m) > room || m->type == GGML_MACKO_TYPE_F32 ||
             (fused && m->type != GGML_MACKO_TYPE_F16) || (!fused && !coded && !cuda_sparse_has_kernels(*m))) {
             return GGML_MACKO_STATUS_OK;
@@ -600,6 +594,20 @@ struct cuda_sparse_uploader::impl {
         *fits               = m->overshoot <= std::min(words, room - words);
         return GGML_MACKO_STATUS_OK;
     }
+
+    // Makes the matrix in a layout, if it fits (*fits). lanes: 0 as usual; automatic: see repack()
+    int make(int32_t layout, int32_t lanes, bool automatic, cuda_sparse_matrix * m, bool * fits) {
+        *m = cuda_sparse_bind(desc, n_padded, layout, lanes ? lanes : cuda_sparse_lanes(desc, n_padded, layout), dst,
+                              reserved);
+        if (layout != CUDA_SPARSE_LAYOUT_FILE) {
+            return repack(m, automatic, fits);
+        }
+        CUDA_OK(
+            cudaMemcpyAsync(dst, staging, static_cast<size_t>(m->nbytes), cudaMemcpyDeviceToDevice, pinned[0].stream));
+        CUDA_OK(cudaStreamSynchronize(pinned[0].stream));
+        *fits = true;
+        return GGML_MACKO_STATUS_OK;
+    }
 };
 
 cuda_sparse_uploader::cuda_sparse_uploader(std::unique_ptr<impl> p) : impl_(std::move(p)) {}
@@ -620,7 +628,7 @@ int cuda_sparse_uploader::create(int device, std::unique_ptr<cuda_sparse_uploade
     return GGML_MACKO_STATUS_OK;
 }
 
-int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void * dst) {
+int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void * dst, int64_t reserved) {
     impl & s = *impl_;
     CUDA_OK(cudaSetDevice(s.device));
     if (const int status = s.arrived()) { // copies of a matrix that was given up
@@ -637,6 +645,7 @@ int cuda_sparse_uploader::begin(const macko_desc & desc, int64_t n_padded, void 
     s.desc         = desc;
     s.n_padded     = n_padded;
     s.dst          = dst;
+    s.reserved     = reserved;
     s.raw          = cuda_sparse_bind(desc, n_padded, CUDA_SPARSE_LAYOUT_FILE, 0, s.staging);
     s.have_row_ptr = false;
     return GGML_MACKO_STATUS_OK;
@@ -694,7 +703,40 @@ int cuda_sparse_uploader::packed(const packed_view & view, const quantized_shape
     return status ? status : late;
 }
 
-int cuda_sparse_uploader::finish(cuda_sparse_matrix * out) { return finish(out, -1, 0); }
+int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, cuda_memory * outgrown) {
+    impl & s = *impl_;
+    CUDA_OK(cudaSetDevice(s.device));
+    if (const int status = s.arrived()) {
+        return status;
+    }
+    bool          fits   = false;
+    const int64_t enough = cuda_sparse_nbytes(s.desc, s.n_padded);
+    if (s.reserved < enough) { // for CODED
+        if (const int status = s.make(CUDA_SPARSE_LAYOUT_CODED, 0, true, out, &fits)) {
+            return status;
+        }
+        if (fits) {
+            return GGML_MACKO_STATUS_OK;
+        }
+        CUDA_OK(cudaMalloc(&s.dst, static_cast<size_t>(enough)));
+        outgrown->reset(s.dst);
+        s.reserved = enough;
+    }
+    const bool    banks = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon passes through all of them
+    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_CODED, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED,
+                               CUDA_SPARSE_LAYOUT_INTERLEAVED, CUDA_SPARSE_LAYOUT_FILE };
+    for (const int32_t wish : wishes) {
+        const bool banked = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
+        if ((banked && !banks) || (wish == CUDA_SPARSE_LAYOUT_CODED && !s.may_be_coded)) {
+            continue;
+        }
+        const int status = s.make(wish, 0, true, out, &fits);
+        if (status || fits) {
+            return status;
+        }
+    }
+    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "no layout fits the matrix"); // FILE does, in enough memory
+}
 
 int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32_t lanes) {
     impl & s = *impl_;
@@ -702,37 +744,9 @@ int cuda_sparse_uploader::finish(cuda_sparse_matrix * out, int32_t layout, int32
     if (const int status = s.arrived()) {
         return status;
     }
-    const bool    banks = s.desc.cols >= CUDA_SPARSE_WIDE; // in narrow matrices a group soon passes through all of them
-    const int32_t wishes[] = { CUDA_SPARSE_LAYOUT_CODED, CUDA_SPARSE_LAYOUT_FUSED, CUDA_SPARSE_LAYOUT_BANKED,
-                               CUDA_SPARSE_LAYOUT_INTERLEAVED, CUDA_SPARSE_LAYOUT_FILE };
-    for (const int32_t wish : wishes) {
-        const int32_t candidate = layout >= 0 ? layout : wish;
-        const bool    banked    = wish != CUDA_SPARSE_LAYOUT_INTERLEAVED && wish != CUDA_SPARSE_LAYOUT_FILE;
-        const bool    allowed   = (banks || !banked) && (s.may_be_coded || wish != CUDA_SPARSE_LAYOUT_CODED);
-        if (layout < 0 && !allowed) {
-            continue;
-        }
-        cuda_sparse_matrix m = cuda_sparse_bind(
-            s.desc, s.n_padded, candidate, lanes ? lanes : cuda_sparse_lanes(s.desc, s.n_padded, candidate), s.dst);
-        bool fits = true;
-        if (candidate == CUDA_SPARSE_LAYOUT_FILE) {
-            CUDA_OK(cudaMemcpyAsync(s.dst, s.staging, static_cast<size_t>(m.nbytes), cudaMemcpyDeviceToDevice,
-                                    s.pinned[0].stream));
-            CUDA_OK(cudaStreamSynchronize(s.pinned[0].stream));
-        } else {
-            if (const int status = s.repack(&m, layout < 0, &fits)) {
-                return status;
-            }
-        }
-        if (fits) {
-            *out = m;
-            return GGML_MACKO_STATUS_OK;
-        }
-        if (layout >= 0) {
-            break;
-        }
-    }
-    return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "layout %d does not fit the matrix", layout);
+    bool      fits   = false;
+    const int status = s.make(layout, lanes, false, out, &fits);
+    return status || fits ? status : fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "layout %d does not fit the matrix", layout);
 }
 
 } // namespace macko::cuda

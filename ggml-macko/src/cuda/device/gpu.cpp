@@ -108,21 +108,36 @@ bool gpu::check(cudaError_t error, const char * what) {
     if (error == cudaSuccess) {
         return true;
     }
-    if (!dead_.exchange(true)) {
-        log_error("%s: %s: %s (%s). The GPU is not used any more; restart the process\n", name.c_str(), what,
-                  cudaGetErrorString(error), cudaGetErrorName(error));
-    }
+    give_up(what, cudaGetErrorString(error) + std::string(" (") + cudaGetErrorName(error) + ")");
     return false;
+}
+
+void gpu::give_up(const char * what, const std::string & why) {
+    if (!dead_.exchange(true)) {
+        log_error("%s: %s: %s. The GPU is not used any more; restart the process\n", name.c_str(), what, why.c_str());
+    }
 }
 
 // ---- gpu: copies ----
 
+bool gpu::select_for_copy() {
+    if (!select()) {
+        give_up("a copy", "it could not be made");
+        return false;
+    }
+    return true;
+}
+
 bool gpu::write(void * dst, const void * src, size_t size) {
     if (size <= small_writes::MAX_NBYTES) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return make_current() && (pending_.add(dst, src, size) || (queue_pending() && pending_.add(dst, src, size)));
+        if (make_current() && (pending_.add(dst, src, size) || (queue_pending() && pending_.add(dst, src, size)))) {
+            return true;
+        }
+        give_up("a copy", "it could not be made");
+        return false;
     }
-    if (!select()) {
+    if (!select_for_copy()) {
         return false;
     }
     if (size > RING_MAX_WRITE) {
@@ -147,14 +162,15 @@ bool gpu::write_through_ring(void * dst, const void * src, size_t size) {
 }
 
 void gpu::read(void * dst, const void * src, size_t size) {
-    if (!select() || !check(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToHost, stream), "copy from the GPU") ||
+    if (!select_for_copy() ||
+        !check(cudaMemcpyAsync(dst, src, size, cudaMemcpyDeviceToHost, stream), "copy from the GPU") ||
         !synchronize()) {
         memset(dst, 0xff, size);
     }
 }
 
 bool gpu::fill(void * dst, uint8_t value, size_t size) {
-    return select() && check(cudaMemsetAsync(dst, value, size, stream), "cudaMemset") && synchronize();
+    return select_for_copy() && check(cudaMemsetAsync(dst, value, size, stream), "cudaMemset") && synchronize();
 }
 
 } // namespace macko::cuda

@@ -69,7 +69,8 @@ struct gpu {
     bool check_memory(cudaError_t error, const char * what);
     bool synchronize() { return check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
 
-    // host memory: dst or src may be reused when they return
+    // Host memory: dst or src may be reused when they return. A copy that cannot be made for whatever reason makes the
+    // device dead, since nobody looks at tensors again.
     bool write(void * dst, const void * src, size_t size);
     void read(void * dst, const void * src, size_t size); // NaN bytes on failure, never what an earlier graph left
     bool fill(void * dst, uint8_t value, size_t size);
@@ -82,6 +83,9 @@ private:
     char *       ring_      = nullptr; // pinned
     size_t       ring_used_ = 0;
     small_writes pending_; // not queued yet
+
+    void give_up(const char * what, const std::string & why);
+    bool select_for_copy();
 
     // mutex_ is held
     bool make_current();

@@ -15,9 +15,21 @@ __attribute__((visibility("default"))) long ggml_macko_fail_cuda(long call, int 
     return atomic_exchange(&n_calls, 0);
 }
 
+// The last error of the thread, as the runtime keeps it: `<<< >>>` returns none.
+static _Thread_local cudaError_t last_error = cudaSuccess;
+
 static cudaError_t next_error(void) {
-    return atomic_fetch_add(&n_calls, 1) + 1 == atomic_load(&failing_call) ? (cudaError_t)atomic_load(&failing_error)
-                                                                           : cudaSuccess;
+    if (atomic_fetch_add(&n_calls, 1) + 1 != atomic_load(&failing_call)) {
+        return cudaSuccess;
+    }
+    return last_error = (cudaError_t)atomic_load(&failing_error);
+}
+
+cudaError_t __real_cudaGetLastError(void);
+cudaError_t __wrap_cudaGetLastError(void) {
+    const cudaError_t error = last_error, real = __real_cudaGetLastError();
+    last_error = cudaSuccess;
+    return error ? error : real;
 }
 
 #define WRAP(name, parameters, arguments)               \

@@ -19,7 +19,6 @@ import argparse
 import collections
 import concurrent.futures
 import ctypes
-import functools
 import json
 import os
 import pathlib
@@ -28,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -115,34 +115,44 @@ class Trial(NamedTuple):
     log: str
 
 
-class Interrupted(Exception):
-    """Ctrl-C ended the whole: no process begins any more."""
-
+HANG_SECONDS = 60.0
+"""Without a line of output, after which a process is taken to hang."""
 
 interrupted = threading.Event()
+"""Ctrl-C: no process begins any more, and what the others tried until then is kept."""
 running: set[subprocess.Popen[bytes]] = set()
 
 
-def run(package: pathlib.Path, arguments: Sequence[object], timeout: float) -> tuple[list[Trial], str]:
+def wait(process: subprocess.Popen[bytes], err: IO[str]) -> str:
+    """How the process ended if not well."""
+    nbytes, since = 0, time.monotonic()
+    while True:
+        try:
+            code = process.wait(1)
+            return f"CRASH (exit code {code})" if code else ""
+        except subprocess.TimeoutExpired:
+            size = os.fstat(err.fileno()).st_size
+            if size > nbytes:
+                nbytes, since = size, time.monotonic()
+            elif time.monotonic() - since > HANG_SECONDS:
+                process.kill()
+                return "HANG"
+
+
+def run(package: pathlib.Path, arguments: Sequence[object]) -> tuple[list[Trial], str]:
     """Runs a process; returns what it tried, and how it ended if not well: that is the outcome of its last trial."""
     if interrupted.is_set():
-        raise Interrupted
+        return [], ""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, __file__, *map(str, arguments)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         # a session of its own: Ctrl-C is for this process alone
         with subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True) as process:
             running.add(process)
-            try:
-                code = process.wait(timeout)
-                end = f"CRASH (exit code {code})" if code else ""
-            except subprocess.TimeoutExpired:
-                process.kill()
-                end = "HANG"
-            finally:
-                running.discard(process)
+            end = wait(process, err)
+            running.discard(process)
         if interrupted.is_set():
-            raise Interrupted
+            end = ""
         out.seek(0)
         err.seek(0)
         results = [json.loads(line) for line in out.read().splitlines() if line.startswith("{")]
@@ -154,16 +164,16 @@ def run(package: pathlib.Path, arguments: Sequence[object], timeout: float) -> t
     return trials, end
 
 
-def run_one(package: pathlib.Path, path: str, call: int, error: int) -> Trial:
-    trials, end = run(package, ["--worker", path, call, error], timeout=120)
-    return trials[0] if trials else Trial(call, {"outcome": end}, "")
+def run_one(package: pathlib.Path, path: str, call: int, error: int) -> list[Trial]:
+    trials, end = run(package, ["--worker", path, call, error])
+    return trials if trials or interrupted.is_set() else [Trial(call, {"outcome": end}, "")]
 
 
 def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Trial]:
     """Every step-th call in processes that have loaded the model before: a new one where one has ended early."""
     found: list[Trial] = []
     while True:
-        trials, end = run(package, ["--worker-of-all", path, first, step], timeout=3600)
+        trials, end = run(package, ["--worker-of-all", path, first, step])
         found += trials
         if not end:
             return found
@@ -172,9 +182,14 @@ def run_all(package: pathlib.Path, path: str, first: int, step: int) -> list[Tri
         first = trials[-1].call + step
 
 
+def lines_of_gpu(log: str) -> list[str]:
+    return [line for line in log.splitlines() if "MACKO0:" in line]
+
+
 def outcome(result: dict[str, Any], log: str, want: str) -> str:
     reasons = ("memory", GIVEN_UP, "slowly")
-    said = any("MACKO0:" in line and any(reason in line for reason in reasons) for line in log.splitlines())
+    said = any(any(reason in line for reason in reasons) for line in lines_of_gpu(log))
+    said = said or "(cudaError" in result.get("refused", "")
     if "outcome" in result:
         return str(result["outcome"])
     if "refused" in result:
@@ -204,20 +219,24 @@ def make_package(build: pathlib.Path) -> pathlib.Path:
 def try_all(package: pathlib.Path, args: argparse.Namespace, n_calls: int) -> Iterator[tuple[str, Trial]]:
     """(row of the table, failure) of all that is tried."""
     pool = concurrent.futures.ThreadPoolExecutor(args.jobs)
+    calls = range(1, n_calls + 1, args.every)
+    rows = {
+        pool.submit(run_one, package, args.model, call, error): name for name, error in ERRORS.items() for call in calls
+    }
+    rows |= {pool.submit(run_all, package, args.model, 1 + i, args.jobs): LOADED_BEFORE for i in range(args.jobs)}
+    left = set(rows)
     try:
-        for name, error in ERRORS.items():
-            calls = range(1, n_calls + 1, args.every)
-            tries = pool.map(functools.partial(run_one, package, args.model, error=error), calls)
-            for number, trial in enumerate(tries, 1):
-                yield name, trial
-                if number % 25 == 0:
-                    print(f"{name}: {number} of {len(calls)}", file=sys.stderr, flush=True)
-        for trials in pool.map(lambda i: run_all(package, args.model, 1 + i, args.jobs), range(args.jobs)):
-            yield from ((LOADED_BEFORE, trial) for trial in trials)
+        for future in concurrent.futures.as_completed(rows):
+            left.discard(future)
+            print(f"{len(rows) - len(left)} of {len(rows)} processes: {rows[future]}", file=sys.stderr, flush=True)
+            yield from ((rows[future], trial) for trial in future.result())
     except KeyboardInterrupt:
         interrupted.set()
         for process in list(running):
             process.kill()
+        for future in left:
+            if not future.cancel():
+                yield from ((rows[future], trial) for trial in future.result())
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -237,7 +256,7 @@ def main() -> None:
     parser.add_argument("-j", "--jobs", type=int, default=4, help="processes at a time (default: 4)")
     args = parser.parse_args()
     package = make_package(args.build)
-    first = run_one(package, args.model, 0, 0)
+    (first,) = run_one(package, args.model, 0, 0)
     if "text" not in first.result:
         sys.exit(f"error: {args.model}: {first.result}\n{first.log[-2000:]}")
     want, n_calls = first.result["text"], first.result["calls"]
@@ -256,7 +275,8 @@ def main() -> None:
     print(tabulate(rows, ["error", "outcome", "calls"], tablefmt="github"))
     bad = {key: value for key, value in examples.items() if key[1] not in GOOD}
     for (name, what), trial in bad.items():
-        print(f"{name}, {what}: call {trial.call}: {trial.result}\n{trial.log[-1500:]}", file=sys.stderr)
+        log = "\n".join([*lines_of_gpu(trial.log), trial.log[-300:]])
+        print(f"{name}, {what}: call {trial.call}: {trial.result}\n{log}\n", file=sys.stderr)
     sys.exit(130 if cut_off else 1 if bad else 0)
 
 

@@ -727,8 +727,9 @@ static void test_values_become_bundles_where_that_is_faster() {
                 CHECK(form.value_type == (is_quant_type(t.value_type) ? t.value_type : t.type), "%s", set->name);
             }
         }
-        const bool vbmi2 = strcmp(set->name, "avx512-vbmi2") == 0;
-        CHECK(set->bundles == (strncmp(set->name, "avx", 3) == 0), "%s", set->name);
+        const bool vbmi2   = strcmp(set->name, "avx512-vbmi2") == 0;
+        const bool bundles = strncmp(set->name, "avx", 3) == 0 || strncmp(set->name, "neon-", 5) == 0;
+        CHECK(set->bundles == bundles, "%s", set->name);
         CHECK(set->quant_bundles == (set->bundles && !vbmi2), "%s", set->name);
         CHECK((set->bundles_below > 0) == set->bundles, "%s", set->name);
     }
@@ -982,7 +983,7 @@ static void test_forced_kernel_set_is_the_one_in_use() {
     CHECK(got == "0 " + best, "%s", got.c_str());
     got = selection_with("");
     CHECK(got == "0 " + best, "%s", got.c_str());
-    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon" }) {
+    for (const char * name : { "portable", "avx2", "avx512", "avx512-vbmi2", "neon", "neon-dotprod", "neon-fhm" }) {
         bool supported = false;
         for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
             supported |= strcmp(set->name, name) == 0;

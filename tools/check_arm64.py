@@ -29,7 +29,7 @@ OUT = ROOT / "build" / "arm64-text"
 MODEL = ROOT / "models" / "docs-4m-s70-f16.gguf"
 LOSSLESS = ("macko", "ec-csr", "packed", "sparse-lossless")
 QUANTIZED = ("sparse-q8_0", "sparse-q5_0", "sparse-q4_nl", "sparse-q4_0")
-CPUS = ("cortex-a72", "max")
+CPUS = ("cortex-a72", "cortex-a76", "max")
 MACKO = (sys.executable, "-m", "ggml_macko.commands.cli")
 
 

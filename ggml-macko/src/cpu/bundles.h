@@ -1,10 +1,10 @@
-// Quantized, F16 and BF16 non-zeros in the order in which AVX2 multiplies them: the second form that a bitmap_matrix
-// may have. Made when a model is loaded; it is in no file. It takes more memory than bitmap and values, and far fewer
-// instructions.
+// Quantized, F16 and BF16 non-zeros in the order in which AVX2 and arm64's sdot multiply them: the second form that a
+// bitmap_matrix may have. Made when a model is loaded; it is in no file. It takes more memory than bitmap and values,
+// and far fewer instructions.
 //
 // A piece is a part of a row, and a bundle has pieces whose columns are near each other, of any of 128 rows. Its
 // non-zeros are dealt out to steps: all that a step has are in a window of 16 columns, whose x are one register that
-// pshufb takes them from. Slots that stay empty have the value 0.
+// pshufb or tbl takes them from. Slots that stay empty have the value 0.
 //
 //                a piece                                       pieces of a bundle   non-zeros of each in a step
 //   quantized    what the row has of a block of 32 values      4                    4

@@ -1,6 +1,7 @@
 // Chooses the kernel set, chooses the layout of x for each multiplication, and divides its rows among threads. This
 // file is compiled for any CPU.
 #include "cpu/dispatch.h"
+#include "platform/platform.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -48,7 +49,13 @@ static const candidate * candidates(int * n) {
         { &kernels_portable, true },
     };
 #elif defined(__aarch64__)
-    static const candidate all[] = { { &kernels_neon, true }, { &kernels_portable, true } };
+    static const platform::arm64_extensions has   = platform::find_arm64_extensions();
+    static const candidate                  all[] = {
+        { &kernels_neon_fhm, has.dot_product && has.f16_products },
+        { &kernels_neon_dotprod, has.dot_product },
+        { &kernels_neon, true },
+        { &kernels_portable, true },
+    };
 #else
     static const candidate all[] = { { &kernels_portable, true } };
 #endif

@@ -81,6 +81,8 @@ extern const kernel_set kernels_avx512;
 extern const kernel_set kernels_avx512_vbmi2;
 #elif defined(__aarch64__)
 extern const kernel_set kernels_neon;
+extern const kernel_set kernels_neon_dotprod;
+extern const kernel_set kernels_neon_fhm;
 #endif
 
 // the i-th of the sets that this CPU and operating system support, fastest first; nullptr past the last

@@ -28,7 +28,9 @@ struct bundles_avx2 {
     template <int TYPE> static constexpr int   BUNDLE_LARGEST  = TYPE == GGML_MACKO_TYPE_Q4_0 ? 32767 : 255 * 127 + 127;
     template <int TYPE> static constexpr float BUNDLE_X_OFFSET = TYPE == GGML_MACKO_TYPE_Q4_0 ? 32768.0f : 0.0f;
 
-    // Splits 8 floats, which have the precision of TYPE: F16 or BF16.
+    static constexpr int PLANE_STEP = 8;
+
+    // Splits so many floats, which have the precision of TYPE: F16 or BF16.
     template <int TYPE> static void store_planes16(uint8_t * low, uint8_t * high, const float * x) {
         const __m256  v = _mm256_loadu_ps(x);
         const __m256i u = TYPE == GGML_MACKO_TYPE_F16

@@ -38,7 +38,7 @@
 //            One FMA per non-zero and W tokens, and a row is decoded once for a whole tile of TILE tokens.
 //
 // A fourth, `planes`, is for matrices in bundles (bundles.h), in the sets that have kernels for them
-// (kernels-bundles-avx2.h). Their `panels` begin with lists for all rows of a group.
+// (kernels-bundles-*.h). Their `panels` begin with lists for all rows of a group.
 //
 // Quantized weights in `rows` and `panels` are dequantized to floats half a group (32 values with one scale) at a time.
 #pragma once
@@ -773,7 +773,7 @@ template <int TYPE, typename S> void prepare_bundles(const mul_mat_params & p, i
             const int64_t left = p.w.cols - c;
             float         part[W];
             simd::store(part, load_x<TYPE>(left > 0 ? p.x[i] + c : nullptr, left, true));
-            for (int k = 0; k < W; k += 8) {
+            for (int k = 0; k < W; k += S::PLANE_STEP) {
                 S::template store_planes16<TYPE>(planes.low + c + k, planes.high + c + k, part + k);
             }
         }

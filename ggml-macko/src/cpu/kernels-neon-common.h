@@ -75,6 +75,13 @@ struct neon : plain_mask_bits {
             return vreinterpretq_f32_u32(vshll_n_u16(values, 16));
         }
     }
+    template <int TYPE> static vec widen_high(uint16x8_t values) { // gcc 12 does not see it in widen(vget_high_u16())
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) {
+            return vcvt_high_f32_f16(vreinterpretq_f16_u16(values));
+        } else {
+            return vreinterpretq_f32_u32(vshll_high_n_u16(values, 16));
+        }
+    }
     template <int TYPE> static vec load_values(const uint8_t * p) {
         if constexpr (TYPE == GGML_MACKO_TYPE_F32) {
             return vreinterpretq_f32_u8(vld1q_u8(p));
@@ -89,7 +96,7 @@ struct neon : plain_mask_bits {
             const uint16x8_t all =
                 vreinterpretq_u16_u8(vqtbl1q_u8(vld1q_u8(values), vld1q_u8(tables_of_masks.spread[bits])));
             w[0] = widen<TYPE>(vget_low_u16(all));
-            w[1] = widen<TYPE>(vget_high_u16(all));
+            w[1] = widen_high<TYPE>(all);
         }
     }
     static void columns(uint32_t bits, uint32_t base, uint32_t * out) {
@@ -224,13 +231,28 @@ struct neon : plain_mask_bits {
         }
         return sum(add(total[0], total[1]));
     }
+    // Adds w * x of eight 16-bit numbers to two sums.
+    template <int TYPE> static void add_products(uint16x8_t w, uint16x8_t x, vec * sum) {
+#if defined(__ARM_FEATURE_FP16_FML)
+        if constexpr (TYPE == GGML_MACKO_TYPE_F16) { // rounds once, as an FMA of floats does
+            const float16x8_t a = vreinterpretq_f16_u16(w), b = vreinterpretq_f16_u16(x);
+            sum[0] = vfmlalq_low_f16(sum[0], a, b);
+            sum[1] = vfmlalq_high_f16(sum[1], a, b);
+            return;
+        }
+#endif
+        sum[0] = fma(widen<TYPE>(vget_low_u16(w)), widen<TYPE>(vget_low_u16(x)), sum[0]);
+        sum[1] = fma(widen_high<TYPE>(w), widen_high<TYPE>(x), sum[1]);
+    }
+    static uint16x8_t load16(const uint8_t * p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
+
     // Sum of value * x over n x. The values behind them, which are finite, meet zeros.
     template <int TYPE> static float dot_floats(const uint8_t * values, int64_t n, const compressed_x & compressed) {
         const uint8_t * x        = compressed.bytes;
         vec             total[4] = { zero(), zero(), zero(), zero() };
         for (int64_t i = 0; i < n; i += 16) {
-            for (int k = 0; k < 4; k++, values += 8, x += 8) {
-                total[k] = fma(load_values<TYPE>(values), load_values<TYPE>(x), total[k]);
+            for (int k = 0; k < 4; k += 2, values += 16, x += 16) {
+                add_products<TYPE>(load16(values), load16(x), total + k);
             }
         }
         return sum(add(add(total[0], total[1]), add(total[2], total[3])));

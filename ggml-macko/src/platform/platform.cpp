@@ -13,9 +13,13 @@
 
 #if defined(__linux__)
 #include <malloc.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 #elif defined(__APPLE__)
 #include <mach-o/dyld.h>
 #include <malloc/malloc.h>
+#include <sys/sysctl.h>
 #else
 #error "ggml-macko knows Linux and macOS: see platform.h for what another system has to provide"
 #endif
@@ -83,6 +87,13 @@ void * find_function(const char * library, const char * name) {
     }
     return function;
 }
+
+#if defined(__aarch64__)
+arm64_extensions find_arm64_extensions() {
+    const unsigned long has = getauxval(AT_HWCAP);
+    return { (has & HWCAP_ASIMDDP) != 0, (has & HWCAP_FPHP) && (has & HWCAP_ASIMDHP) && (has & HWCAP_ASIMDFHM) };
+}
+#endif
 
 #elif defined(__APPLE__)
 
@@ -187,6 +198,17 @@ void * find_function(const char * library, const char * name) {
     }
     return function;
 }
+
+#if defined(__aarch64__)
+arm64_extensions find_arm64_extensions() {
+    const auto has = [](const char * name) {
+        int    value = 0;
+        size_t size  = sizeof(value);
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0; // older systems know fewer names
+    };
+    return { has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_FP16") && has("hw.optional.arm.FEAT_FHM") };
+}
+#endif
 
 #endif
 

@@ -60,4 +60,13 @@ void trim_heap();
 // name (libggml.so.0, libggml.0.dylib), which other libraries are linked to. Linux looks among global symbols first.
 void * find_function(const char * library, const char * name);
 
+#if defined(__aarch64__)
+// What this CPU has of arm64's optional instructions, and the system lets programs use.
+struct arm64_extensions {
+    bool dot_product;  // FEAT_DotProd: sdot
+    bool f16_products; // FEAT_FP16 and FEAT_FHM: fmlal
+};
+arm64_extensions find_arm64_extensions();
+#endif
+
 } // namespace macko::platform

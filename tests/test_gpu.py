@@ -398,10 +398,12 @@ print(greedy(open_model({path!r}), 16))
 BUSY_OUT_OF_MEMORY = (
     FULL_GPU
     + """
-llama = open_model({path!r})
+llama = open_model({path!r}, verbose=True) # or llama-cpp-python hides errors
 before = greedy(llama, 16)
 fill()
-for attempt in (lambda: open_model({path!r}), lambda: greedy(llama, 4, PROMPT * 8)): # its kernels are not loaded yet
+attempts = [lambda: open_model({path!r}, verbose=True)]
+attempts.append(lambda: greedy(llama, 4, PROMPT * 8)) # its kernels are not loaded yet
+for attempt in attempts:
     try:
         attempt()
         print("done")
@@ -409,7 +411,7 @@ for attempt in (lambda: open_model({path!r}), lambda: greedy(llama, 4, PROMPT * 
         print("refused:", e)
 empty()
 llama.reset()
-print([greedy(llama, 16) == before, greedy(open_model({path!r}), 16) == before])
+print([greedy(llama, 16) == before, greedy(open_model({path!r}, verbose=True), 16) == before])
 """
 )
 

@@ -8,8 +8,10 @@ namespace macko::cuda {
 
 namespace {
 
-// values of cublasStatus_t, cublasOperation_t, cublasComputeType_t and cublasGemmAlgo_t (the same in versions 11 to 13)
-constexpr int STATUS_SUCCESS = 0, OP_N = 0, OP_T = 1, COMPUTE_32F = 68, GEMM_DEFAULT = -1;
+// values of cublasStatus_t
+constexpr int STATUS_SUCCESS = 0, NOT_INITIALIZED = 1, ALLOC_FAILED = 3, EXECUTION_FAILED = 13, INTERNAL_ERROR = 14;
+// values of cublasOperation_t, cublasComputeType_t and cublasGemmAlgo_t (the same in versions 11 to 13)
+constexpr int OP_N = 0, OP_T = 1, COMPUTE_32F = 68, GEMM_DEFAULT = -1;
 
 using handle_t         = void *;
 using create_fn        = int (*)(handle_t *);
@@ -44,6 +46,18 @@ struct functions {
     bool complete() const { return create && destroy && set_stream && set_workspace && gemm; }
 };
 
+// cuBLAS loads kernels when they are first used. Without memory for that it says any of four things, and the GPU has not
+// failed: then the runtime has no error, or one of memory.
+cudaError_t error_of(int status) {
+    if (status == STATUS_SUCCESS) {
+        return cudaSuccess;
+    }
+    const cudaError_t error = cudaGetLastError();
+    const bool        may_be_memory =
+        status == NOT_INITIALIZED || status == ALLOC_FAILED || status == EXECUTION_FAILED || status == INTERNAL_ERROR;
+    return error != cudaSuccess ? error : may_be_memory ? cudaErrorMemoryAllocation : cudaErrorUnknown;
+}
+
 const functions & loaded_functions() {
     static const functions f;
     return f;
@@ -64,15 +78,17 @@ struct cublas_handle : cublas_library {
         const cudaDataType values = type == TYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F;
         const float        one = 1, zero = 0;
         // set_stream drops the workspace
-        if (f.set_stream(handle, stream) != STATUS_SUCCESS ||
-            f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) != STATUS_SUCCESS) {
-            return cudaErrorUnknown;
+        for (const int status :
+             { f.set_stream(handle, stream), f.set_workspace(handle, workspace, CUBLAS_WORKSPACE_NBYTES) }) {
+            if (status != STATUS_SUCCESS) {
+                return error_of(status);
+            }
         }
         // column-major: y^T (m x n) = w (k x m, transposed) * x (k x n)
         const int status = f.gemm(handle, OP_T, OP_N, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k),
                                   &one, w, values, static_cast<int>(ldw), x, values, static_cast<int>(ldx), &zero, y,
                                   CUDA_R_32F, static_cast<int>(ldy), COMPUTE_32F, GEMM_DEFAULT);
-        return status == STATUS_SUCCESS ? cudaSuccess : cudaErrorUnknown;
+        return error_of(status);
     }
 };
 

@@ -46,8 +46,8 @@ struct functions {
     bool complete() const { return create && destroy && set_stream && set_workspace && gemm; }
 };
 
-// cuBLAS loads kernels when they are first used. Without memory for that it says any of four things, and the GPU has not
-// failed: then the runtime has no error, or one of memory.
+// cuBLAS loads kernels when they are first used. Without memory for that it says any of four things, and the GPU has
+// not failed: then the runtime has no error, or one of memory.
 cudaError_t error_of(int status) {
     if (status == STATUS_SUCCESS) {
         return cudaSuccess;

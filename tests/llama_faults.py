@@ -1,4 +1,4 @@
-"""Faults of llama.cpp in older versions of the range, which dense models meet, too: what is skipped there, and why."""
+"""Faults and other words of older versions of the range, with dense models, too: what is skipped there, and why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ VERSION = tuple(int(n) for n in pytest.importorskip("llama_cpp").__version__.spl
 WINDOWS_ONLY = pytest.mark.skipif(
     VERSION < (0, 3, 24), reason="llama.cpp aborts on a model in which every layer has a window (before 0.3.24)"
 )
+EMBEDDINGS_OF_A_GENERATING_MODEL = pytest.mark.skipif(
+    VERSION < (0, 3, 22), reason="create_embedding of a generating model fails (in 0.3.21)"
+)
+OTHER_WORDS = pytest.mark.skipif(VERSION < (0, 3, 36), reason="an older version says it in other words")
 
 
 def running(names: tuple[str, ...]) -> list:

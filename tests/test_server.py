@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import generators
+import llama_faults
 
 openai = pytest.importorskip("openai", reason="the openai package is the client")
 for name in ("uvicorn", "fastapi", "sse_starlette"):
@@ -128,6 +129,7 @@ def test_answers_are_those_of_the_model_in_process(server, want, alias):
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == chat
 
 
+@llama_faults.EMBEDDINGS_OF_A_GENERATING_MODEL
 def test_embeddings_are_those_of_the_model_in_process(server, models):
     from ggml_macko import Llama
 

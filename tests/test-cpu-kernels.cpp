@@ -534,7 +534,7 @@ static void test_quantized_weights_are_within_the_error_bound() {
 // memory than there is for them, and the matrix is a bitmap after all.
 static void test_bundles_are_within_the_error_bound() {
     rng           random(16);
-    const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130 };
+    const int64_t all_n[] = { 2, 5, 6, 8, 9, 17, 33, 65, 130, 270 };
     const int64_t dims[]  = { 1, 15, 33, 64, 129, 300, 2113 };
     size_t        next_n  = 0;
     struct {

@@ -644,7 +644,8 @@ INLINE int decode_chunk(const bitmap_matrix & w, int64_t row, int64_t first_word
 
 // acc[NV] += sum of weight * x[col][NV] over the n elements of the list. SETS of them at a time have accumulators of
 // their own, which hides the latency of an FMA.
-template <int NV> constexpr int SETS = NV >= 8 ? 1 : NV >= 4 ? 2 : NV >= 2 ? 4 : 8;
+INLINE constexpr int            sets_of(int64_t vecs) { return vecs >= 8 ? 1 : vecs >= 4 ? 2 : vecs >= 2 ? 4 : 8; }
+template <int NV> constexpr int SETS = sets_of(NV);
 
 template <int NV, typename LIST> INLINE void accumulate(const float * x, const LIST & list, int n, float * acc) {
     vec sum[SETS<NV>][NV];
@@ -660,6 +661,8 @@ template <int NV, typename LIST> INLINE void accumulate(const float * x, const L
         for (int s = 0; s < SETS<NV>; s++) {
             const vec     w  = simd::set1(list.weight[i + s]);
             const float * xc = x + static_cast<int64_t>(list.col[i + s]) * (NV * W);
+            // one address for all loads: gcc may otherwise keep NV of them, some in memory (AVX2: a fifth slower)
+            __asm__("" : "+r"(xc));
 #pragma GCC unroll 8
             for (int v = 0; v < NV; v++) {
                 sum[s][v] = simd::fma(w, simd::load(xc + v * W), sum[s][v]);
@@ -833,22 +836,25 @@ struct row_list {
     alignas(64) float weight[CAPACITY];
 };
 
-// Adds what the list has of the columns before `limit`, but for a rest that is no multiple of SETS<NV>, and keeps the
-// others.
-template <int NV> INLINE void use_list(const float * x, row_list & list, uint32_t limit, bool last, float * acc) {
+// How many elements of the list are of columns before `limit`; those that make it no multiple of `multiple` wait for
+// the next chunk, or, if it is the last, zeros are added.
+INLINE int usable(row_list & list, uint32_t limit, bool last, int multiple) {
     int n = list.n;
     while (n > 0 && list.col[n - 1] >= limit) {
         n--;
     }
-    if (last) {
-        for (; n % SETS<NV>; n++) {
-            list.col[n]    = 0;
-            list.weight[n] = 0;
-        }
-    } else {
-        n -= n % SETS<NV>;
+    if (!last) {
+        return n - n % multiple;
     }
-    accumulate<NV>(x, list, n, acc);
+    for (; n % multiple; n++) {
+        list.col[n]    = 0;
+        list.weight[n] = 0;
+    }
+    return n;
+}
+
+// Removes the first n elements.
+INLINE void drop(row_list & list, int n) {
     const int rest = list.n - n;
     for (int i = 0; i < rest; i += W) {
         simd::store(list.weight + i, simd::load(list.weight + n + i));
@@ -857,33 +863,67 @@ template <int NV> INLINE void use_list(const float * x, row_list & list, uint32_
     list.n = rest;
 }
 
-template <int TYPE, int NV, typename S>
-void multiply_bundle_tile(int vecs, const mul_mat_params & p, int64_t row_begin, int64_t row_end, int64_t token,
-                          int64_t n_tokens) {
-    if (vecs != NV) {
-        if constexpr (NV > 1) {
-            multiply_bundle_tile<TYPE, NV - 1, S>(vecs, p, row_begin, row_end, token, n_tokens);
+// Tiles that meet the lists of a group while these are in L2. So are the accumulators, 128 KiB.
+constexpr int GROUP_TILES = BLOCK_SIZE / (static_cast<int>(BUNDLE_ROWS) * TILE);
+
+// Products of a group of rows with up to GROUP_TILES tiles of tokens. Only the last tile may have less than TILE.
+template <int TYPE, typename S> struct bundle_panels {
+    const mul_mat_params & p;
+    int64_t                group = 0, begin = 0, end = 0;             // its rows to be computed: begin ... end - 1
+    int64_t                token = 0, n_tokens = 0;                   // of these tiles
+    alignas(64) float acc[GROUP_TILES][(BUNDLE_ROWS + W - 1) * TILE]; // store_block() reads whole vectors of rows
+    row_list lists[BUNDLE_ROWS];
+    int      n_used[BUNDLE_ROWS]; // elements of each list that are of the current chunk
+
+    explicit bundle_panels(const mul_mat_params & params) : p(params) {}
+
+    // steps of multiply(), for a tile of NV vectors that begins with token t of these tiles
+    struct clear {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
+            for (int64_t i = 0; i < BUNDLE_ROWS * NV * W; i += W) {
+                simd::store(g.acc[t / TILE] + i, simd::zero());
+            }
         }
-        return;
+    };
+    struct use_lists {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t) {
+            const float * x = static_cast<const float *>(g.p.scratch) + (g.token + t) * words_of(g.p.w.cols) * 64;
+            for (int64_t r = g.begin; r < g.end; r++) {
+                accumulate<NV>(x, g.lists[r], g.n_used[r], g.acc[t / TILE] + r * NV * W);
+            }
+        }
+    };
+    struct store {
+        template <int NV> static void run(bundle_panels & g, int64_t t, int64_t n) {
+            store_block<NV>(g.p, g.acc[t / TILE] + g.begin * NV * W, g.group * BUNDLE_ROWS + g.begin, g.end - g.begin,
+                            g.token + t, n);
+        }
+    };
+    template <typename STEP, int NV> void run(int64_t vecs, int64_t t, int64_t n) {
+        if (vecs == NV) {
+            STEP::template run<NV>(*this, t, n);
+        } else if constexpr (NV > 1) {
+            run<STEP, NV - 1>(vecs, t, n);
+        }
     }
-    constexpr int     STRIDE = NV * W;
-    const float *     x      = static_cast<const float *>(p.scratch) + token * words_of(p.w.cols) * 64;
-    alignas(64) float acc[(BUNDLE_ROWS + W - 1) * STRIDE]; // store_block() reads whole vectors of rows
-    row_list          lists[BUNDLE_ROWS];
-    for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
-        const uint8_t * at    = p.w.bundles + p.w.group_off[group];
-        const uint8_t * end   = p.w.bundles + p.w.group_off[group + 1];
-        const int64_t   first = group * BUNDLE_ROWS > row_begin ? 0 : row_begin - group * BUNDLE_ROWS;
-        const int64_t   last  = smaller(BUNDLE_ROWS, row_end - group * BUNDLE_ROWS);
-        for (int64_t i = 0; i < BUNDLE_ROWS * STRIDE; i += W) {
-            simd::store(acc + i, simd::zero());
+    template <typename STEP> void for_each_tile() {
+        for (int64_t t = 0; t < n_tokens; t += TILE) {
+            const int64_t n = smaller(TILE, n_tokens - t);
+            run<STEP, TILE_VECS>((n + W - 1) / W, t, n);
         }
-        for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
-            lists[r].n = 0;
+    }
+
+    void multiply() {
+        const uint8_t * at        = p.w.bundles + p.w.group_off[group];
+        const uint8_t * at_end    = p.w.bundles + p.w.group_off[group + 1];
+        const int       multiple  = sets_of(((n_tokens - 1) % TILE + W) / W); // of the last tile: the most
+        int             n_bundles = 0;
+        for_each_tile<clear>();
+        for (row_list & list : lists) {
+            list.n = 0;
         }
-        int n_bundles = 0;
         for (int64_t limit = BUNDLE_CHUNK;; limit += BUNDLE_CHUNK) {
-            for (bool begun = true; at < end && (begun || n_bundles % DECODED_TOGETHER<TYPE> != 0); n_bundles++) {
+            for (bool begun = true; at < at_end && (begun || n_bundles % DECODED_TOGETHER<TYPE> != 0); n_bundles++) {
                 uint16_t column;
                 __builtin_memcpy(&column, at + offsetof(bundle_header, first), sizeof(column));
                 begun = begun && column < limit;
@@ -892,28 +932,35 @@ void multiply_bundle_tile(int vecs, const mul_mat_params & p, int64_t row_begin,
                 }
                 at = S::template decode_bundle<TYPE>(at, lists);
             }
-            const bool all = limit >= p.w.cols;
+            const bool last = limit >= p.w.cols;
             for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
-                if (r >= first && r < last) {
-                    use_list<NV>(x, lists[r], static_cast<uint32_t>(limit), all, acc + r * STRIDE);
-                } else {
-                    lists[r].n = 0; // not asked for
-                }
+                n_used[r] = usable(lists[r], static_cast<uint32_t>(limit), last, multiple);
             }
-            if (all) {
+            for_each_tile<use_lists>();
+            if (last) {
                 break;
             }
+            for (int64_t r = 0; r < BUNDLE_ROWS; r++) {
+                drop(lists[r], n_used[r]);
+            }
         }
-        store_block<NV>(p, acc + first * STRIDE, group * BUNDLE_ROWS + first, last - first, token, n_tokens);
+        for_each_tile<store>();
     }
-}
+};
 
 template <int TYPE, typename S>
 void multiply_bundle_panels(const mul_mat_params & p, int64_t row_begin, int64_t row_end) {
-    for (int64_t token = 0; token < p.n; token += TILE) {
-        const int64_t n_tokens = smaller(TILE, p.n - token);
-        multiply_bundle_tile<TYPE, TILE_VECS, S>(static_cast<int>((n_tokens + W - 1) / W), p, row_begin, row_end, token,
-                                                 n_tokens);
+    bundle_panels<TYPE, S> panels(p);
+    for (int64_t token = 0; token < p.n; token += GROUP_TILES * TILE) {
+        panels.token    = token;
+        panels.n_tokens = smaller(GROUP_TILES * TILE, p.n - token);
+        for (int64_t group = row_begin / BUNDLE_ROWS; group * BUNDLE_ROWS < row_end; group++) {
+            const int64_t row = group * BUNDLE_ROWS;
+            panels.group      = group;
+            panels.begin      = row > row_begin ? 0 : row_begin - row;
+            panels.end        = smaller(BUNDLE_ROWS, row_end - row);
+            panels.multiply();
+        }
     }
 }
 

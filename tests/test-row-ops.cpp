@@ -1,6 +1,7 @@
-// Compares the row operations of each kernel set with float64, element by element: odd lengths, results that overwrite
-// an operand, and extreme arguments. All memory ends at a page without access.
+// Compares the row operations of each kernel set, and ROPE, with float64, element by element: odd lengths, results that
+// overwrite an operand, and extreme arguments. All memory ends at a page without access.
 #include "cpu/dispatch.h"
+#include "cpu/rope.h"
 #include "guarded.h"
 #include "test.h"
 
@@ -112,6 +113,44 @@ static void test_silu_is_right_where_the_exponential_is_clamped(const kernel_set
     CHECK(std::isnan(y), "%s norm of NaN: %g", set.name, y);
 }
 
+// The angle is the product of i + 3 rounded factors, and the error of sine and cosine is at most that of the angle and
+// 2 units in the last place.
+static void test_rope_is_within_the_error_bound(rng & r, bool halves, bool with_factors, int64_t n_dims, int64_t n) {
+    std::vector<float> factors(static_cast<size_t>(n_dims / 2));
+    for (float & f : factors) {
+        f = static_cast<float>(1 + r.unit() * 31);
+    }
+    const rope_params p = { n_dims, halves, 10000.0f, 0.5f, 1.25f, with_factors ? factors.data() : nullptr };
+    for (const int32_t position : { 0, 1, 77, 4095 }) {
+        for (const int y_is : { 0, 1 }) {
+            rows                m(r, n, y_is);
+            std::vector<float>  angles(static_cast<size_t>(n_dims));
+            std::vector<double> want(m.a.floats(), m.a.floats() + n), bound(static_cast<size_t>(n));
+            for (int64_t i = 0; i < n_dims / 2; i++) {
+                const auto   first = static_cast<size_t>(halves ? i : 2 * i);
+                const size_t other = first + static_cast<size_t>(halves ? n_dims / 2 : 1);
+                const double angle = 0.5 * position *
+                                     std::pow(10000.0, -2.0 * static_cast<double>(i) / static_cast<double>(n_dims)) /
+                                     (with_factors ? static_cast<double>(factors[static_cast<size_t>(i)]) : 1);
+                const double a = want[first], b = want[other];
+                want[first]  = 1.25 * (a * std::cos(angle) - b * std::sin(angle));
+                want[other]  = 1.25 * (a * std::sin(angle) + b * std::cos(angle));
+                bound[first] = bound[other] =
+                    1.25 * (std::fabs(a) + std::fabs(b)) * EPSILON * (6 + 2 * angle * static_cast<double>(2 * i + 3));
+            }
+            rope_angles(p, position, angles.data());
+            rope_row(p, angles.data(), m.a.floats(), m.y, n);
+            for (int64_t i = 0; i < n; i++) {
+                const auto   at  = static_cast<size_t>(i);
+                const double got = static_cast<double>(m.y[i]);
+                CHECK(std::fabs(got - want[at]) <= bound[at], "rope %d %d, position %d, %ld of %ld: %.9g, not %.9g",
+                      halves, with_factors, position, (long)i, (long)n, got, want[at]);
+            }
+            CHECK(m.intact(), "rope, n = %ld", (long)n);
+        }
+    }
+}
+
 int main() {
     rng r(20261121);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
@@ -119,6 +158,13 @@ int main() {
             test_rows_are_within_the_error_bound(r, *set, n);
         }
         test_silu_is_right_where_the_exponential_is_clamped(*set);
+    }
+    for (const bool halves : { false, true }) {
+        for (const bool with_factors : { false, true }) {
+            test_rope_is_within_the_error_bound(r, halves, with_factors, 64, 64);
+            test_rope_is_within_the_error_bound(r, halves, with_factors, 20, 35);
+            test_rope_is_within_the_error_bound(r, halves, with_factors, 2, 2);
+        }
     }
     return test_summary("test-row-ops");
 }

@@ -209,7 +209,7 @@ def test_nothing_skipped_changes_no_bit():
 
 def test_sparse_file_skips_as_its_source_does(tmp_path, macko):
     assert macko("convert", DEMO, tmp_path / "sparse.gguf").code == 0
-    options = {"n_ctx": 128, "n_chunks": 3, "n_threads": 2, "n_gpu_layers": 0}
+    options = {"n_ctx": 128, "n_chunks": 10, "n_threads": 2, "n_gpu_layers": 0}
     for score in skipping.SCORES:
         skip = SkipOptions(0.5, SAMPLE, score, n_chunks=2)
         a, b = (skipped_perplexity(path, SAMPLE, skip, **options) for path in (DEMO, tmp_path / "sparse.gguf"))

@@ -119,9 +119,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
             if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
-            if (!is_product(node)) {
-                steps.add_row_op(node);
-            } else if (!steps.add_product(node, weight_of(node->src[0]))) {
+            if (!(is_product(node) ? steps.add_product(node, weight_of(node->src[0])) : steps.add_row_op(node))) {
                 return GGML_STATUS_FAILED;
             }
         }

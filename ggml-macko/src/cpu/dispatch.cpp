@@ -181,6 +181,7 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
 }
 
 constexpr int64_t COUNTER_NBYTES = 64;
+static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
     constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
@@ -188,8 +189,9 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
            COUNTER_NBYTES;
 }
 
-// The next part of rows to be computed, which all threads of a multiplication share. At the end of the scratch memory.
-static int * part_counter(const mul_mat_params & p) {
+// For each of the products that have the same x, the next part of rows to be computed, which all threads share. At the
+// end of the scratch memory.
+static int * part_counters(const mul_mat_params & p) {
     return reinterpret_cast<int *>(static_cast<uint8_t *>(p.scratch) + mul_mat_scratch_nbytes(p.w.cols, p.n) -
                                    COUNTER_NBYTES);
 }
@@ -202,20 +204,21 @@ static void wait_for_all(const mul_mat_params & p) {
 #pragma omp barrier
 }
 
-void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
-    if (p.n <= 0 || p.row_begin >= p.row_end) {
-        return; // on all threads, since they have the same params; so none waits at a barrier
-    }
-    const x_layout layout  = choose_layout(set, p);
-    int *          counter = part_counter(p);
+static bool is_nothing(const mul_mat_params & p) { return p.n <= 0 || p.row_begin >= p.row_end; }
+
+static void prepare_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
     if (ith == 0) {
-        *counter = 0;
+        std::fill_n(part_counters(p), MAX_SAME_X, 0);
     }
-    set.prepare(p, layout, ith, nth);
-    wait_for_all(p);
-    // There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
-    // fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are
-    // larger. A small matrix has few parts, since handing them out would take longer than computing them.
+    set.prepare(p, choose_layout(set, p), ith, nth);
+}
+
+// There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
+// fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are larger. A
+// small matrix has few parts, since handing them out would take longer than computing them.
+static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int nth) {
+    const x_layout    layout      = choose_layout(set, p);
+    int *             counter     = part_counters(p) + number;
     constexpr int64_t part_nbytes = 16384;
     const int64_t     n_rows      = p.row_end - p.row_begin;
     const int64_t     nbytes =
@@ -229,6 +232,15 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
         set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
     }
+}
+
+void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int ith, int nth) {
+    if (is_nothing(p)) {
+        return; // on all threads, since they have the same params; so none waits at a barrier
+    }
+    prepare_with(set, p, ith, nth);
+    wait_for_all(p);
+    multiply_with(set, p, 0, nth);
     wait_for_all(p);
 }
 
@@ -243,6 +255,25 @@ bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t 
 }
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
+
+void mul_mat_prepare(const mul_mat_params & p, int ith, int nth) {
+    if (!is_nothing(p)) {
+        prepare_with(set_in_use(), p, ith, nth);
+    }
+}
+
+void mul_mat_multiply(const mul_mat_params & p, int number, int nth) {
+    if (!is_nothing(p)) {
+        multiply_with(set_in_use(), p, number, nth);
+    }
+}
+
+// Values of different types may have x rounded differently, and each layout is another copy.
+bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
+    return p.w.type == q.w.type && p.w.dense_type == q.w.dense_type && p.w.cols == q.w.cols && p.n == q.n &&
+           p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) && !is_nothing(p) && !is_nothing(q) &&
+           choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+}
 
 const row_ops & row_ops_in_use() { return set_in_use().rows; }
 

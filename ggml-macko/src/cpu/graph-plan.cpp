@@ -1,9 +1,12 @@
 // Splits the nodes of a graph into products and row operations, and runs them (graph-plan.h).
 #include "cpu/graph-plan.h"
+#include "cpu/rope.h"
 #include "cpu/row-ops.h"
 #include "cpu/weight.h"
 #include "host/log.h"
 #include "host/running-ops.h"
+
+#include "ggml-impl.h"
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +15,8 @@
 namespace macko::cpu {
 
 namespace {
+
+constexpr int64_t MAX_ROPE_DIMS = 1024;
 
 const float * row_at(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
     const char * data = static_cast<const char *>(t->data);
@@ -43,8 +48,48 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
     }
 }
 
+// What a ROPE does; the parameters are where ggml stores them.
+rope_params rope_params_of(const ggml_tensor * op) {
+    const ggml_tensor * factors = op->src[2];
+    rope_params         p       = {};
+    p.n_dims                    = ggml_get_op_params_i32(op, 1);
+    p.halves                    = ggml_get_op_params_i32(op, 2) == GGML_ROPE_TYPE_NEOX;
+    p.freq_base                 = ggml_get_op_params_f32(op, 5);
+    p.freq_scale                = ggml_get_op_params_f32(op, 6);
+    p.magnitude                 = ggml_get_op_params_f32(op, 8);
+    p.freq_factors              = factors ? static_cast<const float *>(factors->data) : nullptr;
+    return p;
+}
+
+// All heads of thread ith's share of the tokens.
+void rope_thread(const ggml_tensor * dst, int ith, int nth) {
+    const rope_params p         = rope_params_of(dst);
+    const auto *      positions = static_cast<const int32_t *>(dst->src[1]->data);
+    float             angles[MAX_ROPE_DIMS];
+    for (int64_t i2 = dst->ne[2] * ith / nth; i2 < dst->ne[2] * (ith + 1) / nth; i2++) {
+        rope_angles(p, positions[i2], angles);
+        for (int64_t i1 = 0; i1 < dst->ne[1]; i1++) {
+            rope_row(p, angles, row_at(dst->src[0], i1, i2, 0), y_at(dst, i1, i2, 0), dst->ne[0]);
+        }
+    }
+}
+
+// Thread ith's share of the rows.
+void get_rows_thread(const ggml_tensor * dst, int ith, int nth) {
+    const auto * ids = static_cast<const int32_t *>(dst->src[1]->data);
+    for (int64_t r = dst->ne[1] * ith / nth; r < dst->ne[1] * (ith + 1) / nth; r++) {
+        std::copy_n(row_at(dst->src[0], ids[r], 0, 0), dst->ne[0], y_at(dst, r, 0, 0));
+    }
+}
+
 // Thread ith's share of the tensor: whole rows, or some columns of each if there are fewer rows than threads.
 void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
+    if (op_of(dst) == GGML_OP_ROPE) {
+        return rope_thread(dst, ith, nth);
+    }
+    if (op_of(dst) == GGML_OP_GET_ROWS) {
+        return get_rows_thread(dst, ith, nth);
+    }
     const ggml_tensor * b     = dst->src[1];
     const row_ops &     ops   = row_ops_in_use();
     const int64_t       cols  = dst->ne[0];
@@ -61,6 +106,29 @@ void row_op_thread(const ggml_tensor * dst, int ith, int nth) {
 
 bool has_plain_rows(const ggml_tensor * t) { return t->type == GGML_TYPE_F32 && t->nb[0] == sizeof(float); }
 
+// One position for each token, no YaRN, and pairs from the first element on.
+bool is_plain_rope(const ggml_tensor * op) {
+    const ggml_tensor * x         = op->src[0];
+    const ggml_tensor * positions = op->src[1];
+    const ggml_tensor * factors   = op->src[2];
+    const int32_t       n_dims = ggml_get_op_params_i32(op, 1), mode = ggml_get_op_params_i32(op, 2);
+    const int32_t       first_dim = ggml_get_op_params_i32(op, 15);
+    return x && positions && has_plain_rows(op) && has_plain_rows(x) && ggml_are_same_shape(x, op) && op->ne[3] == 1 &&
+           positions->type == GGML_TYPE_I32 && positions->nb[0] == sizeof(int32_t) && positions->ne[0] == op->ne[2] &&
+           (!factors || (has_plain_rows(factors) && factors->ne[0] >= n_dims / 2)) &&
+           (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) && first_dim == 0 && n_dims > 0 &&
+           n_dims % 2 == 0 && n_dims <= std::min(op->ne[0], MAX_ROPE_DIMS) && ggml_get_op_params_f32(op, 7) == 0;
+}
+
+// floats, with one list of numbers
+bool is_plain_get_rows(const ggml_tensor * op) {
+    const ggml_tensor * x   = op->src[0];
+    const ggml_tensor * ids = op->src[1];
+    return x && ids && has_plain_rows(op) && has_plain_rows(x) && ids->type == GGML_TYPE_I32 &&
+           ids->nb[0] == sizeof(int32_t) && ggml_nrows(ids) == 1 && ggml_nrows(x) == x->ne[1] &&
+           ggml_nrows(op) == op->ne[1];
+}
+
 } // namespace
 
 bool is_product(const ggml_tensor * op) { return op_of(op) == GGML_OP_MUL_MAT || op_of(op) == GGML_OP_MUL_MAT_ID; }
@@ -73,6 +141,12 @@ bool is_no_op(const ggml_tensor * op) {
 
 bool is_row_op(const ggml_tensor * op) {
     const ggml_op number = op_of(op);
+    if (number == GGML_OP_ROPE) {
+        return is_plain_rope(op);
+    }
+    if (number == GGML_OP_GET_ROWS) {
+        return is_plain_get_rows(op);
+    }
     if (number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_RMS_NORM && number != GGML_OP_GLU) {
         return false;
     }
@@ -151,7 +225,20 @@ bool graph_plan::add_mul_mat_id(const weight * m, const ggml_tensor * dst) {
     return true;
 }
 
-void graph_plan::add_row_op(const ggml_tensor * node) { next_step(node, nullptr, 0); }
+bool graph_plan::add_row_op(const ggml_tensor * node) {
+    if (op_of(node) == GGML_OP_GET_ROWS) {
+        const auto * ids = static_cast<const int32_t *>(node->src[1]->data);
+        for (int64_t i = 0; i < node->ne[1]; i++) {
+            if (ids[i] < 0 || ids[i] >= node->src[0]->ne[1]) {
+                log_error("%s: %s: row %d of %d\n", __func__, node->name, ids[i],
+                          static_cast<int>(node->src[0]->ne[1]));
+                return false;
+            }
+        }
+    }
+    next_step(node, nullptr, 0);
+    return true;
+}
 
 bool graph_plan::add_product(const ggml_tensor * node, const weight * m) {
     if (!m) {
@@ -183,29 +270,70 @@ void graph_plan::reserve_scratch() {
     }
 }
 
+// What is smaller than this, in floats, one thread computes: a barrier would take longer than the others' help saves.
+constexpr int64_t ALONE_BELOW = 4096;
+
+// Barriers between the steps, and only where one is needed: not between two steps that thread 0 computes alone.
+class step_barrier {
+public:
+    // Before each step, called by all threads; returns whether this one has a part in it.
+    bool begin(bool alone, int ith) {
+        if (last == done_by::all || (last == done_by::first && !alone)) {
+#pragma omp barrier
+        }
+        last = alone ? done_by::first : done_by::all;
+        return !alone || ith == 0;
+    }
+
+private:
+    enum class done_by { nobody, first, all } last = done_by::nobody;
+};
+
+mul_mat_params graph_plan::params_of(const step & s) const {
+    const int64_t row = s.matrix * s.m->rows_per_matrix;
+    return { s.m->bitmap(),
+             row,
+             row + s.m->rows_per_matrix,
+             static_cast<int64_t>(s.x.size()),
+             s.x.data(),
+             s.y.data(),
+             s.m->desc.type != GGML_MACKO_TYPE_F32,
+             scratch.get() };
+}
+
+// Products that follow each other and have the same x, as those of query, key and value, are computed together.
+void graph_plan::run_thread(int ith, int nth) const {
+    step_barrier barrier;
+    for (size_t i = 0; i < n_steps;) {
+        const step & s = steps[i++];
+        if (s.row_op) {
+            const bool alone = ggml_nelements(s.row_op) < ALONE_BELOW;
+            if (barrier.begin(alone, ith)) {
+                row_op_thread(s.row_op, alone ? 0 : ith, alone ? 1 : nth);
+            }
+        } else if (!s.x.empty()) {
+            const mul_mat_params p     = params_of(s);
+            const bool           alone = p.w.cols * p.n < ALONE_BELOW;
+            if (barrier.begin(alone, ith)) {
+                mul_mat_prepare(p, alone ? 0 : ith, alone ? 1 : nth);
+            }
+            barrier.begin(false, ith);
+            mul_mat_multiply(p, 0, nth);
+            for (int number = 1; number < MAX_SAME_X && i < n_steps && !steps[i].row_op; number++, i++) {
+                const mul_mat_params q = params_of(steps[i]);
+                if (!same_prepared_x(p, q)) {
+                    break;
+                }
+                mul_mat_multiply(q, number, nth);
+            }
+        }
+    }
+}
+
 void graph_plan::run() {
     reserve_scratch();
 #pragma omp parallel num_threads(n_threads)
-    for (size_t i = 0; i < n_steps; i++) {
-        const step & s   = steps[i];
-        const int    ith = omp_get_thread_num();
-        const int    nth = omp_get_num_threads();
-        if (s.row_op) {
-            row_op_thread(s.row_op, ith, nth);
-#pragma omp barrier
-        } else if (!s.x.empty()) {
-            const int64_t        row = s.matrix * s.m->rows_per_matrix;
-            const mul_mat_params p   = { s.m->bitmap(),
-                                         row,
-                                         row + s.m->rows_per_matrix,
-                                         static_cast<int64_t>(s.x.size()),
-                                         s.x.data(),
-                                         s.y.data(),
-                                         s.m->desc.type != GGML_MACKO_TYPE_F32,
-                                         scratch.get() };
-            mul_mat_thread(p, ith, nth);
-        }
-    }
+    run_thread(omp_get_thread_num(), omp_get_num_threads());
 }
 
 } // namespace macko::cpu

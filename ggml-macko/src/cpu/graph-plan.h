@@ -1,5 +1,5 @@
-// The nodes that the CPU device computes of one graph, as steps for one parallel region: all threads take a step
-// together, with a barrier after it, instead of a parallel region for each node.
+// The nodes that the CPU device computes of one graph, as steps for one parallel region with barriers, instead of a
+// parallel region for each node.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -15,8 +15,9 @@ namespace macko::cpu {
 
 struct weight;
 
-// Whether graph_plan can compute this ADD, MUL, RMS_NORM or GLU (SWIGLU): F32, the elements of a row contiguous, and a
-// second operand, if any, whose rows are as long as those of the first. False for any other op.
+// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU), ROPE or GET_ROWS: F32, the elements of a row
+// contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first. False for any other
+// op.
 bool is_row_op(const ggml_tensor * op);
 // MUL_MAT or MUL_MAT_ID
 bool is_product(const ggml_tensor * op);
@@ -31,6 +32,9 @@ template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_
     if (is_product(op)) {
         return is_ours(op);
     }
+    if (is_no_op(op)) {
+        return depth > 0 && op->src[0] && is_near_product(op->src[0], is_ours, depth - 1);
+    }
     return depth > 0 && is_row_op(op) &&
            (is_near_product(op->src[0], is_ours, depth - 1) ||
             (op->src[1] && is_near_product(op->src[1], is_ours, depth - 1)));
@@ -41,8 +45,9 @@ public:
     int n_threads = omp_get_max_threads();
 
     void clear() { n_steps = 0; }
-    // The tensors must exist until run() returns.
-    void add_row_op(const ggml_tensor * node);
+    // The tensors must exist until run() returns. Logs an error and returns false if GET_ROWS asks for a row that does
+    // not exist.
+    bool add_row_op(const ggml_tensor * node);
     // Adds a product with the weight m. Logs an error and returns false if m is null, for it has not been loaded, or if
     // an expert's number is out of range; then some of it may have been added.
     bool add_product(const ggml_tensor * node, const weight * m);
@@ -66,6 +71,9 @@ private:
     void   add_mul_mat(const weight * m, const ggml_tensor * dst);
     bool   add_mul_mat_id(const weight * m, const ggml_tensor * dst);
     void   reserve_scratch();
+
+    mul_mat_params params_of(const step & s) const;
+    void           run_thread(int ith, int nth) const;
 };
 
 } // namespace macko::cpu

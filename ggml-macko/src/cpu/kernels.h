@@ -29,6 +29,17 @@ int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
 // when y is complete. The result is the same for each nth, bit for bit.
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 
+// mul_mat_thread() in two parts, for products that have the same x. Each needs a barrier after it; the caller has them.
+//
+// Copies x to p.scratch. All nth threads call this, or one of them does it for all with ith = 0 and nth = 1.
+void mul_mat_prepare(const mul_mat_params & p, int ith, int nth);
+// Computes y from what was prepared for p, or for another product whose x also serves p. All nth threads call this;
+// `number` is the product's among those that are computed between two barriers, below MAX_SAME_X.
+void          mul_mat_multiply(const mul_mat_params & p, int number, int nth);
+constexpr int MAX_SAME_X = 8;
+// whether what is prepared for p serves q, which has the same x and the same scratch memory
+bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);
+
 // What a matrix is in memory for the kernels in use, from the type of its values on file and the bytes that they take
 // there: coded values stay coded where these kernels multiply faster with them, and are expanded where not; quantized,
 // F16 and BF16 values become bundles where they multiply faster with those.

@@ -110,9 +110,8 @@ public:
     }
     void add_to_plan(const ggml_tensor * node) {
         run_cpu();
-        if (!is_product(node)) {
-            context_.plan.add_row_op(node);
-        } else if (!context_.plan.add_product(node, rpc_weight_at(node->src[0])->weight)) {
+        if (!(is_product(node) ? context_.plan.add_product(node, rpc_weight_at(node->src[0])->weight)
+                               : context_.plan.add_row_op(node))) {
             run_plan();
             refuse(node);
         }

@@ -708,7 +708,7 @@ static void test_values_stay_coded_where_that_is_faster() {
     }
 }
 
-// Quantized values, and those of other types, coded or not, below the density of the set.
+// Quantized values, and those of other types, coded or not, below the density of the set for rows of that length.
 static void test_values_become_bundles_where_that_is_faster() {
     const struct {
         int32_t type, value_type;
@@ -717,13 +717,16 @@ static void test_values_become_bundles_where_that_is_faster() {
                   { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q8_0 },  { GGML_MACKO_TYPE_F16, GGML_MACKO_TYPE_Q4_0 } };
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
         for (const auto & t : types) {
-            for (const int percent : { 1, 10, 30, 50, 60, 90 }) {
-                const macko_desc  d     = { 1000, 1000, t.type, 4, percent * 10000 };
+            for (int k = 0; k < 12; k++) {
+                const int         percents[] = { 1, 10, 30, 50, 60, 90 }, percent = percents[k / 2];
+                const macko_desc  d     = k % 2 ? macko_desc{ 1000, 1000, t.type, 4, percent * 10000 }
+                                                : macko_desc{ 500, 2000, t.type, 4, percent * 10000 };
+                const float       below = k % 2 ? set->short_bundles_below : set->bundles_below;
                 const int64_t     coded = d.nnz * 3; // bytes; coded so, no set keeps them
                 const bitmap_form form  = form_in_memory_with(*set, d, t.value_type, coded);
                 const bool        want  = is_quant_type(t.value_type)     ? set->quant_bundles
                                           : t.type == GGML_MACKO_TYPE_F32 ? false
-                                                                          : percent < 100 * set->bundles_below;
+                                                                          : percent < 100 * below;
                 CHECK(form.bundles == want, "%s: %d of type %d at %d %%", set->name, t.value_type, t.type, percent);
                 CHECK(form.value_type == (is_quant_type(t.value_type) ? t.value_type : t.type), "%s", set->name);
             }
@@ -733,6 +736,7 @@ static void test_values_become_bundles_where_that_is_faster() {
         CHECK(set->bundles == bundles, "%s", set->name);
         CHECK(set->quant_bundles == (set->bundles && !vbmi2), "%s", set->name);
         CHECK((set->bundles_below > 0) == set->bundles, "%s", set->name);
+        CHECK(set->short_bundles_below >= set->bundles_below, "%s", set->name);
     }
 }
 

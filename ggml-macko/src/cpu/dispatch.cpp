@@ -141,7 +141,8 @@ bool multiplies_with(const kernel_set & set, const bitmap_matrix & w) {
 bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc, int32_t value_type,
                                 int64_t values_nbytes) {
     const double elements = static_cast<double>(desc.rows) * static_cast<double>(desc.cols);
-    const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(set.bundles_below);
+    const float  below    = desc.cols <= SHORT_ROW ? set.short_bundles_below : set.bundles_below;
+    const bool   sparse   = static_cast<double>(desc.nnz) < elements * static_cast<double>(below);
     if (is_quant_type(value_type)) {
         return { value_type, set.quant_bundles };
     }

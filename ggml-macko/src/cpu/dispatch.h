@@ -49,6 +49,8 @@ struct kernel_costs {
     float coded_from = 2.0f;
 };
 
+constexpr int64_t SHORT_ROW = 1024;
+
 struct kernel_set {
     const char * name;
     // copies thread ith's part of x to p.scratch
@@ -62,6 +64,9 @@ struct kernel_set {
     // density below which matrices of F16 and BF16 are to be in bundles
     float            bundles_below = 0;
     const span_ops * spans         = &plain_span_ops; // to make them
+    // bundles_below of matrices with at most SHORT_ROW columns, where the sums of a row take a bitmap about as long as
+    // its products
+    float short_bundles_below = bundles_below;
 };
 
 // whether the set has rows16 for this type of values

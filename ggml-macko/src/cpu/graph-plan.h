@@ -25,7 +25,7 @@ bool is_product(const ggml_tensor * op);
 bool is_no_op(const ggml_tensor * op);
 
 // Whether the CPU device computes an op: a product that is_ours(), or a row operation that follows one. It takes the
-// operations between two sparse products of a layer, since each change of the backend costs 5 to 10 us; but only those
+// operations between two sparse products of a layer, since each change of the backend costs about 3 us; but only those
 // near a sparse product, or it would take operations from a dense model in the same process.
 template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_ours, int depth = 5) {
     // 5: norms with weights, bias, residual: the longest chain of any architecture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,23 +29,23 @@ from ..values import (
     to_float,
     value_bits,
 )
-from . import coded, ggml_quants, quantize
+from . import coded, exact_blocks, ggml_quants, quantize
 from .codec import Candidate, Choice, Codec, Settings, Source, StoredArrays, ValueCoding
-
-BLOCK = 32  # values that share a scale
-TYPE_Q4_0, TYPE_Q5_0, TYPE_Q8_0 = 2, 6, 8  # ggml type ids
-TYPE_Q4_NL = 1004  # no type of ggml's: its blocks are bytes in a file
-TYPE_CODED = 1005  # without loss (FORMAT.md section 8), words in a file
-QUANT_NAMES = {TYPE_Q8_0: "q8_0", TYPE_Q5_0: "q5_0", TYPE_Q4_NL: "q4_nl", TYPE_Q4_0: "q4_0"}
-BLOCK_NBYTES = {TYPE_Q8_0: 34, TYPE_Q5_0: 22, TYPE_Q4_NL: 18, TYPE_Q4_0: 18}
-Q_RANGE = {TYPE_Q8_0: (-127, 127), TYPE_Q5_0: (-16, 15), TYPE_Q4_NL: (-127, 124), TYPE_Q4_0: (-8, 7)}
-LEVELS = np.array(  # q of Q4_NL; the lowest bit of the scale says in which table
-    [
-        [-127, -100, -81, -67, -54, -42, -31, -17, 10, 25, 38, 50, 63, 77, 94, 121],
-        [-127, -107, -89, -74, -61, -50, -39, -28, 23, 36, 47, 58, 70, 84, 101, 124],
-    ],
-    dtype=np.int8,
+from .value_types import (
+    BLOCK,
+    BLOCK_NBYTES,
+    LEVELS,
+    Q_RANGE,
+    QUANT_NAMES,
+    TYPE_Q4_0,
+    TYPE_Q4_NL,
+    TYPE_Q5_0,
+    TYPE_Q8_0,
+    pack_blocks,
+    pack_nibbles,
 )
+
+TYPE_CODED = 1005  # without loss (FORMAT.md section 8), words in a file
 BITMAP = 0  # index_bits; else bits of a gap code
 INDEX_BITS = (BITMAP, 2, 4, 8)
 ARRAYS = ("values", "index", "row_ptr")  # the order of the components in a file
@@ -199,20 +199,7 @@ def quantize_levels(values: Array, weights: Array | None = None) -> Array:
     scale = _scale_with_table(best, table).view(np.float16)
     number = _nearest_levels(x, scale.astype(np.float32), table).reshape(-1)
     number[n:] = 0
-    return _pack_nibbles(scale, [], number.reshape(-1, BLOCK).astype(np.uint8))
-
-
-def pack_blocks(scale: Array, q: Array, value_type: int) -> Array:
-    """uint8 (blocks, bytes) of float16 scales (blocks, 1) and int8 q (blocks, BLOCK), in one of ggml's types."""
-    if value_type == TYPE_Q8_0:
-        return np.concatenate([scale.view(np.uint8), q.view(np.uint8)], axis=1)
-    u = (q - np.int8(Q_RANGE[value_type][0])).view(np.uint8)
-    fifth = [np.packbits(u >> 4, axis=1, bitorder="little")] if value_type == TYPE_Q5_0 else []
-    return _pack_nibbles(scale, fifth, u & 15)
-
-
-def _pack_nibbles(scale: Array, fifth: Sequence[Array], u: Array) -> Array:
-    return np.concatenate([scale.view(np.uint8), *fifth, u[:, :16] | u[:, 16:] << 4], axis=1)
+    return pack_nibbles(scale, [], number.reshape(-1, BLOCK).astype(np.uint8))
 
 
 def dequantize(values: Array, value_type: int) -> tuple[Array, Array]:
@@ -363,14 +350,18 @@ _PIECE = 1 << 16  # non-zeros that libggml takes as one row: its search compares
 def quantize_non_zeros(
     bits: Array, type_id: int, value_type: int, weights: Array | None, n_threads: int = 0
 ) -> PackedMatrix:
-    """The packed matrix of dense bit patterns (rows, cols), its scales searched for the least weighted error.
+    """The packed matrix of dense bit patterns (rows, cols), its scales searched for the least weighted error. Where all
+    values are those of blocks of the type (`macko prune --values`), these are found again.
 
     weights: column weights as codecs/quantize.py describes them. Raises MackoError with the code NOT_FINITE if a value
     is not finite or too large for a scale in F16, and LIMIT if there are too many non-zeros.
     """
+    m = _encode_in_c(bits, type_id, type_id, None, n_threads)
+    exact = exact_blocks.find(m.values, type_id, value_type, n_threads)
+    if exact is not None:
+        return dataclasses.replace(m, value_type=value_type, values=exact)
     if value_type == TYPE_Q8_0:  # nothing to search
         return _encode_in_c(bits, type_id, value_type, None, n_threads)
-    m = _encode_in_c(bits, type_id, type_id, None, n_threads)
     counts = None if weights is None else _weights_of_values(bits, weights, m, n_threads)
     if value_type == TYPE_Q4_NL:
         of_values = None if counts is None else counts[: m.nnz]

@@ -108,6 +108,13 @@ def _add_which(group: argparse._ArgumentGroup) -> None:
         "each",
     )
     group.add_argument(
+        "--values",
+        choices=options.VALUES,
+        help="then give the weights that stay values of this quantized type, each of which makes up for the errors of "
+        "the others; `macko convert ... sparse-q4_nl` (and so on) finds them again (needs -f); without --sparsity, "
+        "only what is zero already stays zero",
+    )
+    group.add_argument(
         "--all-bits",
         action="store_true",
         help="sparsegpt, alps and --refit: give the weights that they change all bits of the type; without it they are "
@@ -159,22 +166,22 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=options.DAMPING,
         metavar="D",
-        help="sparsegpt, alps, --refit: added to second moments, times their mean (default: %(default)s)",
+        help="sparsegpt, alps, --refit, --values: added to second moments, times their mean (default: %(default)s)",
     )
     group.add_argument(
         "--hessian-memory",
         type=int,
         metavar="MIB",
-        help="sparsegpt, alps, --refit: memory for second moments; less means more passes over the text, and the same "
-        "result (default: half of what is free)",
+        help="sparsegpt, alps, --refit, --values: memory for second moments; less means more passes over the text, and "
+        "the same result (default: half of what is free)",
     )
     group.add_argument(
         "-dev",
         "--device",
         choices=["auto", "none"],
         default="auto",
-        help="sparsegpt, alps, --refit: auto (the default) prunes on a GPU where CuPy is installed and finds one, none "
-        "on the CPU",
+        help="sparsegpt, alps, --refit, --values: auto (the default) prunes on a GPU where CuPy is installed and finds "
+        "one, none on the CPU",
     )
 
 
@@ -207,6 +214,7 @@ def prune_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "sequential": args.sequential,
         "refit": args.refit,
         "dense_targets": args.dense_targets,
+        "values": args.values,
         "all_bits": args.all_bits,
         "damping": args.damping,
         "hessian_memory": None if args.hessian_memory is None else args.hessian_memory << 20,

@@ -108,7 +108,7 @@ def parse_arguments(module: ModuleType, option: str, text: str) -> argparse.Name
 def parse_pruning(text: str) -> Recipe:
     """A pruning of options of `macko prune`. Raises MackoError."""
     args = parse_arguments(prune_command, "--prune", text)
-    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False)
+    sparsity, pattern = parse_how_many(args.sparsity, args.pattern, other_options=False, values=args.values)
     label = f"{args.method} {pattern}" if pattern is not None else f"{args.method} {float(sparsity):.0%}"
     if args.per:
         label += f" per {args.per}"
@@ -116,6 +116,8 @@ def parse_pruning(text: str) -> Recipe:
         label += " owl"
     if args.sequential:
         label += " sequential"
+    if args.values:
+        label += f" {args.values}"
 
     keywords = prune_command.prune_arguments(args)
     names = {name: keywords.pop(name) for name in ("include", "exclude")}

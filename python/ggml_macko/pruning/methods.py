@@ -18,7 +18,7 @@ from .. import console, errors
 from ..gguf import imatrix
 from ..gguf.files import Tensor, type_name
 from ..native import bindings
-from ..pruning import allocation, alps, array_backend, masks, sparsegpt
+from ..pruning import allocation, alps, array_backend, masks, quantized, sparsegpt
 from ..pruning.allocation import Quotas, ScoreBlock
 from ..pruning.array_backend import Array
 from ..pruning.hessians import Hessians
@@ -124,11 +124,12 @@ class MomentScorer(Scorer):
         return [array_backend.to_host(hessian.diagonal()) for hessian in found]
 
 
-# ---- SparseGPT, ALPS and refits: by Hessians ----
+# ---- SparseGPT, ALPS, refits and quantized values: by Hessians ----
 
 
 def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool: ThreadPoolExecutor) -> Pruner:
-    """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the weights that stay.
+    """Prunes each matrix with its Hessian: SparseGPT, ALPS, or scores and a refit of the weights that stay. With a type
+    of values, those that stay then get values of that type.
 
     Logs the error of a tensor's outputs on the calibration text, relative to their energy. The pruner raises MackoError
     (NOT_FINITE) if a changed weight overflows the type of the tensor.
@@ -136,6 +137,7 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
     xp = hessians.xp
     scorer = MomentScorer(hessians) if options.method == "wanda" else Scorer()
     choose = by_scores(scorer, options, quotas, pool) if options.method in ("magnitude", "wanda") else None
+    grid = None if options.values is None else quantized.Grid(options.values, xp)
 
     def prune_tensor(bits: Bits, t: Tensor) -> None:
         n = len(quotas[t.name])
@@ -145,23 +147,42 @@ def by_hessians(hessians: Hessians, options: PruneOptions, quotas: Quotas, pool:
         if choose is not None:
             choose(bits, t)
         lost = energy = 0.0
+
+        def dense_matrix(i: int) -> Array:
+            return masks.to_float32(xp.asarray(dense[i * t.ne[1] : (i + 1) * t.ne[1]]), t.type)
+
+        def store(i: int, before: Array, w: Array) -> None:
+            nonlocal lost, energy
+            new = masks.from_float32(w, t.type)
+            after = masks.to_float32(new, t.type)
+            if not xp.isfinite(after).all():
+                raise errors.error(
+                    errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
+                )
+            bits[i * t.ne[1] : (i + 1) * t.ne[1]] = array_backend.to_host(new)
+            hessian = xp.asarray(hessians.get(t.name, i, t.cols))
+            lost += sparsegpt.energy(before - after, hessian)
+            energy += sparsegpt.energy(before, hessian)
+
+        pruned = []
         with console.progress(t.name, total, unit) as advance:
             for i in range(n):
-                rows = slice(i * t.ne[1], (i + 1) * t.ne[1])
-                before = masks.to_float32(xp.asarray(dense[rows]), t.type)
-                w = prune_matrix(before, bits[rows], t, i, advance)
-                new = masks.from_float32(masks.with_significant_bits(w, kept), t.type)
-                after = masks.to_float32(new, t.type)
-                if not xp.isfinite(after).all():
-                    raise errors.error(
-                        errors.NOT_FINITE, f"{t.name}: a changed weight does not fit into {type_name(t.type)}"
-                    )
-                bits[rows] = array_backend.to_host(new)
-                hessian = xp.asarray(hessians.get(t.name, i, t.cols))
-                lost += sparsegpt.energy(before - after, hessian)
-                energy += sparsegpt.energy(before, hessian)
+                before = dense_matrix(i)
+                w = prune_matrix(before, bits[i * t.ne[1] : (i + 1) * t.ne[1]], t, i, advance)
+                if grid is None:
+                    store(i, before, masks.with_significant_bits(w, kept))
+                else:
+                    pruned.append(w)
                 if unit == "matrices":
                     advance(1)
+        if grid is not None:
+            importance = [xp.asarray(hessians.get(t.name, i, t.cols)).diagonal() for i in range(n)]
+            lattices = quantized.lattices(pruned, importance, grid)
+            with console.progress(f"{t.name}, {options.values}", n * quantized.PASSES, "passes") as advance:
+                for i, lattice in enumerate(lattices):
+                    before = dense_matrix(i)
+                    problem = hessians.problem(t.name, i, before, options.damping)
+                    store(i, before, quantized.fit(problem, pruned[i], lattice, grid, advance))
         console.detail(f"{t.name:36s} - relative output error {lost / energy if energy else 0.0:.5f}")
 
     def prune_matrix(before: Array, chosen: Bits, t: Tensor, i: int, advance: Callable[[float], object]) -> Array:

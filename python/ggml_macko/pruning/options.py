@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Union
 
 from .. import errors, system
+from ..codecs.value_types import QUANT_NAMES
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 
@@ -25,6 +26,9 @@ METHODS = {"magnitude": "row", "wanda": "row", "sparsegpt": "tensor", "alps": "t
 """Pruning method -> within what it compares weights, unless the user says otherwise."""
 
 ALLOCATIONS = ("uniform", "owl", "loss")
+
+VALUES = tuple(QUANT_NAMES.values())
+"""The quantized types that weights may be fitted to."""
 
 OWL_M = 5.0
 """An outlier is above this multiple of the mean score: the value of the OWL paper for LLaMA."""
@@ -93,6 +97,7 @@ class PruneOptions:
     sequential: bool = False
     refit: bool = False
     dense_targets: float | None = None  # share of the difference of inputs that is made up for
+    values: str | None = None  # one of VALUES: weights that stay get values of this type
     all_bits: bool = False  # changed weights have all bits of the type, not only as many as the source's weights
     damping: float = DAMPING
     hessian_memory: int = MIN_HESSIAN_MEMORY  # bytes
@@ -107,7 +112,7 @@ class PruneOptions:
     @property
     def needs_hessians(self) -> bool:
         """Weights that stay are changed, or chosen by more than a score."""
-        return self.refit or self.method in ("sparsegpt", "alps")
+        return self.refit or self.method in ("sparsegpt", "alps") or self.values is not None
 
     def check(self) -> None:
         """Raises UsageError for a value out of range, and for options that do not go together."""
@@ -119,14 +124,18 @@ class PruneOptions:
             f"--per {self.per} does not go with {self.method}, which compares within "
             + ("a matrix" if self.method == "alps" else "128 columns of a matrix"),
         )
+        if self.values is not None:
+            check_choice("--values", self.values, VALUES)
+        refuse_if(self.values is not None and self.all_bits, "--all-bits: --values says which values weights have")
         refuse_if(
-            self.per == "model" and (self.allocation != "uniform" or self.sequential or self.refit),
-            "--per model goes with none of --allocation owl, --allocation loss, --sequential and --refit",
+            self.per == "model"
+            and (self.allocation != "uniform" or self.sequential or self.refit or self.values is not None),
+            "--per model goes with none of --allocation owl, --allocation loss, --sequential, --refit and --values",
         )
         refuse_if(self.refit and self.method == "alps", "--refit: alps fits the weights that stay anyway")
         refuse_if(
-            self.dense_targets is not None and not (self.refit or self.method == "alps"),
-            f"--dense-targets: {self.method} has no targets; use --method alps or --refit",
+            self.dense_targets is not None and not (self.refit or self.method == "alps" or self.values is not None),
+            f"--dense-targets: {self.method} has no targets; use --method alps, --refit or --values",
         )
         refuse_if(
             self.dense_targets is not None and self.sequential,
@@ -137,10 +146,11 @@ class PruneOptions:
             f"--dense-targets {self.dense_targets}: expected a number from 0 to 1",
         )
         refuse_if(
-            self.sequential and self.method == "magnitude" and not self.refit,
+            self.sequential and self.method == "magnitude" and not self.needs_hessians,
             "--sequential: magnitude needs no statistics",
         )
-        user = "--sequential" if self.sequential else "--refit" if self.refit else self.method
+        users = {"--sequential": self.sequential, "--refit": self.refit, f"--values {self.values}": self.values}
+        user = next((option for option, is_set in users.items() if is_set), self.method)
         refuse_if(self.text is None and self.needs_passes, f"{user} needs a calibration text: -f FNAME")
         refuse_if(
             self.text is None and self.allocation == "loss",
@@ -205,13 +215,15 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def parse_how_many(
-    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool
+    sparsity: Sparsity | None, pattern: str | None, *, other_options: bool, values: str | None
 ) -> tuple[Fraction, Pattern | None]:
-    """Sparsity and pattern, of which exactly one must be given.
+    """Sparsity and pattern, of which exactly one must be given; neither if only values are asked for.
 
     other_options: options were given that only a sparsity goes with. Raises UsageError.
     """
     if pattern is None:
+        if sparsity is None and values is not None and not other_options:
+            return Fraction(0), None
         if sparsity is None:
             raise errors.usage_error("--sparsity (or --pattern) is missing")
         return parse_sparsity(sparsity), None

@@ -105,6 +105,7 @@ def prune(
     sequential: bool = False,
     refit: bool = False,
     dense_targets: float | None = None,
+    values: str | None = None,
     all_bits: bool = False,
     damping: float = option_rules.DAMPING,
     hessian_memory: int | None = None,
@@ -135,7 +136,9 @@ def prune(
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
     n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned.
     dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those of the dense
-    model, as far as this share (0 to 1) of the change of the inputs is concerned. all_bits: weights that sparsegpt,
+    model, as far as this share (0 to 1) of the change of the inputs is concerned. values: "q8_0", "q5_0", "q4_nl" or
+    "q4_0": after pruning, the weights that stay are fitted to values of this type, which `convert` to its sparse type
+    finds again; without a sparsity, none but those that are zero already go. all_bits: weights that sparsegpt,
     alps and refit change have all bits of their type; by default they are rounded to the 8 or 11 significant bits that
     99 % of the tensor's weights have, if they do, so that the type sparse-lossless stays small. damping: added to the
     diagonal of the Hessians that sparsegpt, alps and refit use, times their mean. hessian_memory: bytes for these at a
@@ -165,6 +168,7 @@ def prune(
         sequential=sequential,
         refit=refit,
         dense_targets=dense_targets,
+        values=values,
         all_bits=all_bits,
         damping=damping,
         hessian_memory=hessian_memory,
@@ -187,13 +191,17 @@ def make_options(
     imatrix: str | os.PathLike[str] | None,
     text: str | os.PathLike[str] | None,
     hessian_memory: int | None,
+    values: str | None,
     **more: Any,
 ) -> PruneOptions:
     """The arguments of prune(), but the files and which tensors, parsed and checked. Raises UsageError."""
     option_rules.check_choice("--method", method, METHODS)
     tensor_sparsity = list(tensor_sparsity)
     parsed_sparsity, parsed_pattern = option_rules.parse_how_many(
-        sparsity, pattern, other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None
+        sparsity,
+        pattern,
+        other_options=bool(tensor_sparsity) or allocation != "uniform" or per is not None,
+        values=values,
     )
     options = PruneOptions(
         sparsity=parsed_sparsity,
@@ -207,6 +215,7 @@ def make_options(
         imatrix=option_rules.path_or_none(imatrix),
         text=option_rules.path_or_none(text),
         hessian_memory=option_rules.hessian_memory() if hessian_memory is None else hessian_memory,
+        values=values,
         **more,
     )
     options.check()
@@ -496,6 +505,8 @@ def provenance(options: PruneOptions, statistics: imatrix_file.Imatrix | None, n
         keys.append(make_key("macko.prune.sequential", "u32", 1))
     if options.refit:
         keys.append(make_key("macko.prune.refit", "u32", 1))
+    if options.values is not None:
+        keys.append(make_key("macko.prune.values", "str", options.values))
     if options.all_bits:
         keys.append(make_key("macko.prune.all_bits", "u32", 1))
     if options.dense_targets is not None:

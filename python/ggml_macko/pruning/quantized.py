@@ -1,0 +1,157 @@
+"""Fits the weights that stay to the blocks of a quantized type, the errors of each made up for by the others.
+
+A block is 32 weights that stay, one after the other in the rows of a tensor, so that which stay must be known first; a
+weight is then a number of its type times the scale of its block (FORMAT.md section 7). Scales are found for the weights
+as they are. Then each weight in turn becomes what is best while all others stand still, column by column and several
+times over, as in QuantEase (Behdin et al., arXiv 2309.01885). Unlike in the columns of SparseGPT and GPTQ, a later
+weight that is zero is never counted on. Works on arrays and reads no files; they may lie on a GPU (array_backend.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from ..codecs.value_types import BLOCK, QUANT_NAMES, nearest_numbers, numbers
+from ..pruning import array_backend
+from ..pruning.alps import Problem
+from ..pruning.array_backend import Array
+
+VALUE_TYPES = {name: type_id for type_id, name in QUANT_NAMES.items()}
+"""Name of a quantized type -> its number."""
+
+PASSES = 3
+"""Over all columns; one more takes less than 1 % off what quantizing adds to the error."""
+
+_BLOCK_COLS = 128
+_PIECE = 1 << 14  # blocks whose scales are searched for at a time
+_TRIED = (0.78, 0.88, 0.95, 1.0, 1.06, 1.14)  # shares of the outermost number at which the largest weight may be
+
+
+class Grid:
+    """The numbers of a quantized type, 0 left out: a weight that stays is not zero."""
+
+    def __init__(self, name: str, xp: array_backend.ArrayModule = np) -> None:
+        found = numbers(VALUE_TYPES[name])
+        self.n_tables = len(found)  # the lowest bit of a scale says which, if there are two
+        self.largest = np.float32(np.abs(found.astype(np.int64)).max())
+        self._nearest = xp.asarray(nearest_numbers(VALUE_TYPES[name]).astype(np.float32)).reshape(-1)
+
+    def nearest(self, x: Array, table: Array | int) -> Array:
+        """The numbers nearest to x, float32. table: of each, or of all."""
+        xp = array_backend.module_of(x)
+        place = xp.floor(xp.clip(x, np.float32(-128), np.float32(127.5)) * 2).astype(np.int32) + 256
+        return self._nearest[place + 512 * table]
+
+
+class Lattice(NamedTuple):
+    """Where each weight of a matrix may lie, if it stays: arrays (rows, cols)."""
+
+    scale: Array  # float32, that of the weight's block
+    table: Array  # int32
+
+
+def lattices(weights: Sequence[Array], importance: Sequence[Array], grid: Grid) -> list[Lattice]:
+    """Of the matrices of one tensor, whose blocks run through all of them.
+
+    weights: float32 (rows, cols). importance: float32 (cols,), how much the square of an error counts.
+    """
+    xp = array_backend.module_of(weights[0])
+    kept = [w != 0 for w in weights]
+    values = xp.concatenate([w[k] for w, k in zip(weights, kept)])
+    counts = xp.concatenate([xp.broadcast_to(of, k.shape)[k] for of, k in zip(importance, kept)])
+    n = len(values)
+    padding = xp.zeros(-n % BLOCK, dtype=np.float32)
+    values, counts = (xp.concatenate([a, padding]).reshape(-1, BLOCK) for a in (values, counts))
+    found = [search_scales(values[i : i + _PIECE], counts[i : i + _PIECE], grid) for i in range(0, len(values), _PIECE)]
+    out, begin = [], 0
+    for w, k in zip(weights, kept):
+        end = begin + int(k.sum())
+        lattice = Lattice(xp.ones(w.shape, dtype=np.float32), xp.zeros(w.shape, dtype=np.int32))
+        for i, whole in enumerate(lattice):
+            of_blocks = xp.concatenate([f[i] for f in found]) if found else values.reshape(-1)
+            whole[k] = xp.repeat(of_blocks, BLOCK)[begin:end]
+        out.append(lattice)
+        begin = end
+    return out
+
+
+def search_scales(x: Array, counts: Array, grid: Grid) -> Lattice:
+    """Scales (blocks,), numbers of F16 and not zero, and tables of x, float32 (blocks, BLOCK), with about the least sum
+    of counts * error^2. Zeros of x and counts are padding.
+
+    As the search for Q4_NL in codecs/packed.py: each scale that is tried is replaced twice by the best for its numbers.
+    """
+    xp = array_backend.module_of(x)
+    largest = xp.abs(x).max(axis=1) / grid.largest
+    weighted = counts * x
+    best, gain, table = largest, xp.zeros_like(largest), xp.zeros(largest.shape, dtype=np.int32)
+    for t, sign, tried in itertools.product(range(grid.n_tables), (1, -1), _TRIED):
+        d = np.float32(sign * tried) * largest
+        for _ in range(2):
+            q = grid.nearest(x / xp.where(d == 0, 1, d)[:, None], t)
+            product, power = (weighted * q).sum(axis=1), (counts * q * q).sum(axis=1)
+            d = product / xp.where(power == 0, 1, power)
+            better = product * d > gain
+            best, gain = xp.where(better, d, best), xp.where(better, product * d, gain)
+            table = xp.where(better, t, table)
+    return Lattice(_as_scales(best, table if grid.n_tables > 1 else None), table)
+
+
+def _as_scales(d: Array, last_bit: Array | None) -> Array:
+    """The nearest numbers of F16 that are not zero, with this last bit, as float32. Infinite ones are left to the
+    caller.
+    """
+    xp = array_backend.module_of(d)
+    with np.errstate(over="ignore"):
+        found = d.astype(np.float16).view(np.uint16)
+    sign, magnitude = found & 0x8000, xp.maximum(found & 0x7FFF, 1)
+    if last_bit is not None:
+        beyond = xp.abs(d) > magnitude.view(np.float16).astype(np.float32)
+        other = xp.where(beyond | (magnitude < 2), magnitude + 1, magnitude - 1)
+        magnitude = xp.where((magnitude & 1) == last_bit, magnitude, other)
+    return (sign | magnitude).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def nearest_weights(w: Array, lattice: Lattice, grid: Grid) -> Array:
+    """Each weight at its nearest place; zeros stay zero."""
+    xp = array_backend.module_of(w)
+    return xp.where(w != 0, lattice.scale * grid.nearest(w / lattice.scale, lattice.table), 0)
+
+
+def fit(
+    problem: Problem,
+    w: Array,
+    lattice: Lattice,
+    grid: Grid,
+    advance: Callable[[float], object] = lambda passes: None,
+    n_passes: int = PASSES,
+) -> Array:
+    """Weights on a lattice, float32 (rows, cols), of which none can be moved alone so that the error becomes less, or
+    next to none. w: where to start; its zeros stay zero. advance: called with 1 after each pass.
+    """
+    xp = array_backend.module_of(w)
+    kept = w != 0
+    w = nearest_weights(w, lattice, grid)
+    step = 1 / problem.hessian.diagonal()
+    for _ in range(n_passes):
+        slope = w @ problem.hessian - problem.target  # half the gradient; columns that are done are not kept up
+        for begin in range(0, w.shape[1], _BLOCK_COLS):
+            cols = slice(begin, begin + _BLOCK_COLS)
+            hessian = problem.hessian[cols, cols]
+            block, slopes, scale, table, stays = (
+                xp.ascontiguousarray(a[:, cols].T) for a in (w, slope, lattice.scale, lattice.table, kept)
+            )  # transposed: a column of w is contiguous
+            change = xp.zeros_like(block)
+            for j in range(len(block)):
+                wanted = block[j] - (slopes[j] + hessian[:j, j] @ change[:j]) * step[begin + j]
+                new = xp.where(stays[j], scale[j] * grid.nearest(wanted / scale[j], table[j]), 0)
+                change[j] = new - block[j]
+                block[j] = new
+            w[:, cols] = block.T
+            slope[:, begin + _BLOCK_COLS :] += change.T @ problem.hessian[cols, begin + _BLOCK_COLS :]
+        advance(1)
+    return w

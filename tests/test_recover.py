@@ -18,7 +18,9 @@ import pytest
 import gguf_bytes
 import tiny_models
 from ggml_macko import errors
+from ggml_macko.codecs.value_types import LEVELS
 from ggml_macko.gguf.files import Model
+from ggml_macko.pruning.options import VALUES
 from ggml_macko.recovery.checkpoint import Checkpoint
 from ggml_macko.recovery.options import RecoverOptions
 from ggml_macko.recovery.schedule import Texts, batches, learning_rate
@@ -174,6 +176,70 @@ def test_weights_of_masked_adam_are_those_that_are_kept(share_of_zeros):
 
 
 @needs_torch
+def test_gradient_of_quantized_values_changes_the_weights_behind_them():
+    """Adam on weights that the loss sees quantized, with PyTorch's own Adam."""
+    import torch
+
+    from ggml_macko.recovery import masked_adam
+
+    rng = np.random.default_rng(4)
+    start = rng.normal(size=(11, 19)).astype(np.float32)
+    start[rng.random(start.shape) < 0.5] = 0
+    kept = torch.from_numpy(start != 0)
+    x = torch.from_numpy(rng.normal(size=(30, 19)).astype(np.float32))
+    ours = {"w": torch.from_numpy(start.copy()), "b": torch.zeros(11)}
+    adam = masked_adam.MaskedAdam(ours, "q4_nl")
+    theirs = torch.from_numpy(start[start != 0]).requires_grad_()
+    reference = torch.optim.Adam([theirs], betas=(masked_adam.BETA1, masked_adam.BETA2), eps=masked_adam.EPSILON)
+    for step in range(8):
+        adam.rate = reference.param_groups[0]["lr"] = 0.01 * (step + 1)
+        seen = ours["w"].detach().clone().requires_grad_()
+        for w in (seen, ours["w"]):
+            (torch.nn.functional.linear(x, w, ours["b"].detach()).tanh() - 0.3).square().sum().backward()
+        adam.advance()
+        theirs.grad = seen.grad[kept]
+        reference.step()
+        state = dict(adam.arrays())
+        assert torch.allclose(state["weight.w"], theirs.detach(), rtol=1e-4, atol=1e-6)
+        assert torch.all(ours["w"][~kept] == 0) and torch.all(ours["w"][kept] != 0)
+        assert_nearest_values(ours["w"].detach()[kept].numpy(), theirs.detach().numpy(), state)
+
+
+def assert_nearest_values(found, weights, state):
+    """Each is the value of Q4_NL nearest to its weight, with the scale of its block: a number of F16 whose last bit
+    says in which table.
+    """
+    for i, (value, weight) in enumerate(zip(found, weights.astype(np.float64))):
+        scale, table = float(state["scale.w"][i // 32]), int(state["table.w"][i // 32])
+        assert np.float16(scale) == scale and np.float16(scale).view(np.uint16) & 1 == table
+        nearest = min(abs(scale * int(q) - weight) for q in LEVELS[table])
+        assert abs(value - weight) <= nearest + 1e-6 and value / scale in LEVELS[table]
+
+
+@needs_torch
+@pytest.mark.parametrize("name", VALUES)
+def test_scales_follow_the_weights(name):
+    """The scale is that with the least error for the numbers that the weights had, rounded to F16."""
+    import torch
+
+    from ggml_macko.recovery.quantized_weights import Blocks
+
+    rng = np.random.default_rng(6)
+    w = rng.normal(size=32 * 9 + 5).astype(np.float32)
+    blocks = Blocks(torch.from_numpy(w), name)
+    scale, table = blocks.scale.numpy().astype(np.float64), blocks.table.numpy().copy()
+    moved = w + rng.normal(size=w.shape).astype(np.float32) * 0.05
+    values = blocks.values(torch.from_numpy(moved)).numpy().astype(np.float64)
+    blocks.follow(torch.from_numpy(moved))
+    for i in range(10):
+        q = values[32 * i : 32 * i + 32] / scale[i]
+        want = float(moved[32 * i : 32 * i + 32].astype(np.float64) @ q / (q @ q))
+        steps = 1.01 if name == "q4_nl" else 0.51  # of F16; there every second number has the table's bit
+        assert abs(float(blocks.scale[i]) - want) <= steps * float(np.spacing(np.float16(abs(want))))
+    assert np.array_equal(blocks.table.numpy(), table)
+
+
+@needs_torch
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="PyTorch finds no GPU")
 def test_host_does_not_wait_for_a_gpu_in_a_training_step(tmp_path):
@@ -236,6 +302,36 @@ def test_zeros_and_what_is_not_trained_stay(tmp_path, macko, pair, text, method)
 
 
 @needs_torch
+@pytest.mark.parametrize("method", ["distill", "blocks"])
+@pytest.mark.parametrize("name", VALUES)
+def test_convert_finds_the_trained_values_again(tmp_path, macko, pair, text, method, name):
+    out, sparse, back = (tmp_path / f"{n}.gguf" for n in ("out", "sparse", "back"))
+    done = run(macko, pair, text, out, "--method", method, "--epochs", 1, "--chunks", 24, "--values", name)
+    assert done.code == 0, done.err
+    assert macko("convert", out, sparse, f"sparse-{name}", "--tensor-type", "^output=dense").code == 0
+    assert macko("restore", sparse, back).code == 0
+    before, after, found = weights(pair[0]), weights(out), weights(back)
+    for tensor, (type_id, bits) in after.items():
+        assert np.array_equal(found[tensor][1], bits), tensor
+        if tensor.startswith("blk.") and bits.shape[0] > 1:
+            assert np.array_equal(zeros(type_id, bits), zeros(type_id, before[tensor][1]))
+
+
+@needs_torch
+def test_values_that_were_trained_are_better_than_rounding_afterwards(tmp_path, macko, pair, text):
+    base, rounded, trained, out = (tmp_path / name for name in ("base.kld", "rounded.gguf", "trained.gguf", "out.gguf"))
+    assert macko("perplexity", "-m", pair[1], "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
+    found = []
+    for path, more in ((rounded, []), (trained, ["--values", "q4_0"])):
+        assert run(macko, pair, text, path, "--epochs", 4, *more).code == 0
+        how = ["sparse-q4_0", "--tensor-type", "^output=dense", "--force"]
+        assert macko("convert", path, out, *how).code == 0
+        done = macko("perplexity", "-m", out, "--kl-divergence-base", base, "--kl-divergence", "--json")
+        found.append(json.loads(done.out)["kld"])
+    assert found[1] < found[0]
+
+
+@needs_torch
 def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text):
     sparse, a, b = (tmp_path / name for name in ("sparse.gguf", "a.gguf", "b.gguf"))
     assert macko("convert", pair[0], sparse).code == 0
@@ -245,9 +341,9 @@ def test_sparse_file_is_recovered_like_the_dense_one(tmp_path, macko, pair, text
 
 
 @needs_torch
-@pytest.mark.parametrize("method", ["distill", "blocks"])
-def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text, method):
-    args = ["--method", method, "--epochs", 6, "--evaluations", 1000, "--patience", 1000, "-t", 1]
+@pytest.mark.parametrize("more", [["distill"], ["blocks"], ["distill", "--values", "q4_nl"]], ids=" ".join)
+def test_killed_run_goes_on_and_gives_the_same_bytes(tmp_path, macko, pair, text, more):
+    args = ["--epochs", 6, "--evaluations", 1000, "--patience", 1000, "-t", 1, "--method", *more]
     whole, out = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     assert run(macko, pair, text, whole, *args).code == 0
     checkpoint = tmp_path / "out.gguf.checkpoint"
@@ -331,6 +427,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, macko, pair, text):
         (["--learning-rate", "nan"], "--learning-rate nan"),
         (["--chunks", "0"], "--chunks 0"),
         (["--patience", "0"], "--patience 0: at least 1"),
+        (["--values", "q4_nl", "--all-bits"], "--all-bits: --values says which values weights have"),
         (["-c", "2"], "-c 2: at least"),
     ],
 )

@@ -7,6 +7,7 @@ import argparse
 from .. import console
 from ..commands.arguments import add_quiet
 from ..evaluation.text_model import N_CTX
+from ..pruning.options import VALUES
 from ..recovery import options
 from ..recovery.recover import recover
 
@@ -118,6 +119,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "third more time",
     )
     group.add_argument(
+        "--values",
+        choices=VALUES,
+        help="train with values of this quantized type in all matrices, and write them; `macko convert ... "
+        "sparse-q4_nl` (and so on) finds them again",
+    )
+    group.add_argument(
         "--all-bits",
         action="store_true",
         help="give weights all bits of their type; without it they are rounded to the significant bits that they had "
@@ -145,6 +152,7 @@ def run(args: argparse.Namespace) -> int:
         n_evaluations=args.evaluations,
         patience=args.patience,
         gradient_checkpointing=args.gradient_checkpointing,
+        values=args.values,
         all_bits=args.all_bits,
         seed=args.seed,
         device=args.device,

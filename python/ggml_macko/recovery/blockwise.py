@@ -89,8 +89,8 @@ def _fit_part(
         outputs = _outputs(student, layer, part, inputs, arithmetic)
         return sum(float((y - t).double().square().sum()) for y, t in zip(outputs, targets)) / energy
 
+    optimizer = MaskedAdam(trained, options.values)
     before = error()
-    optimizer = MaskedAdam(trained)
     start = optimizer.weights()
     n_steps = steps_per_epoch(len(inputs), options.batch_size) * options.epochs
     for epoch in range(options.epochs):

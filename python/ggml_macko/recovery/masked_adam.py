@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from ..recovery.quantized_weights import Blocks
+
 BETA1, BETA2, EPSILON = 0.9, 0.95, 1e-8
 
 
@@ -18,10 +20,11 @@ class MaskedAdam:
     """The optimizer of some tensors, which it changes in place. Weights that are zero now stay zero.
 
     weights: float32 tensors, by name. From now on, every backward pass is a step of those that it reaches; set `rate`
-    before, and call advance() after it.
+    before, and call advance() after it. values: the quantized type whose values the matrices have from now on; what is
+    trained is kept apart.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], values: str | None = None) -> None:
         self.rate = 0.0
         self.n_steps = 0  # complete ones
         self._weights = dict(weights)
@@ -30,6 +33,13 @@ class MaskedAdam:
         self._n_kept = {name: w.numel() if w.dim() < 2 else int((w != 0).sum()) for name, w in self._weights.items()}
         self._first = {name: torch.zeros(self._n_kept[name], device=w.device) for name, w in self._weights.items()}
         self._second = {name: torch.zeros_like(m) for name, m in self._first.items()}
+        self._trained: dict[str, torch.Tensor] = {}  # of weights with quantized values, the elements that are trained
+        self._blocks: dict[str, Blocks] = {}
+        for name, w in self._weights.items():
+            if values is not None and self._n_kept[name] and w.dim() >= 2:
+                self._trained[name] = self._select(name, w.detach()).clone()
+                self._blocks[name] = Blocks(self._trained[name], values)
+                self._quantize(name)
         self._hooks = []
         for name, w in self._weights.items():
             w.requires_grad_(True)
@@ -48,7 +58,10 @@ class MaskedAdam:
     def arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All that a checkpoint needs: the weights that are trained and their states, each under a name of its own."""
         for name, w in self._weights.items():
-            yield f"weight.{name}", self._select(name, w.detach())
+            yield f"weight.{name}", self._trained.get(name, self._select(name, w.detach()))
+            if name in self._blocks:
+                yield f"scale.{name}", self._blocks[name].scale
+                yield f"table.{name}", self._blocks[name].table
             yield f"first.{name}", self._first[name]
             yield f"second.{name}", self._second[name]
 
@@ -56,12 +69,18 @@ class MaskedAdam:
         """Goes back to what arrays() gave after n_steps."""
         self.n_steps = n_steps
         for name, w in self._weights.items():
-            self._assign(name, w, arrays[f"weight.{name}"].to(w.device))
+            if name in self._blocks:
+                self._trained[name].copy_(arrays[f"weight.{name}"])
+                self._blocks[name].scale.copy_(arrays[f"scale.{name}"])
+                self._blocks[name].table.copy_(arrays[f"table.{name}"])
+                self._quantize(name)
+            else:
+                self._assign(name, w, arrays[f"weight.{name}"].to(w.device))
             self._first[name].copy_(arrays[f"first.{name}"])
             self._second[name].copy_(arrays[f"second.{name}"])
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights that are trained."""
+        """A copy of the weights that are trained, with quantized values if they have them."""
         return {name: self._select(name, w.detach()).clone() for name, w in self._weights.items()}
 
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -89,6 +108,9 @@ class MaskedAdam:
             else:
                 weight.masked_scatter_(kept, values)
 
+    def _quantize(self, name: str) -> None:
+        self._assign(name, self._weights[name], self._blocks[name].values(self._trained[name]))
+
     def _update(self, name: str, weight: torch.Tensor) -> None:
         assert weight.grad is not None
         gradient = self._select(name, weight.grad).float()
@@ -100,7 +122,11 @@ class MaskedAdam:
         change = (first / second.sqrt().add_(EPSILON)).mul_(self.rate * correction)
         kept = self._kept[name]
         with torch.no_grad():
-            if kept is None:
+            if name in self._blocks:
+                self._trained[name].sub_(change)
+                self._blocks[name].follow(self._trained[name])
+                self._quantize(name)
+            elif kept is None:
                 weight.sub_(change.reshape(weight.shape))
             else:
                 weight.sub_(torch.zeros_like(weight).masked_scatter_(kept, change))

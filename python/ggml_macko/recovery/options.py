@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..evaluation import likelihood
 from ..evaluation.text_model import N_CTX
-from ..pruning.options import check_choice, refuse_if
+from ..pruning.options import VALUES, check_choice, refuse_if
 
 METHODS = ("distill", "blocks")
 
@@ -57,6 +57,9 @@ class RecoverOptions:
     n_evaluations: int = N_EVALUATIONS  # on the held-out text, spread over the run
     patience: int = PATIENCE  # evaluations in the second half without a better one after which the run ends
     gradient_checkpointing: bool = False
+    values: str | None = (
+        None  # a type of pruning.options.VALUES: matrices get quantized values, and are trained as such
+    )
     all_bits: bool = False  # weights have all bits of their type, not only as many as they had
     seed: int = 0
     device: str = "auto"  # auto: a GPU where PyTorch finds one; cpu
@@ -74,6 +77,9 @@ class RecoverOptions:
         """Raises UsageError for a value out of range."""
         check_choice("--method", self.method, METHODS)
         check_choice("--device", self.device, ("auto", "cpu"))
+        if self.values is not None:
+            check_choice("--values", self.values, VALUES)
+        refuse_if(self.values is not None and self.all_bits, "--all-bits: --values says which values weights have")
         refuse_if(self.n_ctx < likelihood.MIN_CTX, f"-c {self.n_ctx}: at least {likelihood.MIN_CTX}")
         refuse_if(self.n_chunks == 0, "--chunks 0 trains nothing")
         for option, number, least in (

@@ -73,6 +73,7 @@ def recover(
     n_evaluations: int = N_EVALUATIONS,
     patience: int = PATIENCE,
     gradient_checkpointing: bool = False,
+    values: str | None = None,
     all_bits: bool = False,
     seed: int = 0,
     device: str = "auto",
@@ -92,9 +93,10 @@ def recover(
     batch_size: chunks of a step. learning_rate: the highest; 0: RATE_TIMES_WIDTH over the length of the embeddings.
     n_evaluations: on the held-out text during a run; patience: how many without a better one end it, in its
     second half.
-    gradient_checkpointing: less memory for a third more time. all_bits: without it, weights are rounded to the
-    significant bits that they had. seed: of the order of the text. device: "auto", a GPU where PyTorch finds one, or
-    "cpu". n_threads: of the CPU; 0 is all.
+    gradient_checkpointing: less memory for a third more time. values: "q8_0", "q5_0", "q4_nl" or "q4_0": matrices are
+    trained with values of this type, which `convert` to its sparse type finds again. all_bits: without it, weights are
+    rounded to the significant bits that they had. seed: of the order of the text. device: "auto", a GPU where PyTorch
+    finds one, or "cpu". n_threads: of the CPU; 0 is all.
 
     A run that was interrupted goes on from OUTPUT.checkpoint; on one CPU it then writes the same bytes. Raises
     UsageError (an option out of range), MackoError (no PyTorch, other models or architectures, a bad text, not finite)
@@ -114,6 +116,7 @@ def recover(
         n_evaluations=n_evaluations,
         patience=patience,
         gradient_checkpointing=gradient_checkpointing,
+        values=values,
         all_bits=all_bits,
         seed=seed,
         device=device,
@@ -246,7 +249,8 @@ def _train(
 def _significant_bits(t: Tensor, options: RecoverOptions) -> int:
     """As many as the tensor's weights have, so that `sparse-lossless` stays small; all of a vector's."""
     bits = read_finite(t)
-    return 24 if options.all_bits or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
+    has_all = options.all_bits or options.values is not None
+    return 24 if has_all or len(t.ne) == 1 else masks.significant_bits(bits, t.type)
 
 
 def _rounded(t: Tensor, values: Array, significant: int) -> Array:
@@ -300,6 +304,7 @@ def provenance(options: RecoverOptions, report: RecoverReport) -> list[Key]:
         make_key("macko.prune.recover.n_tokens", "u64", report.n_tokens),
         make_key("macko.prune.recover.epochs", "u32", options.epochs),
         make_key("macko.prune.recover.learning_rate", "f32", report.learning_rate),
+        *([make_key("macko.prune.recover.values", "str", options.values)] if options.values is not None else []),
     ]
 
 

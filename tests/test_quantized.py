@@ -549,6 +549,37 @@ def test_file_meets_the_target(tmp_path, macko, imatrix_of_demo):
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_dense_tensor_gets_a_dense_type_to_meet_the_target(tmp_path, macko):
+    """Where a tensor is dense, ggml's types of 4 to 6 bits lose less than a type with an index in as many bytes; the
+    error that decides is that of the values in the file.
+    """
+    rng = np.random.default_rng(8)
+    shapes = {"blk.0.attn_q.weight": 1.0, "blk.0.ffn_up.weight": 1.0, "blk.0.attn_k.weight": 0.9, "output.weight": 0.4}
+    source = {
+        name: np.where(rng.random((64, 512)) < d, rng.standard_normal((64, 512)), 0) for name, d in shapes.items()
+    }
+    source["blk.0.attn_v.weight"] = rng.standard_normal((64, 96))  # no multiple of 256
+    tensors = {name: (w.astype(np.float16).view(np.uint16), TYPE_F16) for name, w in source.items()}
+    model, out = generators.write_gguf(tmp_path / "model.gguf", tensors), tmp_path / "out.gguf"
+    n = sum(w.size for w in source.values())
+    chosen = []
+    for bpw in ("3.2", "4.5", "6"):
+        done = macko("convert", model, out, "auto", "--target-bpw", bpw, "--force")
+        assert done.code == 0, done.err
+        assert out.stat().st_size * 8 / n <= float(bpw)
+        stored = {t.name: (t.tensor_type, t.data) for t in gguf.GGUFReader(out).tensors}
+        notes = dict(re.findall(r"\] (\S+) .* converting to .*\(error (.*)%\)", done.err))
+        for name in ("blk.0.attn_q.weight", "blk.0.ffn_up.weight", "blk.0.attn_v.weight"):
+            kind, data = stored[name]
+            assert kind not in (TYPE_F16, TYPE_F32)
+            want = source[name].astype(np.float16).astype(np.float64)
+            lost = gguf.quants.dequantize(data, kind).reshape(want.shape) - want
+            assert 100 * np.sqrt((lost**2).sum() / (want**2).sum()) == pytest.approx(float(notes[name]), abs=0.006)
+        assert "output.weight" not in stored and macko("verify", model, out).code == 0
+        chosen.append(sum(w.size * float(notes[name]) ** 2 for name, w in source.items() if name in notes))
+    assert chosen[0] > chosen[1] > chosen[2]
+
+
 def test_quantized_head_is_what_was_asked_for(tmp_path, macko, imatrix_of_demo):
     """The embedding of a tied model is its head."""
     out = tmp_path / "s.gguf"

@@ -39,6 +39,9 @@ class ElementCount(Protocol):
     def nnz(self) -> int: ...
 
     @property
+    def n_nonfinite(self) -> int: ...
+
+    @property
     def n_stored(self) -> Mapping[int, int]:
         """Entries that delta coding needs, by width in bits."""
 

@@ -21,9 +21,14 @@ _CHUNK = 1 << 20  # values that a thread takes at a time
 
 # types for dense weights, by name: ggml type id
 DENSE_TYPES = {
-    "q8_0": 8, "q6_k": 14, "q5_k": 13, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3, "q4_0": 2, "iq4_nl": 20, "q3_k": 11,
-    "q2_k": 10,
+    "q8_0": 8, "q6_k": 14, "q5_k": 13, "q5_1": 7, "q5_0": 6, "q4_k": 12, "q4_1": 3, "q4_0": 2, "iq4_nl": 20,
+    "iq4_xs": 23, "q3_k": 11, "q2_k": 10,
 }  # fmt: skip
+
+MIXED_TYPES = ("q8_0", "q6_k", "q5_k", "q4_k", "iq4_xs", "q3_k", "q2_k")
+"""Those that `--target-bpw` tries, and in rows that are no multiple of their blocks those of MIXED_SMALL_BLOCKS."""
+
+MIXED_SMALL_BLOCKS = ("q8_0", "q5_1", "q5_0", "iq4_nl")
 
 
 @functools.cache
@@ -46,6 +51,14 @@ def library() -> ctypes.CDLL:
 def block_size(type_id: int) -> int:
     """Values of a block."""
     return int(library().ggml_blck_size(type_id))
+
+
+def mixed_types(cols: int) -> tuple[str, ...]:
+    """What `--target-bpw` tries for a dense matrix with so many columns."""
+    for names in (MIXED_TYPES, MIXED_SMALL_BLOCKS):
+        if all(cols % block_size(DENSE_TYPES[name]) == 0 for name in names):
+            return names
+    return ()
 
 
 def nbytes(type_id: int, rows: int, cols: int) -> float:

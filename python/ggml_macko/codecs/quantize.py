@@ -7,10 +7,11 @@ weights count alike. Where a tensor holds several matrices (experts), their rows
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Array
+from ..values import Array, to_float
 from . import ggml_quants
 
 
@@ -41,3 +42,20 @@ def dense(
             for i, m in enumerate(matrices)
         ]
     ).reshape(-1)
+
+
+def dense_error(
+    bits: Array, source_type: int, data: npt.NDArray[np.uint8], type_id: int, weights: Array | None, n_threads: int = 0
+) -> float:
+    """Weighted sum of the squared errors of dense() over that of the squared weights: MatrixError.relative."""
+    kind = gguf.GGMLQuantizationType(type_id)
+    blocks = data.reshape(len(bits), -1)
+
+    def sums(rows: tuple[int, int]) -> tuple[float, float]:
+        source = to_float(bits[slice(*rows)], source_type).astype(np.float64)
+        difference = gguf.quants.dequantize(blocks[slice(*rows)], kind).reshape(source.shape) - source
+        counts = weights_of_rows(weights, len(bits), *rows)
+        return float((counts * difference**2).sum()), float((counts * source**2).sum())
+
+    lost, power = (sum(x) for x in zip(*ggml_quants.in_threads(sums, row_ranges(bits), n_threads)))
+    return lost / power if power else 0.0

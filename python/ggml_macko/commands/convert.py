@@ -118,8 +118,9 @@ def add_quantization_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-bpw",
         type=float,
         metavar="X",
-        help=f"with auto: for each tensor one of {', '.join(registry.mixed_types())}, so that the whole file has at "
-        "most X bits per weight and the sum of relative squared errors is least",
+        help=f"with auto: for each tensor one of {', '.join(registry.mixed_types())}, or of ggml's types where it is "
+        "dense or nearly so, so that the whole file has at most X bits per weight and the sum of relative squared "
+        "errors is least",
     )
     dense_types = ", ".join(ggml_quants.DENSE_TYPES)
     parser.add_argument(

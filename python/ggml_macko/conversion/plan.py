@@ -29,6 +29,11 @@ from ..native import codec as native_codec
 from ..regular_files import named, read_at, write_at
 from ..values import Array
 
+MIXED_DENSE_FROM = 0.65
+"""Density of a tensor from which `--target-bpw` tries dense quantized types: below, each takes more bytes than the
+sparse type with as many bits, the widest from 0.654 on.
+"""
+
 DENSE = "dense"
 """The override that leaves a tensor as it is."""
 
@@ -324,9 +329,12 @@ def plan_dense(t: Tensor, name: str, options: Options, alignment: int, spool: Sp
     n_nonfinite = native_codec.count_dense(bits, t.type, options.n_threads).n_nonfinite
     if n_nonfinite:
         raise errors.error(errors.NOT_FINITE, f"{t.shard.path}: {t.name}: {n_nonfinite} values are not finite")
-    data = quantize.dense(bits, t.type, type_id, options.column_weights(t), options.n_threads)
+    weights = options.column_weights(t)
+    data = quantize.dense(bits, t.type, type_id, weights, options.n_threads)
+    error = quantize.dense_error(bits, t.type, data, type_id, weights, options.n_threads) if options.measure else 0.0
     storage = QuantizedDense(type_id, data.nbytes, spool.put([data]))
-    return TensorPlan(t, storage, align(data.nbytes, alignment))
+    why = f"error {math.sqrt(error):.2%}" if options.measure else ""
+    return TensorPlan(t, storage, align(data.nbytes, alignment), why, error=error)
 
 
 def _why_smallest(found: Sequence[Candidate], alignment: int) -> str:
@@ -387,7 +395,13 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
         is_free = tensor_rules.is_multiplied(t.name, len(t.ne)) and not options.is_fixed(t)
         names = registry.mixed_types() if is_free else (options.type,)
         each = [replace(options, type=name, measure=True) for name in names]
-        tried.append([(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each])
+        plans = [(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in each]
+        if is_free:
+            dense = [
+                replace(each[0], dense_types={t.name: name}) for name in mixed_dense_types(t, plans[0][1].contents)
+            ]
+            plans += [(o, plan_tensor(t, o, model.alignment, Spool(None))) for o in dense]
+        tried.append(plans)
     points = [[bit_allocation.Point(p.nbytes, p.error * p.tensor.n_elements) for _, p in plans] for plans in tried]
     chosen = bit_allocation.choose(
         points,
@@ -400,6 +414,13 @@ def plan_for_target(model: Model, options: Options, target_bpw: float, spool: Sp
         plan_tensor(t, plans[i][0], model.alignment, spool)
         for t, plans, i in zip(_tracked(model.tensors, "planning"), tried, chosen)
     ]
+
+
+def mixed_dense_types(t: Tensor, contents: Contents | None) -> tuple[str, ...]:
+    """The dense quantized types that a tensor may get to reach a size."""
+    if contents is None or contents.count.n_nonfinite or contents.count.nnz < MIXED_DENSE_FROM * t.n_elements:
+        return ()
+    return ggml_quants.mixed_types(t.cols)
 
 
 def _unreachable(target_bpw: float, least: int, n_elements: int) -> errors.MackoError:
@@ -434,6 +455,10 @@ def _smallest_plan(t: Tensor, options: Options, alignment: int) -> TensorPlan:
         TensorPlan(t, StoredSparse(replace(c, matrix=None), -1), stored_nbytes(c, alignment), contents=contents)
         for c in found
     ]
+    for name in mixed_dense_types(t, contents):
+        type_id = ggml_quants.DENSE_TYPES[name]
+        nbytes = int(ggml_quants.nbytes(type_id, t.rows, t.cols))
+        plans.append(TensorPlan(t, QuantizedDense(type_id, nbytes, -1), align(nbytes, alignment), contents=contents))
     return min([*plans, dense], key=lambda p: p.nbytes)
 
 

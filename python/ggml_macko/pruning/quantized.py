@@ -24,7 +24,7 @@ VALUE_TYPES = {name: type_id for type_id, name in QUANT_NAMES.items()}
 """Name of a quantized type -> its number."""
 
 PASSES = 3
-"""Over all columns; one more takes less than 1 % off what quantizing adds to the error."""
+"""Over all columns. Four take 2 % off what quantizing adds to the error with two."""
 
 _BLOCK_COLS = 128
 _PIECE = 1 << 14  # blocks whose scales are searched for at a time

@@ -33,6 +33,29 @@ static void * map_pages(void * at, size_t nbytes, int flags) {
     return memory == MAP_FAILED ? nullptr : memory;
 }
 
+bool map_file(void * at, size_t nbytes, int fd, off_t offset) {
+    return mmap(at, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd, offset) != MAP_FAILED;
+}
+
+void unmap_file(void * at, size_t nbytes) {
+    if (!map_pages(at, nbytes, MAP_FIXED)) {
+        memset(at, 0, nbytes); // the file's pages are private
+    }
+}
+
+bool stat_this_library(struct stat * out) {
+    Dl_info found = {};
+    return dladdr(reinterpret_cast<const void *>(&stat_this_library), &found) != 0 && found.dli_fname &&
+           stat(found.dli_fname, out) == 0;
+}
+
+// `variable` if it is an absolute path, else a folder in HOME
+static std::string folder_of(const char * variable, const char * in_home) {
+    const char * folder = variable ? getenv(variable) : nullptr;
+    const char * home   = getenv("HOME");
+    return folder && *folder == '/' ? folder : home && *home == '/' ? std::string(home) + in_home : "";
+}
+
 #if defined(__linux__)
 
 bool random_bytes(void * out, size_t n) {
@@ -51,6 +74,10 @@ bool random_bytes(void * out, size_t n) {
 }
 
 timespec modification_time(const struct stat & file) { return file.st_mtim; }
+
+timespec change_time(const struct stat & file) { return file.st_ctim; }
+
+std::string user_cache_folder() { return folder_of("XDG_CACHE_HOME", "/.cache"); }
 
 bool is_socket_error(int error) { return error == ENXIO; }
 
@@ -111,6 +138,10 @@ bool random_bytes(void * out, size_t n) {
 }
 
 timespec modification_time(const struct stat & file) { return file.st_mtimespec; }
+
+timespec change_time(const struct stat & file) { return file.st_ctimespec; }
+
+std::string user_cache_folder() { return folder_of(nullptr, "/Library/Caches"); }
 
 bool is_socket_error(int error) { return error == EOPNOTSUPP; }
 

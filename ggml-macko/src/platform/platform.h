@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <ctime>
+#include <string>
 #include <sys/stat.h>
 #include <sys/types.h>
 
@@ -24,8 +25,13 @@ namespace macko::platform {
 // Fills memory from the system's generator for keys. False, and errno, if it cannot.
 [[nodiscard]] bool random_bytes(void * out, size_t n);
 
-// When a file was last written.
+// When a file was last written, and when that or its name, owner or mode was last changed.
 timespec modification_time(const struct stat & file);
+timespec change_time(const struct stat & file);
+// fstat() of the shared library, or the program, that this function is in. False if it cannot be found.
+[[nodiscard]] bool stat_this_library(struct stat * out);
+// Where programs keep what they can make again, a folder of the user's; "" if there is none.
+std::string user_cache_folder();
 // Whether open(2), without creating anything, failed with this errno because the path is a socket: ENXIO on Linux,
 // where a device without a driver gives the same; EOPNOTSUPP on macOS.
 bool is_socket_error(int error);
@@ -48,6 +54,10 @@ void * map_memory(size_t nbytes, bool reserve);
 void   unmap_memory(void * memory, size_t nbytes);
 // Pages of map_memory(), which read as zeros from now on and take no memory.
 void discard_memory(void * memory, size_t nbytes);
+// Puts bytes of a file, from a multiple of the page size on, in the place of pages of map_memory(); to write to them
+// does not change the file. False if that failed. unmap_file() puts zeros there again.
+[[nodiscard]] bool map_file(void * at, size_t nbytes, int fd, off_t offset);
+void               unmap_file(void * at, size_t nbytes);
 // Advice for memory that is read through again and again, and for memory of which most stays unused. macOS takes no
 // such advice, and does nothing.
 void use_huge_pages(void * memory, size_t nbytes);

@@ -314,6 +314,9 @@ enum ggml_macko_load_flags {
     GGML_MACKO_LOAD_SPARSE_ONLY = 4,
     // a sparse file of an architecture for whose metadata there are no rules is an error; else the log warns of it
     GGML_MACKO_LOAD_STRICT = 8,
+    // weights on the CPU are kept in a file as they are in memory, and mapped by the next load of the unchanged model,
+    // which does not read and check it again; the log says where, and why not if there can be no such file
+    GGML_MACKO_LOAD_CACHE = 16,
 };
 
 // Where the running llama.cpp has the members of its llama_model_params, in bytes from the beginning; -1: it does not

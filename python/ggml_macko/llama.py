@@ -50,6 +50,7 @@ class Llama(llama_cpp.Llama):
         keep_negative_zeros: bool = False,
         sparse_only: bool = False,
         strict: bool = False,
+        weight_cache: bool = False,
         verbose: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -62,6 +63,9 @@ class Llama(llama_cpp.Llama):
         dense there, and a warning says how many did.
         strict: a sparse model of an architecture without rules for its metadata (SECURITY.md) is an error; else it is
         trusted like a dense one, which a warning says.
+        weight_cache: the next load of the unchanged file maps its weights on the CPU, as they are in memory, from a
+        file in the user's cache folder that this load writes; the log says where. It has nothing to do with the cache
+        of prompts (set_cache).
         verbose: shows llama.cpp's log on stderr.
         args, kwargs: every other argument of llama_cpp.Llama, for example n_ctx, n_gpu_layers, n_threads, seed.
 
@@ -71,7 +75,7 @@ class Llama(llama_cpp.Llama):
         """
         set_verbose(verbose)  # before the plugin is loaded, so that it is as quiet as the rest
         register()
-        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict)
+        options = bindings.LoadOptions(compress, keep_negative_zeros, sparse_only, strict, weight_cache)
         init = super().__init__
         try:
             run_with(options, lambda: init(model_path, *args, verbose=verbose, **kwargs))

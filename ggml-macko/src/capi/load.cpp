@@ -97,14 +97,19 @@ struct caller_progress {
 };
 
 // Serves a vetted file to llama.cpp. The session is current only inside this call, whatever happens to the caller.
-static int load_sparse(load_session & session, model_params params, bool sparse_only, const llama_functions & llama,
+static int load_sparse(load_session & session, model_params params, int32_t flags, const llama_functions & llama,
                        llama_model ** model) {
     const char * kernels = nullptr; // after opening: a wrong GGML_MACKO_FORCE must not affect dense models
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
+    // Bytes in memory depend on the kernels, and on what becomes of negative zeros.
+    const std::string cache_for =
+        std::string("kernels ") + kernels + ", flags " +
+        std::to_string(flags & (GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS));
     FILE * stream = nullptr;
-    if (const int status = session.begin(sparse_only, &stream)) {
+    if (const int status = session.begin(flags & GGML_MACKO_LOAD_SPARSE_ONLY,
+                                         flags & GGML_MACKO_LOAD_CACHE ? cache_for.c_str() : nullptr, &stream)) {
         return status;
     }
     rpc_watch_devices();
@@ -131,7 +136,7 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "null pointer");
         }
         if (flags & ~(GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS | GGML_MACKO_LOAD_SPARSE_ONLY |
-                      GGML_MACKO_LOAD_STRICT)) {
+                      GGML_MACKO_LOAD_STRICT | GGML_MACKO_LOAD_CACHE)) {
             return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "unknown flags %d", flags);
         }
         if (!model_params::is_valid(llama->params)) {
@@ -150,8 +155,7 @@ int ggml_macko_load_model(const char * path, const llama_model_params * params, 
             *model = functions.load_from_file(path, copy.value());
             return GGML_MACKO_STATUS_OK;
         }
-        const bool sparse_only = flags & GGML_MACKO_LOAD_SPARSE_ONLY;
-        return status ? status : load_sparse(*session, copy, sparse_only, functions, model);
+        return status ? status : load_sparse(*session, copy, flags, functions, model);
     });
 }
 

@@ -23,7 +23,7 @@ namespace {
 
 // ---- buffer ----
 
-void buffer_free_buffer(ggml_backend_buffer_t buffer) { free(buffer->context); }
+void buffer_free_buffer(ggml_backend_buffer_t buffer) { platform::unmap_memory(buffer->context, buffer->size); }
 
 void * buffer_get_base(ggml_backend_buffer_t buffer) { return buffer->context; }
 
@@ -41,12 +41,21 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
     if (offset > 0) {
         return; // the first piece had the placeholder; the stream has nothing more of a sparse tensor
     }
-    auto * m = static_cast<weight *>(tensor->data);
+    auto *         m         = static_cast<weight *>(tensor->data);
+    weight_cache * cache     = current->cache();
+    const bool     is_mapped = cache && cache->map(matrix->name, m, static_cast<int64_t>(weight_nbytes(*matrix)));
     weight_init(m, *matrix);
     weight_packer packer(*m);
-    if (current->receive(tensor, data, size, packer) == GGML_MACKO_STATUS_OK) {
-        m->magic = WEIGHT_MAGIC;
+    const int     status = is_mapped ? current->deliver(tensor, data, size,
+                                                        [](const sparse_tensor_info &) { return GGML_MACKO_STATUS_OK; })
+                                     : current->receive(tensor, data, size, packer);
+    if (status) {
+        return;
     }
+    if (cache && !is_mapped) {
+        current->add_to_cache(matrix->name, m, weight_used_nbytes(*m));
+    }
+    m->magic = WEIGHT_MAGIC;
 }
 
 // Dense elements, for programs that save or inspect a model.
@@ -78,7 +87,10 @@ const ggml_backend_buffer_i buffer_iface = {
 
 const char * buft_get_name(ggml_backend_buffer_type_t) { return "MACKO_CPU"; }
 
-size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT; }
+size_t buft_get_alignment(ggml_backend_buffer_type_t) {
+    const load_session * current = load_session::current();
+    return current && current->cache() ? weight_cache::page_size() : size_t(BITMAP_ALIGNMENT);
+}
 
 ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     // Outside of a load, this is for a LoRA adapter, whose tensors go beside the weight that they adapt. They are
@@ -86,14 +98,13 @@ ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t 
     if (!load_session::current()) {
         return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
     }
-    constexpr size_t huge_page = size_t(2) << 20; // fewer page faults while loading, fewer TLB misses while streaming
-    void *           memory    = nullptr;
-    if (posix_memalign(&memory, huge_page, size)) {
+    void * memory = platform::map_memory(size, true);
+    if (!memory) {
         load_session::keep_out_of_memory("cannot allocate %.2f MiB for sparse weights",
                                          static_cast<double>(size) / 1024 / 1024);
         return nullptr;
     }
-    platform::use_huge_pages(memory, size);
+    platform::use_huge_pages(memory, size); // fewer page faults while loading, fewer TLB misses while streaming
     return ggml_backend_buffer_init(buft, buffer_iface, memory, size);
 }
 

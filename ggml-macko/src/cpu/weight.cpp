@@ -17,6 +17,15 @@ size_t weight_nbytes(const sparse_tensor_info & matrix) {
     return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, form_of(matrix)));
 }
 
+size_t weight_used_nbytes(const weight & m) {
+    const bitmap_matrix w = m.bitmap();
+    if (in_bundles(w)) {
+        const uint8_t * end = w.bundles + w.group_off[n_bundle_groups(w.rows)];
+        return static_cast<size_t>(end - reinterpret_cast<const uint8_t *>(&m));
+    }
+    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(m.desc, m.form));
+}
+
 void weight_init(weight * m, const sparse_tensor_info & matrix) {
     *m = { 0, matrix.desc, form_of(matrix), matrix.ne[1] };
 }

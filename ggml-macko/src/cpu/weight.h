@@ -30,6 +30,9 @@ inline const weight * weight_of(const ggml_tensor * tensor) {
 // bytes of a weight with its header, for the kernels that are in use
 size_t weight_nbytes(const sparse_tensor_info & matrix);
 
+// Bytes from the beginning that are in use, the header included; the rest is room that nothing needed.
+size_t weight_used_nbytes(const weight & m);
+
 // Writes the header of a weight; it has no magic yet.
 void weight_init(weight * m, const sparse_tensor_info & matrix);
 

@@ -132,9 +132,41 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     return GGML_MACKO_STATUS_OK;
 }
 
-int load_session::begin(bool sparse_only, FILE ** stream) {
+// A load goes on without a cache.
+static void log_no_cache() { log_warn("ggml-macko: no cache: %s\n", ggml_macko_last_error()); }
+
+void load_session::open_cache(const char * cache_for) {
+    if (c_boundary([&] { return weight_cache::open(*file_, cache_for, &cache_); })) {
+        log_no_cache();
+    }
+}
+
+void load_session::add_to_cache(const std::string & name, const void * memory, size_t nbytes) {
+    if (c_boundary([&] { return cache_->add(name, memory, static_cast<int64_t>(nbytes)); })) {
+        log_no_cache();
+        cache_.reset();
+    }
+}
+
+void load_session::commit_cache() {
+    if (c_boundary([&] { return cache_->commit(); })) {
+        log_no_cache();
+    } else if (cache_->nbytes_written() > 0) {
+        log_info("ggml-macko: cache: wrote %.1f MiB to %s\n", static_cast<double>(cache_->nbytes_written()) / 1048576,
+                 cache_->path().c_str());
+    } else if (cache_->n_mapped() > 0) {
+        log_info("ggml-macko: cache: mapped %d weights, %.1f MiB, from %s\n", cache_->n_mapped(),
+                 static_cast<double>(cache_->nbytes_mapped()) / 1048576, cache_->path().c_str());
+    }
+    cache_.reset();
+}
+
+int load_session::begin(bool sparse_only, const char * cache_for, FILE ** stream) {
     if (const int status = dense_stream::create(*file_, &dense_)) {
         return status;
+    }
+    if (cache_for) {
+        open_cache(cache_for);
     }
     if (sparse_only) {
         dense_->refuse_unclaimed();
@@ -196,6 +228,9 @@ int load_session::end(bool model_loaded, bool with_weights) {
                  "`macko run` starts keep them sparse\n",
                  path.c_str(), dense.n, loaded_.size(), static_cast<double>(dense.nbytes_stored) / 1048576,
                  static_cast<double>(dense.nbytes_dense) / 1048576);
+    }
+    if (cache_ && with_weights) {
+        commit_cache();
     }
     return GGML_MACKO_STATUS_OK;
 }

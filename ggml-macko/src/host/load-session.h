@@ -5,6 +5,7 @@
 #include "ggml-backend.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
+#include "load/weight-cache.h"
 
 #include <functional>
 #include <unordered_map>
@@ -20,7 +21,8 @@ public:
                                   std::unique_ptr<load_session> * out);
     // Makes this the current load of the thread; *stream is the dense GGUF, which this object owns. sparse_only: a
     // sparse tensor that llama.cpp places on a device of another backend is an error; else it becomes dense there.
-    [[nodiscard]] int begin(bool sparse_only, FILE ** stream);
+    // cache_for: nullptr, or what the bytes of devices' weights depend on; then they are kept in a file if possible.
+    [[nodiscard]] int begin(bool sparse_only, const char * cache_for, FILE ** stream);
     // Closes the stream and ends the load, and says what was wrong with it. model_loaded: llama.cpp returned a model;
     // with_weights: it was to have its weights.
     [[nodiscard]] int end(bool model_loaded, bool with_weights);
@@ -47,6 +49,10 @@ public:
     const std::vector<sparse_tensor_info> & matrices() const { return file_->sparse; }
     // whether llama.cpp asks for sizes only (params.no_alloc)
     bool no_alloc() const { return no_alloc_; }
+    // nullptr if this load has none. Weights that are to be in it are aligned to weight_cache::page_size().
+    weight_cache * cache() const { return cache_.get(); }
+    // Takes a weight that was received into the cache. If that fails, the log says why, and there is no cache any more.
+    void add_to_cache(const std::string & name, const void * memory, size_t nbytes);
 
     // The init_tensor of a device's buffers: if a load is running, and the tensor stands for a sparse one, the device
     // will receive() it.
@@ -72,10 +78,13 @@ public:
 private:
     load_session() = default;
     void stop();
+    void open_cache(const char * cache_for);
+    void commit_cache();
 
     load_session *                                              outer_ = nullptr; // current before this one began
     std::unique_ptr<model_file>                                 file_;
     std::unique_ptr<dense_stream>                               dense_;
+    std::unique_ptr<weight_cache>                               cache_;
     FILE *                                                      stream_   = nullptr;
     bool                                                        no_alloc_ = false;
     std::unordered_map<std::string, const sparse_tensor_info *> by_name_;

@@ -3,7 +3,7 @@
 // plugin (`macko run` sets it); with GGML_MACKO_COMPRESS=1 dense models are compressed while they are loaded,
 // and with GGML_MACKO_KEEP_NEGATIVE_ZEROS=1, too, -0.0 is kept like any other value. With GGML_MACKO_SPARSE_ONLY=1 a
 // sparse weight on a device of another backend is an error, and with GGML_MACKO_STRICT=1 a sparse file of an
-// architecture without rules.
+// architecture without rules. With GGML_MACKO_CACHE=1 weights on the CPU are kept in a file for the next load.
 //
 // A client of llama.cpp's RPC backend whose server is gone ends with one line, where llama.cpp's own ends by a signal.
 //
@@ -133,7 +133,8 @@ REPLACEMENT(struct llama_model *, llama_model_load_from_file, (const char * path
     const int flags = (is_set("GGML_MACKO_COMPRESS") ? GGML_MACKO_LOAD_COMPRESS : 0) |
                       (is_set("GGML_MACKO_KEEP_NEGATIVE_ZEROS") ? GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS : 0) |
                       (is_set("GGML_MACKO_SPARSE_ONLY") ? GGML_MACKO_LOAD_SPARSE_ONLY : 0) |
-                      (is_set("GGML_MACKO_STRICT") ? GGML_MACKO_LOAD_STRICT : 0);
+                      (is_set("GGML_MACKO_STRICT") ? GGML_MACKO_LOAD_STRICT : 0) |
+                      (is_set("GGML_MACKO_CACHE") ? GGML_MACKO_LOAD_CACHE : 0);
     const function_t     default_params = (function_t)OTHER(llama_model_default_params);
     const int32_t        has_load_mode  = OTHER(llama_load_mode_name) != NULL;
     struct llama_model * model          = NULL;

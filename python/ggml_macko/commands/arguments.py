@@ -24,15 +24,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "-c", "--ctx-size", type=int, default=0, metavar="N", help="context length (default: the model's own)"
     )
     add_gpu_layers(parser)
-    add_strict(parser)
+    add_load_options(parser)
 
 
-def add_strict(parser: argparse.ArgumentParser) -> None:
-    """Of every command that runs a model; commands/cli.py obeys it."""
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Of every command that runs a model; commands/cli.py obeys them."""
     parser.add_argument(
         "--strict",
         action="store_true",
         help="refuse sparse files of architectures whose metadata are checked in general only, as GGML_MACKO_STRICT=1",
+    )
+    parser.add_argument(
+        "--cache",
+        action="store_true",
+        help="keep weights on the CPU in a file as they are in memory, and map it the next time, as GGML_MACKO_CACHE=1",
     )
 
 

@@ -12,7 +12,7 @@ from .. import console, errors, system
 from ..benchmark import bench_gpu, plot
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.arguments import add_gpu_layers, add_quiet, add_strict
+from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
 from ..native import bindings, devices
 
 HELP = "measure speed on this machine"
@@ -55,7 +55,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_speed_arguments(parser)
     add_gpu_layers(parser)
-    add_strict(parser)
+    add_load_options(parser)
 
 
 def _add_matrix_arguments(parser: argparse.ArgumentParser) -> None:

@@ -40,7 +40,8 @@ COMMANDS = {
 USAGE = 2
 """Exit code of a command line that is wrong by itself, as argparse's own."""
 
-STRICT = "GGML_MACKO_STRICT"
+OF_ALL_LOADS = {"strict": "GGML_MACKO_STRICT", "cache": "GGML_MACKO_CACHE"}
+"""Options (arguments.add_load_options) and the variables that set them for every load of the process."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -154,16 +155,16 @@ def _identity_of_output(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _strict() -> Iterator[None]:
+def _set(variable: str) -> Iterator[None]:
     """For all models that this process loads inside, and processes that it starts."""
-    before = os.environ.get(STRICT)
-    os.environ[STRICT] = "1"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
     try:
         yield
     finally:
-        del os.environ[STRICT]
+        del os.environ[variable]
         if before is not None:
-            os.environ[STRICT] = before
+            os.environ[variable] = before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,8 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as options:
             if getattr(args, "quiet", False):
                 options.enter_context(console.quiet())
-            if getattr(args, "strict", False):
-                options.enter_context(_strict())
+            for option, variable in OF_ALL_LOADS.items():
+                if getattr(args, option, False):
+                    options.enter_context(_set(variable))
             code = int(args.run(args))
         sys.stdout.flush()
         return code

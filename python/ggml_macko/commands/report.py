@@ -17,7 +17,7 @@ from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
-from ..commands.arguments import add_gpu_layers, add_quiet, add_strict
+from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
 from ..commands.bench import add_speed_arguments
 from ..conversion.convert import check_inputs as check_conversion
 from ..conversion.convert import convert
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"
     )
     add_gpu_layers(parser)
-    add_strict(parser)
+    add_load_options(parser)
     add_speed_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, all samples included, in place of the table")
 

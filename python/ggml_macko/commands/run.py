@@ -8,7 +8,7 @@ import pathlib
 import signal
 
 from .. import errors, system
-from ..commands.arguments import add_hub, add_strict
+from ..commands.arguments import add_hub, add_load_options
 from ..huggingface.hub import download
 from ..native import bindings
 
@@ -46,11 +46,11 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail if a sparse weight is placed on a device of another backend; without it, it becomes dense there",
     )
-    add_strict(parser)
+    add_load_options(parser)
 
 
 def load_options(args: argparse.Namespace) -> bindings.LoadOptions:
-    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict)
+    return bindings.LoadOptions(args.compress, args.keep_negative_zeros, args.sparse_only, args.strict, args.cache)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..commands.arguments import add_gpu_layers, add_strict
+from ..commands.arguments import add_gpu_layers, add_load_options
 from ..evaluation.text_model import N_CTX, N_UBATCH
 
 
@@ -34,7 +34,7 @@ def add_text_arguments(
     )
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     add_gpu_layers(parser)
-    add_strict(parser)
+    add_load_options(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="show llama.cpp's log")
 
 

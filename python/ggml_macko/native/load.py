@@ -39,12 +39,15 @@ class LoadOptions:
     there.
     strict: a sparse file of an architecture for whose metadata there are no rules is an error; else llama.cpp is
     trusted with it.
+    cache: weights on the CPU are kept in a file as they are in memory, and the next load of the unchanged file maps
+    them.
     """
 
     compress: bool = False
     keep_negative_zeros: bool = False
     sparse_only: bool = False
     strict: bool = False
+    cache: bool = False
 
     @classmethod
     def of_environment(cls) -> LoadOptions:
@@ -60,6 +63,7 @@ VARIABLES = {
     "keep_negative_zeros": "GGML_MACKO_KEEP_NEGATIVE_ZEROS",
     "sparse_only": "GGML_MACKO_SPARSE_ONLY",
     "strict": "GGML_MACKO_STRICT",
+    "cache": "GGML_MACKO_CACHE",
 }
 
 
@@ -95,6 +99,7 @@ def load_model(
         | (lib().GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS if options.keep_negative_zeros else 0)
         | (lib().GGML_MACKO_LOAD_SPARSE_ONLY if options.sparse_only else 0)
         | (lib().GGML_MACKO_LOAD_STRICT if options.strict else 0)
+        | (lib().GGML_MACKO_LOAD_CACHE if options.cache else 0)
     )
     check(lib().ggml_macko_load_model(os.fsencode(path), params, flags, c_functions, owner))
     address = int(ffi().cast("uintptr_t", owner[0]))

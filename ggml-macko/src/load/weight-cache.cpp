@@ -1,0 +1,387 @@
+#include "load/weight-cache.h"
+#include "codec/team.h"
+#include "platform/platform.h"
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdlib>
+#include <cstring>
+#include <dirent.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+namespace macko {
+
+namespace {
+
+struct cache_header {
+    char     magic[8];
+    uint64_t index_begin, index_nbytes, index_checksum, key_nbytes;
+};
+constexpr char MAGIC[8] = { 'm', 'a', 'c', 'k', 'o', 'w', 'c', '1' };
+// of names and a key, with much to spare; what is longer is damaged
+constexpr uint64_t MAX_INDEX_NBYTES = 64 << 20;
+constexpr char     PARTIAL_SUFFIX[] = ".partial";
+constexpr time_t   OLD_PARTIAL      = 24 * 3600; // seconds; nobody writes a cache for that long
+constexpr time_t   TOO_YOUNG        = 2;         // seconds; more than the clock of any file system is coarse
+
+int64_t to_whole(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+template <typename T> void put(std::vector<uint8_t> & to, T value) {
+    const auto * bytes = reinterpret_cast<const uint8_t *>(&value);
+    to.insert(to.end(), bytes, bytes + sizeof(value));
+}
+
+std::string text_of(const struct stat & file) {
+    const timespec written = platform::modification_time(file), changed = platform::change_time(file);
+    char           text[160];
+    snprintf(text, sizeof(text), "%ju %ju %jd bytes, written %jd.%09ld, changed %jd.%09ld\n",
+             static_cast<uintmax_t>(file.st_dev), static_cast<uintmax_t>(file.st_ino),
+             static_cast<intmax_t>(file.st_size), static_cast<intmax_t>(written.tv_sec), written.tv_nsec,
+             static_cast<intmax_t>(changed.tv_sec), changed.tv_nsec);
+    return text;
+}
+
+bool is_ours_alone(const struct stat & file) {
+    return file.st_uid == geteuid() && (file.st_mode & (S_IWGRP | S_IWOTH)) == 0;
+}
+
+constexpr int LANES = 8; // of a checksum, which vector instructions add side by side
+
+struct lane_sums {
+    uint64_t sum[LANES] = {}, sum_of_sums[LANES] = {};
+};
+
+MACKO_CLONES void add_words(lane_sums & sums, const uint8_t * words, size_t n_rows) {
+    lane_sums s = sums;
+    for (size_t r = 0; r < n_rows; r++, words += sizeof(s.sum)) {
+        for (int i = 0; i < LANES; i++) {
+            uint64_t word;
+            memcpy(&word, words + i * static_cast<int>(sizeof(word)), sizeof(word));
+            s.sum[i] += word;
+            s.sum_of_sums[i] += s.sum[i];
+        }
+    }
+    sums = s;
+}
+
+constexpr int64_t PIECE = 1 << 20; // bytes that one thread sums up
+
+} // namespace
+
+uint64_t checksum(const void * data, size_t nbytes) {
+    constexpr size_t row  = LANES * sizeof(uint64_t);
+    const auto *     at   = static_cast<const uint8_t *>(data);
+    const size_t     rest = nbytes % row;
+    lane_sums        sums;
+    add_words(sums, at, nbytes / row);
+    uint8_t last[row] = {};
+    memcpy(last, at + nbytes - rest, rest);
+    add_words(sums, last, 1);
+    uint64_t all = nbytes;
+    for (int i = 0; i < LANES; i++) {
+        all = (all ^ sums.sum[i]) * 0x9e3779b97f4a7c15ull;
+        all = ((all >> 29 | all << 35) ^ sums.sum_of_sums[i]) * 0xbf58476d1ce4e5b9ull;
+    }
+    return all ^ all >> 32;
+}
+
+static uint64_t checksum_by_all(const void * data, int64_t nbytes) {
+    std::vector<uint64_t> pieces(static_cast<size_t>((nbytes + PIECE - 1) / PIECE));
+    parallel_parts(threads_for(0, nbytes), nbytes, PIECE, [&](int64_t begin, int64_t end, int) {
+        pieces[static_cast<size_t>(begin / PIECE)] =
+            checksum(static_cast<const uint8_t *>(data) + begin, static_cast<size_t>(end - begin));
+    });
+    return checksum(pieces.data(), pieces.size() * sizeof(uint64_t));
+}
+
+size_t weight_cache::page_size() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+int weight_cache::failed(const char * what) const {
+    return fail(GGML_MACKO_STATUS_IO, "%s: %s: %s", path_.c_str(), what, strerror(errno));
+}
+
+int weight_cache::open(const model_file & model, const std::string & made_for, std::unique_ptr<weight_cache> * out) {
+    std::unique_ptr<weight_cache> cache(new weight_cache());
+    cache->folder_ = platform::user_cache_folder();
+    if (cache->folder_.empty()) {
+        return fail(GGML_MACKO_STATUS_IO, "neither XDG_CACHE_HOME nor HOME is an absolute path");
+    }
+    mkdir(cache->folder_.c_str(), 0700); // what is there already, or cannot be made, is seen below
+    cache->folder_ += "/ggml-macko";
+    mkdir(cache->folder_.c_str(), 0700);
+    struct stat folder = {};
+    cache->folder_fd_  = ::open(cache->folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (cache->folder_fd_ < 0 || fstat(cache->folder_fd_, &folder) != 0) {
+        return fail(GGML_MACKO_STATUS_IO, "%s: %s", cache->folder_.c_str(), strerror(errno));
+    }
+    if (!is_ours_alone(folder)) {
+        return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: another user owns or may write the folder",
+                    cache->folder_.c_str());
+    }
+
+    struct stat library = {};
+    if (!platform::stat_this_library(&library)) {
+        return fail(GGML_MACKO_STATUS_IO, "the file of this library is not known");
+    }
+    cache->key_      = "library " + text_of(library) + made_for + "\n";
+    const time_t now = time(nullptr);
+    for (const file_part & part : model.parts) {
+        cache->key_ += "model " + text_of(part.opened);
+        cache->too_young_ = cache->too_young_ || platform::change_time(part.opened).tv_sec + TOO_YOUNG >= now;
+    }
+
+    const std::unique_ptr<char, void (*)(void *)> real_path(realpath(model.path.c_str(), nullptr), free);
+    const std::string path = (real_path ? std::string(real_path.get()) : model.path) + "\n" + made_for;
+    std::string       stem = model.path.substr(model.path.find_last_of('/') + 1);
+    stem                   = stem.substr(0, std::min<size_t>(stem.find_last_of('.'), 100));
+    char number[32];
+    snprintf(number, sizeof(number), "-%016" PRIx64 ".weights", checksum(path.data(), path.size()));
+    cache->name_ = stem + number;
+    cache->path_ = cache->folder_ + "/" + cache->name_;
+    cache->read_index();
+    *out = std::move(cache);
+    return GGML_MACKO_STATUS_OK;
+}
+
+weight_cache::~weight_cache() {
+    if (partial_ >= 0) {
+        close(partial_);
+        unlinkat(folder_fd_, partial_name_.c_str(), 0);
+    }
+    if (file_ >= 0) {
+        close(file_);
+    }
+    if (folder_fd_ >= 0) {
+        close(folder_fd_);
+    }
+}
+
+// ---- what is there ----
+
+static bool read_all(int fd, void * dst, size_t n, uint64_t offset) {
+    for (auto * at = static_cast<uint8_t *>(dst); n > 0;) {
+        const ssize_t got = pread(fd, at, n, static_cast<off_t>(offset));
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got <= 0) {
+            return false;
+        }
+        at += got;
+        n -= static_cast<size_t>(got);
+        offset += static_cast<uint64_t>(got);
+    }
+    return true;
+}
+
+// Leaves entries_ empty if there is no cache file that may be used.
+void weight_cache::read_index() {
+    // O_NONBLOCK: a FIFO of that name must not make the load wait
+    file_              = openat(folder_fd_, name_.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    struct stat  found = {};
+    cache_header h     = {};
+    if (file_ < 0 || fstat(file_, &found) != 0 || !S_ISREG(found.st_mode) || !is_ours_alone(found) ||
+        !read_all(file_, &h, sizeof(h), 0) || memcmp(h.magic, MAGIC, sizeof(MAGIC)) != 0) {
+        return;
+    }
+    const auto size = static_cast<uint64_t>(found.st_size);
+    if (h.index_nbytes > MAX_INDEX_NBYTES || h.index_begin > size || h.index_nbytes != size - h.index_begin ||
+        h.key_nbytes != key_.size() || h.key_nbytes > h.index_nbytes) {
+        return;
+    }
+    std::vector<uint8_t> index(static_cast<size_t>(h.index_nbytes));
+    if (!read_all(file_, index.data(), index.size(), h.index_begin) ||
+        checksum(index.data(), index.size()) != h.index_checksum || !parse_index(index, h.index_begin)) {
+        entries_.clear();
+    }
+}
+
+bool weight_cache::parse_index(const std::vector<uint8_t> & index, uint64_t end_of_weights) {
+    const uint8_t *at = index.data(), *end = at + index.size();
+    const auto     get = [&](void * to, size_t n) {
+        if (static_cast<size_t>(end - at) < n) {
+            return false;
+        }
+        memcpy(to, at, n);
+        at += n;
+        return true;
+    };
+    if (memcmp(at, key_.data(), key_.size()) != 0) {
+        return false;
+    }
+    at += key_.size();
+    while (at < end) {
+        uint32_t length = 0;
+        if (!get(&length, sizeof(length)) || static_cast<size_t>(end - at) < length) {
+            return false;
+        }
+        std::string name(reinterpret_cast<const char *>(at), length);
+        at += length;
+        entry e = {};
+        if (!get(&e, sizeof(e)) || e.begin % page_size() != 0 || e.begin > end_of_weights ||
+            e.nbytes > end_of_weights - e.begin) {
+            return false;
+        }
+        entries_[std::move(name)] = e;
+    }
+    return true;
+}
+
+bool weight_cache::map(const std::string & name, void * memory, int64_t nbytes) noexcept {
+    const auto it = entries_.find(name);
+    if (it == entries_.end()) {
+        return false;
+    }
+    const entry e = it->second;
+    if (e.nbytes == 0 || e.nbytes > static_cast<uint64_t>(nbytes)) {
+        entries_.erase(it);
+        return false;
+    }
+    if (reinterpret_cast<uintptr_t>(memory) % page_size() != 0 ||
+        !platform::map_file(memory, e.nbytes, file_, static_cast<off_t>(e.begin))) {
+        return false;
+    }
+    bool      is_good = false;
+    const int status  = c_boundary([&] {
+        is_good = checksum_by_all(memory, static_cast<int64_t>(e.nbytes)) == e.checksum;
+        return GGML_MACKO_STATUS_OK;
+    });
+    if (!is_good) {
+        platform::unmap_file(memory, e.nbytes);
+        if (status == GGML_MACKO_STATUS_OK) {
+            entries_.erase(it); // it is damaged
+        }
+        return false;
+    }
+    n_mapped_++;
+    nbytes_mapped_ += static_cast<int64_t>(e.nbytes);
+    return true;
+}
+
+// ---- what replaces it ----
+
+int weight_cache::write(int64_t offset, const void * data, size_t n) {
+    for (const auto * at = static_cast<const uint8_t *>(data); n > 0;) {
+        const ssize_t written = pwrite(partial_, at, n, offset);
+        if (written < 0 && errno == EINTR) {
+            continue;
+        }
+        if (written <= 0) {
+            return failed("cannot write");
+        }
+        at += written;
+        n -= static_cast<size_t>(written);
+        offset += written;
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+// What processes have left behind that were killed while they wrote.
+void weight_cache::remove_old_partials() const {
+    const int fd     = openat(folder_fd_, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *     folder = fd < 0 ? nullptr : fdopendir(fd);
+    if (!folder) {
+        if (fd >= 0) {
+            close(fd);
+        }
+        return;
+    }
+    while (const dirent * found = readdir(folder)) {
+        const std::string file = found->d_name;
+        const size_t      n    = strlen(PARTIAL_SUFFIX);
+        struct stat       s    = {};
+        if (file.size() > n && file.compare(file.size() - n, n, PARTIAL_SUFFIX) == 0 &&
+            fstatat(folder_fd_, file.c_str(), &s, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(s.st_mode) &&
+            platform::modification_time(s).tv_sec + OLD_PARTIAL < time(nullptr)) {
+            unlinkat(folder_fd_, file.c_str(), 0);
+        }
+    }
+    closedir(folder);
+}
+
+int weight_cache::begin_file() {
+    remove_old_partials();
+    uint64_t random = 0;
+    if (!platform::random_bytes(&random, sizeof(random))) {
+        return failed("no random bytes");
+    }
+    char number[32];
+    snprintf(number, sizeof(number), ".%016" PRIx64, random);
+    partial_name_ = "." + name_ + number + PARTIAL_SUFFIX;
+    partial_      = openat(folder_fd_, partial_name_.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (partial_ < 0) {
+        return failed("cannot create it");
+    }
+    end_ = static_cast<int64_t>(page_size());
+    // Weights of the old file stay: those of layers that are on a GPU this time were not asked for.
+    for (const auto & [name, e] : entries_) {
+        void * copy = platform::map_memory(static_cast<size_t>(to_whole(static_cast<int64_t>(e.nbytes), end_)), true);
+        if (!copy) {
+            continue;
+        }
+        const bool is_good = platform::map_file(copy, e.nbytes, file_, static_cast<off_t>(e.begin)) &&
+                             checksum_by_all(copy, static_cast<int64_t>(e.nbytes)) == e.checksum;
+        const int status = is_good ? append(name, copy, e) : static_cast<int>(GGML_MACKO_STATUS_OK);
+        platform::unmap_memory(copy, e.nbytes);
+        if (status) {
+            return status;
+        }
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int weight_cache::append(const std::string & name, const void * memory, const entry & e) {
+    if (const int status = write(end_, memory, static_cast<size_t>(e.nbytes))) {
+        return status;
+    }
+    added_[name] = { static_cast<uint64_t>(end_), e.nbytes, e.checksum };
+    end_         = to_whole(end_ + static_cast<int64_t>(e.nbytes), static_cast<int64_t>(page_size()));
+    return GGML_MACKO_STATUS_OK;
+}
+
+int weight_cache::add(const std::string & name, const void * memory, int64_t nbytes) {
+    const bool is_there = entries_.count(name) != 0; // memory to map it was missing
+    if (too_young_ || is_there || nbytes == 0) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    if (partial_ < 0) {
+        if (const int status = begin_file()) {
+            return status;
+        }
+    }
+    return append(name, memory, { 0, static_cast<uint64_t>(nbytes), checksum_by_all(memory, nbytes) });
+}
+
+int weight_cache::commit() {
+    if (partial_ < 0) {
+        return GGML_MACKO_STATUS_OK;
+    }
+    std::vector<uint8_t> index(key_.begin(), key_.end());
+    for (const auto & [name, e] : added_) {
+        put(index, static_cast<uint32_t>(name.size()));
+        index.insert(index.end(), name.begin(), name.end());
+        put(index, e);
+    }
+    cache_header h   = {};
+    h.index_begin    = static_cast<uint64_t>(end_);
+    h.index_nbytes   = index.size();
+    h.index_checksum = checksum(index.data(), index.size());
+    h.key_nbytes     = key_.size();
+    memcpy(h.magic, MAGIC, sizeof(MAGIC));
+    if (const int status = write(end_, index.data(), index.size())) {
+        return status;
+    }
+    if (const int status = write(0, &h, sizeof(h))) {
+        return status;
+    }
+    // Without fsync(): what a crash of the machine leaves incomplete has another checksum.
+    if (renameat(folder_fd_, partial_name_.c_str(), folder_fd_, name_.c_str()) != 0) {
+        return failed("cannot rename to it");
+    }
+    close(partial_);
+    partial_ = -1;
+    return GGML_MACKO_STATUS_OK;
+}
+
+} // namespace macko

@@ -151,6 +151,7 @@ NEXT(ssize_t, pwrite, int, const void *, size_t, off_t);
 NEXT(int, fsync, int);
 NEXT(int, fdatasync, int);
 NEXT(int, rename, const char *, const char *);
+NEXT(int, renameat, int, const char *, int, const char *);
 NEXT(int, link, const char *, const char *);
 NEXT(int, linkat, int, const char *, int, const char *, int);
 NEXT(int, ftruncate, int, off_t);
@@ -173,6 +174,7 @@ __attribute__((constructor)) static void find_next(void) {
     FIND(fsync);
     FIND(fdatasync);
     FIND(rename);
+    FIND(renameat);
     FIND(link);
     FIND(linkat);
     FIND(ftruncate);
@@ -263,6 +265,11 @@ EXPORT int fdatasync(int fd) {
 EXPORT int rename(const char * from, const char * to) {
     FAIL_AS(RENAME, EIO, -1);
     return next_rename(from, to);
+}
+
+EXPORT int renameat(int from_fd, const char * from, int to_fd, const char * to) {
+    FAIL_AS(RENAME, EIO, -1);
+    return next_renameat(from_fd, from, to_fd, to);
 }
 
 EXPORT int link(const char * from, const char * to) {

@@ -81,6 +81,8 @@ CONVERSIONS = ("macko", "ec-csr", "packed", "auto", "sparse-q8_0", "sparse-q5_0"
 OPERATIONS = {
     "load sparse": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t}",
     "load quantized": "generate -m {inputs}/q4.gguf -p abab -n 3 -c 32 --temp 0 -t {t}",
+    "load and cache": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t} --cache",
+    "load cached": "generate -m {inputs}/sparse.gguf -p abab -n 3 -c 32 --temp 0 -t {t} --cache",
     **{f"convert {name}": f"convert {{inputs}}/dense.gguf {{out}} {name} {{t}}" for name in CONVERSIONS},
     "restore": "restore {inputs}/sparse.gguf {out} {t}",
     "verify": "verify {inputs}/dense.gguf {inputs}/sparse.gguf -t {t}",
@@ -132,7 +134,7 @@ class Result:
 
 
 def make_inputs(folder: pathlib.Path) -> None:
-    """dense.gguf, sparse.gguf, q4.gguf, imatrix.gguf, text.txt"""
+    """dense.gguf, sparse.gguf, q4.gguf, imatrix.gguf, text.txt, CACHE"""
     sys.path.insert(0, str(ROOT / "tests"))
     import gguf_bytes
     import tiny_models
@@ -149,6 +151,15 @@ def make_inputs(folder: pathlib.Path) -> None:
     for command in commands:
         if cli.main(list(map(str, command))) != 0:
             raise SystemExit(f"could not make the inputs: {command}")
+    time.sleep(3.1)  # a younger model has no cache
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+        cli.main(["generate", "-m", str(folder / "sparse.gguf"), "-p", "abab", "-n", "1", "-c", "32", "--cache"])
+    if not list((folder / CACHE).glob("*.weights")):
+        raise SystemExit("could not make the inputs: no cache")
+
+
+CACHE = "ggml-macko"  # the folder of weights that are kept, in XDG_CACHE_HOME
 
 
 class Run(NamedTuple):
@@ -187,24 +198,26 @@ class Worker:
             return
         from ggml_macko.commands import cli
 
-        self.empty_folder()
+        self.empty_folder(operation)
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
             if cli.main(self.arguments(operation, 1)) != 0:
                 raise SystemExit(f"{operation}: failed without any injected failure")
         gc.collect()
-        self.empty_folder()
         run = self.run(operation, Kind(0, False, False), 0)
         if run.status != 0:
             raise SystemExit(f"{operation}: status {run.status} without any injected failure: {run.err}")
         self.right[operation] = run
 
-    def empty_folder(self) -> None:
+    def empty_folder(self, operation: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
+        os.environ["XDG_CACHE_HOME"] = str(self.folder)
+        if operation == "load cached":
+            shutil.copytree(self.inputs / CACHE, self.folder / CACHE)
 
     def run(self, operation: str, kind: Kind, n: int) -> Run:
         """n: the call that fails; 0: none."""
-        self.empty_folder()
+        self.empty_folder(operation)
         self.shared[:] = bytes(len(self.shared))
         out, err = (os.memfd_create(name) for name in ("out", "err"))
         sys.stdout.flush()
@@ -217,7 +230,9 @@ class Worker:
             texts.append(os.pread(fd, 1 << 20, 0).decode(errors="replace"))
             os.close(fd)
         found = self.folder.rglob("*")
-        files = {str(p.relative_to(self.folder)): p.read_bytes() if p.is_file() else b"" for p in found}
+        files = {
+            str(p.relative_to(self.folder)): p.read_bytes() if p.is_file() else b"" for p in found if p.name != CACHE
+        }
         numbers = memoryview(self.shared)[:16].cast("q")
         where = self.shared[16:].split(b"\0")[0].decode(errors="replace")
         return Run(status, *texts, files, numbers[0], numbers[1], where)
@@ -291,12 +306,16 @@ def judge(run: Run, right: Run, kind: Kind, folder: str, inputs: str) -> tuple[s
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return who or f"fault: ends with {name}", f"{name}: {detail}"
     if code == 0:
-        if run.files != right.files or run.out != right.out:
+        kept = {name for name in right.files if name.startswith(CACHE)}  # a load that cannot keep weights goes on
+        if run.files != {n: f for n, f in right.files.items() if n in run.files or n not in kept} or (
+            run.out != right.out
+        ):
             return "fault: wrong result", ", ".join(sorted(run.files))
         return "right", ""
     if code != 1 or len(lines) != 1 or "Traceback" in run.err:
         return f"fault: exit code {code}, {len(lines)} lines of errors", detail
-    if run.files and not (run.files == right.files and "is complete" in detail):
+    left = {name for name in run.files if run.files[name] != right.files.get(name) or not name.startswith(CACHE)}
+    if left and not (run.files == right.files and "is complete" in detail):
         return "fault: leaves files behind", f"{sorted(run.files)}: {detail}"
     if run.n_descriptors > right.n_descriptors:
         return third_party(run.where) or "fault: leaves descriptors open", f"leaves descriptors open: {detail}"

@@ -126,7 +126,7 @@ bool is_plain_get_rows(const ggml_tensor * op) {
     const ggml_tensor * ids = op->src[1];
     return x && ids && has_plain_rows(op) && has_plain_rows(x) && ids->type == GGML_TYPE_I32 &&
            ids->nb[0] == sizeof(int32_t) && ggml_nrows(ids) == 1 && ggml_nrows(x) == x->ne[1] &&
-           ggml_nrows(op) == op->ne[1];
+           ggml_nrows(op) == op->ne[1] && op->ne[0] == x->ne[0] && op->ne[1] == ids->ne[0];
 }
 
 } // namespace

@@ -6,7 +6,8 @@
 //   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,pruned,...] [--csr]
 //   [--unpack] [--layer] [--json FILE]
 // Values are normal numbers: f16, q8_0 and q4_0 at random places, as in the MACKO paper; pruned are F16 ones of which
-// magnitude pruning left the largest, and pruned-8 the same with 8 significant bits, as models trained in BF16 have.
+// magnitude pruning left the largest; f16-8 and pruned-8 are the same with 8 significant bits, as models trained in BF16
+// have.
 //
 //   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
 //   bench-ec-csr.cuh
@@ -68,11 +69,11 @@ struct value_type {
     bool         pruned; // by magnitude
     int          significant_bits;
 };
-const value_type VALUE_TYPES[] = { { "f16", GGML_MACKO_TYPE_F16, false, 11 },
-                                   { "pruned", GGML_MACKO_TYPE_F16, true, 11 },
-                                   { "pruned-8", GGML_MACKO_TYPE_F16, true, 8 },
-                                   { "q8_0", GGML_MACKO_TYPE_Q8_0, false, 11 },
-                                   { "q4_0", GGML_MACKO_TYPE_Q4_0, false, 11 } };
+const value_type VALUE_TYPES[] = {
+    { "f16", GGML_MACKO_TYPE_F16, false, 11 },   { "f16-8", GGML_MACKO_TYPE_F16, false, 8 },
+    { "pruned", GGML_MACKO_TYPE_F16, true, 11 }, { "pruned-8", GGML_MACKO_TYPE_F16, true, 8 },
+    { "q8_0", GGML_MACKO_TYPE_Q8_0, false, 11 }, { "q4_0", GGML_MACKO_TYPE_Q4_0, false, 11 }
+};
 
 // MACKO paper, appendix H
 const shape PAPER[] = {

@@ -6,8 +6,8 @@
 //   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,pruned,...] [--csr]
 //   [--unpack] [--layer] [--json FILE]
 // Values are normal numbers: f16, q8_0 and q4_0 at random places, as in the MACKO paper; pruned are F16 ones of which
-// magnitude pruning left the largest; f16-8 and pruned-8 are the same with 8 significant bits, as models trained in BF16
-// have.
+// magnitude pruning left the largest; f16-8 and pruned-8 are the same with 8 significant bits, as in models trained in
+// BF16.
 //
 //   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
 //   bench-ec-csr.cuh

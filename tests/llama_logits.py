@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,27 @@ def open_model(path: Any, n_ctx: int = 512, **kwargs: Any) -> Any:
 
     usual = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
     return Llama(str(path), **{**usual, **kwargs})
+
+
+@contextlib.contextmanager
+def plain_dense_weights() -> Iterator[None]:
+    """Inside, models are loaded without the CPU backend's buffer types for weights. On a CPU with AMX one of them
+    multiplies F16 weights with x in float32, where llama.cpp's other kernels, and ours, round x to F16.
+    """
+    import llama_cpp.llama_cpp as api
+
+    default = api.llama_model_default_params
+
+    def params() -> Any:
+        p = default()
+        p.use_extra_bufts = False
+        return p
+
+    api.llama_model_default_params = params
+    try:
+        yield
+    finally:
+        api.llama_model_default_params = default
 
 
 def clear(llama: Any) -> None:

@@ -92,6 +92,7 @@ def outputs(path: pathlib.Path, embeddings: bool, gpu: bool = False) -> npt.NDAr
     register()
     params = api.llama_model_default_params()
     params.n_gpu_layers = ALL_LAYERS if gpu else 0
+    params.use_extra_bufts = False  # on CPUs with AMX, llama.cpp stops at the small matrices of MLA with them
     model = api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise SystemExit("not loaded")

@@ -14,8 +14,11 @@ from ..evaluation.transformer import Transformer, as_tokens
 N_PROMPT = 8
 """Tokens of the user's text at the beginning of a chunk, the one that the vocabulary puts in front aside."""
 
-_CACHE_NBYTES = {"cpu": 1 << 30, "cuda": 8 << 30}
-"""Memory for keys and values, about: decides how many chunks are written at a time."""
+_CPU_CACHE_NBYTES = 1 << 30
+_GPU_CACHE_SHARE = 1 / 4
+"""Memory for keys and values, about, and its share of a GPU's: decides how many chunks are written at a time. Not of what
+is free, because the text depends on it.
+"""
 
 
 class Writer(Transformer):
@@ -40,6 +43,12 @@ class Writer(Transformer):
         return super()._weighted(q.to(keys.dtype), keys[:, :, :end], values[:, :, :end], layer).to(q.dtype)
 
 
+def _cache_nbytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * _GPU_CACHE_SHARE)
+    return _CPU_CACHE_NBYTES
+
+
 def sample(
     teacher: Transformer, chunks: Chunks, n: int, first_token: int | None, device: torch.device, seed: int
 ) -> Chunks:
@@ -58,7 +67,7 @@ def sample(
     out = np.empty((n, n_ctx), dtype=chunks.dtype)
     s = teacher.shape
     nbytes = 2 * s.n_layers * s.n_heads * s.head_dim * n_ctx * teacher.weights["token_embd.weight"].element_size()
-    at_once = max(1, _CACHE_NBYTES[device.type] // nbytes)
+    at_once = max(1, _cache_nbytes(device) // nbytes)
     with torch.no_grad(), console.progress("writing text", n * (n_ctx - prompts.shape[1]), "tokens") as advance:
         for begin in range(0, n, at_once):
             rows = slice(begin, min(begin + at_once, n))

@@ -3,7 +3,8 @@
 //
 //   columns <= 8   mul_mat_vec_kernel: one or four warps per row of w, or a warp for two rows; float32 throughout. Most
 //                  quantized weights go to tensor cores instead, which are as exact (mul-mat-quantized.cuh);
-//                  mul_mat_vec_kernel is for what that does not take: other types, several matrices, cc 7.5
+//                  mul_mat_vec_kernel is for what that does not take: other types, several matrices, cc 7.5. With
+//                  cuBLAS, 3 columns and more of one F16 or BF16 matrix are multiplied as more columns are
 //   more columns   tensor cores in 16 bits: x is rounded to F16 for F16 weights, else to BF16; sums in float32. With
 //                  cuBLAS where it is installed, on panels of w in 16 bits that stay in the L2 cache; else gemm_kernel,
 //                  which converts tiles of w itself. Tensor cores of cc 7.5 take F16 only: there, BF16 products are
@@ -418,6 +419,8 @@ __global__ void __launch_bounds__(SCALE_THREADS)
 // leave multiprocessors idle: 4096 rows and 512 columns are one wave of 128 x 128 tiles on an H200.
 constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
+// Weights in 16 bits need no conversion, and from 3 columns on mul_mat_vec_kernel is bound by its instructions.
+constexpr int CUBLAS_MIN_N_16 = 3;
 
 int64_t align_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
 
@@ -626,9 +629,18 @@ cudaError_t mul_mat_converted(const op_context & ctx, const op_tensor & w, const
     return mul_mat_panels<T, H>(ctx, w, x, x16, dst, vector, scratch);
 }
 
-// Does cuBLAS pay off? Only where the product is one large matrix.
+bool is_16_bits(tensor_type type) { return type == TYPE_F16 || type == TYPE_BF16; }
+
+// Is the product one of fewer columns than GEMM_MIN_N that cuBLAS may take, by type and shape?
+bool is_narrow_16(const op_tensor & w, const op_tensor & x) {
+    return is_16_bits(w.type) && x.ne[1] >= CUBLAS_MIN_N_16 && x.ne[1] < GEMM_MIN_N;
+}
+
+// Does cuBLAS pay off? Only where the product is one large matrix, and for few columns only if w can be used as it is.
 bool use_cublas(const op_context & ctx, const op_tensor & w, const op_tensor & x) {
-    return ctx.cublas && x.ne[1] >= GEMM_MIN_N && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
+    const bool columns_ok =
+        x.ne[1] >= GEMM_MIN_N || (is_narrow_16(w, x) && is_vector(w, x) && op_mul_mat_has_units(ctx, w.type));
+    return ctx.cublas && columns_ok && x.ne[2] * x.ne[3] == 1 && w.ne[0] >= 256 && w.ne[1] >= 256;
 }
 
 bool is_shape(const op_tensor & w, const op_tensor & x) {
@@ -668,7 +680,7 @@ size_t op_mul_mat_16_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
 
 size_t op_mul_mat_scratch_nbytes(const op_tensor & w, const op_tensor & x) {
     if (x.ne[1] < GEMM_MIN_N) {
-        return 0;
+        return is_narrow_16(w, x) && x.ne[2] * x.ne[3] == 1 ? op_mul_mat_x16_nbytes(x) : 0;
     }
     const int64_t ld = align_up(w.ne[0], 8);
     return op_mul_mat_16_scratch_nbytes(w, x) +
@@ -713,7 +725,7 @@ cudaError_t op_mul_mat(const op_context & ctx, const op_tensor & w, const op_ten
     return with_type(w.type, [&](auto t) {
         using T = decltype(t);
         if constexpr (!std::is_same_v<T, value_type<TYPE_F32>>) {
-            if (p.n >= GEMM_MIN_N && n_batches == 1 && (!has_units<T>(ctx) || use_cublas(ctx, w, x))) {
+            if (use_cublas(ctx, w, x) || (p.n >= GEMM_MIN_N && n_batches == 1 && !has_units<T>(ctx))) {
                 return mul_mat_converted<T, half_of<T>>(ctx, w, x, x16, dst, vector, scratch);
             }
             if (p.n >= GEMM_MIN_N && has_units<T>(ctx)) {

@@ -7,8 +7,10 @@
 #include "cpu/device.h"
 #include "cpu/graph-plan.h"
 #include "cpu/weight.h"
+#include "host/host-weights.h"
 #include "host/load-session.h"
 #include "host/log.h"
+#include "host/offload.h"
 #include "host/planned-buffer.h"
 #include "host/running-ops.h"
 #include "platform/platform.h"
@@ -56,6 +58,7 @@ void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor * tensor, const void *
         current->add_to_cache(matrix->name, m, weight_used_nbytes(*m));
     }
     m->magic = WEIGHT_MAGIC;
+    note_host_weight(tensor);
 }
 
 // Dense elements, for programs that save or inspect a model.
@@ -263,9 +266,13 @@ bool product_is_ours(ggml_backend_dev_t dev, const ggml_tensor * op) {
            op->nb[0] == sizeof(float);
 }
 
-// Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node.
+// Called during a load for a weight in our buffer type, before it has data, and by the scheduler for each node. A
+// product that a GPU takes is ours, too, because that GPU may not be one of the scheduler's; but what is near it is
+// not: activations would go to and fro.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
-    return is_no_op(op) || is_near_product(op, [dev](const ggml_tensor * node) { return product_is_ours(dev, node); });
+    return is_no_op(op) || is_near_product(op, [dev, op](const ggml_tensor * node) {
+               return product_is_ours(dev, node) && (node == op || !wants_offload(node));
+           });
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
@@ -293,7 +300,16 @@ const ggml_backend_device_i device_iface = {
 } // namespace
 
 ggml_backend_dev_t device(ggml_backend_reg_t reg) {
-    static ggml_backend_device device = { device_iface, reg, nullptr };
+    static ggml_backend_device device  = { device_iface, reg, nullptr };
+    static const host_weights  weights = {
+        sparse_buffer_type(&device),
+        [](const ggml_tensor * w) { return weight_of(w) != nullptr; },
+        [](const ggml_tensor * w) { return weight_row_step(*weight_of(w)); },
+        [](const ggml_tensor * w, int64_t begin, int64_t end, void * dense) {
+            weight_densify_rows(*weight_of(w), begin, end, dense);
+        },
+    };
+    set_host_weights(&weights);
     return &device;
 }
 

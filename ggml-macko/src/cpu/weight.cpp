@@ -30,14 +30,19 @@ void weight_init(weight * m, const sparse_tensor_info & matrix) {
     *m = { 0, matrix.desc, form_of(matrix), matrix.ne[1] };
 }
 
+void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
+    bitmap_densify(m.bitmap(), m.desc.type, row_begin, row_end, dense);
+}
+
+int64_t weight_row_step(const weight & m) { return in_bundles(m.bitmap()) ? BUNDLE_ROWS : 1; }
+
 void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
-    // BUNDLE_ROWS at a time: to find one row of a group of bundles, all of it is read
     const auto           nbytes = static_cast<size_t>(m.desc.cols * value_nbytes(m.desc.type) * BUNDLE_ROWS);
     std::vector<uint8_t> rows(nbytes);
     for (size_t done = 0; done < size;) {
         const size_t at = offset + done, in_rows = at % nbytes, n = std::min(size - done, nbytes - in_rows);
         const auto   r = static_cast<int64_t>(at / nbytes) * BUNDLE_ROWS;
-        bitmap_densify(m.bitmap(), m.desc.type, r, std::min(r + BUNDLE_ROWS, m.desc.rows), rows.data());
+        weight_densify_rows(m, r, std::min(r + BUNDLE_ROWS, m.desc.rows), rows.data());
         memcpy(static_cast<uint8_t *>(data) + done, rows.data() + in_rows, n);
         done += n;
     }

@@ -38,6 +38,10 @@ void weight_init(weight * m, const sparse_tensor_info & matrix);
 
 // size bytes of the weight's dense elements, from byte `offset` of them on
 void weight_densify(const weight & m, size_t offset, void * data, size_t size);
+// the dense elements of some rows
+void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense);
+// Rows are found so many at a time: to find one row of a group of bundles, all of it is read.
+int64_t weight_row_step(const weight & m);
 
 // fills a weight with a payload
 class weight_packer : public payload_consumer {

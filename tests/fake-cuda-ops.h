@@ -85,6 +85,16 @@ namespace macko::cuda {
 using fake::add;
 using fake::address;
 
+// ---- copies from the host ----
+
+cudaError_t host_staging::copy(const staged_rows & rows, int n_threads, cudaStream_t stream,
+                               const std::function<void(int64_t begin, int64_t end, void * memory)> & fill) {
+    std::vector<char> memory(static_cast<size_t>(rows.n * rows.row_nbytes));
+    fill(0, rows.n, memory.data());
+    return add("stage", rows.dst, rows.row_nbytes, rows.row_pitch, rows.n, rows.step, n_threads,
+               static_cast<const void *>(stream));
+}
+
 // ---- sparse products ----
 
 int64_t cuda_sparse_mul_mat_max_n(const cuda_sparse_matrix &, bool experts) {

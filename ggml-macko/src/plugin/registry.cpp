@@ -4,6 +4,7 @@
 #include "cpu/rpc-device.h"
 #include "host/log.h"
 #ifdef GGML_MACKO_CUDA
+#include "cuda/device/backend.h"
 #include "cuda/device/device.h"
 #endif
 #include "ggml-macko.h"
@@ -47,6 +48,11 @@ ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
 }
 
 void set_n_threads(ggml_backend_t backend, int n_threads) {
+#ifdef GGML_MACKO_CUDA
+    if (cuda::set_n_threads(backend, n_threads)) {
+        return;
+    }
+#endif
     if (!cpu::rpc_set_n_threads(backend, n_threads)) {
         cpu::set_n_threads(backend, n_threads);
     }

@@ -2,10 +2,13 @@
 
 #include "cuda/device/buffer.h"
 #include "cuda/device/captures.h"
+#include "host/host-weights.h"
 #include "host/load-session.h"
 #include "host/log.h"
+#include "host/offload.h"
 #include "host/running-ggml.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 namespace macko::cuda {
@@ -49,6 +52,7 @@ bool backend_context::create() {
         !device.synchronize()) {
         return false;
     }
+    device.cc    = ops.cc;
     ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     ops.counters = counters;
     if (!load_session::current()) { // a backend that only uploads weights needs none
@@ -59,23 +63,30 @@ bool backend_context::create() {
 
 // what products of many columns need; without it they are slower
 void backend_context::attach_workspace(bool use_cublas) {
+    const int64_t offload_from =
+        offload_min_columns(getenv("GGML_OP_OFFLOAD_MIN_BATCH"), getenv("GGML_MACKO_NO_OFFLOAD"));
+    const size_t offloaded    = offload_from < NEVER_OFFLOAD ? largest_host_weight() : 0;
+    const size_t panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(offloaded, device.max_panel_nbytes));
     const std::lock_guard<std::mutex> lock(device.compute);
     if (use_cublas && !device.cublas_opened) {
         device.cublas        = cublas_open();
         device.cublas_opened = true;
     }
     shared               = device.shared.lock();
-    const bool too_small = shared && shared->panels.nbytes && shared->panels.nbytes < device.panel_nbytes;
+    const bool too_small = shared && shared->panels.nbytes && shared->panels.nbytes < panel_nbytes;
     if (!shared || too_small) { // contexts that have the old one keep it
         device.shared = shared = std::make_shared<workspace>();
     }
-    if (!shared->create(device.panel_nbytes)) {
+    if (!shared->create(panel_nbytes)) {
         log_error("%s: no memory for the workspace of matrix products: prompts are processed slowly\n",
                   device.name.c_str());
     }
     ops.cublas           = use_cublas && shared->gemm ? device.cublas.get() : nullptr;
     ops.cublas_workspace = shared->gemm;
     ops.panels           = shared->panels.nbytes ? &shared->panels : nullptr;
+
+    device.offload_panel_nbytes = offload_from < NEVER_OFFLOAD ? shared->panels.nbytes : 0;
+    set_offload_columns(offloaded > 0 && !shared->panels.nbytes ? NEVER_OFFLOAD : offload_from);
 }
 
 backend_context::~backend_context() {
@@ -125,7 +136,11 @@ bool make_capture(backend_context & ctx, const ggml_cgraph * graph, captured_gra
 
 bool compute(backend_context & ctx, const ggml_cgraph * graph) {
     gpu & device = ctx.device;
-    if (!ctx.use_graphs || !is_worth_capturing(graph)) {
+    if (ctx.shared) {
+        ctx.shared->panels.n_threads = device.n_threads;
+    }
+    // threads of the host take part in products with weights in its memory
+    if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph)) {
         return enqueue_eagerly(ctx, graph);
     }
     if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may mean something else now
@@ -231,6 +246,14 @@ ggml_backend_t make_backend(ggml_backend_dev_t dev) {
         return nullptr;
     }
     return new ggml_backend{ backend_guid(), backend_iface, dev, context.release() };
+}
+
+bool set_n_threads(ggml_backend_t backend, int n_threads) {
+    const bool is_ours = backend && ggml_guid_matches(backend->guid, backend_guid());
+    if (is_ours) {
+        context_of(backend).device.n_threads = n_threads;
+    }
+    return is_ours;
 }
 
 } // namespace macko::cuda

@@ -8,4 +8,7 @@ namespace macko::cuda {
 // null if the GPU is dead or has no memory for it; the reason is in the log
 ggml_backend_t make_backend(ggml_backend_dev_t dev);
 
+// Threads of the host that send weights in its memory to the GPU. false: not a backend of a GPU of this plugin
+bool set_n_threads(ggml_backend_t backend, int n_threads);
+
 } // namespace macko::cuda

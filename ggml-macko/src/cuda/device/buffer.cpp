@@ -1,6 +1,7 @@
 #include "cuda/device/buffer.h"
 
 #include "cuda/device/upload.h"
+#include "host/host-weights.h"
 #include "host/load-session.h"
 #include "host/log.h"
 #include "host/planned-buffer.h"
@@ -166,7 +167,8 @@ size_t buffer_type_get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_te
     if (const sparse_tensor_info * matrix = sparse_of_load(tensor)) {
         return matrix_nbytes(buft, *matrix);
     }
-    const size_t scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, tensor->src[0]));
+    const ggml_tensor * w       = tensor->src[0];
+    const size_t        scratch = graph_scratch_nbytes(tensor, is_sparse_weight(buft, w) || host_weights_of(w));
     return scratch ? GGML_PAD(ggml_nbytes(tensor), 256) + scratch : ggml_nbytes(tensor);
 }
 

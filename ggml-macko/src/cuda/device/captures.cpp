@@ -1,6 +1,7 @@
 #include "cuda/device/captures.h"
 #include "host/running-ops.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko::cuda {
@@ -60,12 +61,14 @@ void free_exec(captured_graph & c) {
 } // namespace
 
 bool is_worth_capturing(const ggml_cgraph * graph) {
+    int64_t columns = 0;
     for (int i = 0; i < graph->n_nodes; i++) {
         if (op_of(graph->nodes[i]) == GGML_OP_MUL_MAT) {
             return graph->nodes[i]->src[1]->ne[1] <= MAX_CAPTURE_COLUMNS;
         }
+        columns = std::max(columns, graph->nodes[i]->ne[1]);
     }
-    return true;
+    return columns <= MAX_CAPTURE_COLUMNS; // what lies between two weights that are sent for a prompt
 }
 
 captured_graph & captured_graphs::find_or_add(const ggml_cgraph * graph, bool * is_known) {

@@ -2,7 +2,9 @@
 
 #include "cuda/device/backend.h"
 #include "cuda/device/buffer.h"
+#include "host/host-weights.h"
 #include "host/load-session.h"
+#include "host/offload.h"
 #include "host/planned-buffer.h"
 
 #include <algorithm>
@@ -59,6 +61,15 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
 
 ggml_backend_buffer_type_t device_get_host_buffer_type(ggml_backend_dev_t dev) { return &gpu_of(dev).host_buft; }
 
+// Is op, or what it reads, a sparse weight in host memory?
+bool touches_host_weight(const ggml_tensor * op) {
+    bool touches = host_weights_of(op) != nullptr;
+    for (const ggml_tensor * src : op->src) {
+        touches = touches || host_weights_of(src);
+    }
+    return touches;
+}
+
 // Products with a sparse weight of this device are never refused, because the scheduler would read the weight as dense
 // on another one. Nor are writes into its KV cache.
 bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
@@ -68,6 +79,9 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
         if (buft && is_gpu_buffer_type(buft) && buft != &device.buft) {
             return false; // on another GPU
         }
+    }
+    if (touches_host_weight(op)) {
+        return wants_offload(op) && graph_supports_host_weight(op, device.offload_panel_nbytes, device.cc);
     }
     const ggml_tensor * w      = op->src[0];
     const bool          sparse = is_sparse_weight(&device.buft, w);
@@ -79,7 +93,15 @@ bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
 }
 
 bool device_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    return real_buffer_type(buft) == &gpu_of(dev).buft;
+    const gpu & device = gpu_of(dev);
+    return real_buffer_type(buft) == &device.buft ||
+           (device.offload_panel_nbytes > 0 && is_host_weights_buffer_type(buft));
+}
+
+// Asked for ops with a dense weight in host memory that the device supports. The scheduler copies the weight, or those
+// of its experts that are used.
+bool device_offload_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    return offload_columns(op) >= offload_columns_in_use();
 }
 
 ggml_backend_event_t device_event_new(ggml_backend_dev_t dev) {
@@ -102,7 +124,7 @@ const ggml_backend_device_i device_iface = {
     /* .buffer_from_host_ptr = */ nullptr,
     /* .supports_op          = */ device_supports_op,
     /* .supports_buft        = */ device_supports_buft,
-    /* .offload_op           = */ nullptr,
+    /* .offload_op           = */ device_offload_op,
     /* .event_new            = */ device_event_new,
     /* .event_free           = */ device_event_free,
     /* .event_synchronize    = */ device_event_synchronize,

@@ -1,5 +1,6 @@
 #include "cuda/device/gpu.h"
 
+#include "codec/team.h"
 #include "cuda/sparse/mul-mat.cuh"
 #include "host/log.h"
 
@@ -12,6 +13,7 @@ namespace {
 
 constexpr size_t RING_NBYTES    = size_t(1) << 20;
 constexpr size_t RING_MAX_WRITE = size_t(64) << 10;
+constexpr size_t MIN_STAGED     = size_t(2) << 20; // smaller writes do not pay for starting threads
 
 bool make_event(cudaEvent_t * event) { return cudaEventCreateWithFlags(event, cudaEventDisableTiming) == cudaSuccess; }
 
@@ -32,6 +34,7 @@ bool workspace::create(size_t panel_nbytes) {
         panels.nbytes   = made ? panel_nbytes : 0;
         ok              = ok && made;
     }
+    panels.staging = &staging;
     cudaGetLastError(); // running out of memory is not sticky
     return ok;
 }
@@ -62,7 +65,7 @@ workspace::~workspace() {
 
 // ---- gpu: the calling thread, the stream ----
 
-gpu::gpu() : pid_(getpid()) {}
+gpu::gpu() : n_threads(default_threads()), pid_(getpid()) {}
 
 bool gpu::select() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -141,11 +144,32 @@ bool gpu::write(void * dst, const void * src, size_t size) {
         return false;
     }
     if (size > RING_MAX_WRITE) {
-        return check(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, stream), "copy to the GPU") &&
-               synchronize();
+        return write_large(dst, src, size);
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     return write_through_ring(dst, src, size);
+}
+
+// Pinned memory is read by the GPU itself.
+bool gpu::write_large(void * dst, const void * src, size_t size) {
+    std::shared_ptr<workspace> work;
+    cudaPointerAttributes      attributes = {};
+    if (size >= MIN_STAGED) {
+        if (!check(cudaPointerGetAttributes(&attributes, src), "cudaPointerGetAttributes")) {
+            return false;
+        }
+        const std::lock_guard<std::mutex> lock(compute);
+        work = shared.lock();
+    }
+    if (!work || attributes.type != cudaMemoryTypeUnregistered) {
+        return check(cudaMemcpyAsync(dst, src, size, cudaMemcpyHostToDevice, stream), "copy to the GPU") &&
+               synchronize();
+    }
+    const staged_rows bytes = { dst, 1, 1, static_cast<int64_t>(size), 1 };
+    const auto        fill  = [&](int64_t begin, int64_t end, void * memory) {
+        memcpy(memory, static_cast<const char *>(src) + begin, static_cast<size_t>(end - begin));
+    };
+    return check(work->staging.copy(bytes, n_threads, stream, fill), "copy to the GPU");
 }
 
 bool gpu::write_through_ring(void * dst, const void * src, size_t size) {

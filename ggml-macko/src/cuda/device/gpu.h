@@ -2,7 +2,8 @@
 //
 // All work of a GPU, of every context and buffer, goes to one stream, so copies, clears and kernels are ordered by
 // construction. Copies from and to host memory block, except small writes: the smallest wait for the next use of the
-// stream, which queues all of them in one launch, and others pass through a ring of pinned memory.
+// stream, which queues all of them in one launch, and others pass through a ring of pinned memory. Large ones, such as
+// weights that llama.cpp sends for one prompt, pass through the workspace's (cuda/lib/staging.h).
 //
 // A CUDA error makes the device dead: every later graph fails and every read returns NaN bytes, because CUDA offers no
 // recovery within a process. Running out of memory is no such error: it fails only the buffer, context or graph that
@@ -27,6 +28,7 @@ namespace macko::cuda {
 struct workspace {
     void *        gemm = nullptr; // cuBLAS's
     panel_buffers panels;
+    host_staging  staging;
 
     workspace() = default;
     ~workspace();
@@ -58,6 +60,11 @@ struct gpu {
     std::atomic<uint64_t> buffers_freed{ 0 };
     std::atomic<size_t>   panel_nbytes{ 0 }; // that suit the largest sparse matrix so far
 
+    // What device_supports_op() and copies ask; written when a context is made, or begins to compute.
+    std::atomic<size_t> offload_panel_nbytes{ 0 }; // of the last workspace; 0: no weight in host memory is multiplied
+    std::atomic<int>    cc{ 0 };                   // op_compute_capability()
+    std::atomic<int>    n_threads;                 // that make weights dense and copy them
+
     gpu();
 
     // Makes this GPU current on the calling thread and queues pending writes. Every use of the stream begins with it.
@@ -86,6 +93,7 @@ private:
 
     void give_up(const char * what, const std::string & why);
     bool select_for_copy();
+    bool write_large(void * dst, const void * src, size_t size);
 
     // mutex_ is held
     bool make_current();

@@ -8,8 +8,7 @@ namespace macko::cuda {
 namespace {
 
 cudaError_t enqueue_node(panel_pipeline & panels, ggml_tensor * node) {
-    const bool     is_product = op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
-    const op_row * row        = find_op(op_of(node), is_product && stored(node->src[0]));
+    const op_row * row = find_op(op_of(node), is_product(node) && is_sparse(node->src[0]));
     if (!row) {
         return cudaErrorInvalidValue;
     }

@@ -95,7 +95,7 @@ bool can_join(const op_context & ctx, const ggml_tensor * node, const ggml_tenso
         return false;
     }
     const bool one_matrix = x->ne[2] * x->ne[3] == 1 && w->ne[2] * w->ne[3] == 1;
-    return one_matrix && !densifies(ctx, *stored(w), x->ne[1]);
+    return one_matrix && !densifies(ctx, node);
 }
 
 bool fused_sparse_products::match(const op_context & ctx, const ggml_cgraph * graph, int i) {

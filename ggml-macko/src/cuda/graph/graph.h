@@ -10,6 +10,7 @@
 //   enqueue             the loop over the nodes
 #pragma once
 
+#include "cuda/lib/staging.h"
 #include "cuda/ops/ops.h"
 
 #include "ggml-backend-impl.h"
@@ -25,12 +26,20 @@ struct panel_buffers {
     void *               x16       = nullptr; // see cuda_sparse_mul_mat_params
     cudaStream_t         stream    = nullptr;
     cudaEvent_t          begin = nullptr, made[N] = {}, used[N] = {};
+    host_staging *       staging   = nullptr; // for weights in host memory
+    int                  n_threads = 1;       // that make those dense
 };
 
 // Both look at types, shapes and parameters only: tensors may have no data and no real buffer.
 // sparse: src[0] is a sparse weight.
 bool   graph_supports_op(const ggml_tensor * op, bool sparse);
 size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse); // memory behind op's data for its kernels; 0 for most
+
+// Can a product with a sparse weight in host memory be computed, with panels of so many bytes on a GPU of compute
+// capability cc / 10? Such a weight is made dense, however few columns there are.
+bool graph_supports_host_weight(const ggml_tensor * op, size_t panel_nbytes, int cc);
+// whether the graph has such products
+bool graph_has_host_weights(const ggml_cgraph * graph);
 
 // Before ggml allocates the graph: brings matrix products that share an input together, and keeps alive what fused
 // launches read.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/stored-matrix.h"
+#include "host/host-weights.h"
 #include "host/running-ops.h"
 
 #include "ggml-backend.h"
@@ -26,6 +27,14 @@ inline bool is_weight(const ggml_tensor * t) {
     return op_of(t) == GGML_OP_NONE && t->buffer &&
            ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
+
+// MUL_MAT or MUL_MAT_ID
+inline bool is_product(const ggml_tensor * node) {
+    return op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
+}
+
+// a weight that is sparse, in memory of the GPU or of the host
+inline bool is_sparse(const ggml_tensor * w) { return stored(w) || host_weights_of(w); }
 
 // f32 rows whose elements lie side by side; rows may have gaps between them
 inline bool is_f32_rows(const ggml_tensor * t) {

@@ -147,6 +147,9 @@ cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
     if (densifies(panels.ctx, node)) {
         return panels.enqueue_densified(node);
     }
+    if (!stored(node->src[0])) {
+        return cudaErrorMemoryAllocation; // a weight in host memory, and no panels
+    }
     panels.forget_x16();
     return enqueue_sparse_mul_mat(panels.ctx, node);
 }
@@ -155,8 +158,10 @@ bool sparse_id_supported(const ggml_tensor * op) {
     return sparse_mul_mat_supported(op) && op->src[2]->type == GGML_TYPE_I32;
 }
 cudaError_t enqueue_sparse_id(panel_pipeline & panels, ggml_tensor * node) {
-    return densifies(panels.ctx, node) ? panels.enqueue_densified_experts(node)
-                                       : enqueue_sparse_mul_mat_id(panels.ctx, node);
+    if (densifies(panels.ctx, node)) {
+        return panels.enqueue_densified_experts(node);
+    }
+    return stored(node->src[0]) ? enqueue_sparse_mul_mat_id(panels.ctx, node) : cudaErrorMemoryAllocation;
 }
 
 constexpr bool DENSE = false, SPARSE = true;

@@ -11,40 +11,53 @@ namespace macko::cuda {
 namespace {
 
 // elements from one row of a panel to the next: rows begin at multiples of 16 bytes
-int64_t panel_ld(const stored_matrix & w) { return GGML_PAD(w.matrix.cols, 8); }
-int64_t panel_row_nbytes(const stored_matrix & w) { return panel_ld(w) * 2; }
+int64_t panel_ld(const ggml_tensor * w) { return GGML_PAD(w->ne[0], 8); }
+int64_t panel_row_nbytes(const ggml_tensor * w) { return panel_ld(w) * 2; }
 
-tensor_type panel_type(const stored_matrix & w) { return op_mul_mat_16_type(static_cast<tensor_type>(w.matrix.type)); }
+tensor_type panel_type(const ggml_tensor * w) { return op_mul_mat_16_type(static_cast<tensor_type>(w->type)); }
 
 int64_t panel_nbytes(const op_context & ctx) { return static_cast<int64_t>(ctx.panels->nbytes); }
 
 // rows of one panel of w
-int64_t panel_rows(const op_context & ctx, const stored_matrix & w) {
-    return op_mul_mat_panel_rows(w.rows_per_matrix, w.matrix.cols, panel_nbytes(ctx));
+int64_t panel_rows(const op_context & ctx, const ggml_tensor * w) {
+    return op_mul_mat_panel_rows(w->ne[1], w->ne[0], panel_nbytes(ctx));
 }
 
-bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n, bool experts) {
-    return ctx.panels && n > cuda_sparse_mul_mat_max_n(w.matrix, experts) && w.matrix.type != GGML_MACKO_TYPE_F32 &&
-           panel_rows(ctx, w) * panel_row_nbytes(w) <= panel_nbytes(ctx);
+// Do rows of w fit panels of so many bytes?
+bool fits_panels(const ggml_tensor * w, int64_t nbytes) {
+    return w->type != GGML_TYPE_F32 &&
+           op_mul_mat_panel_rows(w->ne[1], w->ne[0], nbytes) * panel_row_nbytes(w) <= nbytes;
+}
+
+// Is w made dense for so many columns? One in host memory always is.
+bool densifies(const op_context & ctx, const ggml_tensor * w, int64_t n, bool experts) {
+    return ctx.panels && (!stored(w) || n > cuda_sparse_mul_mat_max_n(stored(w)->matrix, experts)) &&
+           fits_panels(w, panel_nbytes(ctx));
+}
+
+// has the products of experts whose rows are in 16 bits
+bool has_expert_products(const op_context & ctx, const ggml_tensor * node) {
+    return op_mul_mat_has_units(ctx, panel_type(node->src[0])) &&
+           op_mul_mat_id_supported(operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node));
 }
 
 // To make an expert dense and multiply it costs as much as about six of its sparse products of one column.
 bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
     constexpr int64_t   MIN_COLUMNS = 6; // per expert, on average
+    const ggml_tensor * w           = node->src[0];
     const ggml_tensor * ids         = node->src[2];
-    const int64_t       n_columns = ids->ne[0] * ids->ne[1], n_experts = node->src[0]->ne[2];
-    return densifies(ctx, *stored(node->src[0]), ids->ne[1], true) && n_columns >= MIN_COLUMNS * n_experts &&
-           op_mul_mat_has_units(ctx, panel_type(*stored(node->src[0]))) &&
-           op_mul_mat_id_supported(operand(node->src[0]), operand(node->src[1]), operand(ids), operand(node));
+    const int64_t       n_columns   = ids->ne[0] * ids->ne[1];
+    return densifies(ctx, w, ids->ne[1], true) && (!stored(w) || n_columns >= MIN_COLUMNS * w->ne[2]) &&
+           has_expert_products(ctx, node);
 }
 
 // f(first expert, experts, first row, rows) for each panel: several whole experts, or some rows of one
-template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, const stored_matrix & w, F && f) {
-    const int64_t n_experts = w.matrix.rows / w.rows_per_matrix, rows = panel_rows(ctx, w);
-    const int64_t per_panel = std::max<int64_t>(1, panel_nbytes(ctx) / (w.rows_per_matrix * panel_row_nbytes(w)));
+template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, const ggml_tensor * w, F && f) {
+    const int64_t n_experts = w->ne[2], rows = panel_rows(ctx, w);
+    const int64_t per_panel = std::max<int64_t>(1, panel_nbytes(ctx) / (w->ne[1] * panel_row_nbytes(w)));
     for (int64_t first = 0; first < n_experts; first += per_panel) {
-        for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
-            CUDA_TRY(f(first, std::min(per_panel, n_experts - first), row, std::min(rows, w.rows_per_matrix - row)));
+        for (int64_t row = 0; row < w->ne[1]; row += rows) {
+            CUDA_TRY(f(first, std::min(per_panel, n_experts - first), row, std::min(rows, w->ne[1] - row)));
         }
     }
     return cudaSuccess;
@@ -60,15 +73,30 @@ op_tensor batch_operand(const ggml_tensor * t, int64_t i2, int64_t i3) {
 
 } // namespace
 
-bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n) { return densifies(ctx, w, n, false); }
-
 bool densifies(const op_context & ctx, const ggml_tensor * node) {
-    const bool is_product = op_of(node) == GGML_OP_MUL_MAT || op_of(node) == GGML_OP_MUL_MAT_ID;
-    if (!is_product || !stored(node->src[0])) {
+    if (!is_product(node) || !is_sparse(node->src[0])) {
         return false;
     }
-    return op_of(node) == GGML_OP_MUL_MAT ? densifies(ctx, *stored(node->src[0]), node->src[1]->ne[1])
+    return op_of(node) == GGML_OP_MUL_MAT ? densifies(ctx, node->src[0], node->src[1]->ne[1], false)
                                           : densifies_experts(ctx, node);
+}
+
+bool graph_supports_host_weight(const ggml_tensor * op, size_t panel_nbytes, int cc) {
+    op_context ctx;
+    ctx.cc = cc;
+    return is_product(op) && graph_supports_op(op, true) &&
+           fits_panels(op->src[0], static_cast<int64_t>(panel_nbytes)) &&
+           panel_row_nbytes(op->src[0]) <= host_staging::SLOT_NBYTES &&
+           (op_of(op) == GGML_OP_MUL_MAT || has_expert_products(ctx, op));
+}
+
+bool graph_has_host_weights(const ggml_cgraph * graph) {
+    for (int i = 0; largest_host_weight() > 0 && i < graph->n_nodes; i++) {
+        if (is_product(graph->nodes[i]) && host_weights_of(graph->nodes[i]->src[0])) {
+            return true;
+        }
+    }
+    return false;
 }
 
 panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
@@ -86,23 +114,42 @@ panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) 
 }
 
 void panel_pipeline::add_panels(const ggml_tensor * node) {
-    const stored_matrix & w    = *stored(node->src[0]);
-    const int64_t         rows = panel_rows(ctx, w);
+    const ggml_tensor * w    = node->src[0];
+    const int64_t       rows = panel_rows(ctx, w);
     for_each_batch(node, [&](int64_t i2, int64_t i3) {
         const int64_t first = first_row_of_batch(node, i2, i3);
-        for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
-            panels_.push_back({ &w, first + row, first + std::min(row + rows, w.rows_per_matrix) });
+        for (int64_t row = 0; row < w->ne[1]; row += rows) {
+            panels_.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
         }
         return cudaSuccess;
     });
 }
 
 void panel_pipeline::add_panels_of_experts(const ggml_tensor * node) {
-    const stored_matrix & w = *stored(node->src[0]);
+    const ggml_tensor * w = node->src[0];
     for_each_expert_panel(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
         const int64_t last = first + n - 1;
-        panels_.push_back({ &w, first * w.rows_per_matrix + row, last * w.rows_per_matrix + row + rows });
+        panels_.push_back({ w, first * w->ne[1] + row, last * w->ne[1] + row + rows });
         return cudaSuccess;
+    });
+}
+
+// Queues the making of a panel in `memory`. The rows of a weight in host memory are made dense before this returns,
+// while the GPU multiplies the panel before.
+cudaError_t panel_pipeline::make_panel(const panel & p, char * memory) {
+    const panel_buffers & b  = *ctx.panels;
+    const int64_t         ld = panel_ld(p.w);
+    if (stored(p.w)) {
+        return cuda_sparse_densify(stored(p.w)->matrix, p.row_begin, p.row_end, memory, ld, b.stream);
+    }
+    const host_weights & from = *host_weights_of(p.w);
+    if (!from.is_loaded(p.w)) {
+        return cudaErrorInvalidValue;
+    }
+    const int64_t     step = from.row_step(p.w);
+    const staged_rows to   = { memory, p.w->ne[0] * 2, ld * 2, p.row_end - p.row_begin, step };
+    return b.staging->copy(to, b.n_threads, b.stream, [&](int64_t begin, int64_t end, void * dense) {
+        from.densify(p.w, p.row_begin + begin, p.row_begin + end, dense);
     });
 }
 
@@ -119,7 +166,7 @@ cudaError_t panel_pipeline::make_panels() {
         if (n_made_ >= panel_buffers::N) {
             CUDA_TRY(cudaStreamWaitEvent(b.stream, b.used[at]));
         }
-        CUDA_TRY(cuda_sparse_densify(p.w->matrix, p.row_begin, p.row_end, b.memory[at], panel_ld(*p.w), b.stream));
+        CUDA_TRY(make_panel(p, b.memory[at]));
         CUDA_TRY(cudaEventRecord(b.made[at], b.stream));
     }
     return cudaSuccess;
@@ -138,12 +185,12 @@ template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
 
 // all panels of batch (i2, i3) of a MUL_MAT
 cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
-    const stored_matrix & w    = *stored(node->src[0]);
-    const int64_t         rows = panel_rows(ctx, w);
-    const op_tensor       x = batch_operand(node->src[1], i2, i3), y = batch_operand(node, i2, i3);
-    for (int64_t row = 0; row < w.rows_per_matrix; row += rows) {
+    const ggml_tensor * w    = node->src[0];
+    const int64_t       rows = panel_rows(ctx, w);
+    const op_tensor     x = batch_operand(node->src[1], i2, i3), y = batch_operand(node, i2, i3);
+    for (int64_t row = 0; row < w->ne[1]; row += rows) {
         CUDA_TRY(use_panel([&](char * panel) {
-            const int64_t n = std::min(rows, w.rows_per_matrix - row);
+            const int64_t n = std::min(rows, w->ne[1] - row);
             return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch_of(node));
         }));
     }
@@ -151,16 +198,16 @@ cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64
 }
 
 cudaError_t panel_pipeline::enqueue_densified_experts(ggml_tensor * node) {
-    const stored_matrix & w    = *stored(node->src[0]);
-    const tensor_type     type = panel_type(w);
-    const op_tensor       x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
-    const int64_t         row_nbytes = panel_row_nbytes(w), n_experts = node->src[0]->ne[2];
+    const ggml_tensor * w    = node->src[0];
+    const tensor_type   type = panel_type(w);
+    const op_tensor     x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
+    const int64_t       row_nbytes = panel_row_nbytes(w), n_experts = w->ne[2];
     forget_x16();
     CUDA_TRY(op_mul_mat_id_sort(ctx, n_experts, ids, scratch_of(node)));
     return for_each_expert_panel(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
         return use_panel([&](char * panel) {
             const op_tensor dense = {
-                panel, type, { w.matrix.cols, rows, n, 1 }, { 2, row_nbytes, rows * row_nbytes, n * rows * row_nbytes }
+                panel, type, { w->ne[0], rows, n, 1 }, { 2, row_nbytes, rows * row_nbytes, n * rows * row_nbytes }
             };
             return op_mul_mat_id_16(ctx, dense, first, n_experts, x, ids, y, row, scratch_of(node));
         });
@@ -178,7 +225,7 @@ char * panel_pipeline::shared_x16(ggml_tensor * node, tensor_type type, bool * i
 }
 
 cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
-    const tensor_type   type = panel_type(*stored(node->src[0]));
+    const tensor_type   type = panel_type(node->src[0]);
     const ggml_tensor * x    = node->src[1];
     if (x->ne[2] * x->ne[3] == 1) {
         bool   is_made;

@@ -10,15 +10,14 @@
 namespace macko::cuda {
 
 // Is this product faster with the weight made dense than with the sparse kernels? Values in float32 always stay sparse,
-// because only those kernels are exact for them.
+// because only those kernels are exact for them. A weight in host memory is always made dense: no kernel reads it.
 bool densifies(const op_context & ctx, const ggml_tensor * node);
-// the same for a MUL_MAT of n columns
-bool densifies(const op_context & ctx, const stored_matrix & w, int64_t n);
 
 // State of one walk over a graph.
 //
 //   panels   All panels that the graph's products will multiply, in their order. Two buffers: while panel i is
-//            multiplied on ctx.stream, panel i + 1 is made on the buffers' own stream.
+//            multiplied on ctx.stream, panel i + 1 is made on the buffers' own stream, or, if the weight is in host
+//            memory, made by threads of the host and copied on that stream.
 //   x16      The 16-bit copy of x lies in the scratch memory of the first product that reads it. That product's result
 //            is read behind the last product that shares x at the earliest, so the memory is free until then.
 class panel_pipeline {
@@ -37,8 +36,8 @@ public:
 
 private:
     struct panel {
-        const stored_matrix * w;
-        int64_t               row_begin, row_end;
+        const ggml_tensor * w;
+        int64_t             row_begin, row_end;
     };
     std::vector<panel>  panels_;
     size_t              n_made_ = 0, n_used_ = 0;
@@ -47,6 +46,7 @@ private:
 
     void        add_panels(const ggml_tensor * node);
     void        add_panels_of_experts(const ggml_tensor * node);
+    cudaError_t make_panel(const panel & p, char * memory);
     cudaError_t make_panels();
     cudaError_t enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
     char *      shared_x16(ggml_tensor * node, tensor_type type, bool * is_made);

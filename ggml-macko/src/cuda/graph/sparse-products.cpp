@@ -48,7 +48,7 @@ cuda_sparse_mul_mat_params sparse_mul_mat_params(const op_context & ctx, const s
 int64_t first_row_of_batch(const ggml_tensor * node, int64_t i2, int64_t i3) {
     const ggml_tensor * w = node->src[0];
     const ggml_tensor * x = node->src[1];
-    return (i3 / (x->ne[3] / w->ne[3]) * w->ne[2] + i2 / (x->ne[2] / w->ne[2])) * stored(w)->rows_per_matrix;
+    return (i3 / (x->ne[3] / w->ne[3]) * w->ne[2] + i2 / (x->ne[2] / w->ne[2])) * w->ne[1];
 }
 
 cudaError_t enqueue_sparse_mul_mat(const op_context & ctx, ggml_tensor * node) {

@@ -39,6 +39,9 @@ def gpu():
         pytest.skip("this build has no GPU support")
     if not devices.gpus():
         pytest.skip("no NVIDIA GPU was found")
+    with pytest.MonkeyPatch.context() as patch:  # what is computed on the CPU here is what the GPU is compared with
+        patch.setenv("GGML_MACKO_NO_OFFLOAD", "1")
+        yield
 
 
 def run_macko(*args):

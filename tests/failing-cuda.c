@@ -44,6 +44,10 @@ WRAP(cudaMallocHost, (void ** p, size_t n), (p, n))
 WRAP(cudaMemcpy, (void * to, const void * from, size_t n, enum cudaMemcpyKind kind), (to, from, n, kind))
 WRAP(cudaMemcpyAsync, (void * to, const void * from, size_t n, enum cudaMemcpyKind kind, cudaStream_t s),
      (to, from, n, kind, s))
+WRAP(cudaMemcpy2DAsync,
+     (void * to, size_t to_pitch, const void * from, size_t from_pitch, size_t width, size_t height,
+      enum cudaMemcpyKind kind, cudaStream_t s),
+     (to, to_pitch, from, from_pitch, width, height, kind, s))
 WRAP(cudaMemcpyPeerAsync, (void * to, int d, const void * from, int e, size_t n, cudaStream_t s),
      (to, d, from, e, n, s))
 WRAP(cudaMemsetAsync, (void * to, int value, size_t n, cudaStream_t s), (to, value, n, s))
@@ -54,6 +58,8 @@ WRAP(cudaStreamWaitEvent, (cudaStream_t s, cudaEvent_t e, unsigned flags), (s, e
 WRAP(cudaStreamBeginCapture, (cudaStream_t s, enum cudaStreamCaptureMode mode), (s, mode))
 WRAP(cudaEventCreateWithFlags, (cudaEvent_t * e, unsigned flags), (e, flags))
 WRAP(cudaEventRecord, (cudaEvent_t e, cudaStream_t s), (e, s))
+WRAP(cudaEventSynchronize, (cudaEvent_t e), (e))
+WRAP(cudaPointerGetAttributes, (struct cudaPointerAttributes * attributes, const void * p), (attributes, p))
 WRAP(cudaGraphInstantiate, (cudaGraphExec_t * exec, cudaGraph_t graph, unsigned long long flags), (exec, graph, flags))
 WRAP(cudaGraphLaunch, (cudaGraphExec_t exec, cudaStream_t s), (exec, s))
 WRAP(cudaLaunchKernelExC, (const cudaLaunchConfig_t * config, const void * kernel, void ** arguments),

@@ -195,6 +195,14 @@ static void test_packed_rows_turn_back_into_the_same_bytes() {
                                  static_cast<size_t>((end - begin) * row_nbytes)) == 0 &&
                               some.intact(),
                           "rows %ld-%ld", (long)begin, (long)end);
+                    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                        const guarded made((end - begin) * row_nbytes);
+                        bitmap_densify_with(set->expand_row, w, type, begin, end, made.data);
+                        CHECK(made.intact() &&
+                                  memcmp(made.data, some.data, static_cast<size_t>((end - begin) * row_nbytes)) == 0,
+                              "%s: type %d, rows %ld-%ld of %ld columns", set->name, type, (long)begin, (long)end,
+                              (long)cols);
+                    }
                     CHECK(w.row_off[0] == 0 && w.row_off[rows] == m.desc.nnz, "row_off %u", w.row_off[rows]);
                 }
             }

@@ -503,12 +503,27 @@ static void densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_beg
     }
 }
 
-void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense) {
+static void expand_rows(expand_row_fn expand_row, const bitmap_matrix & m, int64_t row_begin, int64_t row_end,
+                        uint16_t * dense) {
+    for (int64_t r = row_begin; r < row_end; r++, dense += m.cols) {
+        expand_row(m.masks + r * mask_words(m.cols), m.values + int64_t(m.row_off[r]) * 2, m.cols, dense);
+    }
+}
+
+void bitmap_densify_with(expand_row_fn expand_row, const bitmap_matrix & m, int32_t dense_type, int64_t row_begin,
+                         int64_t row_end, void * dense) {
+    const bool is_16_bits = m.type == GGML_MACKO_TYPE_F16 || m.type == GGML_MACKO_TYPE_BF16;
     if (value_nbytes(dense_type) == 4) {
         densify(m, dense_type, row_begin, row_end, static_cast<uint32_t *>(dense));
+    } else if (expand_row && is_16_bits && !in_bundles(m)) {
+        expand_rows(expand_row, m, row_begin, row_end, static_cast<uint16_t *>(dense));
     } else {
         densify(m, dense_type, row_begin, row_end, static_cast<uint16_t *>(dense));
     }
+}
+
+void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense) {
+    bitmap_densify_with(expand_row_in_use(), m, dense_type, row_begin, row_end, dense);
 }
 
 } // namespace macko::cpu

@@ -98,4 +98,12 @@ void bitmap_pack(const packed_view & view, int n_threads, const bitmap_matrix & 
 // Rows row_begin ... row_end - 1 as dense elements of dense_type, which is m.dense_type unless values are quantized.
 void bitmap_densify(const bitmap_matrix & m, int32_t dense_type, int64_t row_begin, int64_t row_end, void * dense);
 
+// Writes `cols` dense elements of a row of F16 or BF16 values from its masks and its values. Kernel sets may have one.
+using expand_row_fn = void (*)(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense);
+// bitmap_densify() with a given one, or null
+void bitmap_densify_with(expand_row_fn expand_row, const bitmap_matrix & m, int32_t dense_type, int64_t row_begin,
+                         int64_t row_end, void * dense);
+// that of the kernel set in use (kernels.h), or null
+expand_row_fn expand_row_in_use();
+
 } // namespace macko::cpu

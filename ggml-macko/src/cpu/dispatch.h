@@ -66,7 +66,8 @@ struct kernel_set {
     const span_ops * spans         = &plain_span_ops; // to make them
     // bundles_below of matrices with at most SHORT_ROW columns, where the sums of a row take a bitmap about as long as
     // its products
-    float short_bundles_below = bundles_below;
+    float         short_bundles_below = bundles_below;
+    expand_row_fn expand_row          = nullptr; // faster than bits one by one
 };
 
 // whether the set has rows16 for this type of values

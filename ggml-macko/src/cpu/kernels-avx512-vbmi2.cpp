@@ -258,6 +258,21 @@ struct simd : avx512, bundles_avx2 {
     }
 };
 
+// Loads read up to 64 bytes behind the values of the row, which are there (VALUES_SLACK).
+void expand_row(const uint64_t * masks, const uint8_t * values, int64_t cols, uint16_t * dense) {
+    for (int64_t col = 0; col < cols; col += 32) {
+        const auto    bits   = static_cast<uint32_t>(masks[col / 64] >> (col & 32));
+        const __m512i packed = simd::in_register(_mm512_loadu_si512(values));
+        const __m512i all    = _mm512_maskz_expand_epi16(bits, packed);
+        if (cols - col >= 32) {
+            _mm512_storeu_si512(dense + col, all);
+        } else {
+            _mm512_mask_storeu_epi16(dense + col, (1u << (cols - col)) - 1, all);
+        }
+        values += 2 * __builtin_popcount(bits);
+    }
+}
+
 } // namespace
 } // namespace macko::cpu
 
@@ -265,8 +280,15 @@ struct simd : avx512, bundles_avx2 {
 #include "cpu/row-ops-impl.h"
 #include "cpu/span-ops-avx2.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = {
-    "avx512-vbmi2",        prepare, multiply, { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f, 0.45f },
-    macko::cpu::ROW_OPS,   true,    false,    0.25f,
-    &macko::cpu::SPAN_OPS, 0.55f
-};
+const macko::cpu::kernel_set macko::cpu::kernels_avx512_vbmi2 = { "avx512-vbmi2",
+                                                                  prepare,
+                                                                  multiply,
+                                                                  { true, 0.4f, 16, 0.03f, 0.032f, 0.12f, 0.5f, 0.46f,
+                                                                    0.45f },
+                                                                  macko::cpu::ROW_OPS,
+                                                                  true,
+                                                                  false,
+                                                                  0.25f,
+                                                                  &macko::cpu::SPAN_OPS,
+                                                                  0.55f,
+                                                                  macko::cpu::expand_row };

@@ -81,6 +81,19 @@ def test_logits_are_within_the_float64_bound(pair):
     assert rms[0] <= 1.1 * rms[1]  # as accurate as llama.cpp's own kernels
 
 
+def test_logits_that_are_not_a_number_are_an_error(pair, monkeypatch):
+    """As those are that a GPU which has failed gives back: ggml reads them without a status."""
+    import llama_cpp
+
+    llama = open_model(pair[1])
+    get = llama_cpp.llama_get_logits_ith
+    monkeypatch.setattr(llama_cpp, "llama_get_logits_ith", lambda *args: [float("nan")])
+    with pytest.raises(RuntimeError, match="NaN"):
+        greedy(llama, 4)
+    monkeypatch.setattr(llama_cpp, "llama_get_logits_ith", get)
+    assert greedy(llama, 4) == greedy(open_model(pair[0]), 4)
+
+
 def test_two_models_with_equal_tensor_names_stay_apart(pair, pruned_pair):
     want = [greedy(open_model(p), 32) for p in (pair[0], pruned_pair[0])]
     assert want[0] != want[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Generator, Iterator
@@ -25,6 +26,8 @@ class Llama(llama_cpp.Llama):
 
     A sparse model is never memory-mapped: use_mmap and use_mlock have no effect on it. n_gpu_layers=-1 puts all layers
     on the GPU, if the plugin was built with one; the default, as in llama_cpp, is 0.
+
+    A GPU that fails while the logits are read is an error: llama_cpp would go on with what is not there.
 
     Three things that end the process in llama_cpp raise ArgumentError here: a grammar that llama.cpp refuses or would
     not survive, a token outside of the vocabulary in detokenize, and any use after close(). close() while another
@@ -116,8 +119,12 @@ class Llama(llama_cpp.Llama):
             yield from super().generate(*args, **kwargs)
 
     def eval(self, *args: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError where llama_cpp would go on with logits that a failed GPU did not give."""
         with self._in_use():
             super().eval(*args, **kwargs)
+            logits = llama_cpp.llama_get_logits_ith(self._ctx.ctx, -1)
+            if logits and math.isnan(logits[0]):
+                raise RuntimeError("llama_decode left no logits: they are NaN, as after a failure of a GPU")
 
     def sample(self, *args: Any, **kwargs: Any) -> int:
         with self._in_use():

@@ -2,3 +2,15 @@
 # llama-cpp-python forces the library of the command-line programs on. No Python module loads it, and it is a third of
 # the files to compile.
 set(LLAMA_BUILD_COMMON OFF)
+
+# Without GCC's fault 114098 (mended in 12.4, 13.3 and 14) the AMX kernels of llama.cpp's CPU backend work: the compiler
+# takes the stores of a tile configuration for dead, and `ldtilecfg` ends the process when a dense quantized model reads
+# a prompt on a CPU with AMX. -march=native turns AMX on, so these flags stand behind all others.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64" AND
+   (CMAKE_CXX_COMPILER_VERSION VERSION_LESS 12.4 OR
+    (CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13 AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13.3)))
+    foreach(language C CXX)
+        string(REPLACE "<FLAGS>" "<FLAGS> -mno-amx-tile -mno-amx-int8 -mno-amx-bf16" CMAKE_${language}_COMPILE_OBJECT
+            "${CMAKE_${language}_COMPILE_OBJECT}")
+    endforeach()
+endif()

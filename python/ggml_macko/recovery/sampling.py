@@ -16,8 +16,8 @@ N_PROMPT = 8
 
 _CPU_CACHE_NBYTES = 1 << 30
 _GPU_CACHE_SHARE = 1 / 4
-"""Memory for keys and values, about, and its share of a GPU's: decides how many chunks are written at a time. Not of what
-is free, because the text depends on it.
+"""Memory for keys and values, about, and its share of a GPU's: decides how many chunks are written at a time. It is not
+a share of what is free, because the text depends on it.
 """
 
 

@@ -602,12 +602,25 @@ std::pair<tensor_ptr, tensor_ptr> make_weight(tensor_type type, const std::vecto
 
 // whether few columns of one matrix of 16-bit weights may be multiplied by cuBLAS, as more than 8 columns are
 bool narrow_in_16_bits(tensor_type type, int64_t cols, int64_t rows, int64_t n) {
-    return ctx.cublas && (type == TYPE_F16 || type == TYPE_BF16) && cols >= 256 && rows >= 256 && n >= 3;
+    return ctx.cublas && (type == TYPE_F16 || type == TYPE_BF16) && cols * rows >= 1 << 22 && n >= 3;
 }
 
 // rounding of x and w on the way into tensor cores
 double product_roundoff(tensor_type type, int64_t n, bool narrow = false) {
     return (n <= 8 && !narrow) || type == TYPE_F32 ? 0 : type == TYPE_F16 ? U_F16 : 2.01 * U_BF16;
+}
+
+// an element of w x and its bound; u: product_roundoff()
+std::pair<double, double> product_at(const tensor_ptr & w, const tensor_ptr & x, int64_t row, int64_t col, int64_t w_i2,
+                                     int64_t x_i2, double u) {
+    const int64_t cols = w->t.ne[0];
+    double        sum = 0, size = 0;
+    for (int64_t i = 0; i < cols; i++) {
+        const double product = w->get(i, row, w_i2) * x->get(i, col, x_i2);
+        sum += product;
+        size += std::fabs(product);
+    }
+    return { sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) + (u > 0 ? 1e-6 : 0) };
 }
 
 void test_products_of_every_type() {
@@ -641,14 +654,30 @@ void test_products_of_every_type() {
                       " n " + std::to_string(n),
                   op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch), *y,
                   [&](int64_t row, int64_t col, int64_t i2, int64_t) {
-                      double sum = 0, size = 0;
-                      for (int64_t i = 0; i < cols; i++) {
-                          const double product = pair.second->get(i, row, i2 / ratio) * x->get(i, col, i2);
-                          sum += product;
-                          size += std::fabs(product);
-                      }
-                      return std::make_pair(sum, size * (u + U32 * (4 + 2 * std::sqrt(static_cast<double>(cols)))) +
-                                                     (u > 0 ? 1e-6 : 0));
+                      return product_at(pair.second, x, row, col, i2 / ratio, i2, u);
+                  });
+            cudaFree(scratch);
+        }
+    }
+}
+
+// 2 to 8 columns of matrices on either side of the sizes from which on cuBLAS multiplies
+void test_few_columns_of_large_matrices() {
+    for (const tensor_type type : { TYPE_F16, TYPE_BF16 }) {
+        for (const auto & [cols, rows] :
+             { std::pair<int64_t, int64_t>{ 2048, 2047 }, { 2048, 2048 }, { 4096, 4096 } }) {
+            const int64_t n    = random_source.range(2, 8);
+            auto          pair = make_weight(type, { cols, rows }, 0);
+            auto          x = make(TYPE_F32, { cols, n }), y = make(TYPE_F32, { rows, n });
+            x->random();
+            char * scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_mul_mat_scratch_nbytes(pair.first->t, x->t) + 256), "scratch");
+            const double u = product_roundoff(type, n, narrow_in_16_bits(type, cols, rows, n));
+            check("mul_mat type " + std::to_string(type) + " " + std::to_string(rows) + "x" + std::to_string(cols) +
+                      " n " + std::to_string(n),
+                  op_mul_mat(ctx, pair.first->t, x->t, y->t, scratch), *y,
+                  [&](int64_t row, int64_t col, int64_t, int64_t) {
+                      return product_at(pair.second, x, row, col, 0, 0, u);
                   });
             cudaFree(scratch);
         }
@@ -670,13 +699,7 @@ void test_quantized_columns_read_no_more_than_their_rows() {
                       " n " + std::to_string(n),
                   op_mul_mat(ctx, pair.first->t, x->t, y->t, nullptr, nullptr, k % 3 != 0), *y,
                   [&](int64_t row, int64_t col, int64_t, int64_t) {
-                      double sum = 0, size = 0;
-                      for (int64_t i = 0; i < cols; i++) {
-                          const double product = pair.second->get(i, row) * x->get(i, col);
-                          sum += product;
-                          size += std::fabs(product);
-                      }
-                      return std::make_pair(sum, size * U32 * (4 + 2 * std::sqrt(static_cast<double>(cols))));
+                      return product_at(pair.second, x, row, col, 0, 0, 0);
                   });
         }
     }
@@ -1141,6 +1164,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "rows", test_rows_of_one_element_and_strided_sources },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },
+        { "few-columns", test_few_columns_of_large_matrices },
         { "quantized-columns", test_quantized_columns_read_no_more_than_their_rows },
         { "nan", test_products_keep_nan_and_survive_infinities },
         { "range", test_products_of_bf16_keep_its_range },

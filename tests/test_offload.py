@@ -162,23 +162,29 @@ def test_two_contexts_share_the_memory(models, monkeypatch):
             assert nmse(logits(llama, TOKENS), rows) < NMSE
 
 
-def test_text_after_a_long_prompt_is_that_of_the_cpu(tmp_path, monkeypatch):
+def test_tokens_after_a_long_prompt_have_the_logits_of_the_cpu(tmp_path, monkeypatch):
+    """The prompt is computed on the GPU, and what it leaves in the cache is read where the layer is."""
     sparse = tmp_path / "sparse.gguf"
     run_macko("convert", generators.DEMO, sparse)
-    prompt = SAMPLE.read_text()[:900]
+    n_generated = 24
 
-    def text(path, layers):
-        llama = open_model(path, n_gpu_layers=layers)
-        out = llama(prompt, max_tokens=48, temperature=0)["choices"][0]["text"]
-        llama.close()
-        return out
+    def evaluate(llama, tokens):
+        logits(llama, tokens[:-n_generated])
+        rows = []
+        for token in tokens[-n_generated:]:
+            llama.eval([token])
+            rows.append(np.ctypeslib.as_array(llama._ctx.get_logits(), shape=(llama.n_vocab(),)).copy())
+        return np.array(rows)
 
-    with monkeypatch.context() as patch:
-        patch.setenv(OFF, "1")
-        want = text(generators.DEMO, 0)
+    llama = open_model(generators.DEMO, n_gpu_layers=0, vocab_only=True)
+    tokens = llama.tokenize(SAMPLE.read_bytes())[:300]
+    llama.close()
+    want = logits_of_cpu(monkeypatch, generators.DEMO, tokens, evaluate)
     for path in (generators.DEMO, sparse):
         for layers in (0, 2):
-            assert text(path, layers) == want, (path.name, layers)
+            llama = open_model(path, n_gpu_layers=layers, logits_all=True)
+            assert nmse(evaluate(llama, tokens), want) < NMSE, (path.name, layers)
+            llama.close()
 
 
 EVALUATE = """

@@ -419,8 +419,12 @@ __global__ void __launch_bounds__(SCALE_THREADS)
 // leave multiprocessors idle: 4096 rows and 512 columns are one wave of 128 x 128 tiles on an H200.
 constexpr int64_t PANEL_NBYTES = int64_t(48) << 20;
 constexpr int     GEMM_MIN_N   = VEC_MAX_COLS + 1;
-// Weights in 16 bits need no conversion, and from 3 columns on mul_mat_vec_kernel is bound by its instructions.
-constexpr int CUBLAS_MIN_N_16 = 3;
+// Weights in 16 bits need no conversion, and from 3 or 5 columns on mul_mat_vec_kernel is bound by its instructions,
+// where a matrix has at least so many elements: in smaller ones cuBLAS has more to do before and behind the product than
+// it saves (docs/lab/device-gpu.md).
+constexpr int CUBLAS_MIN_N_16 = 3, CUBLAS_MIN_N_MIDDLE = 5;
+
+constexpr int64_t LARGE_MATRIX = int64_t(1) << 24, MIDDLE_MATRIX = int64_t(1) << 22;
 
 int64_t align_up(int64_t n, int64_t a) { return (n + a - 1) / a * a; }
 
@@ -633,7 +637,8 @@ bool is_16_bits(tensor_type type) { return type == TYPE_F16 || type == TYPE_BF16
 
 // Is the product one of fewer columns than GEMM_MIN_N that cuBLAS may take, by type and shape?
 bool is_narrow_16(const op_tensor & w, const op_tensor & x) {
-    return is_16_bits(w.type) && x.ne[1] >= CUBLAS_MIN_N_16 && x.ne[1] < GEMM_MIN_N;
+    const int64_t size = w.ne[0] * w.ne[1], least = size >= LARGE_MATRIX ? CUBLAS_MIN_N_16 : CUBLAS_MIN_N_MIDDLE;
+    return is_16_bits(w.type) && size >= MIDDLE_MATRIX && x.ne[1] >= least && x.ne[1] < GEMM_MIN_N;
 }
 
 // Does cuBLAS pay off? Only where the product is one large matrix, and for few columns only if w can be used as it is.

@@ -1,14 +1,11 @@
 #include "cpu/rpc-device.h"
 #include "cpu/graph-plan.h"
-#include "cpu/rpc-buffer.h"
+#include "cpu/rpc-memory.h"
 #include "host/log.h"
 #include "host/registered-devices.h"
-#include "host/running-ops.h"
+#include "host/rpc-graph.h"
 
-#include "ggml-impl.h"
-
-#include <cmath>
-#include <cstring>
+#include <algorithm>
 #include <memory>
 
 namespace macko::cpu {
@@ -26,80 +23,13 @@ struct backend_context {
     std::unique_ptr<ggml_backend, backend_deleter> cpu; // ggml's
 };
 
-bool is_f32(const ggml_tensor * t) {
-    constexpr size_t size = sizeof(float);
-    return t && t->type == GGML_TYPE_F32 && t->nb[0] == size && reinterpret_cast<uintptr_t>(t->data) % size == 0 &&
-           t->nb[1] % size == 0 && t->nb[2] % size == 0 && t->nb[3] % size == 0 && rpc_lies_in_buffer(t);
-}
+bool is_sparse_product(const ggml_tensor * node) { return rpc_vet(node) == rpc_verdict::PRODUCT; }
 
-// Whether a product has the shapes of ggml_mul_mat or ggml_mul_mat_id, and operands where they say; ids are checked
-// when they are read.
-bool is_sound_product(const ggml_tensor * dst, const rpc_weight & weight) {
-    const ggml_tensor * w = dst->src[0];
-    const ggml_tensor * x = dst->src[1];
-    if (!weight.weight || w->data != weight.place || w->view_src || w->type != weight.type ||
-        memcmp(w->ne, weight.ne, sizeof(weight.ne)) != 0 || !is_f32(x) || !is_f32(dst) || x->ne[0] != w->ne[0] ||
-        dst->ne[0] != w->ne[1] || !ggml_is_contiguous(dst)) {
-        return false;
-    }
-    if (op_of(dst) == GGML_OP_MUL_MAT) {
-        return dst->ne[1] == x->ne[1] && dst->ne[2] == x->ne[2] && dst->ne[3] == x->ne[3] && x->ne[2] % w->ne[2] == 0 &&
-               x->ne[3] % w->ne[3] == 0;
-    }
-    const ggml_tensor * ids = dst->src[2];
-    return w->ne[3] == 1 && ids && ids->type == GGML_TYPE_I32 && ids->nb[0] == sizeof(int32_t) &&
-           rpc_lies_in_buffer(ids) && ids->ne[2] == 1 && ids->ne[3] == 1 && x->ne[3] == 1 && dst->ne[3] == 1 &&
-           dst->ne[1] == ids->ne[0] && dst->ne[2] == ids->ne[1] && x->ne[2] == ids->ne[1] &&
-           (x->ne[1] == 1 || x->ne[1] == ids->ne[0]);
-}
-
-bool has_sparse_operand(const ggml_tensor * node) {
-    for (const ggml_tensor * src : node->src) {
-        if (src && rpc_weight_at(src)) {
-            return true;
-        }
-    }
-    return rpc_weight_at(node) != nullptr;
-}
-
-bool is_sparse_product(const ggml_tensor * node) {
-    const ggml_tensor * w      = is_product(node) ? node->src[0] : nullptr;
-    const rpc_weight *  weight = w ? rpc_weight_at(w) : nullptr;
-    return weight && is_sound_product(node, *weight);
-}
-
-// Makes the result of a node that cannot be computed NaN. The protocol has no way to tell the client, and a status
-// other than success ends the server.
-void refuse(const ggml_tensor * node) {
-    log_error("ggml-macko: refused from an RPC client: %s (%s) needs a sparse weight that has not arrived in full, or "
-              "in another way than as a factor\n",
-              printable(node->name).text, ggml_op_name(node->op));
-    if (!is_f32(node) || rpc_weight_at(node)) {
-        return;
-    }
-    for (int64_t r = 0; r < ggml_nrows(node); r++) {
-        const int64_t i1 = r % node->ne[1], i2 = r / node->ne[1] % node->ne[2], i3 = r / (node->ne[1] * node->ne[2]);
-        auto * row = reinterpret_cast<float *>(static_cast<char *>(node->data) + i1 * node->nb[1] + i2 * node->nb[2] +
-                                               i3 * node->nb[3]);
-        std::fill(row, row + node->ne[0], NAN);
-    }
-}
-
-enum class computed_by { nobody, plan, cpu, refused };
-
-computed_by who_computes(const ggml_tensor * node) {
-    if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
-        return computed_by::nobody;
-    }
-    if (is_sparse_product(node)) {
-        return computed_by::plan;
-    }
-    if (has_sparse_operand(node)) {
-        return computed_by::refused;
-    }
+// Whether a dense node is a row operation near a sparse product, which the plan computes.
+bool is_planned(const ggml_tensor * node) {
     const bool sound =
-        is_row_op(node) && is_f32(node) && is_f32(node->src[0]) && (!node->src[1] || is_f32(node->src[1]));
-    return sound && is_near_product(node, is_sparse_product) ? computed_by::plan : computed_by::cpu;
+        is_row_op(node) && rpc_is_f32(node) && rpc_is_f32(node->src[0]) && (!node->src[1] || rpc_is_f32(node->src[1]));
+    return sound && is_near_product(node, is_sparse_product);
 }
 
 // The nodes of a graph in their order, as stretches that ggml's CPU backend computes and stretches of the plan.
@@ -110,10 +40,12 @@ public:
     }
     void add_to_plan(const ggml_tensor * node) {
         run_cpu();
-        if (!(is_product(node) ? context_.plan.add_product(node, rpc_weight_at(node->src[0])->weight)
-                               : context_.plan.add_row_op(node))) {
+        const bool added = is_product(node)
+                               ? context_.plan.add_product(node, &rpc_weight_of(*rpc_place_at(node->src[0])->weight))
+                               : context_.plan.add_row_op(node);
+        if (!added) {
             run_plan();
-            refuse(node);
+            rpc_refuse(node, RPC_NEEDS_WEIGHT);
         }
     }
     void add_to_cpu(int i) {
@@ -136,12 +68,8 @@ private:
     }
     void run_cpu() {
         if (begin_ >= 0 && status_ == GGML_STATUS_SUCCESS) {
-            ggml_cgraph part = *graph_; // what ggml_graph_view() does, which no header declares for plugins
-            part.nodes += begin_;
-            part.n_nodes = end_ - begin_;
-            part.n_leafs = 0;
-            part.uid     = 0;
-            status_      = ggml_backend_graph_compute(context_.cpu.get(), &part);
+            ggml_cgraph part = rpc_stretch(graph_, begin_, end_);
+            status_          = ggml_backend_graph_compute(context_.cpu.get(), &part);
         }
         begin_ = -1;
     }
@@ -157,13 +85,13 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         stretches s(*static_cast<backend_context *>(backend->context), graph);
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
-            switch (who_computes(node)) {
-                case computed_by::nobody: break;
-                case computed_by::plan:   s.add_to_plan(node); break;
-                case computed_by::cpu:    s.add_to_cpu(i); break;
-                case computed_by::refused:
+            switch (rpc_vet(node)) {
+                case rpc_verdict::SKIPPED: break;
+                case rpc_verdict::PRODUCT: s.add_to_plan(node); break;
+                case rpc_verdict::OTHER:   is_planned(node) ? s.add_to_plan(node) : s.add_to_cpu(i); break;
+                case rpc_verdict::REFUSED:
                     static_cast<void>(s.run());
-                    refuse(node);
+                    rpc_refuse(node, RPC_NEEDS_WEIGHT);
                     break;
             }
         }
@@ -210,13 +138,19 @@ ggml_guid_t backend_guid() {
 
 const char * buft_get_name(ggml_backend_buffer_type_t) { return "MACKO_CPU"; }
 
+ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    size                               = std::max(size, size_t(1));
+    std::unique_ptr<rpc_memory> memory = rpc_memory_reserve(size);
+    return memory ? rpc_buffer_init(buft, size, std::move(memory)) : nullptr;
+}
+
 size_t buft_get_alignment(ggml_backend_buffer_type_t) { return BITMAP_ALIGNMENT; }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
     static ggml_backend_buffer_type buft = {
         {
             /* .get_name       = */ buft_get_name,
-            /* .alloc_buffer   = */ rpc_buffer_alloc,
+            /* .alloc_buffer   = */ buft_alloc_buffer,
             /* .get_alignment  = */ buft_get_alignment,
             /* .get_max_size   = */ nullptr, // SIZE_MAX
             /* .get_alloc_size = */ nullptr, // the dense size

@@ -1,7 +1,6 @@
-#include "cpu/rpc-buffer.h"
+#include "host/rpc-buffer.h"
 #include "host/log.h"
 #include "host/rpc-message.h"
-#include "load/matrix-file.h"
 #include "platform/platform.h"
 
 #include <algorithm>
@@ -9,33 +8,24 @@
 #include <cstring>
 #include <map>
 
-namespace macko::cpu {
+namespace macko {
 
 namespace {
 
-struct unmap {
-    size_t nbytes;
-    void   operator()(void * memory) const { platform::unmap_memory(memory, nbytes); }
-};
-using mapping = std::unique_ptr<void, unmap>;
-
-mapping map_memory(size_t nbytes, bool reserve) { return mapping(platform::map_memory(nbytes, reserve), { nbytes }); }
-
 // A sparse weight that arrives or has arrived.
-struct incoming : rpc_weight {
+struct incoming : rpc_place {
     size_t                         nbytes = 1; // addresses that it stands for; known when all has arrived
     std::unique_ptr<received_file> file;       // nullptr when all has arrived, and after an error
     uint64_t                       total  = 0;
-    mapping                        memory = mapping(nullptr, { 0 });
     rpc_result                     result = {};
 };
 
 struct buffer_context {
-    mapping                       memory;
+    std::unique_ptr<rpc_memory>   memory;
     size_t                        nbytes;
     std::map<uintptr_t, incoming> weights; // by address
 
-    uintptr_t base() const { return reinterpret_cast<uintptr_t>(memory.get()); }
+    uintptr_t base() const { return reinterpret_cast<uintptr_t>(memory->base()); }
 
     // the first weight that overlaps n bytes from an address on, or weights.end()
     std::map<uintptr_t, incoming>::iterator find(uintptr_t at, size_t n) {
@@ -74,7 +64,7 @@ int check_place(buffer_context & buffer, uintptr_t at, const sparse_tensor_info 
     return GGML_MACKO_STATUS_OK;
 }
 
-// All pieces are there: checks them as a file is checked, and packs the weight.
+// All pieces are there: checks them as a file is checked, and makes the weight.
 int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     const std::unique_ptr<received_file> file = std::move(w->file); // it is freed in any case
     if (const int status = check_matrix_file(file.get())) {
@@ -84,22 +74,10 @@ int finish(buffer_context & buffer, uintptr_t at, incoming * w) {
     if (const int status = check_place(buffer, at, matrix)) {
         return status;
     }
-    mapping memory = map_memory(weight_nbytes(matrix), true);
-    if (!memory) {
-        return fail(GGML_MACKO_STATUS_OUT_OF_MEMORY, "%s: cannot allocate %.2f MiB for a sparse weight",
-                    matrix.name.c_str(), static_cast<double>(weight_nbytes(matrix)) / 1048576);
-    }
-    platform::use_huge_pages(memory.get(), weight_nbytes(matrix)); // as for a local weight
-    auto * m = static_cast<weight *>(memory.get());
-    weight_init(m, matrix);
-    weight_packer packer(*m);
-    if (const int status = read_payload(*file, file->header, matrix, 0, packer)) {
+    if (const int status = buffer.memory->make_weight(*file, &w->weight)) {
         return status;
     }
-    m->magic  = WEIGHT_MAGIC;
-    w->memory = std::move(memory);
-    w->place  = reinterpret_cast<const void *>(at);
-    w->weight = m;
+    w->at     = reinterpret_cast<const void *>(at);
     w->nbytes = static_cast<size_t>(matrix.nbytes_dense);
     w->type   = static_cast<ggml_type>(matrix.desc.type);
     memcpy(w->ne, matrix.ne, sizeof(w->ne));
@@ -159,8 +137,7 @@ void take_message(buffer_context & buffer, const ggml_tensor * tensor, const rpc
         if (it != buffer.weights.end()) {
             incoming & w = it->second;
             w.file.reset();
-            w.memory.reset();
-            w.weight        = nullptr;
+            w.weight.reset();
             w.result.status = status;
             snprintf(w.result.text, sizeof(w.result.text), "%s", ggml_macko_last_error());
         }
@@ -186,11 +163,11 @@ void answer(buffer_context & buffer, const ggml_tensor * tensor, const rpc_messa
 
 void buffer_free_buffer(ggml_backend_buffer_t buffer) { delete &context_of(buffer); }
 
-void * buffer_get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).memory.get(); }
+void * buffer_get_base(ggml_backend_buffer_t buffer) { return context_of(buffer).memory->base(); }
 
 void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t n) {
     context_of(buffer).forget(address_of(tensor) + offset, n);
-    memset(static_cast<char *>(tensor->data) + offset, value, n);
+    context_of(buffer).memory->fill(static_cast<char *>(tensor->data) + offset, value, n);
 }
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t n) {
@@ -200,7 +177,7 @@ void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
         return;
     }
     context_of(buffer).forget(address_of(tensor) + offset, n);
-    memcpy(static_cast<char *>(tensor->data) + offset, data, n);
+    context_of(buffer).memory->write(static_cast<char *>(tensor->data) + offset, data, n);
 }
 
 void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t n) {
@@ -210,32 +187,27 @@ void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor,
         answer(context, tensor, message, data, n);
         return;
     }
-    memcpy(data, static_cast<const char *>(tensor->data) + offset, n);
+    context.memory->read(static_cast<const char *>(tensor->data) + offset, data, n);
     const uintptr_t at = address_of(tensor) + offset;
     const auto      it = context.find(at, n); // a reader asks for one tensor at a time
     if (it != context.weights.end() && it->second.weight && at >= it->first) {
         const size_t skip = at - it->first;
-        weight_densify(*it->second.weight, skip, data, std::min(n, it->second.nbytes - skip));
+        it->second.weight->densify(skip, data, std::min(n, it->second.nbytes - skip));
     }
 }
 
 bool buffer_cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
-    if (rpc_weight_at(src) || (!ggml_backend_buffer_is_host(src->buffer) && src->buffer->buft != buffer->buft)) {
+    if (rpc_place_at(src) || src->buffer->buft != buffer->buft) {
         return false; // ggml copies it through get_tensor and set_tensor
     }
     context_of(buffer).forget(address_of(dst), ggml_nbytes(src));
-    memcpy(dst->data, src->data, ggml_nbytes(src));
+    context_of(buffer).memory->copy(dst->data, *context_of(src->buffer).memory, src->data, ggml_nbytes(src));
     return true;
 }
 
 void buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    buffer_context & context = context_of(buffer);
-    context.weights.clear();
-    if (value != 0) {
-        memset(context.memory.get(), value, context.nbytes);
-    } else { // reads as zeros, and takes no memory
-        platform::discard_memory(context.memory.get(), context.nbytes);
-    }
+    context_of(buffer).weights.clear();
+    context_of(buffer).memory->clear(value);
 }
 
 const ggml_backend_buffer_i buffer_iface = {
@@ -254,47 +226,22 @@ const ggml_backend_buffer_i buffer_iface = {
 
 } // namespace
 
-ggml_backend_buffer_t rpc_buffer_alloc(ggml_backend_buffer_type_t buft, size_t size) {
-    size           = std::max(size, size_t(1));
-    mapping memory = map_memory(size, false);
-    if (!memory) {
-        log_error("ggml-macko: cannot reserve %.2f MiB of addresses\n", static_cast<double>(size) / 1048576);
-        return nullptr;
-    }
-    // Small dense tensors lie between the places of sparse weights, which must not become memory with them.
-    platform::use_small_pages(memory.get(), size);
-    auto * context = new buffer_context{ std::move(memory), size, {} };
-    return ggml_backend_buffer_init(buft, buffer_iface, context, size);
+ggml_backend_buffer_t rpc_buffer_init(ggml_backend_buffer_type_t buft, size_t size,
+                                      std::unique_ptr<rpc_memory> memory) {
+    return ggml_backend_buffer_init(buft, buffer_iface, new buffer_context{ std::move(memory), size, {} }, size);
 }
 
-const rpc_weight * rpc_weight_at(const ggml_tensor * tensor) {
-    if (!tensor->buffer || tensor->buffer->iface.free_buffer != buffer_free_buffer) {
+rpc_memory * rpc_memory_of(ggml_backend_buffer_t buffer) {
+    return buffer && buffer->iface.free_buffer == buffer_free_buffer ? context_of(buffer).memory.get() : nullptr;
+}
+
+const rpc_place * rpc_place_at(const ggml_tensor * tensor) {
+    if (!rpc_memory_of(tensor->buffer) || context_of(tensor->buffer).weights.empty()) {
         return nullptr;
     }
     buffer_context & context = context_of(tensor->buffer);
-    if (context.weights.empty()) {
-        return nullptr;
-    }
-    const auto it = context.find(address_of(tensor), ggml_nbytes(tensor));
+    const auto       it      = context.find(address_of(tensor), ggml_nbytes(tensor));
     return it != context.weights.end() ? &it->second : nullptr;
 }
 
-bool rpc_lies_in_buffer(const ggml_tensor * tensor) {
-    if (!tensor->buffer || !tensor->data || ggml_is_empty(tensor)) {
-        return false;
-    }
-    size_t nbytes = ggml_row_size(tensor->type, tensor->ne[0]); // of a row; rows are contiguous
-    for (int d = 1; d < GGML_MAX_DIMS; d++) {
-        size_t stride = 0;
-        if (!checked_mul(static_cast<size_t>(tensor->ne[d] - 1), tensor->nb[d], &stride) ||
-            !checked_add(nbytes, stride, &nbytes)) {
-            return false;
-        }
-    }
-    const auto base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(tensor->buffer));
-    const auto size = ggml_backend_buffer_get_size(tensor->buffer);
-    return address_of(tensor) >= base && address_of(tensor) - base <= size &&
-           nbytes <= size - (address_of(tensor) - base);
-}
-
-} // namespace macko::cpu
+} // namespace macko

@@ -1,0 +1,33 @@
+// Graphs of clients on a server of llama.cpp's RPC backend (docs/design/rpc.md): what a node wants of sparse weights,
+// and what becomes of one that cannot be computed. Each number in a graph comes from a client.
+#pragma once
+
+#include "host/rpc-buffer.h"
+
+#include "ggml-impl.h"
+
+namespace macko {
+
+// Whether all elements of a tensor lie in its buffer. ggml trusts the client.
+bool rpc_lies_in_buffer(const ggml_tensor * tensor);
+// Rows of floats that lie in a buffer. tensor may be null.
+bool rpc_is_f32(const ggml_tensor * tensor);
+
+enum class rpc_verdict {
+    SKIPPED, // it computes nothing
+    PRODUCT, // MUL_MAT or MUL_MAT_ID: src[0] is a sparse weight, and all else is as ggml_mul_mat() makes it
+    REFUSED, // it touches a sparse weight in another way
+    OTHER,   // all of it is dense
+};
+rpc_verdict rpc_vet(const ggml_tensor * node);
+
+// Makes the result of a node NaN. The protocol has no way to tell the client, and a status other than success ends the
+// server. why: for the log, what it needs that there is not.
+void                   rpc_refuse(const ggml_tensor * node, const char * why);
+constexpr const char * RPC_NEEDS_WEIGHT =
+    "needs a sparse weight that has not arrived in full, or in another way than as a factor";
+
+// nodes [begin, end) as a graph, for a backend
+ggml_cgraph rpc_stretch(const ggml_cgraph * graph, int begin, int end);
+
+} // namespace macko

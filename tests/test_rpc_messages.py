@@ -51,8 +51,14 @@ def device():
     d.close()
 
 
-def product(device, offset, x, rows=ROWS, cols=COLS):
-    """The product of the weight at an offset with columns x, computed by the device; x and y lie behind the weight."""
+X_AT, Y_AT = 512 << 10, 768 << 10
+
+
+def product(device, offset, x, rows=ROWS, cols=COLS, x_at=X_AT, y_at=Y_AT, change=None):
+    """The product of the weight at an offset with columns x, computed by the device; x and y lie behind the weight.
+
+    change: called with the graph and the product before it is computed.
+    """
     base = device.base
     n = x.shape[0]
     context = device.call(base.ggml_init, InitParams(1 << 20, None, True))
@@ -62,9 +68,12 @@ def product(device, offset, x, rows=ROWS, cols=COLS):
         y = device.call(base.ggml_mul_mat, context, w, xs)
         graph = device.call(base.ggml_new_graph, context)
         device.call(base.ggml_build_forward_expand, graph, y)
-        for t, at in ((w, offset), (xs, 512 << 10), (y, 768 << 10)):
+        for t, at in ((w, offset), (xs, x_at), (y, y_at)):
             device.call(base.ggml_backend_tensor_alloc, device.buffer, t, device.address + at)
-        device.set(rpc.Tensor.from_address(xs), x.tobytes())
+        if x_at == X_AT:
+            device.set(rpc.Tensor.from_address(xs), x.tobytes())
+        if change:
+            change(graph, rpc.Tensor.from_address(y))
         assert device.base.ggml_backend_graph_compute(ctypes.c_void_p(device.backend), ctypes.c_void_p(graph)) == 0
         out = device.get(rpc.Tensor.from_address(y), 4 * n * rows)
         return np.frombuffer(out, np.float32).reshape(n, rows)
@@ -218,6 +227,33 @@ def test_product_of_another_shape_is_not_computed(device, matrix):
     assert np.all(np.isnan(product(device, 0, columns(2), rows=ROWS - 1)))
     assert np.all(np.isnan(product(device, 64, columns(2), rows=8)))
     assert np.all(np.isnan(product(device, 64, columns(2))))  # the right shape, but not its place
+
+
+def test_other_operands_of_a_product_are_no_weights(device, matrix):
+    for offset in (0, 256 << 10):
+        assert device.send(offset, gb.write(matrix[0])) == (0, "")
+    assert np.all(np.isnan(product(device, 0, columns(2), x_at=256 << 10)))
+    product(device, 0, columns(2), y_at=256 << 10)  # the weight stays
+    x = columns(2)
+    assert_close(product(device, 256 << 10, x), matrix[1], x)
+
+
+def test_operation_that_does_not_exist_is_refused(device, matrix):
+    def change(graph, y):
+        y.op = 99999
+
+    assert device.send(0, gb.write(matrix[0]))[0] == 0
+    assert np.all(np.isnan(product(device, 0, columns(1), change=change)))
+
+
+def test_node_that_is_left_out_is_passed_over(device, matrix):
+    def change(graph, y):
+        device.base.ggml_graph_nodes.restype = ctypes.POINTER(ctypes.c_void_p)
+        device.base.ggml_graph_nodes(ctypes.c_void_p(graph))[0] = None
+        device.set(y, bytes(4 * ROWS))
+
+    assert device.send(0, gb.write(matrix[0]))[0] == 0
+    assert np.all(product(device, 0, columns(1), change=change) == 0)
 
 
 # llama_cpp's callback fails on a line that is no UTF-8

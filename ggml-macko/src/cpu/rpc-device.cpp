@@ -86,6 +86,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
         for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
             const ggml_tensor * node = ggml_graph_node(graph, i);
             switch (rpc_vet(node)) {
+                case rpc_verdict::ABSENT:  static_cast<void>(s.run()); break;
                 case rpc_verdict::SKIPPED: break;
                 case rpc_verdict::PRODUCT: s.add_to_plan(node); break;
                 case rpc_verdict::OTHER:   is_planned(node) ? s.add_to_plan(node) : s.add_to_cpu(i); break;

@@ -2,7 +2,7 @@
 #include "host/log.h"
 #include "host/running-ops.h"
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
 namespace macko {
@@ -34,13 +34,10 @@ bool is_sound_product(const ggml_tensor * dst, const rpc_place & place) {
            (x->ne[1] == 1 || x->ne[1] == ids->ne[0]);
 }
 
-bool has_sparse_operand(const ggml_tensor * node) {
-    for (const ggml_tensor * src : node->src) {
-        if (src && rpc_place_at(src)) {
-            return true;
-        }
-    }
-    return rpc_place_at(node) != nullptr;
+// Whether a node reads or writes a weight's place, operands before src[first] aside.
+bool touches_place(const ggml_tensor * node, int first) {
+    const auto is_at_place = [](const ggml_tensor * t) { return t && rpc_place_at(t); };
+    return is_at_place(node) || std::any_of(node->src + first, node->src + GGML_MAX_SRC, is_at_place);
 }
 
 // bytes from the first to the last of a tensor; false: more than there are addresses
@@ -77,20 +74,24 @@ bool rpc_is_f32(const ggml_tensor * tensor) {
 }
 
 rpc_verdict rpc_vet(const ggml_tensor * node) {
+    if (!node) {
+        return rpc_verdict::ABSENT;
+    }
     if (ggml_is_empty(node) || ggml_op_is_empty(op_of(node)) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
         return rpc_verdict::SKIPPED;
     }
     const ggml_tensor * w     = is_product(node) ? node->src[0] : nullptr;
     const rpc_place *   place = w ? rpc_place_at(w) : nullptr;
-    if (place && is_sound_product(node, *place)) {
+    if (place && is_sound_product(node, *place) && !touches_place(node, 1)) {
         return rpc_verdict::PRODUCT;
     }
-    return has_sparse_operand(node) ? rpc_verdict::REFUSED : rpc_verdict::OTHER;
+    return touches_place(node, 0) ? rpc_verdict::REFUSED : rpc_verdict::OTHER;
 }
 
 void rpc_refuse(const ggml_tensor * node, const char * why) {
+    const auto last = static_cast<unsigned>(running_op(GGML_OP_GLU)); // there is no name behind it
     log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
-              ggml_op_name(node->op), why);
+              static_cast<unsigned>(node->op) <= last ? ggml_op_name(node->op) : "no operation", why);
     rpc_memory * memory = rpc_memory_of(node->buffer);
     if (!memory || !rpc_is_f32(node) || rpc_place_at(node)) {
         return;

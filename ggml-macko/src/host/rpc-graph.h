@@ -1,5 +1,6 @@
 // Graphs of clients on a server of llama.cpp's RPC backend (docs/design/rpc.md): what a node wants of sparse weights,
-// and what becomes of one that cannot be computed. Each number in a graph comes from a client.
+// and what becomes of one that cannot be computed. Each number in a graph comes from a client, and its nodes may form
+// circles.
 #pragma once
 
 #include "host/rpc-buffer.h"
@@ -14,12 +15,13 @@ bool rpc_lies_in_buffer(const ggml_tensor * tensor);
 bool rpc_is_f32(const ggml_tensor * tensor);
 
 enum class rpc_verdict {
+    ABSENT,  // there is no node: a client may leave one out
     SKIPPED, // it computes nothing
     PRODUCT, // MUL_MAT or MUL_MAT_ID: src[0] is a sparse weight, and all else is as ggml_mul_mat() makes it
     REFUSED, // it touches a sparse weight in another way
     OTHER,   // all of it is dense
 };
-rpc_verdict rpc_vet(const ggml_tensor * node);
+rpc_verdict rpc_vet(const ggml_tensor * node); // node may be null
 
 // Makes the result of a node NaN. The protocol has no way to tell the client, and a status other than success ends the
 // server. why: for the log, what it needs that there is not.

@@ -40,55 +40,19 @@ void buffer_memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 
 void set_sparse(ggml_backend_buffer_t buffer, load_session & current, const sparse_tensor_info & matrix,
                 ggml_tensor * tensor, const void * data, size_t size) {
-    gpu & device = gpu_of(buffer);
-    auto  m      = upload_matrix(device, current, matrix, tensor, data, size);
+    std::unique_ptr<stored_matrix> m = upload_matrix(gpu_of(buffer), current, matrix, tensor, data, size);
     if (!m) {
         return;
     }
-    // the memory in which contexts will make it dense
-    const size_t dense  = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(m->matrix.cols, 8) * 2);
-    device.panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(dense, device.max_panel_nbytes));
-    tensor->extra       = m.get();
+    tensor->extra = m.get();
     context_of(buffer).matrices.push_back(std::move(m));
-}
-
-// Reads dense elements [offset, offset + size) bytes of a sparse weight, for whoever saves or inspects the model.
-bool get_sparse(gpu & device, const stored_matrix & m, char * data, size_t offset, size_t size) {
-    constexpr size_t MAX_DENSE  = size_t(16) << 20; // bytes at a time
-    const size_t     nbytes_row = static_cast<size_t>(m.matrix.cols * value_nbytes(m.matrix.type));
-    const int64_t    first      = static_cast<int64_t>(offset / nbytes_row);
-    const int64_t    end        = static_cast<int64_t>((offset + size + nbytes_row - 1) / nbytes_row);
-    const int64_t    rows       = std::max<int64_t>(1, static_cast<int64_t>(MAX_DENSE / nbytes_row));
-    void *           dense      = nullptr;
-    if (!device.select()) {
-        return false;
-    }
-    if (cudaMalloc(&dense, static_cast<size_t>(std::min(rows, end - first)) * nbytes_row) != cudaSuccess) {
-        cudaGetLastError();
-        log_error("%s: no memory to make a sparse weight dense\n", device.name.c_str());
-        return false;
-    }
-    bool ok = true;
-    for (int64_t row = first; ok && row < end; row += rows) {
-        const int64_t row_end = std::min(end, row + rows);
-        const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
-        const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
-        const size_t  from    = std::max(offset, begin);
-        const size_t  to      = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
-        ok                    = device.check(error, "making a sparse weight dense");
-        if (ok) {
-            device.read(data + (from - offset), static_cast<char *>(dense) + (from - begin), to - from);
-        }
-    }
-    device.check(cudaFree(dense), "cudaFree");
-    return ok;
 }
 
 void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset,
                        size_t size) {
     if (!stored(tensor)) {
         gpu_of(buffer).read(data, static_cast<const char *>(tensor->data) + offset, size);
-    } else if (!get_sparse(gpu_of(buffer), *stored(tensor), static_cast<char *>(data), offset, size)) {
+    } else if (!read_sparse(gpu_of(buffer), *stored(tensor), static_cast<char *>(data), offset, size)) {
         memset(data, 0xff, size);
     }
 }
@@ -221,6 +185,37 @@ const ggml_backend_buffer_type_i host_buffer_type_iface = {
 bool is_gpu_buffer(ggml_backend_buffer_t buffer) { return buffer && buffer->iface.free_buffer == buffer_free_buffer; }
 
 bool is_gpu_buffer_type(ggml_backend_buffer_type_t buft) { return buft->iface.get_name == buffer_type_get_name; }
+
+bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offset, size_t size) {
+    constexpr size_t MAX_DENSE  = size_t(16) << 20; // bytes at a time
+    const size_t     nbytes_row = static_cast<size_t>(m.matrix.cols * value_nbytes(m.matrix.type));
+    const int64_t    first      = static_cast<int64_t>(offset / nbytes_row);
+    const int64_t    end        = static_cast<int64_t>((offset + size + nbytes_row - 1) / nbytes_row);
+    const int64_t    rows       = std::max<int64_t>(1, static_cast<int64_t>(MAX_DENSE / nbytes_row));
+    void *           dense      = nullptr;
+    if (!device.select()) {
+        return false;
+    }
+    if (cudaMalloc(&dense, static_cast<size_t>(std::min(rows, end - first)) * nbytes_row) != cudaSuccess) {
+        cudaGetLastError();
+        log_error("%s: no memory to make a sparse weight dense\n", device.name.c_str());
+        return false;
+    }
+    bool ok = true;
+    for (int64_t row = first; ok && row < end; row += rows) {
+        const int64_t row_end = std::min(end, row + rows);
+        const auto    error   = cuda_sparse_densify(m.matrix, row, row_end, dense, m.matrix.cols, device.stream);
+        const size_t  begin   = static_cast<size_t>(row) * nbytes_row; // offset of what lies in `dense`
+        const size_t  from    = std::max(offset, begin);
+        const size_t  to      = std::min(offset + size, static_cast<size_t>(row_end) * nbytes_row);
+        ok                    = device.check(error, "making a sparse weight dense");
+        if (ok) {
+            device.read(data + (from - offset), static_cast<char *>(dense) + (from - begin), to - from);
+        }
+    }
+    device.check(cudaFree(dense), "cudaFree");
+    return ok;
+}
 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size) {

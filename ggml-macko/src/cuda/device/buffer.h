@@ -28,6 +28,9 @@ bool is_gpu_buffer_type(ggml_backend_buffer_type_t buft); // the same, not host 
 void buffer_set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
                        size_t size);
 
+// Reads dense elements [offset, offset + size) bytes of a sparse weight, for whoever saves or inspects the model.
+bool read_sparse(gpu & device, const stored_matrix & m, char * data, size_t offset, size_t size);
+
 // the matrix that a tensor of the load on this thread stands for, or null
 const sparse_tensor_info * sparse_of_load(const ggml_tensor * tensor);
 // Is w, or what it is a view of, a sparse matrix in this buffer type, or will it be one? w may be null.

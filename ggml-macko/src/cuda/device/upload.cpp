@@ -5,6 +5,8 @@
 
 #include "cuda/sparse/upload-registry.h"
 
+#include <algorithm>
+
 namespace macko::cuda {
 
 namespace {
@@ -26,13 +28,13 @@ struct upload_consumer : payload_consumer {
     cuda_sparse_uploader &     uploader;
     const gpu &                device;
     const sparse_tensor_info & matrix;
-    const ggml_tensor *        tensor;
+    void *                     dst;
     stored_matrix &            stored;
     bool                       finished = false; // the matrix came as a whole
 
-    upload_consumer(cuda_sparse_uploader & u, const gpu & d, const sparse_tensor_info & m, const ggml_tensor * t,
+    upload_consumer(cuda_sparse_uploader & u, const gpu & d, const sparse_tensor_info & m, void * to,
                     stored_matrix & out)
-        : uploader(u), device(d), matrix(m), tensor(t), stored(out) {}
+        : uploader(u), device(d), matrix(m), dst(to), stored(out) {}
 
     int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
     bool takes(const codec &) const override { return own_layout(device, matrix) != nullptr; }
@@ -40,9 +42,9 @@ struct upload_consumer : payload_consumer {
         finished = true;
         whole_upload to{ uploader };
         to.shared_nbytes = device.shared_nbytes;
-        to.stacked       = tensor->ne[1] != matrix.desc.rows;
+        to.stacked       = matrix.ne[1] != matrix.desc.rows;
         to.n_threads     = threads_for(0, matrix.desc.rows * matrix.desc.cols);
-        to.dst           = tensor->data;
+        to.dst           = dst;
         to.room          = cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
         to.out           = &stored.matrix;
         to.part          = &stored.part;
@@ -81,30 +83,40 @@ size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
     return static_cast<size_t>(own ? own : rows_nbytes(device, matrix));
 }
 
+int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix, void * dst,
+                  const payload_reader & read, std::unique_ptr<stored_matrix> * out) {
+    auto m             = std::make_unique<stored_matrix>();
+    m->rows_per_matrix = matrix.ne[1];
+    upload_consumer consumer(uploader, device, matrix, dst, *m);
+    if (own_nbytes(device, matrix) == 0) {
+        if (const int status = uploader.begin(matrix.desc, matrix.n_padded, dst, rows_nbytes(device, matrix))) {
+            return status;
+        }
+    }
+    if (const int status = read(consumer)) {
+        return status;
+    }
+    if (!consumer.finished) {
+        if (const int status = uploader.finish(&m->matrix, &m->outgrown)) {
+            return status;
+        }
+    }
+    const size_t dense  = static_cast<size_t>(m->rows_per_matrix * GGML_PAD(m->matrix.cols, 8) * 2);
+    device.panel_nbytes = std::max<size_t>(device.panel_nbytes, std::min(dense, device.max_panel_nbytes));
+    *out                = std::move(m);
+    return GGML_MACKO_STATUS_OK;
+}
+
 std::unique_ptr<stored_matrix> upload_matrix(gpu & device, load_session & current, const sparse_tensor_info & matrix,
                                              ggml_tensor * tensor, const void * data, size_t size) {
     cuda_sparse_uploader * uploader = device.select() ? uploader_of(current, device) : nullptr;
     if (!uploader) {
         return nullptr;
     }
-    auto m             = std::make_unique<stored_matrix>();
-    m->rows_per_matrix = tensor->ne[1];
-    upload_consumer consumer(*uploader, device, matrix, tensor, *m);
-    const auto      ok = [&](int status) {
-        if (status != GGML_MACKO_STATUS_OK) {
-            current.keep_error(status);
-        }
-        return status == GGML_MACKO_STATUS_OK;
-    };
-    if (own_nbytes(device, matrix) == 0 &&
-        !ok(uploader->begin(matrix.desc, matrix.n_padded, tensor->data, rows_nbytes(device, matrix)))) {
-        return nullptr;
-    }
-    if (current.receive(tensor, data, size, consumer) != GGML_MACKO_STATUS_OK) { // it keeps the error itself
-        return nullptr;
-    }
-    if (!consumer.finished && !ok(uploader->finish(&m->matrix, &m->outgrown))) {
-        return nullptr;
+    std::unique_ptr<stored_matrix> m;
+    const auto read = [&](payload_consumer & consumer) { return current.receive(tensor, data, size, consumer); };
+    if (const int status = upload_matrix(device, *uploader, matrix, tensor->data, read, &m)) {
+        current.keep_error(status); // the first one that is kept stays
     }
     return m;
 }

@@ -1,6 +1,7 @@
 // Which nodes of a ggml graph the GPU computes with one launch, and which it must not: cuda/graph with stand-ins for
 // the kernels, so that no GPU is needed. A case builds a few nodes as llama.cpp does and names the launches it expects.
 #include "cuda-graphs.h"
+#include "cuda/graph/fuse-rope-cache.h"
 #include "host/running-ops.h"
 #include "test.h"
 
@@ -411,6 +412,26 @@ void test_unknown_ops_fail_with_their_node() {
     CHECK(failed == y, "the failed node is not named");
 }
 
+// graphs that came over a network
+
+void test_a_missing_operand_has_no_kernel() {
+    graph_builder b;
+    ggml_tensor * x   = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * sum = ggml_add(b.ctx, x, x);
+    CHECK(graph_has_kernel(sum, false), "ADD has no kernel");
+    sum->src[1] = nullptr;
+    CHECK(!graph_has_kernel(sum, false), "ADD of one operand has a kernel");
+}
+
+void test_views_in_a_circle_have_an_end() {
+    graph_builder b;
+    ggml_tensor * x    = b.input(GGML_TYPE_F32, 256);
+    ggml_tensor * view = ggml_view_1d(b.ctx, x, 256, 0);
+    CHECK(source_of_views(ggml_view_1d(b.ctx, view, 256, 0)) == x, "two views are not followed");
+    view->src[0] = view;
+    CHECK(source_of_views(view) == view, "a view of itself has a source");
+}
+
 } // namespace
 
 int main() {
@@ -450,5 +471,7 @@ int main() {
     test_a_sparse_weight_is_for_products_only();
     test_no_op_writes_into_memory_of_another_device();
     test_unknown_ops_fail_with_their_node();
+    test_a_missing_operand_has_no_kernel();
+    test_views_in_a_circle_have_an_end();
     return test_summary("test-graph-fusion");
 }

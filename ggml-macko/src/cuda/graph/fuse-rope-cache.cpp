@@ -74,7 +74,8 @@ cudaError_t fused_rope_cache::enqueue(const op_context & ctx) const {
 } // namespace
 
 const ggml_tensor * source_of_views(const ggml_tensor * t) {
-    while (ggml_op_is_empty(op_of(t)) && t->src[0]) {
+    constexpr int MAX_VIEWS = 16; // models have three; in a graph that came over a network they may form a circle
+    for (int i = 0; i < MAX_VIEWS && ggml_op_is_empty(op_of(t)) && t->src[0]; i++) {
         t = t->src[0];
     }
     return t;

@@ -30,9 +30,10 @@ struct panel_buffers {
     int                  n_threads = 1;       // that make those dense
 };
 
-// Both look at types, shapes and parameters only: tensors may have no data and no real buffer.
+// These look at types, shapes and parameters only: tensors may have no data and no real buffer.
 // sparse: src[0] is a sparse weight.
-bool   graph_supports_op(const ggml_tensor * op, bool sparse);
+bool   graph_supports_op(const ggml_tensor * op, bool sparse);    // what the scheduler is to give to this GPU
+bool   graph_has_kernel(const ggml_tensor * op, bool sparse);     // what can be queued; op may be any that computes
 size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse); // memory behind op's data for its kernels; 0 for most
 
 // Can a product with a sparse weight in host memory be computed, with panels of so many bytes on a GPU of compute

@@ -4,6 +4,7 @@
 #include "cuda/graph/adapters.h"
 #include "cuda/graph/sparse-products.h"
 
+#include <algorithm>
 #include <array>
 
 namespace macko::cuda {
@@ -168,37 +169,37 @@ constexpr bool DENSE = false, SPARSE = true;
 
 // clang-format off
 const op_row OP_TABLE[] = {
-    // op, weight,                    supported,                scratch_nbytes,            enqueue
-    { GGML_OP_ADD,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
-    { GGML_OP_SUB,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
-    { GGML_OP_MUL,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
-    { GGML_OP_DIV,            DENSE,  binary_supported,         nullptr,                   enqueue_binary    },
-    { GGML_OP_SQR,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_SQRT,           DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_LOG,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_SIN,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_COS,            DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_SCALE,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_CLAMP,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_FILL,           DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_UNARY,          DENSE,  unary_supported,          nullptr,                   enqueue_unary     },
-    { GGML_OP_GLU,            DENSE,  glu_supported,            nullptr,                   enqueue_glu       },
-    { GGML_OP_ADD_ID,         DENSE,  add_id_supported,         nullptr,                   enqueue_add_id    },
-    { GGML_OP_CPY,            DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
-    { GGML_OP_CONT,           DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
-    { GGML_OP_DUP,            DENSE,  copy_supported,           nullptr,                   enqueue_copy      },
-    { GGML_OP_GET_ROWS,       DENSE,  get_rows_supported,       nullptr,                   enqueue_get_rows  },
-    { GGML_OP_SET_ROWS,       DENSE,  set_rows_supported,       nullptr,                   enqueue_set_rows  },
-    { GGML_OP_RMS_NORM,       DENSE,  rms_norm_supported,       nullptr,                   enqueue_rms_norm  },
-    { GGML_OP_SOFT_MAX,       DENSE,  soft_max_supported,       nullptr,                   enqueue_soft_max  },
-    { GGML_OP_SUM_ROWS,       DENSE,  sum_rows_supported,       nullptr,                   enqueue_sum_rows  },
-    { GGML_OP_ARGSORT,        DENSE,  argsort_supported,        nullptr,                   enqueue_argsort   },
-    { GGML_OP_ROPE,           DENSE,  rope_supported,           nullptr,                   enqueue_rope      },
-    { GGML_OP_FLASH_ATTN_EXT, DENSE,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },
-    { GGML_OP_MUL_MAT,        DENSE,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
-    { GGML_OP_MUL_MAT,        SPARSE, sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },
-    { GGML_OP_MUL_MAT_ID,     DENSE,  mul_mat_id_supported,     mul_mat_id_scratch_nbytes, enqueue_mul_mat_id},
-    { GGML_OP_MUL_MAT_ID,     SPARSE, sparse_id_supported,      mul_mat_id_scratch_nbytes, enqueue_sparse_id },
+    // op, weight, operands,              supported,                scratch_nbytes,            enqueue
+    { GGML_OP_ADD,            DENSE,  2,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_SUB,            DENSE,  2,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_MUL,            DENSE,  2,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_DIV,            DENSE,  2,  binary_supported,         nullptr,                   enqueue_binary    },
+    { GGML_OP_SQR,            DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SQRT,           DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_LOG,            DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SIN,            DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_COS,            DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_SCALE,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_CLAMP,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_FILL,           DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_UNARY,          DENSE,  1,  unary_supported,          nullptr,                   enqueue_unary     },
+    { GGML_OP_GLU,            DENSE,  1,  glu_supported,            nullptr,                   enqueue_glu       },
+    { GGML_OP_ADD_ID,         DENSE,  3,  add_id_supported,         nullptr,                   enqueue_add_id    },
+    { GGML_OP_CPY,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_CONT,           DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_DUP,            DENSE,  1,  copy_supported,           nullptr,                   enqueue_copy      },
+    { GGML_OP_GET_ROWS,       DENSE,  2,  get_rows_supported,       nullptr,                   enqueue_get_rows  },
+    { GGML_OP_SET_ROWS,       DENSE,  2,  set_rows_supported,       nullptr,                   enqueue_set_rows  },
+    { GGML_OP_RMS_NORM,       DENSE,  1,  rms_norm_supported,       nullptr,                   enqueue_rms_norm  },
+    { GGML_OP_SOFT_MAX,       DENSE,  1,  soft_max_supported,       nullptr,                   enqueue_soft_max  },
+    { GGML_OP_SUM_ROWS,       DENSE,  1,  sum_rows_supported,       nullptr,                   enqueue_sum_rows  },
+    { GGML_OP_ARGSORT,        DENSE,  1,  argsort_supported,        nullptr,                   enqueue_argsort   },
+    { GGML_OP_ROPE,           DENSE,  2,  rope_supported,           nullptr,                   enqueue_rope      },
+    { GGML_OP_FLASH_ATTN_EXT, DENSE,  3,  attention_supported,      attention_scratch_nbytes,  enqueue_attention },
+    { GGML_OP_MUL_MAT,        DENSE,  2,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
+    { GGML_OP_MUL_MAT,        SPARSE, 2,  sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },
+    { GGML_OP_MUL_MAT_ID,     DENSE,  3,  mul_mat_id_supported,     mul_mat_id_scratch_nbytes, enqueue_mul_mat_id},
+    { GGML_OP_MUL_MAT_ID,     SPARSE, 3,  sparse_id_supported,      mul_mat_id_scratch_nbytes, enqueue_sparse_id },
 };
 // clang-format on
 
@@ -226,8 +227,13 @@ bool graph_supports_op(const ggml_tensor * op, bool sparse) {
     if (owner && !graph_supports_op(owner, false) && !graph_supports_op(owner, true)) {
         return false;
     }
+    return graph_has_kernel(op, sparse);
+}
+
+bool graph_has_kernel(const ggml_tensor * op, bool sparse) {
     const op_row * row = find_op(op_of(op), sparse);
-    return row && row->supported(op);
+    return row && std::all_of(op->src, op->src + row->n_src, [](const ggml_tensor * src) { return src != nullptr; }) &&
+           row->supported(op);
 }
 
 size_t graph_scratch_nbytes(const ggml_tensor * op, bool sparse) {

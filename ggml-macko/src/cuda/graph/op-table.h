@@ -8,6 +8,7 @@ namespace macko::cuda {
 struct op_row {
     ggml_op op;
     bool    sparse; // src[0] is a sparse weight
+    int     n_src;  // operands that are not optional
 
     // types, shapes and parameters only; tensors may have no data
     bool (*supported)(const ggml_tensor * op);

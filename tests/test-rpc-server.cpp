@@ -239,8 +239,9 @@ void test_strange_nodes_are_vetted() {
     ggml_tensor * y = c.product(c.weight(512));
     y->flags        = 0;
     CHECK(rpc_vet(y) == rpc_verdict::SKIPPED, "a node that is switched off");
-    y->flags  = GGML_TENSOR_FLAG_COMPUTE;
-    y->op     = static_cast<ggml_op>(12345);
+    y->flags              = GGML_TENSOR_FLAG_COMPUTE;
+    const unsigned number = 12345;
+    memcpy(&y->op, &number, sizeof(number));
     y->src[3] = y; // a circle
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "an operation that does not exist");
     rpc_refuse(y, RPC_NEEDS_WEIGHT);

@@ -5,6 +5,7 @@
 #include "ggml.h"
 
 #include <array>
+#include <cstring>
 
 namespace macko {
 
@@ -14,9 +15,17 @@ struct op_translation {
 };
 extern op_translation op_numbers; // filled by resolve_ops()
 
+// the running ggml's number of a node's op; any, in a graph that came over a network
+inline size_t op_number(const ggml_tensor * node) {
+    static_assert(sizeof(node->op) == sizeof(unsigned), "the enum of C");
+    unsigned number;
+    memcpy(&number, &node->op, sizeof(number));
+    return number;
+}
+
 // the op of a node in our numbers; GGML_OP_COUNT: one that we do not use
 inline ggml_op op_of(const ggml_tensor * node) {
-    const auto number = static_cast<size_t>(node->op);
+    const size_t number = op_number(node);
     return number < op_numbers.ours.size() ? op_numbers.ours[number] : GGML_OP_COUNT;
 }
 

@@ -55,9 +55,9 @@ def matrix_file(sparse: gb.GGUF, name: str) -> gb.GGUF:
 
 
 class Device:
-    """The device that a server offers, a backend of it, and a buffer."""
+    """A device that a server offers, a backend of it, and a buffer."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, name: str = "MACKO_CPU") -> None:
         from ggml_macko.native import loader
 
         loader.register()
@@ -66,14 +66,21 @@ class Device:
         os.environ["GGML_MACKO_RPC_SERVER"] = "1"
         try:
             registry = self.call(self.all.ggml_backend_reg_by_name, b"MACKO")
-            assert self.base.ggml_backend_reg_dev_count(ctypes.c_void_p(registry)) == 1
-            self.device = self.call(self.base.ggml_backend_reg_dev_get, registry, 0)
+            self.device = self._find(registry, name)
         finally:
             del os.environ["GGML_MACKO_RPC_SERVER"]
         self.backend = self.call(self.base.ggml_backend_dev_init, self.device, None)
         self.buffer_type = self.call(self.base.ggml_backend_dev_buffer_type, self.device)
         self.buffer = self.call(self.base.ggml_backend_buft_alloc_buffer, self.buffer_type, nbytes)
         self.address = self.call(self.base.ggml_backend_buffer_get_base, self.buffer)
+
+    def _find(self, registry: int, name: str) -> int:
+        self.base.ggml_backend_dev_name.restype = ctypes.c_char_p
+        for i in range(self.base.ggml_backend_reg_dev_count(ctypes.c_void_p(registry))):
+            device = self.call(self.base.ggml_backend_reg_dev_get, registry, i)
+            if self.base.ggml_backend_dev_name(ctypes.c_void_p(device)) == name.encode():
+                return int(device)
+        raise LookupError(name)
 
     @staticmethod
     def call(function: Any, *args: Any) -> Any:

@@ -25,6 +25,7 @@ import generators
 import gguf_bytes as gb
 import rpc_messages as rpc
 import tiny_models
+from ggml_macko.native import devices
 from llama_logits import logits, open_model
 
 sys.path.insert(0, str(generators.ROOT / "tools"))
@@ -33,6 +34,17 @@ import rpc_servers  # noqa: E402
 
 TOKENS = list(range(3, 60))
 ALL = ("-ngl", 99, "-fit", "off")
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # an environment
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu():
+    """Clients and servers, which are processes of their own, have the CPU only; tests/test_rpc_gpu.py has the rest."""
+    devices.gpus()  # this process has looked for its own by now
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NO_GPU.items():
+            patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +121,12 @@ def test_stock_client_uses_our_server(folder, want, tmp_path):
         assert want.startswith(done.stdout.strip()[:60])
 
 
-def rpc_logits(folder, server_addresses, model):
-    """In a process of its own, whose llama_cpp gets the RPC backend of the programs."""
+def rpc_logits(folder, server_addresses, model, how="logits"):
+    """In a process of its own, whose llama_cpp gets the RPC backend of the programs. how: function of llama_logits."""
     script = f"""
 import ctypes, sys, numpy as np
 sys.path.insert(0, {str(generators.ROOT / "tests")!r})
-from llama_logits import logits, open_model
+from llama_logits import {how}, open_model
 import llama_cpp
 rpc = ctypes.CDLL({str(folder / "libggml-rpc.so")!r})
 rpc.ggml_backend_rpc_add_server.restype = ctypes.c_void_p
@@ -122,10 +134,11 @@ ggml = ctypes.CDLL("libggml.so.0")
 for address in {server_addresses!r}:
     ggml.ggml_backend_register(ctypes.c_void_p(rpc.ggml_backend_rpc_add_server(address.encode())))
 llama = open_model({str(model)!r}, logits_all=True, n_gpu_layers=99)
-sys.stdout.buffer.write(logits(llama, {TOKENS!r}).astype(np.float32).tobytes())
+sys.stdout.buffer.write({how}(llama, {TOKENS!r}).astype(np.float32).tobytes())
 llama.close()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=120)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=120, env={**os.environ, **NO_GPU})
     return np.frombuffer(done.stdout, np.float32).reshape(len(TOKENS), -1)
 
 

@@ -44,9 +44,12 @@ def matrix(dense, tmp_path_factory):
     return make_matrix(dense, "macko", tmp_path_factory.mktemp("rpc"))
 
 
-@pytest.fixture
-def device():
-    d = rpc.Device(1 << 20)
+@pytest.fixture(params=["MACKO_CPU", pytest.param("MACKO0", marks=pytest.mark.gpu)])
+def device(request):
+    try:
+        d = rpc.Device(1 << 20, request.param)
+    except LookupError:
+        pytest.skip("no NVIDIA GPU was found")
     yield d
     d.close()
 

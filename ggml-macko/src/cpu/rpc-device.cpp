@@ -187,8 +187,10 @@ void device_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     }
 }
 
-// rpc-server offers devices of this type without being told
-enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+// rpc-server offers devices of type GPU without being told, and no others
+enum ggml_backend_dev_type device_get_type(ggml_backend_dev_t dev) {
+    return *static_cast<const bool *>(dev->context) ? GGML_BACKEND_DEVICE_TYPE_GPU : GGML_BACKEND_DEVICE_TYPE_ACCEL;
+}
 
 void device_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     *props             = {};
@@ -243,8 +245,9 @@ const ggml_backend_device_i device_iface = {
 
 } // namespace
 
-ggml_backend_dev_t rpc_device(ggml_backend_reg_t reg) {
-    static ggml_backend_device device = { device_iface, reg, nullptr };
+ggml_backend_dev_t rpc_device(ggml_backend_reg_t reg, bool alone) {
+    static bool                is_alone = alone;
+    static ggml_backend_device device   = { device_iface, reg, &is_alone };
     return &device;
 }
 

@@ -55,6 +55,11 @@ bool extent(const ggml_tensor * tensor, size_t * nbytes) {
 
 } // namespace
 
+size_t rpc_nbytes(const ggml_tensor * tensor) {
+    size_t nbytes = 0;
+    return extent(tensor, &nbytes) ? nbytes : 0;
+}
+
 bool rpc_lies_in_buffer(const ggml_tensor * tensor) {
     size_t nbytes = 0;
     if (!tensor->buffer || !tensor->data || ggml_is_empty(tensor) || !extent(tensor, &nbytes)) {
@@ -89,9 +94,9 @@ rpc_verdict rpc_vet(const ggml_tensor * node) {
 }
 
 void rpc_refuse(const ggml_tensor * node, const char * why) {
-    const auto last = static_cast<unsigned>(running_op(GGML_OP_GLU)); // there is no name behind it
+    const auto last = static_cast<size_t>(running_op(GGML_OP_GLU)); // there is no name behind it
     log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
-              static_cast<unsigned>(node->op) <= last ? ggml_op_name(node->op) : "no operation", why);
+              op_number(node) <= last ? ggml_op_name(node->op) : "no operation", why);
     rpc_memory * memory = rpc_memory_of(node->buffer);
     if (!memory || !rpc_is_f32(node) || rpc_place_at(node)) {
         return;

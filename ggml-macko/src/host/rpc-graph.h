@@ -11,6 +11,8 @@ namespace macko {
 
 // Whether all elements of a tensor lie in its buffer. ggml trusts the client.
 bool rpc_lies_in_buffer(const ggml_tensor * tensor);
+// From its first byte to its last one; only for a tensor that lies in its buffer.
+size_t rpc_nbytes(const ggml_tensor * tensor);
 // Rows of floats that lie in a buffer. tensor may be null.
 bool rpc_is_f32(const ggml_tensor * tensor);
 

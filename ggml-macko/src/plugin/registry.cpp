@@ -6,6 +6,7 @@
 #ifdef GGML_MACKO_CUDA
 #include "cuda/device/backend.h"
 #include "cuda/device/device.h"
+#include "cuda/device/rpc-device.h"
 #endif
 #include "ggml-macko.h"
 
@@ -26,17 +27,14 @@ bool serves_rpc() {
     return value && strcmp(value, "1") == 0;
 }
 
-// The GPUs first, then the CPU. A server of RPC offers the CPU only: its clients ask for room for dense weights, which
-// the buffers of the GPU devices do not reserve.
+// The GPUs first, then the CPU. A server of RPC offers devices whose buffers have room for dense weights.
 std::vector<ggml_backend_dev_t> all_devices(ggml_backend_reg_t reg) {
-    if (serves_rpc()) {
-        return { cpu::rpc_device(reg) };
-    }
+    const bool                      serves = serves_rpc();
     std::vector<ggml_backend_dev_t> devices;
 #ifdef GGML_MACKO_CUDA
-    devices = cuda::cuda_devices(reg);
+    devices = serves ? cuda::rpc_devices(reg) : cuda::cuda_devices(reg);
 #endif
-    devices.push_back(cpu::device(reg));
+    devices.push_back(serves ? cpu::rpc_device(reg, devices.empty()) : cpu::device(reg));
     return devices;
 }
 

@@ -21,9 +21,11 @@ struct backend_context {
     std::shared_ptr<workspace> shared;
     cudaStream_t               capture_stream = nullptr;
     unsigned *                 counters       = nullptr; // of ops
+    size_t                     scratch_nbytes = 0;       // of ops
+    size_t                     panels_for     = 0;       // panel_nbytes of the device when `shared` was chosen
     bool                       busy           = false;   // work was queued since the last synchronize
 
-    bool            use_graphs = true, use_fusion = true;
+    bool            use_graphs = true, use_fusion = true, use_cublas = true;
     captured_graphs captures;
     uint64_t        buffers_freed = 0; // of the device, when the captures were made
 
@@ -33,7 +35,8 @@ struct backend_context {
     backend_context & operator=(const backend_context &) = delete;
 
     bool create();
-    void attach_workspace(bool use_cublas);
+    void attach_workspace();
+    bool make_scratch(size_t nbytes);
 };
 
 backend_context & context_of(ggml_backend_t backend) { return *static_cast<backend_context *>(backend->context); }
@@ -43,6 +46,7 @@ bool backend_context::create() {
 
     use_graphs        = !getenv("GGML_MACKO_NO_GRAPHS"); // to compare
     use_fusion        = !getenv("GGML_MACKO_NO_FUSION");
+    use_cublas        = !getenv("GGML_MACKO_NO_CUBLAS");
     ops.n_sm          = device.n_sm;
     ops.shared_nbytes = device.shared_nbytes;
     if (!device.check_memory(op_compute_capability(&ops.cc), "cudaFuncGetAttributes") ||
@@ -56,13 +60,13 @@ bool backend_context::create() {
     ops.overlap  = ops.cc >= 90 && !getenv("GGML_MACKO_NO_OVERLAP");
     ops.counters = counters;
     if (!load_session::current()) { // a backend that only uploads weights needs none
-        attach_workspace(!getenv("GGML_MACKO_NO_CUBLAS"));
+        attach_workspace();
     }
     return true;
 }
 
 // what products of many columns need; without it they are slower
-void backend_context::attach_workspace(bool use_cublas) {
+void backend_context::attach_workspace() {
     const int64_t offload_from =
         offload_min_columns(getenv("GGML_OP_OFFLOAD_MIN_BATCH"), getenv("GGML_MACKO_NO_OFFLOAD"));
     const size_t offloaded    = offload_from < NEVER_OFFLOAD ? largest_host_weight() : 0;
@@ -72,6 +76,7 @@ void backend_context::attach_workspace(bool use_cublas) {
         device.cublas        = cublas_open();
         device.cublas_opened = true;
     }
+    panels_for           = device.panel_nbytes;
     shared               = device.shared.lock();
     const bool too_small = shared && shared->panels.nbytes && shared->panels.nbytes < panel_nbytes;
     if (!shared || too_small) { // contexts that have the old one keep it
@@ -89,6 +94,21 @@ void backend_context::attach_workspace(bool use_cublas) {
     set_offload_columns(offloaded > 0 && !shared->panels.nbytes ? NEVER_OFFLOAD : offload_from);
 }
 
+// The device is selected and idle.
+bool backend_context::make_scratch(size_t nbytes) {
+    constexpr size_t STEP = size_t(1) << 20;
+    captures.drop(); // they know the address
+    const bool freed = device.check(cudaFree(ops.scratch), "cudaFree");
+    ops.scratch      = nullptr;
+    scratch_nbytes   = 0;
+    nbytes           = GGML_PAD(nbytes + 1, STEP);
+    if (!freed || !device.check_memory(cudaMalloc(&ops.scratch, nbytes), "cudaMalloc")) {
+        return false;
+    }
+    scratch_nbytes = nbytes;
+    return true;
+}
+
 backend_context::~backend_context() {
     if (device.select()) {
         device.synchronize();
@@ -97,6 +117,7 @@ backend_context::~backend_context() {
             cudaStreamDestroy(capture_stream);
         }
         cudaFree(counters);
+        cudaFree(ops.scratch);
     }
 }
 
@@ -254,6 +275,20 @@ bool set_n_threads(ggml_backend_t backend, int n_threads) {
         context_of(backend).device.n_threads = n_threads;
     }
     return is_ours;
+}
+
+bool backend_prepare(ggml_backend_t backend, size_t scratch_nbytes) {
+    backend_context & ctx        = context_of(backend);
+    const bool        new_panels = ctx.panels_for < ctx.device.panel_nbytes;
+    const bool        new_memory = !ctx.ops.scratch || ctx.scratch_nbytes < scratch_nbytes;
+    if ((new_panels || new_memory) && (!ctx.device.select() || !ctx.device.synchronize())) {
+        return false;
+    }
+    if (new_panels) {
+        ctx.captures.drop();
+        ctx.attach_workspace();
+    }
+    return !new_memory || ctx.make_scratch(scratch_nbytes);
 }
 
 } // namespace macko::cuda

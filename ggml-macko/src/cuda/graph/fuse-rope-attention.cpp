@@ -83,7 +83,7 @@ bool fused_rope_attention::is_safe() const {
 cudaError_t fused_rope_attention::enqueue(const op_context & ctx) const {
     const ggml_tensor * rope = nodes_.rope_k;
     return op_rope_attention(ctx, rope_params_of(rope), operand(rope->src[1]), optional_operand(rope->src[2]).get(),
-                             nodes_.params(), attention_operands(attention_).params(), scratch_of(attention_));
+                             nodes_.params(), attention_operands(attention_).params(), scratch_of(ctx, attention_));
 }
 
 } // namespace

@@ -1,6 +1,7 @@
 // Questions that every file of this folder asks of a node.
 #pragma once
 
+#include "cuda/ops/ops.h"
 #include "cuda/stored-matrix.h"
 #include "host/host-weights.h"
 #include "host/running-ops.h"
@@ -46,9 +47,9 @@ inline bool is_row_vector(const ggml_tensor * t, int64_t n) {
     return t->type == GGML_TYPE_F32 && t->ne[0] == n && ggml_nrows(t) == 1 && t->nb[0] == sizeof(float);
 }
 
-// memory of graph_scratch_nbytes(), behind the node's result
-inline char * scratch_of(const ggml_tensor * node) {
-    return static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256);
+// memory of graph_scratch_nbytes(): behind the node's result, unless the context has some
+inline char * scratch_of(const op_context & ctx, const ggml_tensor * node) {
+    return ctx.scratch ? ctx.scratch : static_cast<char *>(node->data) + GGML_PAD(ggml_nbytes(node), 256);
 }
 
 } // namespace macko::cuda

@@ -117,7 +117,7 @@ size_t attention_scratch_nbytes(const ggml_tensor * op) {
     return op_attention_scratch_nbytes(attention_operands(op).params());
 }
 cudaError_t enqueue_attention(panel_pipeline & panels, ggml_tensor * node) {
-    return op_attention(panels.ctx, attention_operands(node).params(), scratch_of(node));
+    return op_attention(panels.ctx, attention_operands(node).params(), scratch_of(panels.ctx, node));
 }
 
 // ---- matrix products ----
@@ -138,7 +138,7 @@ size_t mul_mat_id_scratch_nbytes(const ggml_tensor * op) {
 }
 cudaError_t enqueue_mul_mat_id(panel_pipeline & panels, ggml_tensor * node) {
     return op_mul_mat_id(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node),
-                         scratch_of(node));
+                         scratch_of(panels.ctx, node));
 }
 
 size_t sparse_scratch_nbytes(const ggml_tensor * op) {

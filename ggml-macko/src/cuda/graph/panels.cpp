@@ -191,7 +191,7 @@ cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64
     for (int64_t row = 0; row < w->ne[1]; row += rows) {
         CUDA_TRY(use_panel([&](char * panel) {
             const int64_t n = std::min(rows, w->ne[1] - row);
-            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch_of(node));
+            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch_of(ctx, node));
         }));
     }
     return cudaSuccess;
@@ -203,13 +203,13 @@ cudaError_t panel_pipeline::enqueue_densified_experts(ggml_tensor * node) {
     const op_tensor     x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
     const int64_t       row_nbytes = panel_row_nbytes(w), n_experts = w->ne[2];
     forget_x16();
-    CUDA_TRY(op_mul_mat_id_sort(ctx, n_experts, ids, scratch_of(node)));
+    CUDA_TRY(op_mul_mat_id_sort(ctx, n_experts, ids, scratch_of(ctx, node)));
     return for_each_expert_panel(ctx, w, [&](int64_t first, int64_t n, int64_t row, int64_t rows) {
         return use_panel([&](char * panel) {
             const op_tensor dense = {
                 panel, type, { w->ne[0], rows, n, 1 }, { 2, row_nbytes, rows * row_nbytes, n * rows * row_nbytes }
             };
-            return op_mul_mat_id_16(ctx, dense, first, n_experts, x, ids, y, row, scratch_of(node));
+            return op_mul_mat_id_16(ctx, dense, first, n_experts, x, ids, y, row, scratch_of(ctx, node));
         });
     });
 }
@@ -221,7 +221,7 @@ char * panel_pipeline::shared_x16(ggml_tensor * node, tensor_type type, bool * i
         x16_of_   = node;
         x16_type_ = type;
     }
-    return scratch_of(x16_of_);
+    return scratch_of(ctx, x16_of_);
 }
 
 cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
@@ -237,8 +237,8 @@ cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
     }
     forget_x16();
     return for_each_batch(node, [&](int64_t i2, int64_t i3) {
-        CUDA_TRY(op_mul_mat_x16(ctx, type, batch_operand(x, i2, i3), scratch_of(node)));
-        return enqueue_panels(node, i2, i3, scratch_of(node));
+        CUDA_TRY(op_mul_mat_x16(ctx, type, batch_operand(x, i2, i3), scratch_of(ctx, node)));
+        return enqueue_panels(node, i2, i3, scratch_of(ctx, node));
     });
 }
 
@@ -246,7 +246,7 @@ cudaError_t panel_pipeline::enqueue_dense(ggml_tensor * node) {
     const op_tensor w = operand(node->src[0]), x = operand(node->src[1]);
     if (!op_mul_mat_wants_x16(ctx, w, x)) {
         forget_x16();
-        return op_mul_mat(ctx, w, x, operand(node), scratch_of(node), nullptr, is_weight(node->src[0]));
+        return op_mul_mat(ctx, w, x, operand(node), scratch_of(ctx, node), nullptr, is_weight(node->src[0]));
     }
     const tensor_type type = op_mul_mat_16_type(w.type);
     bool              is_made;
@@ -254,7 +254,7 @@ cudaError_t panel_pipeline::enqueue_dense(ggml_tensor * node) {
     if (!is_made) {
         CUDA_TRY(op_mul_mat_x16(ctx, type, x, x16));
     }
-    return op_mul_mat(ctx, w, x, operand(node), scratch_of(node), x16);
+    return op_mul_mat(ctx, w, x, operand(node), scratch_of(ctx, node), x16);
 }
 
 } // namespace macko::cuda

@@ -19,7 +19,8 @@ bool densifies(const op_context & ctx, const ggml_tensor * node);
 //            multiplied on ctx.stream, panel i + 1 is made on the buffers' own stream, or, if the weight is in host
 //            memory, made by threads of the host and copied on that stream.
 //   x16      The 16-bit copy of x lies in the scratch memory of the first product that reads it. That product's result
-//            is read behind the last product that shares x at the earliest, so the memory is free until then.
+//            is read behind the last product that shares x at the earliest, so the memory is free until then. Where all
+//            nodes have one scratch memory, those products leave the copy alone, and any other node makes it forgotten.
 class panel_pipeline {
 public:
     const op_context & ctx;

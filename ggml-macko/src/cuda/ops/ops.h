@@ -62,6 +62,8 @@ struct op_context {
     void * cublas_workspace = nullptr;
     // cuda/graph/graph.h; null: sparse weights are never made dense, however many columns there are
     const struct panel_buffers * panels = nullptr;
+    // of any node, one after the other; null: each node has its own, behind its result
+    char * scratch = nullptr;
 };
 
 // What kernels may use on the current device: its compute capability * 10 (90 = Hopper), or less where they come from

@@ -244,7 +244,7 @@ void test_strange_nodes_are_vetted() {
     memcpy(&y->op, &number, sizeof(number));
     y->src[3] = y; // a circle
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "an operation that does not exist");
-    rpc_refuse(y, RPC_NEEDS_WEIGHT);
+    rpc_refusals().add(y, RPC_NEEDS_WEIGHT);
     y->src[0] = nullptr;
     CHECK(rpc_vet(y) == rpc_verdict::OTHER, "no operand is sparse");
 }
@@ -255,7 +255,7 @@ void test_refused_results_are_nan_and_nothing_else_is() {
     ggml_tensor * y = c.floats(Y_AT, 4, 3);
     y->nb[1]        = 32; // rows with gaps
     y->nb[2] = y->nb[3] = 96;
-    rpc_refuse(y, RPC_NEEDS_WEIGHT);
+    rpc_refusals().add(y, RPC_NEEDS_WEIGHT);
     const auto * f = reinterpret_cast<const float *>(c.memory->bytes.data() + Y_AT);
     for (int i = 0; i < 24; i++) {
         CHECK(std::isnan(f[i]) == (i % 8 < 4), "float %d is %g", i, static_cast<double>(f[i]));

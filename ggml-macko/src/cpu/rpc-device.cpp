@@ -45,8 +45,12 @@ public:
                                : context_.plan.add_row_op(node);
         if (!added) {
             run_plan();
-            rpc_refuse(node, RPC_NEEDS_WEIGHT);
+            refused_.add(node, RPC_NEEDS_WEIGHT);
         }
+    }
+    void refuse(const ggml_tensor * node) {
+        static_cast<void>(run());
+        refused_.add(node, RPC_NEEDS_WEIGHT);
     }
     void add_to_cpu(int i) {
         run_plan();
@@ -76,6 +80,7 @@ private:
 
     backend_context & context_;
     ggml_cgraph *     graph_;
+    rpc_refusals      refused_;
     int               begin_ = -1, end_ = 0; // nodes that the CPU backend has to compute next, if begin_ >= 0
     ggml_status       status_ = GGML_STATUS_SUCCESS;
 };
@@ -90,10 +95,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
                 case rpc_verdict::SKIPPED: break;
                 case rpc_verdict::PRODUCT: s.add_to_plan(node); break;
                 case rpc_verdict::OTHER:   is_planned(node) ? s.add_to_plan(node) : s.add_to_cpu(i); break;
-                case rpc_verdict::REFUSED:
-                    static_cast<void>(s.run());
-                    rpc_refuse(node, RPC_NEEDS_WEIGHT);
-                    break;
+                case rpc_verdict::REFUSED: s.refuse(node); break;
             }
         }
         return s.run();

@@ -93,10 +93,18 @@ rpc_verdict rpc_vet(const ggml_tensor * node) {
     return touches_place(node, 0) ? rpc_verdict::REFUSED : rpc_verdict::OTHER;
 }
 
-void rpc_refuse(const ggml_tensor * node, const char * why) {
+rpc_refusals::~rpc_refusals() {
+    if (n_ > 1) {
+        log_error("ggml-macko: and %d other nodes of that graph\n", n_ - 1);
+    }
+}
+
+void rpc_refusals::add(const ggml_tensor * node, const char * why) {
     const auto last = static_cast<size_t>(running_op(GGML_OP_GLU)); // there is no name behind it
-    log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
-              op_number(node) <= last ? ggml_op_name(node->op) : "no operation", why);
+    if (n_++ == 0) {
+        log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
+                  op_number(node) <= last ? ggml_op_name(node->op) : "no operation", why);
+    }
     rpc_memory * memory = rpc_memory_of(node->buffer);
     if (!memory || !rpc_is_f32(node) || rpc_place_at(node)) {
         return;

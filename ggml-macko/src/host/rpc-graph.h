@@ -25,9 +25,22 @@ enum class rpc_verdict {
 };
 rpc_verdict rpc_vet(const ggml_tensor * node); // node may be null
 
-// Makes the result of a node NaN. The protocol has no way to tell the client, and a status other than success ends the
-// server. why: for the log, what it needs that there is not.
-void                   rpc_refuse(const ggml_tensor * node, const char * why);
+// The nodes of one graph that cannot be computed. Their results are made NaN, since the protocol has no way to tell the
+// client, and a status other than success ends the server. The log has a line for the first of them, and one for the
+// others.
+class rpc_refusals {
+public:
+    rpc_refusals() = default;
+    ~rpc_refusals();
+    rpc_refusals(const rpc_refusals &)             = delete;
+    rpc_refusals & operator=(const rpc_refusals &) = delete;
+
+    void add(const ggml_tensor * node, const char * why); // why: what it needs that there is not
+
+private:
+    int n_ = 0;
+};
+
 constexpr const char * RPC_NEEDS_WEIGHT =
     "needs a sparse weight that has not arrived in full, or in another way than as a factor";
 

@@ -84,7 +84,7 @@ public:
     }
     void refuse(int i, const char * why) {
         skip(i);
-        rpc_refuse(graph_->nodes[i], why);
+        refused_.add(graph_->nodes[i], why);
     }
     void skip(int i) {
         run(i);
@@ -98,7 +98,7 @@ public:
                               ggml_backend_graph_compute_async(backend_.local.get(), &part) == GGML_STATUS_SUCCESS;
             for (int i = begin_; !done && i < end; i++) {
                 if (rpc_vet(graph_->nodes[i]) != rpc_verdict::SKIPPED) {
-                    rpc_refuse(graph_->nodes[i], NEEDS_MEMORY);
+                    refused_.add(graph_->nodes[i], NEEDS_MEMORY);
                 }
             }
         }
@@ -109,6 +109,7 @@ public:
 private:
     rpc_backend &       backend_;
     const ggml_cgraph * graph_;
+    rpc_refusals        refused_;
     int                 begin_   = 0;
     size_t              scratch_ = 0; // of the nodes from begin_ on
 };

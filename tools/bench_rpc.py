@@ -7,7 +7,9 @@
 
 A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
-generates; of sent bytes, those of loading. Traffic is counted with --hosts only.
+generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there is a GPU, all compute on
+the first one; its memory is what a run takes of it, beside what the servers keep: their contexts, and the memory in
+which weights become dense.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import llama_programs as programs
 import rpc_servers
 from tabulate import tabulate
 
+from ggml_macko.native import devices
+
 MIB = 1 << 20
 FEW, MANY = 16, 80  # tokens; the traffic of a token is the difference
 
@@ -39,18 +43,29 @@ class Run(NamedTuple):
     load_ms: float
     client_memory: int  # peak, bytes
     server_memory: list[int]  # while they generate, bytes
+    gpu_memory: int  # at most, of all processes, bytes
     traffic: list[int]  # bytes, by server
+
+
+def free_on_gpu() -> int:
+    """Bytes; 0 where there is no GPU."""
+    gpus = devices.gpus()
+    return gpus[0].free if gpus else 0
 
 
 def run(
     folder: pathlib.Path, model: pathlib.Path, n: int, threads: int, servers: list[rpc_servers.Server], count: bool
 ) -> Run:
-    place = ["--rpc", ",".join(s.address for s in servers), "-ngl", "99"] if servers else ["-ngl", "0"]
+    place = ["-ngl", "99" if servers or devices.gpus() else "0"]
+    if servers:
+        names = ",".join(f"RPC{i}" for i in range(len(servers)))
+        place += ["--rpc", ",".join(s.address for s in servers), "-dev", names]
     command = programs.command(
         folder / "llama-completion", "-m", model, "-p", programs.PROMPT, "-n", n, "--temp", 0, "-no-cnv",
         "--ignore-eos", "-t", threads, "-c", 256, "-ub", 32, "-fit", "off", *place
     )  # fmt: skip
     before = [s.host.traffic() if count else 0 for s in servers]
+    lowest = free_before = free_on_gpu()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdout=out, stderr=err)
         samples: list[list[int]] = []
@@ -59,6 +74,7 @@ def run(
             if pid:
                 break
             samples.append([s.memory() for s in servers])
+            lowest = min(lowest, free_on_gpu())
             time.sleep(0.01)
         process.returncode = status  # it has been waited for
         out.seek(0)
@@ -72,7 +88,8 @@ def run(
         return run(folder, model, n, threads, servers, count)  # the logger's thread lost the end of its output
     middle = [sorted(s)[len(s) * 3 // 4] for s in zip(*samples)]
     traffic = [s.host.traffic() - b if count else 0 for s, b in zip(servers, before)]
-    return Run(text.strip(), float(figures[1]), float(load[1]), usage.ru_maxrss * 1024, middle, traffic)
+    client = usage.ru_maxrss * 1024
+    return Run(text.strip(), float(figures[1]), float(load[1]), client, middle, free_before - lowest, traffic)
 
 
 def main() -> None:
@@ -112,6 +129,7 @@ def main() -> None:
                     f"{min(r.load_ms for r in runs) / 1000:.2f}",
                     f"{max(r.client_memory for r in runs) / MIB:.0f}",
                     ", ".join(f"{m / MIB:.1f}" for m in runs[0].server_memory),
+                    f"{runs[0].gpu_memory / MIB:.1f}" if devices.gpus() else "",
                     ", ".join(f"{(f - t * FEW) / MIB:.1f}" for f, t in zip(few.traffic, per_token))
                     if args.hosts
                     else "",
@@ -121,7 +139,8 @@ def main() -> None:
             )
         print(rows[-1], file=sys.stderr, flush=True)
     headers = (
-        "servers", "ms per token", "load s", "client peak MiB", "server MiB", "sent MiB", "bytes per token", "text"
+        "servers", "ms per token", "load s", "client peak MiB", "server MiB", "GPU MiB", "sent MiB", "bytes per token",
+        "text"
     )  # fmt: skip
     print(tabulate(rows, headers, tablefmt="pipe", disable_numparse=True))
     sys.exit(not same)

@@ -246,7 +246,12 @@ void test_strange_nodes_are_vetted() {
     CHECK(rpc_vet(y) == rpc_verdict::REFUSED, "an operation that does not exist");
     rpc_refusals().add(y, RPC_NEEDS_WEIGHT);
     y->src[0] = nullptr;
-    CHECK(rpc_vet(y) == rpc_verdict::OTHER, "no operand is sparse");
+    CHECK(rpc_vet(y) == rpc_verdict::FOREIGN, "the same without a sparse operand");
+    ggml_tensor * x = c.floats(X_AT, COLS);
+    CHECK(rpc_vet(c.place(ggml_norm(c.ctx, x, 1e-5f), Y_AT)) == rpc_verdict::OTHER, "a norm");
+    const auto call = [](ggml_tensor *, const ggml_tensor *, int, int, void *) {};
+    CHECK(rpc_vet(c.place(ggml_map_custom1(c.ctx, x, call, 1, nullptr), Y_AT)) == rpc_verdict::FOREIGN,
+          "the function of a client is called");
 }
 
 void test_refused_results_are_nan_and_nothing_else_is() {

@@ -48,9 +48,9 @@ public:
             refused_.add(node, RPC_NEEDS_WEIGHT);
         }
     }
-    void refuse(const ggml_tensor * node) {
+    void refuse(const ggml_tensor * node, const char * why) {
         static_cast<void>(run());
-        refused_.add(node, RPC_NEEDS_WEIGHT);
+        refused_.add(node, why);
     }
     void add_to_cpu(int i) {
         run_plan();
@@ -95,7 +95,8 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
                 case rpc_verdict::SKIPPED: break;
                 case rpc_verdict::PRODUCT: s.add_to_plan(node); break;
                 case rpc_verdict::OTHER:   is_planned(node) ? s.add_to_plan(node) : s.add_to_cpu(i); break;
-                case rpc_verdict::REFUSED: s.refuse(node); break;
+                case rpc_verdict::REFUSED: s.refuse(node, RPC_NEEDS_WEIGHT); break;
+                case rpc_verdict::FOREIGN: s.refuse(node, RPC_NEEDS_OPERATION); break;
             }
         }
         return s.run();

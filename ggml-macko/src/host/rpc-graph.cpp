@@ -53,6 +53,15 @@ bool extent(const ggml_tensor * tensor, size_t * nbytes) {
     return true;
 }
 
+// the name of a node's operation, or nullptr: there is none of that number
+const char * op_name(const ggml_tensor * node) {
+    return op_number(node) <= static_cast<size_t>(running_op(GGML_OP_GLU)) ? ggml_op_name(node->op) : nullptr;
+}
+
+bool is_foreign(const ggml_tensor * node) {
+    return op_of(node) == GGML_OP_COUNT && (!op_name(node) || strstr(op_name(node), "CUSTOM"));
+}
+
 } // namespace
 
 size_t rpc_nbytes(const ggml_tensor * tensor) {
@@ -90,7 +99,7 @@ rpc_verdict rpc_vet(const ggml_tensor * node) {
     if (place && is_sound_product(node, *place) && !touches_place(node, 1)) {
         return rpc_verdict::PRODUCT;
     }
-    return touches_place(node, 0) ? rpc_verdict::REFUSED : rpc_verdict::OTHER;
+    return touches_place(node, 0) ? rpc_verdict::REFUSED : is_foreign(node) ? rpc_verdict::FOREIGN : rpc_verdict::OTHER;
 }
 
 rpc_refusals::~rpc_refusals() {
@@ -100,10 +109,9 @@ rpc_refusals::~rpc_refusals() {
 }
 
 void rpc_refusals::add(const ggml_tensor * node, const char * why) {
-    const auto last = static_cast<size_t>(running_op(GGML_OP_GLU)); // there is no name behind it
     if (n_++ == 0) {
         log_error("ggml-macko: refused from an RPC client: %s (%s) %s\n", printable(node->name).text,
-                  op_number(node) <= last ? ggml_op_name(node->op) : "no operation", why);
+                  op_name(node) ? op_name(node) : "no operation", why);
     }
     rpc_memory * memory = rpc_memory_of(node->buffer);
     if (!memory || !rpc_is_f32(node) || rpc_place_at(node)) {

@@ -21,6 +21,7 @@ enum class rpc_verdict {
     SKIPPED, // it computes nothing
     PRODUCT, // MUL_MAT or MUL_MAT_ID: src[0] is a sparse weight, and all else is as ggml_mul_mat() makes it
     REFUSED, // it touches a sparse weight in another way
+    FOREIGN, // no operation of the running ggml, or one that calls a function whose address the client says
     OTHER,   // all of it is dense
 };
 rpc_verdict rpc_vet(const ggml_tensor * node); // node may be null
@@ -43,6 +44,8 @@ private:
 
 constexpr const char * RPC_NEEDS_WEIGHT =
     "needs a sparse weight that has not arrived in full, or in another way than as a factor";
+
+constexpr const char * RPC_NEEDS_OPERATION = "is no operation that a client may ask for";
 
 // nodes [begin, end) as a graph, for a backend
 ggml_cgraph rpc_stretch(const ggml_cgraph * graph, int begin, int end);

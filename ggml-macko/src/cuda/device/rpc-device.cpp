@@ -126,6 +126,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
                 case rpc_verdict::PRODUCT: s.add(i, true); break;
                 case rpc_verdict::OTHER:   s.add(i, false); break;
                 case rpc_verdict::REFUSED: s.refuse(i, RPC_NEEDS_WEIGHT); break;
+                case rpc_verdict::FOREIGN: s.refuse(i, RPC_NEEDS_OPERATION); break;
             }
         }
         s.run(graph->n_nodes);

@@ -241,6 +241,30 @@ def test_other_operands_of_a_product_are_no_weights(device, matrix):
     assert_close(product(device, 256 << 10, x), matrix[1], x)
 
 
+def test_operation_without_kernel_is_computed(device):
+    """NORM, which ggml's CPU computes for a GPU, between two that a GPU computes itself."""
+    base = device.base
+    x = np.random.default_rng(5).standard_normal((64, 512)).astype(np.float32)
+    context = device.call(base.ggml_init, InitParams(1 << 20, None, True))
+    try:
+        xs = device.call(base.ggml_new_tensor_2d, context, rpc.F32, ctypes.c_int64(512), ctypes.c_int64(64))
+        half = device.call(base.ggml_scale, context, xs, ctypes.c_float(0.5))
+        norm = device.call(base.ggml_norm, context, half, ctypes.c_float(1e-5))
+        y = device.call(base.ggml_scale, context, norm, ctypes.c_float(2.0))
+        graph = device.call(base.ggml_new_graph, context)
+        device.call(base.ggml_build_forward_expand, graph, y)
+        for i, t in enumerate((xs, half, norm, y)):
+            device.call(base.ggml_backend_tensor_alloc, device.buffer, t, device.address + (i << 18))
+        device.set(rpc.Tensor.from_address(xs), x.tobytes())
+        assert base.ggml_backend_graph_compute(ctypes.c_void_p(device.backend), ctypes.c_void_p(graph)) == 0
+        got = np.frombuffer(device.get(rpc.Tensor.from_address(y), x.nbytes), np.float32).reshape(x.shape)
+    finally:
+        device.call(base.ggml_free, context)
+    z = (x / 2).astype(np.float64)
+    want = 2 * (z - z.mean(1, keepdims=True)) / np.sqrt(z.var(1, keepdims=True) + 1e-5)
+    assert np.max(np.abs(got - want)) < 1e-4
+
+
 def test_operation_that_does_not_exist_is_refused(device, matrix):
     def change(graph, y):
         y.op = 99999

@@ -168,15 +168,6 @@ ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) {
 
 // ---- device ----
 
-ggml_backend_dev_t cpu_device() {
-    for (ggml_backend_dev_t device : registered_devices()) {
-        if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-            return device;
-        }
-    }
-    return nullptr;
-}
-
 const char * device_get_name(ggml_backend_dev_t) { return "MACKO_CPU"; }
 
 const char * device_get_description(ggml_backend_dev_t) { return "sparse and dense weights on the CPU"; }

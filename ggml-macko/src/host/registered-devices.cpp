@@ -17,4 +17,13 @@ std::vector<ggml_backend_dev_t> registered_devices() {
     return devices;
 }
 
+ggml_backend_dev_t cpu_device() {
+    for (ggml_backend_dev_t device : registered_devices()) {
+        if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            return device;
+        }
+    }
+    return nullptr;
+}
+
 } // namespace macko

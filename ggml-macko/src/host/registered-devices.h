@@ -9,5 +9,7 @@ namespace macko {
 
 // None if the process has no shared libggml.
 std::vector<ggml_backend_dev_t> registered_devices();
+// ggml's CPU, or nullptr
+ggml_backend_dev_t cpu_device();
 
 } // namespace macko

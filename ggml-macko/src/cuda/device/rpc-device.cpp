@@ -4,6 +4,7 @@
 #include "cuda/device/device.h"
 #include "cuda/device/rpc-memory.h"
 #include "host/log.h"
+#include "host/rpc-cpu.h"
 #include "host/rpc-graph.h"
 #include "host/running-ops.h"
 
@@ -33,9 +34,10 @@ struct backend_deleter {
 struct rpc_backend {
     served_gpu &                                   server;
     std::unique_ptr<ggml_backend, backend_deleter> local; // computes
+    rpc_cpu                                        cpu;   // what the GPU has no kernel for
 };
 
-constexpr const char * NEEDS_KERNEL   = "is no operation that the GPU computes, or has operands that it does not take";
+constexpr const char * NEEDS_KERNEL   = "is a product that the GPU does not compute";
 constexpr const char * NEEDS_OPERANDS = "needs operands in buffers of this GPU";
 constexpr const char * NEEDS_MEMORY   = "needs memory that the GPU does not have";
 
@@ -51,9 +53,6 @@ const char * why_not_there(const rpc_backend & backend, const ggml_tensor * t) {
 // Whether the GPU can compute a node that rpc_vet() has not refused: null, or why not. Its operands have memory then,
 // and its weight is where the kernels look for it. *scratch grows to the memory that it needs.
 const char * prepare_node(const rpc_backend & backend, ggml_tensor * node, bool sparse, size_t * scratch) {
-    if (!graph_has_kernel(node, sparse)) {
-        return NEEDS_KERNEL;
-    }
     for (int i = 0; i < GGML_MAX_SRC; i++) {
         ggml_tensor * src = node->src[i];
         if (!src || (sparse && i == 0)) {
@@ -78,7 +77,16 @@ public:
     stretch(rpc_backend & backend, const ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
 
     void add(int i, bool sparse) {
-        if (const char * why = prepare_node(backend_, graph_->nodes[i], sparse, &scratch_)) {
+        ggml_tensor * node       = graph_->nodes[i];
+        const bool    has_kernel = graph_has_kernel(node, sparse);
+        const char *  why        = nullptr;
+        if (has_kernel) {
+            why = prepare_node(backend_, node, sparse, &scratch_);
+        } else {
+            skip(i);
+            why = sparse ? NEEDS_KERNEL : backend_.cpu.compute(node);
+        }
+        if (why) {
             refuse(i, why);
         }
     }
@@ -224,7 +232,7 @@ ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     if (!local) {
         return nullptr;
     }
-    return new ggml_backend{ backend_guid(), backend_iface, dev, new rpc_backend{ served(dev), std::move(local) } };
+    return new ggml_backend{ backend_guid(), backend_iface, dev, new rpc_backend{ served(dev), std::move(local), {} } };
 }
 
 ggml_backend_buffer_type_t device_get_buffer_type(ggml_backend_dev_t dev) { return &served(dev).buft; }

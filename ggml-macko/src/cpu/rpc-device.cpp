@@ -251,12 +251,7 @@ bool rpc_set_n_threads(ggml_backend_t backend, int n_threads) {
     }
     auto & context         = *static_cast<backend_context *>(backend->context);
     context.plan.n_threads = n_threads;
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(context.cpu.get()));
-    const auto         set = reinterpret_cast<ggml_backend_set_n_threads_t>(
-        ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
-    if (set) {
-        set(context.cpu.get(), n_threads);
-    }
+    set_cpu_threads(context.cpu.get(), n_threads);
     return true;
 }
 

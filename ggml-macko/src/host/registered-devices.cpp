@@ -26,4 +26,13 @@ ggml_backend_dev_t cpu_device() {
     return nullptr;
 }
 
+void set_cpu_threads(ggml_backend_t cpu, int n_threads) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(cpu));
+    const auto         set = reinterpret_cast<ggml_backend_set_n_threads_t>(
+        ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads"));
+    if (set) {
+        set(cpu, n_threads);
+    }
+}
+
 } // namespace macko

@@ -11,5 +11,7 @@ namespace macko {
 std::vector<ggml_backend_dev_t> registered_devices();
 // ggml's CPU, or nullptr
 ggml_backend_dev_t cpu_device();
+// of a backend of that device
+void set_cpu_threads(ggml_backend_t cpu, int n_threads);
 
 } // namespace macko

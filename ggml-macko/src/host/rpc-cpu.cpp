@@ -76,6 +76,9 @@ const char * rpc_cpu::compute(const ggml_tensor * node) {
     ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 1, false);
     graph->nodes[0]     = &result;
     graph->n_nodes      = 1;
+    if (n_threads > 0) {
+        set_cpu_threads(backend_.get(), n_threads);
+    }
     if (ggml_backend_graph_compute(backend_.get(), graph) != GGML_STATUS_SUCCESS) {
         return NEEDS_MEMORY;
     }

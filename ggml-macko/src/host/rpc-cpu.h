@@ -8,6 +8,8 @@ namespace macko {
 
 class rpc_cpu {
 public:
+    int n_threads = 0; // 0: as many as ggml takes
+
     // nullptr, or why the node was not computed: for rpc_refusals. What was queued for its operands is waited for.
     const char * compute(const ggml_tensor * node);
 

@@ -47,7 +47,7 @@ ggml_backend_dev_t reg_get_device(ggml_backend_reg_t reg, size_t index) {
 
 void set_n_threads(ggml_backend_t backend, int n_threads) {
 #ifdef GGML_MACKO_CUDA
-    if (cuda::set_n_threads(backend, n_threads)) {
+    if (cuda::set_n_threads(backend, n_threads) || cuda::rpc_set_n_threads(backend, n_threads)) {
         return;
     }
 #endif

@@ -282,4 +282,12 @@ const std::vector<ggml_backend_dev_t> & rpc_devices(ggml_backend_reg_t reg) {
     return devices;
 }
 
+bool rpc_set_n_threads(ggml_backend_t backend, int n_threads) {
+    const bool is_ours = backend && ggml_guid_matches(backend->guid, backend_guid());
+    if (is_ours) {
+        static_cast<rpc_backend *>(backend->context)->cpu.n_threads = n_threads;
+    }
+    return is_ours;
+}
+
 } // namespace macko::cuda

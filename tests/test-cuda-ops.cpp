@@ -803,6 +803,7 @@ void test_expert_products_with_strided_ids() {
 struct attention_case {
     tensor_type                       type;
     int64_t                           head_dim, kv_heads, group, heads, tokens, streams, n_kv;
+    int64_t                           window = 0; // positions that the mask of a deep cache leaves; 0: see make_mask
     tensor_ptr                        q, mask, sinks, dst;
     std::pair<tensor_ptr, tensor_ptr> keys, values;
     attention_params                  p = {};
@@ -811,7 +812,23 @@ struct attention_case {
         head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
         kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
         tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
-        n_kv   = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
+        n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
+        make_operands(k);
+    }
+    // a deep cache
+    attention_case(int k, tensor_type of, int64_t depth, int64_t visible)
+        : type(of),
+          head_dim(k % 2 ? 64 : 128),
+          kv_heads(k % 4 ? 1 : 2),
+          group(pick({ 1, 4 })),
+          heads(kv_heads * group),
+          tokens(k % 3 == 2 ? 3 : 1),
+          streams(1),
+          n_kv(depth),
+          window(visible > 0 ? std::max(visible, tokens) : 0) {
+        make_operands(k);
+    }
+    void make_operands(int k) {
         q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
         keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
         values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
@@ -828,7 +845,8 @@ struct attention_case {
     void make_mask(int k) {
         const int64_t hidden_from = k % 4 == 0 ? n_kv : std::max<int64_t>(1, n_kv / 2);
         mask->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-            const bool   hidden = i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0);
+            const bool   hidden = window > 0 ? i0 < n_kv - window || i0 >= n_kv - tokens + 1 + i1
+                                             : i0 && (i0 >= hidden_from + i1 || random_source.range(0, 9) == 0);
             const double bias   = k % 9 == 5 ? -static_cast<double>(i0 % 32) : 0;
             mask->set(hidden ? -INFINITY : bias, i0, i1, i2, i3);
         });
@@ -927,6 +945,20 @@ void test_attention_masks_groups_and_splits() {
     }
 }
 
+// Several rounds of positions per block, splits of unequal lengths, and windows that hide whole rounds and splits
+void test_attention_over_deep_caches() {
+    int k = 0;
+    for (const int64_t depth : { 1537, 5003, 16384, 17000 }) {
+        for (const int64_t window : { 0, 1, 300, 4099 }) {
+            for (const tensor_type type : { TYPE_F16, TYPE_Q8_0, TYPE_Q4_0 }) {
+                if (window < depth && (type == TYPE_F16 || depth <= 5003)) { // float64 takes its time
+                    check_attention(attention_case(k++, type, depth, window));
+                }
+            }
+        }
+    }
+}
+
 // Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
 // may also differ from head to head.
 void test_attention_does_not_read_hidden_rows() {
@@ -981,15 +1013,21 @@ void test_attention_does_not_read_hidden_rows() {
 struct new_row_case {
     int         k;
     bool        each_warp, many; // the new row belongs to each warp in turn; more heads than clusters fit
-    int64_t     head_dim, kv_heads, group, heads, rows = 1100, n_kv, width, row;
+    bool        deep;            // several rounds of positions per block
+    int64_t     head_dim, kv_heads, group, heads, rows, n_kv, width, row;
     rope_params r = {};
     tensor_ptr  q, key, value, q_dst, pos, ids, factors_, mask, sinks;
 
-    explicit new_row_case(int number) : k(number), each_warp(k < 32), many(k % 20 > 17) {
+    explicit new_row_case(int number)
+        : k(number), each_warp(k < 32), many(k % 20 > 17), deep(k >= 80), rows(deep ? 17000 : 1100) {
         head_dim = each_warp ? (k % 2 ? 64 : 128) : pick({ 64, 80, 96, 128, 256 });
         kv_heads = many ? 17 : pick({ 1, 2, 8 }), group = many ? 4 : pick({ 1, 2, 3, 4, 7, 8 });
         heads = kv_heads * group, width = head_dim * kv_heads;
-        n_kv     = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) });
+        n_kv = each_warp ? pick({ 256, 257, 600 }) : pick({ 32, 70, 256, 1100, random_source.range(1, 600) });
+        if (deep) {
+            head_dim = k % 2 ? 64 : 128, kv_heads = 1, group = pick({ 1, 4 }), heads = group, width = head_dim;
+            n_kv = pick({ 2560, 5003, 16384, 17000 });
+        }
         row      = each_warp ? k / 2 * 16 + random_source.range(0, 15) : random_source.range(0, n_kv - 1);
         r.n_dims = static_cast<int>(head_dim), r.mode = k % 2 ? 2 : 0, r.n_ctx_orig = 4096, r.freq_base = 10000,
         r.freq_scale = 1, r.attn_factor = 1, r.beta_fast = 32, r.beta_slow = 1;
@@ -1071,7 +1109,7 @@ struct two_caches {
 
 // one token: compared with op_rope_cache and op_attention one after the other, which the tests above check
 void test_rope_and_attention_in_one_launch() {
-    for (int k = 0; k < 80; k++) {
+    for (int k = 0; k < 96; k++) {
         const new_row_case      c(k);
         const two_caches        m(c);
         const rope_cache_params first = c.cache_params(*m.k_cache, *m.v_cache);
@@ -1170,6 +1208,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "range", test_products_of_bf16_keep_its_range },
         { "experts", test_expert_products_with_strided_ids },
         { "attention", test_attention_masks_groups_and_splits },
+        { "deep-attention", test_attention_over_deep_caches },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },
         { "fused-attention", test_rope_and_attention_in_one_launch },
     };

@@ -113,7 +113,10 @@ __device__ __forceinline__ void wait_for_cluster() {
 #define IN_CLUSTERS_OF(n)
 #endif
 
-template <int HEAD_DIM, bool ROPE, int RANKS>
+// DEEP: more rounds than two, where only bandwidth counts. The scores free the registers of K for the next round's, the
+// sums those of V, so a warp always has one of them on its way, 64 KB in all: more than the 35 KB that an SM's share of
+// the memory bandwidth carries in a latency of 1 us.
+template <int HEAD_DIM, bool ROPE, int RANKS, bool DEEP>
 __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
     // a block's part of the sums of all warps of the cluster
@@ -161,15 +164,16 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     __half         bias[2]; // of rows g and g + 8
     const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 +
                                                            (ROPE ? 0 : token * p.mask_nb1 + stream * p.rest.mask_nb3));
-    const auto     fetch_bias = [&] {
+    const auto     fetch_bias_of = [&](__half * to, int from) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int pos = first + g + 8 * i;
-            bias[i]       = pos >= end ? __ushort_as_half(0xfc00) : p.mask ? mask[pos] : __ushort_as_half(0);
+            const int pos = from + g + 8 * i;
+            to[i]         = pos >= end ? __ushort_as_half(0xfc00) : p.mask ? mask[pos] : __ushort_as_half(0);
         }
     };
-    const char * k_base = p.k + kv_head * p.k_nb2 + (ROPE ? 0 : stream / p.rest.k_streams * p.rest.k.nb[3]);
-    const char * v_base = p.v + kv_head * p.v_nb2 + (ROPE ? 0 : stream / p.rest.v_streams * p.rest.v.nb[3]);
+    const auto   fetch_bias = [&] { fetch_bias_of(bias, first); };
+    const char * k_base     = p.k + kv_head * p.k_nb2 + (ROPE ? 0 : stream / p.rest.k_streams * p.rest.k.nb[3]);
+    const char * v_base     = p.v + kv_head * p.v_nb2 + (ROPE ? 0 : stream / p.rest.v_streams * p.rest.v.nb[3]);
     const auto k_row_of = [&](int pos) { return k_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.k_nb1; };
     const auto v_row_of = [&](int pos) { return v_base + static_cast<uint64_t>(static_cast<uint32_t>(pos)) * p.v_nb1; };
     uint4      k[J][2], v[C][4]; // rows g, g + 8; rows 2t, 2t + 1, 2t + 8, 2t + 9
@@ -206,25 +210,28 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             angle = rotation_at(n.rope, static_cast<float>(position), pair, pair);
         }
     }
-    const auto sees = [&] { // any lane of the warp
+    const auto sees_with = [&](const __half * of) { // any lane of the warp
         bool any = false;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            any |= __half_as_ushort(bias[i]) != 0xfc00;
+            any |= __half_as_ushort(of[i]) != 0xfc00;
         }
         return __any_sync(FULL_WARP, any) != 0;
     };
-    bool wanted = first < end;
+    const auto sees   = [&] { return sees_with(bias); };
+    bool       wanted = first < end;
     if constexpr (ROPE) {
         wanted = wanted && (warp < WARPS / 2 || sees()); // the mask is there before the first half's rows are
         if (wanted) {
             fetch_k();
         }
     }
+    if constexpr (!DEEP) { // deeper caches do not fit L2
 #pragma unroll 1
-    for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most of the cache was written long ago
-        prefetch_row(k_row_of(pos), HEAD_DIM * 2);
-        prefetch_row(v_row_of(pos), HEAD_DIM * 2);
+        for (int pos = begin + DECODE_ROUND + tid; pos < end; pos += THREADS) { // most was written long ago
+            prefetch_row(k_row_of(pos), HEAD_DIM * 2);
+            prefetch_row(v_row_of(pos), HEAD_DIM * 2);
+        }
     }
     const auto raw_row = [&](int i) { // of a role
         const int    head = head0 + min(i, n_mine - 1);
@@ -330,6 +337,25 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
 
     float          max = -INFINITY, weight = 0, sum[C][8] = {}; // of dimensions 8 (g + 8c) on
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
+    // DEEP: rows that a round's mask hides are not read, so the mask is two rounds ahead
+    __half     next_bias[2];
+    bool       sees_next    = false;
+    const auto request_bias = [&] { fetch_bias_of(next_bias, first + DECODE_ROUND); };
+    const auto request_k    = [&] { // of the next round, behind the last use of this one's
+        sees_next = sees_with(next_bias);
+        first += DECODE_ROUND;
+        if (sees_next) {
+            fetch_k();
+        }
+    };
+    const auto request_v = [&] {
+        if (sees_next) {
+            fetch_v();
+        }
+    };
+    if constexpr (DEEP) {
+        request_bias();
+    }
     while (true) { // the same trip count in all warps
         if (sees()) {
             if (ROPE && static_cast<unsigned>(k_row - first) < 16u) { // another block may be about to write it
@@ -363,6 +389,9 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                                a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
                 multiply_add<__half>(dot[0], a0, b.x, b.y);
                 multiply_add<__half>(dot[1], a1, b.z, b.w);
+            }
+            if constexpr (DEEP) {
+                request_k();
             }
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -426,14 +455,27 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     sum[c][i]       = sum[c][i] * old + (o[0] + o[1]);
                 }
             }
+            if constexpr (DEEP) {
+                request_v();
+            }
+        } else if constexpr (DEEP) {
+            request_k();
+            request_v();
         }
-        first += DECODE_ROUND;
+        if constexpr (!DEEP) {
+            first += DECODE_ROUND;
+        }
         if (first - warp * 16 >= end) {
             break;
         }
-        fetch_bias();
-        fetch_k();
-        fetch_v();
+        if constexpr (DEEP) {
+            bias[0] = next_bias[0], bias[1] = next_bias[1];
+            request_bias();
+        } else {
+            fetch_bias();
+            fetch_k();
+            fetch_v();
+        }
     }
     if (puts && (RANKS == 1 || sends)) {
 #pragma unroll
@@ -498,16 +540,22 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     }
 }
 
-template <int HEAD_DIM, int RANKS>
+template <int HEAD_DIM, int RANKS, bool DEEP>
 cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
     const attention_args & a = d.rest;
     const dim3             grid(static_cast<unsigned>(a.n_splits * RANKS), static_cast<unsigned>(a.k.ne[2] * a.chunks),
                                 static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
     const size_t           shared_nbytes =
         sizeof(float) * RANKS * WARPS * static_cast<size_t>(a.heads_per_block * (HEAD_DIM / RANKS) + 4);
-    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true, RANKS>, grid, THREADS, shared_nbytes, d, *n)
-             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS>, grid, THREADS, shared_nbytes, d,
+    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true, RANKS, DEEP>, grid, THREADS, shared_nbytes, d, *n)
+             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS, DEEP>, grid, THREADS, shared_nbytes, d,
                       new_row_args{});
+}
+
+template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
+    return d.rest.ranks == 2                 ? launch_rows<HEAD_DIM, 2, false>(ctx, d, n)
+           : d.block_size > 2 * DECODE_ROUND ? launch_rows<HEAD_DIM, 1, true>(ctx, d, n)
+                                             : launch_rows<HEAD_DIM, 1, false>(ctx, d, n);
 }
 
 } // namespace
@@ -529,10 +577,7 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     d.sums  = places_of(a);
     d.scale = a.scale, d.softcap = a.softcap, d.alibi = a.alibi;
     d.rest = a;
-    if (a.ranks == 2) {
-        return a.k.ne[0] == 64 ? launch_rows<64, 2>(ctx, d, n) : launch_rows<128, 2>(ctx, d, n);
-    }
-    return a.k.ne[0] == 64 ? launch_rows<64, 1>(ctx, d, n) : launch_rows<128, 1>(ctx, d, n);
+    return a.k.ne[0] == 64 ? launch_rows<64>(ctx, d, n) : launch_rows<128>(ctx, d, n);
 }
 
 } // namespace macko::cuda

@@ -1,0 +1,263 @@
+// Times the attention of few tokens over deep caches: per layer with everything between the projections and the
+// attention's result, that is rotary embedding, cache writes and attention for one token, attention alone for more.
+//
+//   bench-attention-gpu [--types f16,q8_0,q4_0] [--tokens 1,2,4,8] [--depths 256,512,4096,16384] [--prompts 512]
+//
+// A time is the median over replays of a graph of several layers with a cache of their own each, too many for L2. Bytes
+// are those of the used rows of K and V; the percentage is that of the bandwidth of a kernel that only reads.
+#include "cuda/lib/common.cuh"
+#include "cuda/ops/ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace macko::cuda {
+
+namespace {
+
+void check(cudaError_t error, const char * what) {
+    if (error != cudaSuccess) {
+        fprintf(stderr, "bench-attention-gpu: %s: %s\n", what, cudaGetErrorString(error));
+        exit(1);
+    }
+}
+#define CHECKED(call) check((call), #call)
+
+op_context ctx;
+
+__global__ void read_kernel(const uint4 * p, size_t n, uint32_t * out) {
+    uint32_t sum = 0;
+    for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+        const uint4 v = load_streaming(p + i);
+        sum += v.x ^ v.y ^ v.z ^ v.w;
+    }
+    if (sum == 0x12345678u) {
+        *out = sum;
+    }
+}
+
+// microseconds of one replay of what `enqueue` puts on the stream: the median
+double time_of(const std::function<void()> & enqueue) {
+    cudaGraph_t     graph = nullptr;
+    cudaGraphExec_t exec  = nullptr;
+    CHECKED(cudaStreamBeginCapture(ctx.stream, cudaStreamCaptureModeThreadLocal));
+    enqueue();
+    CHECKED(cudaStreamEndCapture(ctx.stream, &graph));
+    CHECKED(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t begin, end;
+    CHECKED(cudaEventCreate(&begin));
+    CHECKED(cudaEventCreate(&end));
+    std::vector<float> times;
+    for (int i = 0; i < 18; i++) {
+        CHECKED(cudaEventRecord(begin, ctx.stream));
+        CHECKED(cudaGraphLaunch(exec, ctx.stream));
+        CHECKED(cudaEventRecord(end, ctx.stream));
+        CHECKED(cudaEventSynchronize(end));
+        float ms = 0;
+        CHECKED(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= 3) {
+            times.push_back(ms);
+        }
+    }
+    std::nth_element(times.begin(), times.begin() + static_cast<long>(times.size() / 2), times.end());
+    CHECKED(cudaEventDestroy(begin));
+    CHECKED(cudaEventDestroy(end));
+    CHECKED(cudaGraphExecDestroy(exec));
+    CHECKED(cudaGraphDestroy(graph));
+    return 1000.0 * static_cast<double>(times[times.size() / 2]);
+}
+
+// memory of small finite values in every type
+char * allocate(size_t nbytes) {
+    void * p = nullptr;
+    CHECKED(cudaMalloc(&p, nbytes));
+    CHECKED(cudaMemsetAsync(p, 0x11, nbytes, ctx.stream));
+    return static_cast<char *>(p);
+}
+
+op_tensor tensor(char * data, tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1) {
+    op_tensor t = {};
+    t.data = data, t.type = type;
+    t.ne[0] = ne0, t.ne[1] = ne1, t.ne[2] = ne2, t.ne[3] = 1;
+    t.nb[0] = type_block_nbytes(type), t.nb[1] = ne0 / type_block_size(type) * t.nb[0], t.nb[2] = t.nb[1] * ne1,
+    t.nb[3] = t.nb[2] * ne2;
+    return t;
+}
+
+struct shape {
+    tensor_type type;
+    int64_t     head_dim, heads, kv_heads, n_kv, tokens;
+};
+
+struct layer {
+    const shape &    s;
+    op_tensor        q, q_dst, k, v, k_cache, v_cache, mask, ids, pos, out;
+    attention_params a       = {};
+    rope_params      r       = {};
+    char *           scratch = nullptr;
+
+    layer(const shape & of, char * cache, char * inputs) : s(of) {
+        const int64_t width = s.head_dim * s.kv_heads;
+        const auto    next  = [&inputs](tensor_type type, int64_t ne0, int64_t ne1, int64_t ne2 = 1) {
+            const op_tensor t = tensor(inputs, type, ne0, ne1, ne2);
+            inputs += (t.nb[3] + 255) / 256 * 256;
+            return t;
+        };
+        q = next(TYPE_F32, s.head_dim, s.heads, s.tokens), q_dst = next(TYPE_F32, s.head_dim, s.heads, s.tokens);
+        k = next(TYPE_F32, s.head_dim, s.kv_heads, s.tokens), v = next(TYPE_F32, width, s.tokens);
+        mask = next(TYPE_F16, s.n_kv, s.tokens), out = next(TYPE_F32, s.head_dim, s.heads, s.tokens);
+        ids = next(TYPE_I64, 64, 1), pos = next(TYPE_I32, 64, 1);
+        CHECKED(cudaMemsetAsync(mask.data, 0, static_cast<size_t>(mask.nb[3]), ctx.stream));
+        CHECKED(cudaMemsetAsync(pos.data, 0, 256, ctx.stream));
+        CHECKED(cudaMemsetAsync(ids.data, 0, 512, ctx.stream));
+        const int64_t last = s.n_kv - 1;
+        CHECKED(cudaMemcpyAsync(ids.data, &last, 8, cudaMemcpyHostToDevice, ctx.stream));
+        CHECKED(cudaStreamSynchronize(ctx.stream));
+        ids.ne[0] = pos.ne[0] = 1;
+        k_cache = tensor(cache, s.type, width, s.n_kv), v_cache = tensor(cache + k_cache.nb[2], s.type, width, s.n_kv);
+        a.q = q_dst;
+        std::swap(a.q.ne[1], a.q.ne[2]), std::swap(a.q.nb[1], a.q.nb[2]);
+        a.k = heads_of(k_cache), a.v = heads_of(v_cache), a.dst = out, a.mask = &mask;
+        a.scale  = 1 / std::sqrt(static_cast<float>(s.head_dim));
+        r.n_dims = static_cast<int>(s.head_dim), r.freq_base = 10000, r.freq_scale = 1, r.attn_factor = 1,
+        r.n_ctx_orig = 4096, r.beta_fast = 32, r.beta_slow = 1;
+        scratch = inputs;
+    }
+    static size_t inputs_nbytes(const shape & s) {
+        return static_cast<size_t>(s.head_dim * (3 * s.heads + 2 * s.kv_heads) * s.tokens * 4 + s.n_kv * s.tokens * 2 +
+                                   8192);
+    }
+    op_tensor heads_of(const op_tensor & cache) const {
+        op_tensor t = cache;
+        t.ne[0] = s.head_dim, t.ne[1] = s.n_kv, t.ne[2] = s.kv_heads;
+        t.nb[2] = s.head_dim / type_block_size(s.type) * t.nb[0];
+        return t;
+    }
+    void enqueue() {
+        const auto *            id = reinterpret_cast<const int64_t *>(ids.data);
+        const rope_cache_params c  = { q, q_dst, k, k_cache, v, v_cache, id, id };
+        if (s.tokens > 1) {
+            CHECKED(op_attention(ctx, a, scratch));
+        } else if (op_rope_attention_supported(r, pos, nullptr, c, a)) {
+            CHECKED(op_rope_attention(ctx, r, pos, nullptr, c, a, scratch));
+        } else {
+            op_tensor k_rows = k;
+            k_rows.ne[0] = k_cache.ne[0], k_rows.ne[1] = 1, k_rows.nb[1] = k.nb[2];
+            CHECKED(op_rope(ctx, r, q, pos, nullptr, q_dst));
+            CHECKED(op_rope(ctx, r, k, pos, nullptr, k));
+            CHECKED(op_set_rows(ctx, k_rows, ids, k_cache));
+            CHECKED(op_set_rows(ctx, v, ids, v_cache));
+            CHECKED(op_attention(ctx, a, scratch));
+        }
+    }
+};
+
+// microseconds per layer
+double time_of_layers(const shape & s) {
+    const size_t cache =
+        static_cast<size_t>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) * type_block_nbytes(s.type));
+    const int           n      = static_cast<int>(std::clamp<size_t>((size_t(600) << 20) / cache, 4, 64));
+    const size_t        inputs = layer::inputs_nbytes(s);
+    std::vector<layer>  layers;
+    char *              caches = allocate(cache * static_cast<size_t>(n) + 4096);
+    std::vector<char *> memory = { caches };
+    for (int i = 0; i < n; i++) {
+        char * at = allocate(inputs);
+        memory.push_back(at);
+        layers.emplace_back(s, caches + cache * static_cast<size_t>(i), at);
+    }
+    char * scratch = allocate(op_attention_scratch_nbytes(layers[0].a) + 256);
+    memory.push_back(scratch);
+    for (layer & l : layers) {
+        l.a.mask  = &l.mask; // the vector has moved them
+        l.scratch = scratch;
+    }
+    const double us = time_of([&] {
+        for (layer & l : layers) {
+            l.enqueue();
+        }
+    });
+    for (char * p : memory) {
+        CHECKED(cudaFree(p));
+    }
+    return us / n;
+}
+
+std::vector<std::string> split_list(const std::string & text) {
+    std::vector<std::string> list;
+    std::stringstream        in(text);
+    for (std::string part; std::getline(in, part, ',');) {
+        list.push_back(part);
+    }
+    return list;
+}
+
+} // namespace
+
+} // namespace macko::cuda
+
+int main(int argc, char ** argv) {
+    using namespace macko::cuda;
+    std::string types = "f16,q8_0,q4_0", tokens = "1,2,4,8", depths = "256,512,4096,16384", prompts = "512";
+    for (int i = 1; i + 1 < argc; i += 2) {
+        const std::string option           = argv[i];
+        (option == "--types"    ? types
+         : option == "--tokens" ? tokens
+         : option == "--depths" ? depths
+                                : prompts) = argv[i + 1];
+    }
+    cudaDeviceProp prop;
+    CHECKED(cudaGetDeviceProperties(&prop, 0));
+    CHECKED(cudaStreamCreateWithFlags(&ctx.stream, cudaStreamNonBlocking));
+    CHECKED(cudaMalloc(&ctx.counters, N_COUNTERS * sizeof(unsigned)));
+    CHECKED(cudaMemset(ctx.counters, 0, N_COUNTERS * sizeof(unsigned)));
+    CHECKED(op_compute_capability(&ctx.cc));
+    ctx.n_sm = prop.multiProcessorCount, ctx.shared_nbytes = static_cast<int>(prop.sharedMemPerBlockOptin);
+    ctx.overlap         = ctx.cc >= 90;
+    const size_t nbytes = size_t(2) << 30;
+    char *       big    = allocate(nbytes);
+    const double read   = time_of([&] {
+        read_kernel<<<static_cast<unsigned>(8 * ctx.n_sm), 512, 0, ctx.stream>>>(
+            reinterpret_cast<const uint4 *>(big), nbytes / 16, reinterpret_cast<uint32_t *>(ctx.counters));
+        CHECKED(cudaGetLastError());
+    });
+    CHECKED(cudaFree(big));
+    const double bandwidth = static_cast<double>(nbytes) / read; // bytes per us
+    printf("%s, read bandwidth %.0f GB/s\n%-6s %-14s %7s %7s %10s %10s %6s\n", prop.name, bandwidth / 1000, "cache",
+           "heads", "tokens", "n_kv", "us/layer", "MB", "%");
+    const auto row = [&](const std::string & type_name, const shape & s) {
+        const double us    = time_of_layers(s);
+        const double moved = static_cast<double>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) *
+                                                 type_block_nbytes(s.type));
+        printf("%-6s %2dx%-3d on %-4d %7d %7d %10.2f %10.2f %6.1f\n", type_name.c_str(), static_cast<int>(s.heads),
+               static_cast<int>(s.head_dim), static_cast<int>(s.kv_heads), static_cast<int>(s.tokens),
+               static_cast<int>(s.n_kv), us, moved / 1e6, 100 * moved / us / bandwidth);
+        fflush(stdout);
+    };
+    for (const std::string & name : split_list(types)) {
+        const tensor_type type = name == "f16" ? TYPE_F16 : name == "q8_0" ? TYPE_Q8_0 : TYPE_Q4_0;
+        for (const bool grouped : { false, true }) {
+            const shape s = { type, grouped ? 64 : 128, 32, grouped ? 8 : 32, 0, 1 };
+            for (const std::string & t : split_list(tokens)) {
+                for (const std::string & d : split_list(depths)) {
+                    shape of  = s;
+                    of.tokens = atoi(t.c_str()), of.n_kv = atoi(d.c_str());
+                    row(name, of);
+                }
+            }
+            for (const std::string & n : split_list(prompts)) {
+                shape of  = s;
+                of.tokens = of.n_kv = atoi(n.c_str());
+                row(name, of);
+            }
+        }
+    }
+    return 0;
+}

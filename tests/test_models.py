@@ -42,6 +42,19 @@ def models(tmp_path_factory):
     }
 
 
+def test_layers_of_a_random_model_are_the_same_where_asked(tmp_path):
+    tensors = {
+        t.name: np.asarray(t.data)
+        for t in gguf.GGUFReader(make(tmp_path / "same.gguf", "--density", "0.5", "--same-layers")).tensors
+    }
+    names = [name for name in tensors if name.startswith("blk.1.")]
+    assert len(names) == 9
+    for name in names:
+        assert np.array_equal(tensors[name], tensors[name.replace("blk.1.", "blk.0.")]), name
+    assert 0.45 < (tensors["blk.1.ffn_up.weight"] == 0).mean() < 0.55
+    assert not np.array_equal(tensors["output.weight"], tensors["token_embd.weight"])
+
+
 def test_smallest_non_zeros_are_where_pruning_cut(models):
     for t in gguf.GGUFReader(models["smallest"]).tensors:
         w = np.abs(np.asarray(t.data, dtype=np.float64))

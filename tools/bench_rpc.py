@@ -4,12 +4,13 @@
   python3 tools/build_llama_cpp.py
   python3 tools/bench_rpc.py build/llama.cpp/bin sparse.gguf                # servers on the loopback
   sudo python3 tools/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a network namespace of its own
+  python3 tools/bench_rpc.py --gpu-each build/llama.cpp/bin sparse.gguf     # several GPUs in this machine
 
 A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
-generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there is a GPU, all compute on
-the first one; its memory is what a run takes of it, beside what the servers keep: their contexts, and the memory in
-which weights become dense.
+generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there are GPUs, every server has
+all of them, or one of its own (--gpu-each), and their memory is what a run takes of it, beside what the servers keep:
+their contexts, and the memory in which weights become dense.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ class Run(NamedTuple):
 
 
 def free_on_gpu() -> int:
-    """Bytes; 0 where there is no GPU."""
-    gpus = devices.gpus()
-    return gpus[0].free if gpus else 0
+    """Bytes, of all GPUs; 0 where there is none."""
+    return sum(gpu.free for gpu in devices.gpus())
 
 
 def run(
@@ -100,6 +100,11 @@ def main() -> None:
     parser.add_argument("--servers", default="0,1,2,3", metavar="N,N...", help="a row for each (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=2, help="of the client, and of each server")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--gpu-each",
+        action="store_true",
+        help="the first server computes on the first GPU, the second on the second ...",
+    )
     parser.add_argument("--stock", action="store_true", help="servers without the plugin")
     args = parser.parse_args()
     rows, same, want = [], True, ""
@@ -110,7 +115,12 @@ def main() -> None:
             servers = [
                 stack.enter_context(
                     rpc_servers.running(
-                        args.folder, logs / f"{i}.log", plugin=not args.stock, threads=args.threads, host=host
+                        args.folder,
+                        logs / f"{i}.log",
+                        plugin=not args.stock,
+                        threads=args.threads,
+                        host=host,
+                        **({"CUDA_VISIBLE_DEVICES": str(i)} if args.gpu_each else {}),
                     )
                 )
                 for i, host in enumerate(places)

@@ -17,7 +17,7 @@ import string
 import sys
 from collections.abc import Iterator
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import gguf
 import numpy as np
@@ -72,6 +72,9 @@ def main() -> int:
         "--smallest", action="store_true", help="the smallest weights are zero, as magnitude pruning does"
     )
     parser.add_argument("--alike", type=int, default=1, help="neighbouring rows whose zeros are at the same places")
+    parser.add_argument(
+        "--same-layers", action="store_true", help="every layer has the weights of the first, which takes less time"
+    )
     parser.add_argument("--type", choices=sorted(TYPES), default="f16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -153,12 +156,29 @@ def write(args: argparse.Namespace) -> None:
     # GGUFWriter takes whole tensors only, so the data are written block by block after its header
     out = writer.fout[0]
     rng = np.random.default_rng(args.seed)
+    first_layer: dict[str, tuple[int, int]] = {}  # where a tensor of it begins and ends in the file
     for name, shape in shapes.items():
         out.write(bytes(-out.tell() % writer.data_alignment))
+        layer, _, part = name.removeprefix("blk.").partition(".")
+        if args.same_layers and part in first_layer and name.startswith("blk."):
+            copy(out, *first_layer[part])
+            continue
+        begin = out.tell()
         for block in weights(rng, name, shape, args):
             encode(block, element(name)).tofile(out)
+        if layer == "0":
+            first_layer[part] = begin, out.tell()
     out.write(bytes(-out.tell() % writer.data_alignment))
     writer.close()
+
+
+def copy(out: BinaryIO, begin: int, end: int) -> None:
+    """Writes bytes begin to end of the file that out writes at its end."""
+    out.flush()
+    with open(out.name, "rb") as written:
+        written.seek(begin)
+        for at in range(begin, end, BLOCK):
+            out.write(written.read(min(BLOCK, end - at)))
 
 
 def weights(

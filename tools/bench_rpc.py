@@ -4,13 +4,12 @@
   python3 tools/build_llama_cpp.py
   python3 tools/bench_rpc.py build/llama.cpp/bin sparse.gguf                # servers on the loopback
   sudo python3 tools/bench_rpc.py --hosts build/llama.cpp/bin sparse.gguf   # each in a network namespace of its own
-  python3 tools/bench_rpc.py --gpu-each build/llama.cpp/bin sparse.gguf     # several GPUs in this machine
 
 A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
-generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there are GPUs, every server has
-all of them, or one of its own (--gpu-each), and their memory is what a run takes of it, beside what the servers keep:
-their contexts, and the memory in which weights become dense.
+generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there are GPUs, a server
+computes on one of them, the first on the first, by turns if there are more servers; GPU memory is what a run takes of
+all, beside what the servers keep: their contexts, and the memory in which weights become dense.
 """
 
 from __future__ import annotations
@@ -100,13 +99,9 @@ def main() -> None:
     parser.add_argument("--servers", default="0,1,2,3", metavar="N,N...", help="a row for each (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=2, help="of the client, and of each server")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
-    parser.add_argument(
-        "--gpu-each",
-        action="store_true",
-        help="the first server computes on the first GPU, the second on the second ...",
-    )
     parser.add_argument("--stock", action="store_true", help="servers without the plugin")
     args = parser.parse_args()
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(len(devices.gpus())))).split(",")
     rows, same, want = [], True, ""
     for n in map(int, args.servers.split(",")):
         with contextlib.ExitStack() as stack:
@@ -120,7 +115,7 @@ def main() -> None:
                         plugin=not args.stock,
                         threads=args.threads,
                         host=host,
-                        **({"CUDA_VISIBLE_DEVICES": str(i)} if args.gpu_each else {}),
+                        CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)],
                     )
                 )
                 for i, host in enumerate(places)

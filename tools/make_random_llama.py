@@ -160,7 +160,7 @@ def write(args: argparse.Namespace) -> None:
     for name, shape in shapes.items():
         out.write(bytes(-out.tell() % writer.data_alignment))
         layer, _, part = name.removeprefix("blk.").partition(".")
-        if args.same_layers and part in first_layer and name.startswith("blk."):
+        if args.same_layers and part in first_layer:
             copy(out, *first_layer[part])
             continue
         begin = out.tell()

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -800,6 +801,8 @@ void test_expert_products_with_strided_ids() {
 
 // ---- attention ----
 
+constexpr tensor_type QUANTIZED_CACHES[] = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q5_0, TYPE_IQ4_NL, TYPE_Q4_1, TYPE_Q5_1 };
+
 struct attention_case {
     tensor_type                       type;
     int64_t                           head_dim, kv_heads, group, heads, tokens, streams, n_kv;
@@ -808,8 +811,8 @@ struct attention_case {
     std::pair<tensor_ptr, tensor_ptr> keys, values;
     attention_params                  p = {};
 
-    explicit attention_case(int k) : type(k % 5 == 4 ? TYPE_Q8_0 : TYPE_F16) {
-        head_dim = type == TYPE_Q8_0 ? pick({ 64, 128 }) : pick({ 40, 64, 80, 96, 128, 256 });
+    explicit attention_case(int k) : type(k % 2 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)]) {
+        head_dim = type == TYPE_F16 ? pick({ 40, 64, 80, 96, 128, 256 }) : pick({ 64, 64, 96, 128, 128, 256 });
         kv_heads = pick({ 1, 2, 3 }), group = pick({ 1, 2, 3, 4, 7, 8 }), heads = kv_heads * group;
         tokens = pick({ 1, 1, 2, 8, 9, 65, 100 }), streams = tokens < 9 ? pick({ 1, 3 }) : 1;
         n_kv = tokens > 9 ? pick({ 32, 70, 256 }) : pick({ 1, 32, 70, 256, 1000, 1100, random_source.range(1, 600) });
@@ -935,7 +938,7 @@ void check_attention(const attention_case & a) {
 }
 
 void test_attention_masks_groups_and_splits() {
-    for (int k = 0; k < 80; k++) {
+    for (int k = 0; k < 120; k++) {
         const attention_case a(k);
         const bool           supported = op_attention_supported(a.p);
         CHECK(supported, "attention refused: head %d", static_cast<int>(a.head_dim));

@@ -1,10 +1,12 @@
 // Times the attention of few tokens over deep caches: per layer with everything between the projections and the
 // attention's result, that is rotary embedding, cache writes and attention for one token, attention alone for more.
 //
-//   bench-attention-gpu [--types f16,q8_0,q4_0] [--tokens 1,2,4,8] [--depths 256,512,4096,16384] [--prompts 512]
+//   bench-attention-gpu [--types f16,q8_0,q5_0,q4_0] [--tokens 1,2,4,8] [--depths 256,512,4096,16384]
+//                       [--prompts 512,512@4096]
 //
-// A time is the median over replays of a graph of several layers with a cache of their own each, too many for L2. Bytes
-// are those of the used rows of K and V; the percentage is that of the bandwidth of a kernel that only reads.
+// 512@4096: 512 tokens over 4096 positions, of which the mask hides none. A time is the median over replays of a graph
+// of several layers with a cache of their own each, too many for L2. Bytes are those of the used rows of K and V; the
+// percentage is that of the bandwidth of a kernel that only reads.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 
@@ -205,7 +207,7 @@ std::vector<std::string> split_list(const std::string & text) {
 
 int main(int argc, char ** argv) {
     using namespace macko::cuda;
-    std::string types = "f16,q8_0,q4_0", tokens = "1,2,4,8", depths = "256,512,4096,16384", prompts = "512";
+    std::string types = "f16,q8_0,q5_0,q4_0", tokens = "1,2,4,8", depths = "256,512,4096,16384", prompts = "512";
     for (int i = 1; i + 1 < argc; i += 2) {
         const std::string option           = argv[i];
         (option == "--types"    ? types
@@ -242,7 +244,10 @@ int main(int argc, char ** argv) {
         fflush(stdout);
     };
     for (const std::string & name : split_list(types)) {
-        const tensor_type type = name == "f16" ? TYPE_F16 : name == "q8_0" ? TYPE_Q8_0 : TYPE_Q4_0;
+        const tensor_type type = name == "f16"    ? TYPE_F16
+                                 : name == "q8_0" ? TYPE_Q8_0
+                                 : name == "q5_0" ? TYPE_Q5_0
+                                                  : TYPE_Q4_0;
         for (const bool grouped : { false, true }) {
             const shape s = { type, grouped ? 64 : 128, 32, grouped ? 8 : 32, 0, 1 };
             for (const std::string & t : split_list(tokens)) {
@@ -253,8 +258,10 @@ int main(int argc, char ** argv) {
                 }
             }
             for (const std::string & n : split_list(prompts)) {
-                shape of  = s;
-                of.tokens = of.n_kv = atoi(n.c_str());
+                shape        of = s;
+                const size_t at = n.find('@');
+                of.tokens       = atoi(n.c_str());
+                of.n_kv         = at == std::string::npos ? of.tokens : atoi(n.c_str() + at + 1);
                 row(name, of);
             }
         }

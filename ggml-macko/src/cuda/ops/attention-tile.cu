@@ -3,7 +3,8 @@
 //   scores   Q (64 tokens x head_dim) times K (64 positions x head_dim) transposed, both in F16
 //   sums     probabilities in F16 times V, in float32, rescaled when a tile raises the maximum (online softmax)
 //
-// A warp has 16 tokens. Tiles that the mask hides completely are skipped, so causal prefill costs half.
+// A warp has 16 tokens. Tiles that the mask hides completely are skipped, so causal prefill costs half. Blocks of many
+// tokens read the same K and V, so those of a quantized cache are made F16 once, before.
 #include "cuda/ops/attention.cuh"
 
 namespace macko::cuda {
@@ -15,15 +16,17 @@ constexpr int TILE_MIN_TOKENS = 9; // of fewer, a tile would be mostly empty
 constexpr int TILE         = 64;  // tokens, and positions
 constexpr int TILE_THREADS = 128; // 4 warps, 16 tokens each
 
+constexpr int CONVERT_THREADS = 256;
+
 // row stride in shared memory: ldmatrix without bank conflicts
 template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; }
 template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) {
     return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
 }
 
-// Copies rows of K or V to shared memory as F16; complete after wait_for_copies() and a barrier. Rows behind the last
-// position are zeros.
-template <typename T, int HEAD_DIM>
+// Copies rows of K or V to shared memory; complete after wait_for_copies() and a barrier. Rows behind the last position
+// are zeros.
+template <int HEAD_DIM>
 __device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
     for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
         const int    row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
@@ -31,18 +34,14 @@ __device__ __forceinline__ void load_tile(__half * tile, const char * base, int6
         const char * source = base + (first + row) * nb1;
         if (first + row >= n) {
             *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
-        } else if constexpr (std::is_same_v<T, value_type<TYPE_F16>>) {
-            copy_16(place, source + e * 2);
         } else {
-            float f[8];
-            T::load8(source, e, f);
-            *reinterpret_cast<uint4 *>(place) = pack8<__half>(f);
+            copy_16(place, source + e * 2);
         }
     }
 }
 
 // STAGES 2: the next tile is loaded while this one is multiplied; 1 where shared memory is short
-template <typename T, int HEAD_DIM, int STAGES>
+template <int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
     wait_for_previous();
     extern __shared__ __align__(16) __half shared_tiles[];
@@ -117,8 +116,8 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         return first;
     };
     const auto start_tile = [&](int first, int stage) {
-        load_tile<T, HEAD_DIM>(k_tile_of(stage), k_base, p.k.nb[1], first, n_kv);
-        load_tile<T, HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
+        load_tile<HEAD_DIM>(k_tile_of(stage), k_base, p.k.nb[1], first, n_kv);
+        load_tile<HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
     };
 
     int current = next_tile(0);
@@ -251,36 +250,55 @@ int tile_shared_nbytes_of(int64_t head_dim, int stages) {
     }
 }
 
-template <typename T, int HEAD_DIM, int STAGES>
-cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+template <int HEAD_DIM, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
     constexpr int nbytes = tile_shared_nbytes<HEAD_DIM>(STAGES);
-    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<T, HEAD_DIM, STAGES>,
-                                   cudaFuncAttributeMaxDynamicSharedMemorySize, nbytes)));
+    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<HEAD_DIM, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   nbytes)));
     const dim3 grid(static_cast<unsigned>((a.q.ne[1] + TILE - 1) / TILE), static_cast<unsigned>(a.q.ne[2]),
                     static_cast<unsigned>(a.q.ne[3]));
-    return launch(ctx, attention_tile_kernel<T, HEAD_DIM, STAGES>, grid, TILE_THREADS, nbytes, a);
+    return launch(ctx, attention_tile_kernel<HEAD_DIM, STAGES>, grid, TILE_THREADS, nbytes, a);
 }
 
-template <typename T, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+template <int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
     switch (a.k.ne[0]) {
-        case 64:  return launch_tiles<T, 64, STAGES>(ctx, a);
-        case 80:  return launch_tiles<T, 80, STAGES>(ctx, a);
-        case 96:  return launch_tiles<T, 96, STAGES>(ctx, a);
-        case 112: return launch_tiles<T, 112, STAGES>(ctx, a);
-        case 128: return launch_tiles<T, 128, STAGES>(ctx, a);
-        default:  return launch_tiles<T, 256, STAGES>(ctx, a);
+        case 64:  return launch_tiles<64, STAGES>(ctx, a);
+        case 80:  return launch_tiles<80, STAGES>(ctx, a);
+        case 96:  return launch_tiles<96, STAGES>(ctx, a);
+        case 112: return launch_tiles<112, STAGES>(ctx, a);
+        case 128: return launch_tiles<128, STAGES>(ctx, a);
+        default:  return launch_tiles<256, STAGES>(ctx, a);
     }
 }
 
-template <typename T> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a, int stages) {
-    return stages == 2 ? launch_tiles<T, 2>(ctx, a) : launch_tiles<T, 1>(ctx, a);
+// to = from, n elements each of K (blockIdx.y = 0) and V; a thread has 8
+template <typename T>
+__global__ void __launch_bounds__(CONVERT_THREADS)
+    cache_to_f16_kernel(const __grid_constant__ cache_pair from, const __grid_constant__ cache_pair to, int64_t n) {
+    wait_for_previous();
+    const op_tensor & s = blockIdx.y == 0 ? from.k : from.v;
+    const op_tensor & d = blockIdx.y == 0 ? to.k : to.v;
+    const int64_t     e = (static_cast<int64_t>(blockIdx.x) * CONVERT_THREADS + threadIdx.x) * 8;
+    if (e >= n) {
+        return;
+    }
+    const row_index in_memory = split_row(e / s.ne[0], s.ne[2], s.ne[1]); // head, position, stream
+    const row_index row       = { in_memory.i2, in_memory.i1, in_memory.i3 };
+    const int64_t   i0        = e % s.ne[0];
+    float           f[8];
+    T::load8(row_of(s, row), i0, f);
+    *reinterpret_cast<uint4 *>(row_of(d, row) + i0 * 2) = pack8<__half>(f);
 }
 
 } // namespace
 
+bool attention_tile_supported(const attention_params & p) {
+    const bool type_ok = p.k.type == TYPE_F16 || type_block_size(p.k.type) > 1;
+    return p.q.ne[1] >= TILE_MIN_TOKENS && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] &&
+           tile_shared_nbytes_of(p.k.ne[0], 1) != 0;
+}
+
 int attention_tile_stages(const op_context & ctx, const attention_params & p) {
-    if (p.q.ne[1] < TILE_MIN_TOKENS || p.k.type != p.v.type || (p.k.type != TYPE_F16 && p.k.type != TYPE_Q8_0) ||
-        p.k.ne[0] != p.v.ne[0] || tile_shared_nbytes_of(p.k.ne[0], 1) == 0) {
+    if (!attention_tile_supported(p)) {
         return 0;
     }
     return tile_shared_nbytes_of(p.k.ne[0], 2) <= ctx.shared_nbytes   ? 2
@@ -289,8 +307,20 @@ int attention_tile_stages(const op_context & ctx, const attention_params & p) {
 }
 
 cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages) {
-    return a.k.type == TYPE_F16 ? launch_tiles<value_type<TYPE_F16>>(ctx, a, stages)
-                                : launch_tiles<value_type<TYPE_Q8_0>>(ctx, a, stages);
+    return stages == 2 ? launch_tiles<2>(ctx, a) : launch_tiles<1>(ctx, a);
+}
+
+cudaError_t launch_cache_to_f16(const op_context & ctx, const cache_pair & from, const cache_pair & to) {
+    const int64_t n = from.k.n_elements(); // V has as many: heads of one size
+    const dim3    grid(static_cast<unsigned>((n / 8 + CONVERT_THREADS - 1) / CONVERT_THREADS), 2);
+    return with_type(from.k.type, [&](auto t) {
+        using T = decltype(t);
+        if constexpr (!T::IS_PLAIN && T::CAN_STORE) {
+            return launch(ctx, cache_to_f16_kernel<T>, grid, CONVERT_THREADS, 0, from, to, n);
+        } else {
+            return cudaErrorInvalidValue;
+        }
+    });
 }
 
 } // namespace macko::cuda

@@ -3,7 +3,7 @@
 //
 //   attention-decode.cu   few tokens, F16 cache, heads of 64 or 128 elements: tensor cores
 //   attention-vec-*.cu    few tokens, any other cache: float32 arithmetic
-//   attention-tile.cu     many tokens, F16 or Q8_0 cache: tensor cores
+//   attention-tile.cu     many tokens, F16 or quantized cache: tensor cores
 //
 // With few tokens the positions of a KV head are divided into splits, a block each. The last block of a head to finish
 // combines the splits in their order, so the result does not depend on timing.
@@ -70,6 +70,20 @@ bool can_read(tensor_type type) {
            type == TYPE_Q4_1 || type == TYPE_Q5_0 || type == TYPE_Q5_1 || type == TYPE_IQ4_NL;
 }
 
+op_tensor as_f16(const op_tensor & t, char * data) { // in the order of a cache: a position's heads side by side
+    op_tensor f16 = t;
+    f16.data = data, f16.type = TYPE_F16;
+    f16.nb[0] = 2, f16.nb[2] = t.ne[0] * 2, f16.nb[1] = f16.nb[2] * t.ne[2], f16.nb[3] = f16.nb[1] * t.ne[1];
+    return f16;
+}
+
+// of a quantized cache that attention_tile_kernel reads
+size_t f16_cache_nbytes(const attention_params & p) {
+    return attention_tile_supported(p) && type_block_size(p.k.type) > 1
+               ? static_cast<size_t>(p.k.n_elements() + p.v.n_elements()) * 2
+               : 0;
+}
+
 } // namespace
 
 bool op_attention_supported(const attention_params & p) {
@@ -107,10 +121,11 @@ bool op_attention_supported(const attention_params & p) {
 }
 
 size_t op_attention_scratch_nbytes(const attention_params & p) {
-    const int n_splits = p.q.n_elements() > 0 && p.k.ne[1] > 0 ? split_count(p) : 1;
-    return n_splits == 1 ? 0
-                         : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) *
-                               static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
+    const int    n_splits = p.q.n_elements() > 0 && p.k.ne[1] > 0 ? split_count(p) : 1;
+    const size_t partial  = n_splits == 1 ? 0
+                                          : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) *
+                                               static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
+    return std::max(partial, f16_cache_nbytes(p));
 }
 
 static attention_args make_attention_args(const op_context & ctx, const attention_params & p, char * scratch) {
@@ -139,8 +154,12 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
 }
 
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch) {
-    const attention_args a = make_attention_args(ctx, p, scratch);
+    attention_args a = make_attention_args(ctx, p, scratch);
     if (const int stages = attention_tile_stages(ctx, p)) {
+        if (p.k.type != TYPE_F16) {
+            a.k = as_f16(p.k, scratch), a.v = as_f16(p.v, scratch + p.k.n_elements() * 2);
+            CUDA_TRY(launch_cache_to_f16(ctx, { p.k, p.v }, { a.k, a.v }));
+        }
         return launch_attention_tile(ctx, a, stages);
     }
     if (attention_decode_supported(p)) {

@@ -165,8 +165,15 @@ cudaError_t launch_attention_vec_quantized(const op_context & ctx, const attenti
 cudaError_t launch_attention_vec_rope(const op_context & ctx, const attention_args & a, const new_row_args & n);
 
 // ---- many tokens (attention-tile.cu) ----
+bool attention_tile_supported(const attention_params & p); // on a GPU whose shared memory suffices
 // how many tiles of K and V fit shared memory, at most 2; 0: not a case for this kernel
 int         attention_tile_stages(const op_context & ctx, const attention_params & p);
-cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages);
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages); // K and V in F16
+
+struct cache_pair {
+    op_tensor k, v;
+};
+// of a quantized type, to F16
+cudaError_t launch_cache_to_f16(const op_context & ctx, const cache_pair & from, const cache_pair & to);
 
 } // namespace macko::cuda

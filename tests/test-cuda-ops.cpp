@@ -953,8 +953,12 @@ void test_attention_over_deep_caches() {
     int k = 0;
     for (const int64_t depth : { 1537, 5003, 16384, 17000 }) {
         for (const int64_t window : { 0, 1, 300, 4099 }) {
-            for (const tensor_type type : { TYPE_F16, TYPE_Q8_0, TYPE_Q4_0 }) {
-                if (window < depth && (type == TYPE_F16 || depth <= 5003)) { // float64 takes its time
+            if (window >= depth) {
+                continue;
+            }
+            check_attention(attention_case(k++, TYPE_F16, depth, window));
+            for (const tensor_type type : QUANTIZED_CACHES) {
+                if (depth <= 5003) { // float64 takes its time
                     check_attention(attention_case(k++, type, depth, window));
                 }
             }
@@ -965,15 +969,18 @@ void test_attention_over_deep_caches() {
 // Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
 // may also differ from head to head.
 void test_attention_does_not_read_hidden_rows() {
-    for (int k = 0; k < 24; k++) {
-        const int64_t head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }),
+    for (int k = 0; k < 48; k++) {
+        const tensor_type type     = k < 24 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)];
+        const int64_t     head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }),
                       heads = kv_heads * group, tokens = pick({ 1, 3 }),
                       n_kv = k < 6 ? 256 : random_source.range(2, 1400);
         auto q             = make(TYPE_F32, { head_dim, tokens, heads }, 0, true),
-             keys = make(TYPE_F16, { head_dim, n_kv, kv_heads }), values = make(TYPE_F16, { head_dim, n_kv, kv_heads });
-        auto mask = make(TYPE_F16, { n_kv, tokens, k % 3 ? 1 : heads }),
-             dst  = make(TYPE_F32, { head_dim, heads, tokens });
-        q->random(), keys->random(), values->random();
+             keys          = make_weight(type, { head_dim, n_kv, kv_heads }, 0).first,
+             values        = make_weight(type, { head_dim, n_kv, kv_heads }, 0).first;
+        auto mask          = make(TYPE_F16, { n_kv, tokens, k % 3 ? 1 : heads }),
+             dst           = make(TYPE_F32, { head_dim, heads, tokens });
+        q->random();
+        keys->download("keys"), values->download("values");
         const int64_t     from = random_source.range(1, n_kv - 1);
         std::vector<bool> hidden(static_cast<size_t>(n_kv)); // from all tokens
         for (int64_t i = 1; i < n_kv; i++) {
@@ -990,13 +997,13 @@ void test_attention_does_not_read_hidden_rows() {
         char * scratch = nullptr;
         cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(p) + 256), "scratch");
         std::vector<uint8_t> first;
-        for (const double garbage : { 0.0, static_cast<double>(NAN), static_cast<double>(INFINITY) }) {
+        for (const uint16_t garbage : { 0, 0xffff, 0x7c00 }) { // as F16 numbers and scales: 0, NaN, infinity
             for (auto * t : { keys.get(), values.get() }) {
-                t->each([&](int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-                    if (hidden[static_cast<size_t>(i1)]) {
-                        t->set(garbage, i0, i1, i2, i3);
+                for (size_t i = 0; i < t->nbytes; i += 2) {
+                    if (hidden[i / static_cast<size_t>(t->t.nb[1]) % static_cast<size_t>(n_kv)]) {
+                        memcpy(&t->host[i], &garbage, 2);
                     }
-                });
+                }
                 t->upload();
             }
             CHECK(op_attention(ctx, p, scratch) == cudaSuccess, "attention");

@@ -22,6 +22,19 @@ static __device__ __forceinline__ void load_matrices_transposed(uint32_t r[4], c
                  : "r"(shared_address(row)));
 }
 
+// 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4
+static __device__ __forceinline__ uint32_t transposed(__half2 rows) {
+    uint32_t r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*reinterpret_cast<const uint32_t *>(&rows)));
+    return r;
+}
+
+// high and low parts of x as a pair; |x| < 65520
+static __device__ __forceinline__ __half2 split_f16(float x) {
+    const __half high = __float2half_rn(x);
+    return __halves2half2(high, __float2half_rn(x - __half2float(high)));
+}
+
 // c += a * b
 template <typename T>
 static __device__ __forceinline__ void multiply_add(float c[4], const uint32_t a[4], uint32_t b0, uint32_t b1);

@@ -1,6 +1,6 @@
-// Attention of few tokens over an F16 cache, on tensor cores. A block takes a split of the positions of one KV head,
-// one token, and up to 4 query heads that share the KV head. A warp takes 16 positions at a time, so a short context is
-// one round of the 16 warps of a block.
+// Attention of few tokens over a cache in F16 or a quantized type, on tensor cores. A block takes a split of the
+// positions of one KV head, one token, and up to 4 query heads that share the KV head. A warp takes 16 positions at a
+// time, so a short context is one round of the 16 warps of a block.
 //
 //   scores   K (16 positions x head_dim) times q, whose F16 parts (q = high + low, 22 bits) are two of 8 columns per
 //            head
@@ -16,7 +16,12 @@
 //
 // Short contexts (RANKS = 2): a cluster of two blocks on two SMs shares the positions of a head. Each warp sends the
 // first half of its sums to one block and the second half to the other.
+//
+// Quantized types: attention-quantized.cuh.
+#include "cuda/ops/attention-quantized.cuh"
 #include "cuda/ops/attention.cuh"
+
+#include <algorithm>
 
 namespace macko::cuda {
 
@@ -44,12 +49,6 @@ __device__ __forceinline__ uint32_t word(const uint4 & v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// high and low parts of x as a pair; |x| < 65520
-__device__ __forceinline__ __half2 split_f16(float x) {
-    const __half high = __float2half_rn(x);
-    return __halves2half2(high, __float2half_rn(x - __half2float(high)));
-}
-
 // 0 below 2^-126 and for -INFINITY
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
@@ -60,13 +59,6 @@ __device__ __forceinline__ float fast_exp2(float x) {
 // makes the compiler compute x here, ahead of a wait, and not where it is used first
 __device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_now(const float *& x) { asm volatile("" : "+l"(x)); }
-
-// 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4
-__device__ __forceinline__ uint32_t transposed(__half2 rows) {
-    uint32_t r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*reinterpret_cast<const uint32_t *>(&rows)));
-    return r;
-}
 
 // Clusters (cc 9.0). What a block sends to another is counted in bytes by the mbarrier of the receiver, as bulk copies
 // are. So neither a barrier of all threads of the cluster is needed, whose release is a fence of the whole GPU, nor any
@@ -116,9 +108,14 @@ __device__ __forceinline__ void wait_for_cluster() {
 // DEEP: more rounds than two, where only bandwidth counts. The scores free the registers of K for the next round's, the
 // sums those of V, so a warp always has one of them on its way, 64 KB in all: more than the 35 KB that an SM's share of
 // the memory bandwidth carries in a latency of 1 us.
-template <int HEAD_DIM, bool ROPE, int RANKS, bool DEEP>
+//
+// ROWS: f16_rows, or packed_rows of a quantized type, which are always DEEP. Packed rows are copied to a ring in shared
+// memory, of STAGES rounds, and each warp has a ring of its own.
+template <typename ROWS, int HEAD_DIM, bool ROPE, int RANKS, bool DEEP>
 __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     attention_decode_kernel(const __grid_constant__ decode_args p, const __grid_constant__ new_row_args n) {
+    constexpr bool PACKED = ROWS::PACKED;
+    static_assert(!PACKED || (DEEP && !ROPE && RANKS == 1));
     // a block's part of the sums of all warps of the cluster
     constexpr int DIMS = HEAD_DIM / RANKS, SOURCES = RANKS * WARPS;
     constexpr int HALF = HEAD_DIM / 2, J = HEAD_DIM / 32, C = HEAD_DIM / 64;
@@ -129,7 +126,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     __shared__ __align__(16) float raw[MAX_HEADS + 2][HEAD_DIM];
     __shared__ float2              shared_max[MAX_HEADS][SOURCES]; // with the sum of the weights
     __shared__ uint64_t            barriers[2];
-    // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts
+    // [SOURCES][heads * DIMS + 4], so that lanes of consecutive sources meet no bank conflicts; before, packed rows
     extern __shared__ __align__(16) float shared_sums[];
 
     const bulk_copies rows_in = { shared_address(&barriers[0]) }, sums_in = { shared_address(&barriers[1]) };
@@ -195,6 +192,26 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
 #pragma unroll
             for (int c = 0; c < C; c++) {
                 v[c][i] = load_once(row + 8 * c);
+            }
+        }
+    };
+
+    // PACKED: rows g and g + 8 of a round to a stage, K in front of V
+    char *     ring       = reinterpret_cast<char *>(shared_sums);
+    const auto ring_stage = [&](int stage) {
+        if constexpr (PACKED) {
+            return ring + (warp * ROWS::STAGES + stage) * ROWS::STAGE_NBYTES;
+        }
+        return ring;
+    };
+    const auto copy_rows = [&](int stage, int from) {
+        if constexpr (PACKED) {
+            char * to = ring_stage(stage);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = g + 8 * i, pos = min(from + row, end - 1);
+                ROWS::copy(to + row * ROWS::PITCH, k_row_of(pos), t);
+                ROWS::copy(to + (16 + row) * ROWS::PITCH, v_row_of(pos), t);
             }
         }
     };
@@ -273,11 +290,11 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     if constexpr (!ROPE) {
         fetch_bias();
         __syncwarp(); // keeps the order
-        if (wanted) {
+        if (!PACKED && wanted) {
             fetch_k();
         }
     }
-    if (wanted) {
+    if (!PACKED && wanted) {
         fetch_v();
     }
     const float   slope = p.alibi != 0 ? slope_of(p.rest, head0 + min(my_head, n_mine - 1)) : LOG2_E;
@@ -297,8 +314,10 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     const bool puts = (t & (4 >> log_heads) - 1) == 0, sends = first < end;
     const int  ld     = heads * DIMS + 4;
     const int  source = rank * WARPS + warp;
-    const auto place  = [&](int c) { return shared_sums + source * ld + my_head * DIMS + 8 * (g + 8 * c) % DIMS; };
-    uint32_t   to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
+    const auto place  = [&](int c) {
+        return shared_sums + source * ld + my_head * DIMS + (PACKED ? 64 * c + 4 * g : 8 * (g + 8 * c) % DIMS);
+    };
+    uint32_t to[C], to_arrived[C], max_to = 0, max_arrived = 0; // in the blocks of the cluster
     if constexpr (RANKS > 1) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
@@ -319,8 +338,9 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     x1       = saturate_f16(rotates ? x.x * angle.sine + x.y * angle.cosine : x.y);
         const __half2 a = split_f16(x0), b = split_f16(x1);
         if (role < heads) {
-            shared_q[2 * role][i0] = __low2half(a), shared_q[2 * role + 1][i0] = __high2half(a);
-            shared_q[2 * role][i1] = __low2half(b), shared_q[2 * role + 1][i1] = __high2half(b);
+            const int p0 = ROWS::place_of(i0), p1 = ROWS::place_of(i1);
+            shared_q[2 * role][p0] = __low2half(a), shared_q[2 * role + 1][p0] = __high2half(a);
+            shared_q[2 * role][p1] = __low2half(b), shared_q[2 * role + 1][p1] = __high2half(b);
         } else {
             shared_new[role - heads][i0] = __low2half(a);
             shared_new[role - heads][i1] = __low2half(b);
@@ -335,14 +355,17 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
         }
     }
 
-    float          max = -INFINITY, weight = 0, sum[C][8] = {}; // of dimensions 8 (g + 8c) on
+    // of dimensions 8 (g + 8c) on; PACKED: of the places 64c + 4g and 64c + 32 + 4g on
+    float          max = -INFINITY, weight = 0, sum[C][8] = {};
     const __half * my_q = &shared_q[(g << log_heads >> 3) * 2 + (g & 1)][8 * t];
-    // DEEP: rows that a round's mask hides are not read, so the mask is two rounds ahead
-    __half     next_bias[2];
-    bool       sees_next    = false;
-    const auto request_bias = [&] { fetch_bias_of(next_bias, first + DECODE_ROUND); };
-    const auto request_k    = [&] { // of the next round, behind the last use of this one's
-        sees_next = sees_with(next_bias);
+    // DEEP: rows that a round's mask hides are not read, so the mask is ahead of the requests by a round
+    constexpr int STAGES = ROWS::STAGES;
+    int           stage  = 0; // of this round
+    __half        next_bias[STAGES][2];
+    bool          sees_next    = false;
+    const auto    request_bias = [&] { fetch_bias_of(next_bias[STAGES - 1], first + STAGES * DECODE_ROUND); };
+    const auto    request_k    = [&] { // of the next round, behind the last use of this one's
+        sees_next = sees_with(next_bias[0]);
         first += DECODE_ROUND;
         if (sees_next) {
             fetch_k();
@@ -353,6 +376,32 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             fetch_v();
         }
     };
+    const auto request_rows = [&] { // of the round whose mask came last, to the stage of this one
+        __syncwarp();               // all lanes have read it
+        if (sees_with(next_bias[STAGES - 1])) {
+            copy_rows(stage, first + STAGES * DECODE_ROUND);
+        }
+        commit_copies();
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        first += DECODE_ROUND;
+    };
+    if constexpr (PACKED) { // as if rounds had been before
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) {
+            fetch_bias_of(next_bias[i], first + (i + 1) * DECODE_ROUND);
+        }
+        if (wanted) {
+            copy_rows(0, first);
+        }
+        commit_copies();
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) {
+            if (sees_with(next_bias[i])) {
+                copy_rows(i + 1, first + (i + 1) * DECODE_ROUND);
+            }
+            commit_copies();
+        }
+    }
     if constexpr (DEEP) {
         request_bias();
     }
@@ -380,22 +429,45 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                     }
                 }
             }
-            float score[2], new_max = max;
-            float dot[2][4] = {};
+            float        score[2], new_max = max;
+            const char * values[4];     // PACKED: rows 2t, 2t + 1, 2t + 8, 2t + 9 of V
+            float        v_scale[2][J]; // PACKED: of rows g, g + 8
+            if constexpr (PACKED) {
+                wait_for_committed_copies<STAGES - 1>();
+                __syncwarp(); // for the copies of all lanes
+                const auto packed_row = [&](int i, const char * row) {
+                    return ring_stage(stage) + i * ROWS::PITCH + ROWS::offset_in_piece(row);
+                };
+                const char * keys[2];
 #pragma unroll
-            for (int j = 0; j < J; j++) {
-                const uint4    b     = *reinterpret_cast<const uint4 *>(my_q + 32 * j);
-                const uint32_t a0[4] = { k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y },
-                               a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
-                multiply_add<__half>(dot[0], a0, b.x, b.y);
-                multiply_add<__half>(dot[1], a1, b.z, b.w);
-            }
-            if constexpr (DEEP) {
-                request_k();
-            }
+                for (int i = 0; i < 2; i++) {
+                    const int pos = min(first + g + 8 * i, end - 1);
+                    keys[i]       = packed_row(g + 8 * i, k_row_of(pos));
+                    ROWS::load_scales(v_scale[i], packed_row(16 + g + 8 * i, v_row_of(pos)));
+                }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                score[i] = p.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
+                for (int i = 0; i < 4; i++) {
+                    values[i] = packed_row(16 + v_pos(i) - first, v_row_of(min(v_pos(i), end - 1)));
+                }
+                ROWS::multiply_keys(score, keys, my_q, t);
+                score[0] *= p.scale, score[1] *= p.scale;
+            } else {
+                float dot[2][4] = {};
+#pragma unroll
+                for (int j = 0; j < J; j++) {
+                    const uint4    b     = *reinterpret_cast<const uint4 *>(my_q + 32 * j);
+                    const uint32_t a0[4] = { k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y },
+                                   a1[4] = { k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w };
+                    multiply_add<__half>(dot[0], a0, b.x, b.y);
+                    multiply_add<__half>(dot[1], a1, b.z, b.w);
+                }
+                if constexpr (DEEP) {
+                    request_k();
+                }
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    score[i] = p.scale * ((dot[0][2 * i] + dot[1][2 * i]) + (dot[0][2 * i + 1] + dot[1][2 * i + 1]));
+                }
             }
             if (p.softcap != 0) {
 #pragma unroll
@@ -410,13 +482,22 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                 score[i]      = m == -INFINITY ? m : score[i] + slope * m; // even if the product is NaN
                 seen[i]       = __ballot_sync(FULL_WARP, m != -INFINITY);
                 all &= seen[i];
-                new_max = fmaxf(new_max, score[i] - WEIGHT_BITS);
+                if constexpr (PACKED) { // the parts of a weight are taken times a scale; no maximum: -INFINITY + NaN
+                    float largest = 0x1p-24f;
+#pragma unroll
+                    for (int j = 0; j < J; j++) {
+                        largest = fmaxf(largest, fabsf(v_scale[i][j]));
+                    }
+                    new_max = fmaxf(new_max, score[i] + __log2f(largest) - WEIGHT_BITS);
+                } else {
+                    new_max = fmaxf(new_max, score[i] - WEIGHT_BITS);
+                }
             }
 #pragma unroll
             for (int offset = 4; offset < WARP; offset *= 2) {
                 new_max = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, offset));
             }
-            if (all != FULL_WARP) { // a weight of 0 times what lies there may be NaN
+            if (!PACKED && all != FULL_WARP) { // a weight of 0 times what lies there may be NaN
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const bool hidden = (seen[i / 2] >> (8 * t + 4 * (i % 2)) & 15) == 0;
@@ -428,54 +509,84 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             }
             const float old = rescale(max, new_max), base = new_max == -INFINITY ? 0 : new_max;
             float       out[C * 4][4] = {}, weights[4] = {};
-            max               = new_max;
-            const uint32_t b0 = transposed(split_f16(fast_exp2(score[0] - base))),
-                           b1 = transposed(split_f16(fast_exp2(score[1] - base)));
+            max = new_max;
+            if constexpr (PACKED) {
+                const float w[2] = { fast_exp2(score[0] - base), fast_exp2(score[1] - base) };
+                weight           = weight * old + (w[0] + w[1]);
+                ROWS::multiply_values(out, values, w, v_scale, g);
 #pragma unroll
-            for (int c = 0; c < C; c++) {
+                for (int c = 0; c < C; c++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and + 4 + i
-                    const int  which   = i % 2 ? 0x7632 : 0x5410;
-                    const auto pair_of = [&](int r, int w) {
-                        return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which);
-                    };
-                    const uint32_t a[4] = { pair_of(0, i / 2), pair_of(0, 2 + i / 2), pair_of(2, i / 2),
-                                            pair_of(2, 2 + i / 2) };
-                    multiply_add<__half>(out[c * 4 + i], a, b0, b1);
+                    for (int i = 0; i < 8; i++) {
+                        const float * o = &out[4 * c + i / 2][i % 2 * 2];
+                        sum[c][i]       = sum[c][i] * old + (o[0] + o[1]);
+                    }
+                }
+            } else {
+                const uint32_t b0 = transposed(split_f16(fast_exp2(score[0] - base))),
+                               b1 = transposed(split_f16(fast_exp2(score[1] - base)));
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) { // dimensions 8 (g + 8c) + i and + 4 + i
+                        const int  which   = i % 2 ? 0x7632 : 0x5410;
+                        const auto pair_of = [&](int r, int w) {
+                            return __byte_perm(word(v[c][r], w), word(v[c][r + 1], w), which);
+                        };
+                        const uint32_t a[4] = { pair_of(0, i / 2), pair_of(0, 2 + i / 2), pair_of(2, i / 2),
+                                                pair_of(2, 2 + i / 2) };
+                        multiply_add<__half>(out[c * 4 + i], a, b0, b1);
+                    }
+                }
+                const uint32_t ones[4] = { 0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00 };
+                multiply_add<__half>(weights, ones, b0, b1);
+                weight = weight * old + (weights[0] + weights[1]);
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        const float * o = &out[4 * c + i % 4][i / 4 * 2];
+                        sum[c][i]       = sum[c][i] * old + (o[0] + o[1]);
+                    }
+                }
+                if constexpr (DEEP) {
+                    request_v();
                 }
             }
-            const uint32_t ones[4] = { 0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00 };
-            multiply_add<__half>(weights, ones, b0, b1);
-            weight = weight * old + (weights[0] + weights[1]);
-#pragma unroll
-            for (int c = 0; c < C; c++) {
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const float * o = &out[4 * c + i % 4][i / 4 * 2];
-                    sum[c][i]       = sum[c][i] * old + (o[0] + o[1]);
-                }
-            }
-            if constexpr (DEEP) {
-                request_v();
-            }
-        } else if constexpr (DEEP) {
+        } else if constexpr (DEEP && !PACKED) {
             request_k();
             request_v();
         }
-        if constexpr (!DEEP) {
+        if constexpr (PACKED) {
+            request_rows();
+        } else if constexpr (!DEEP) {
             first += DECODE_ROUND;
         }
         if (first - warp * 16 >= end) {
             break;
         }
         if constexpr (DEEP) {
-            bias[0] = next_bias[0], bias[1] = next_bias[1];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                bias[i] = next_bias[0][i];
+#pragma unroll
+                for (int j = 0; j + 1 < STAGES; j++) {
+                    next_bias[j][i] = next_bias[j + 1][i];
+                }
+            }
             request_bias();
         } else {
             fetch_bias();
             fetch_k();
             fetch_v();
         }
+    }
+    if constexpr (PACKED) { // the sums go where the rows were
+        weight += __shfl_xor_sync(FULL_WARP, weight, 4);
+        weight += __shfl_xor_sync(FULL_WARP, weight, 8);
+        weight += __shfl_xor_sync(FULL_WARP, weight, 16);
+        wait_for_committed_copies();
+        __syncthreads();
     }
     if (puts && (RANKS == 1 || sends)) {
 #pragma unroll
@@ -486,7 +597,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
                 if constexpr (RANKS > 1) {
                     send(to[c] + 16 * i, to_arrived[c], x);
                 } else {
-                    reinterpret_cast<float4 *>(place(c))[i] = x;
+                    reinterpret_cast<float4 *>(place(c))[PACKED ? 8 * i : i] = x;
                 }
             }
         }
@@ -532,7 +643,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
             sum += __shfl_xor_sync(FULL_WARP, sum, offset);
         }
         if (from < 4) {
-            put_sum(p.sums, HEAD_DIM, row0 + r, head0 + r, split, at, sum, all_max, sum_of_weights);
+            put_sum(p.sums, HEAD_DIM, row0 + r, head0 + r, split, ROWS::element_at(at), sum, all_max, sum_of_weights);
         }
     }
     if constexpr (RANKS == 1) {
@@ -540,16 +651,22 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     }
 }
 
+dim3 grid_of(const attention_args & a) {
+    return { static_cast<unsigned>(a.n_splits * a.ranks), static_cast<unsigned>(a.k.ne[2] * a.chunks),
+             static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]) };
+}
+
+template <int HEAD_DIM, int RANKS> constexpr size_t sums_nbytes(int heads) {
+    return sizeof(float) * RANKS * WARPS * static_cast<size_t>(heads * (HEAD_DIM / RANKS) + 4);
+}
+
 template <int HEAD_DIM, int RANKS, bool DEEP>
 cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
-    const attention_args & a = d.rest;
-    const dim3             grid(static_cast<unsigned>(a.n_splits * RANKS), static_cast<unsigned>(a.k.ne[2] * a.chunks),
-                                static_cast<unsigned>(a.q.ne[1] * a.q.ne[3]));
-    const size_t           shared_nbytes =
-        sizeof(float) * RANKS * WARPS * static_cast<size_t>(a.heads_per_block * (HEAD_DIM / RANKS) + 4);
-    return n ? launch(ctx, attention_decode_kernel<HEAD_DIM, true, RANKS, DEEP>, grid, THREADS, shared_nbytes, d, *n)
-             : launch(ctx, attention_decode_kernel<HEAD_DIM, false, RANKS, DEEP>, grid, THREADS, shared_nbytes, d,
-                      new_row_args{});
+    const size_t shared_nbytes = sums_nbytes<HEAD_DIM, RANKS>(d.heads);
+    return n ? launch(ctx, attention_decode_kernel<f16_rows, HEAD_DIM, true, RANKS, DEEP>, grid_of(d.rest), THREADS,
+                      shared_nbytes, d, *n)
+             : launch(ctx, attention_decode_kernel<f16_rows, HEAD_DIM, false, RANKS, DEEP>, grid_of(d.rest), THREADS,
+                      shared_nbytes, d, new_row_args{});
 }
 
 template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const decode_args & d, const new_row_args * n) {
@@ -558,11 +675,48 @@ template <int HEAD_DIM> cudaError_t launch_rows(const op_context & ctx, const de
                                              : launch_rows<HEAD_DIM, 1, false>(ctx, d, n);
 }
 
+template <typename ROWS, int HEAD_DIM> constexpr size_t packed_nbytes() {
+    return std::max<size_t>(WARPS * ROWS::STAGES * ROWS::STAGE_NBYTES, sums_nbytes<HEAD_DIM, 1>(MAX_HEADS));
+}
+
+// The result of f(rows, head size), both as values of empty types; `otherwise` for types and sizes without a kernel.
+template <typename R, typename F> R with_packed_rows(tensor_type type, int64_t head_dim, R otherwise, F && f) {
+    const auto with_dim = [&](auto type_of) {
+        constexpr tensor_type TYPE = decltype(type_of)::value;
+        return head_dim == 64    ? f(packed_rows<TYPE, 64>(), std::integral_constant<int, 64>())
+               : head_dim == 128 ? f(packed_rows<TYPE, 128>(), std::integral_constant<int, 128>())
+                                 : otherwise;
+    };
+    switch (type) {
+        case TYPE_Q8_0:   return with_dim(std::integral_constant<tensor_type, TYPE_Q8_0>());
+        case TYPE_Q4_0:   return with_dim(std::integral_constant<tensor_type, TYPE_Q4_0>());
+        case TYPE_Q5_0:   return with_dim(std::integral_constant<tensor_type, TYPE_Q5_0>());
+        case TYPE_IQ4_NL: return with_dim(std::integral_constant<tensor_type, TYPE_IQ4_NL>());
+        default:          return otherwise;
+    }
+}
+
 } // namespace
 
 bool attention_decode_supported(const attention_params & p) {
-    return p.k.type == TYPE_F16 && p.v.type == TYPE_F16 && p.k.ne[0] == p.v.ne[0] &&
-           (p.k.ne[0] == 64 || p.k.ne[0] == 128) && p.k.nb[1] <= UINT32_MAX && p.v.nb[1] <= UINT32_MAX;
+    const bool one_kind = p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0];
+    if (!one_kind || p.k.nb[1] > UINT32_MAX || p.v.nb[1] > UINT32_MAX) {
+        return false;
+    }
+    if (p.k.type == TYPE_F16) {
+        return p.k.ne[0] == 64 || p.k.ne[0] == 128;
+    }
+    return with_packed_rows(p.k.type, p.k.ne[0], false, [&](auto rows, auto) {
+        return is_aligned(p.k, decltype(rows)::ALIGNMENT) && is_aligned(p.v, decltype(rows)::ALIGNMENT);
+    });
+}
+
+bool attention_decode_fits(const op_context & ctx, const attention_params & p) {
+    return p.k.type == TYPE_F16 || with_packed_rows(p.k.type, p.k.ne[0], false, [&](auto rows, auto head_dim) {
+               constexpr size_t STATIC_NBYTES = 12 * 1024; // at most
+               return ctx.cc >= 80 && packed_nbytes<decltype(rows), decltype(head_dim)::value>() + STATIC_NBYTES <=
+                                          static_cast<size_t>(ctx.shared_nbytes);
+           });
 }
 
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n) {
@@ -577,7 +731,16 @@ cudaError_t launch_attention_decode(const op_context & ctx, const attention_args
     d.sums  = places_of(a);
     d.scale = a.scale, d.softcap = a.softcap, d.alibi = a.alibi;
     d.rest = a;
-    return a.k.ne[0] == 64 ? launch_rows<64>(ctx, d, n) : launch_rows<128>(ctx, d, n);
+    if (a.k.type == TYPE_F16) {
+        return a.k.ne[0] == 64 ? launch_rows<64>(ctx, d, n) : launch_rows<128>(ctx, d, n);
+    }
+    return with_packed_rows(a.k.type, a.k.ne[0], cudaErrorInvalidValue, [&](auto rows, auto head_dim) {
+        constexpr int    HEAD_DIM = decltype(head_dim)::value;
+        constexpr size_t nbytes   = packed_nbytes<decltype(rows), HEAD_DIM>();
+        const auto       kernel   = attention_decode_kernel<decltype(rows), HEAD_DIM, false, 1, true>;
+        CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(nbytes)));
+        return launch(ctx, kernel, grid_of(a), THREADS, nbytes, d, new_row_args{});
+    });
 }
 
 } // namespace macko::cuda

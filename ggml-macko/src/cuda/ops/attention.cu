@@ -1,7 +1,7 @@
 // Attention over the KV cache: softmax(scale * K q + mask) V per head, one pass, online softmax (as in FlashAttention);
 // nothing but the result is written. This file chooses the kernel and how it divides the work:
 //
-//   attention-decode.cu   few tokens, F16 cache, heads of 64 or 128 elements: tensor cores
+//   attention-decode.cu   few tokens, heads of 64 or 128 elements, most caches: tensor cores
 //   attention-vec-*.cu    few tokens, any other cache: float32 arithmetic
 //   attention-tile.cu     many tokens, F16 or quantized cache: tensor cores
 //
@@ -40,16 +40,15 @@ int64_t block_count(const attention_params & p) { return p.k.ne[2] * chunk_count
 // reads all of a head's K and V, and that is most of the time. A GPU of 132 SMs has room for 66 clusters of two. Longer
 // contexts keep all SMs busy without clusters.
 int cluster_size(const op_context & ctx, const attention_params & p) {
-    return ctx.cc >= 90 && attention_decode_supported(p) && heads_per_block(p) == 1 &&
+    return ctx.cc >= 90 && p.k.type == TYPE_F16 && attention_decode_supported(p) && heads_per_block(p) == 1 &&
                    block_count(p) <= DECODE_BLOCKS / 2 && p.k.ne[1] * p.k.ne[0] <= 2 * DECODE_ROUND * 128
                ? 2
                : 1;
 }
 
-// positions of a split
-int split_size(const attention_params & p) {
+// positions of a split of attention_decode_kernel, or of attention_vec_kernel
+int split_size(const attention_params & p, bool decode) {
     const int64_t n_kv = p.k.ne[1], blocks = block_count(p);
-    const bool    decode = attention_decode_supported(p);
     // two rounds of short rows cost less than combining splits
     if (blocks > N_COUNTERS || blocks == 0 || (decode && n_kv * p.k.ne[0] <= 512 * 64)) {
         return static_cast<int>(n_kv);
@@ -60,8 +59,8 @@ int split_size(const attention_params & p) {
     return static_cast<int>((rounds + wanted - 1) / wanted * DECODE_ROUND);
 }
 
-int split_count(const attention_params & p) {
-    const int size = split_size(p);
+int split_count(const attention_params & p, bool decode) {
+    const int size = split_size(p, decode);
     return static_cast<int>((p.k.ne[1] + size - 1) / size);
 }
 
@@ -121,11 +120,19 @@ bool op_attention_supported(const attention_params & p) {
 }
 
 size_t op_attention_scratch_nbytes(const attention_params & p) {
-    const int    n_splits = p.q.n_elements() > 0 && p.k.ne[1] > 0 ? split_count(p) : 1;
+    const bool   decode   = attention_decode_supported(p);
+    const int    n_splits = p.q.n_elements() == 0 || p.k.ne[1] == 0 ? 1
+                            : decode && p.k.type != TYPE_F16 // it may not fit the GPU
+                                ? std::max(split_count(p, true), split_count(p, false))
+                                : split_count(p, decode);
     const size_t partial  = n_splits == 1 ? 0
                                           : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) *
                                                static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
     return std::max(partial, f16_cache_nbytes(p));
+}
+
+static bool uses_decode(const op_context & ctx, const attention_params & p) {
+    return attention_decode_supported(p) && attention_decode_fits(ctx, p);
 }
 
 static attention_args make_attention_args(const op_context & ctx, const attention_params & p, char * scratch) {
@@ -146,8 +153,8 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
     a.mask_nb2        = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3        = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
     a.ranks           = cluster_size(ctx, p);
-    a.n_splits        = a.ranks > 1 ? 1 : split_count(p);
-    a.split_size      = a.ranks > 1 ? static_cast<int>(p.k.ne[1]) : split_size(p);
+    a.n_splits        = a.ranks > 1 ? 1 : split_count(p, uses_decode(ctx, p));
+    a.split_size      = a.ranks > 1 ? static_cast<int>(p.k.ne[1]) : split_size(p, uses_decode(ctx, p));
     a.partial         = reinterpret_cast<float *>(scratch);
     a.counters        = ctx.counters;
     return a;
@@ -162,7 +169,7 @@ cudaError_t op_attention(const op_context & ctx, const attention_params & p, cha
         }
         return launch_attention_tile(ctx, a, stages);
     }
-    if (attention_decode_supported(p)) {
+    if (uses_decode(ctx, p)) {
         return launch_attention_decode(ctx, a, nullptr);
     }
     return type_block_size(p.k.type) == 1 ? launch_attention_vec_plain(ctx, a) : launch_attention_vec_quantized(ctx, a);
@@ -197,7 +204,7 @@ cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, con
     n.q_nb1 = c.q.nb[1], n.k_nb1 = c.k.nb[1];
     n.k_id = c.k_ids, n.v_id = c.v_ids;
     const attention_args a = make_attention_args(ctx, p, scratch);
-    return attention_decode_supported(p) ? launch_attention_decode(ctx, a, &n) : launch_attention_vec_rope(ctx, a, n);
+    return uses_decode(ctx, p) ? launch_attention_decode(ctx, a, &n) : launch_attention_vec_rope(ctx, a, n);
 }
 
 } // namespace macko::cuda

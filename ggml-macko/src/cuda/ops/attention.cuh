@@ -154,8 +154,9 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     }
 }
 
-// ---- few tokens, F16 rows of K and V of 64 or 128 elements (attention-decode.cu) ----
+// ---- few tokens, rows of K and V of 64 or 128 elements in F16, Q8_0, Q4_0, Q5_0 or IQ4_NL (attention-decode.cu) ----
 bool attention_decode_supported(const attention_params & p);
+bool attention_decode_fits(const op_context & ctx, const attention_params & p); // on this GPU
 // n: null, or what has to be rotated and written to the cache first
 cudaError_t launch_attention_decode(const op_context & ctx, const attention_args & a, const new_row_args * n);
 

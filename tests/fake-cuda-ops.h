@@ -150,6 +150,7 @@ bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &
 bool op_rope_cache_supported(const rope_params &, const op_tensor &, const op_tensor *, const rope_cache_params &) {
     return fake::supports;
 }
+bool op_hadamard_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_mul_mat_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_mul_mat_id_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
     return fake::supports;
@@ -231,6 +232,9 @@ cudaError_t op_rope_attention(const op_context &, const rope_params & r, const o
                               const op_tensor * factors, const rope_cache_params & c, const attention_params & p,
                               char * scratch) {
     return add("rope_attention", r, pos, factors, c, p, address(scratch));
+}
+cudaError_t op_hadamard(const op_context &, const op_tensor & x, const op_tensor & dst) {
+    return add("hadamard", x, dst);
 }
 cudaError_t op_mul_mat(const op_context &, const op_tensor & w, const op_tensor & x, const op_tensor & dst,
                        char * scratch, const char * x16, bool constant) {

@@ -6,6 +6,7 @@
 #include "test.h"
 
 #include <algorithm>
+#include <bitset>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -799,6 +800,31 @@ void test_expert_products_with_strided_ids() {
     }
 }
 
+// Sylvester's matrix: element (i, j) is -1 to the number of bits that i and j share
+void test_hadamard_is_the_product_with_its_matrix() {
+    for (const int64_t n : { 64, 128, 256, 512 }) {
+        for (const int64_t rows : { 1, 7, 32, 513 }) {
+            auto x = make(TYPE_F32, { n, rows, 3 }, pick({ 0, 4, 64 }), random_source.range(0, 1) != 0),
+                 y = make(TYPE_F32, { n, rows, 3 });
+            x->random();
+            CHECK(op_hadamard_supported(x->t, y->t), "hadamard refused");
+            check("hadamard of " + std::to_string(n), op_hadamard(ctx, x->t, y->t), *y,
+                  [&](int64_t i, int64_t i1, int64_t i2, int64_t) {
+                      double sum = 0, size = 0;
+                      for (int64_t j = 0; j < n; j++) {
+                          const int shared = static_cast<int>(std::bitset<64>(static_cast<uint64_t>(i & j)).count());
+                          sum += shared % 2 ? -x->get(j, i1, i2) : x->get(j, i1, i2);
+                          size += std::fabs(x->get(j, i1, i2));
+                      }
+                      const double root = std::sqrt(static_cast<double>(n));
+                      return std::pair<double, double>{ sum / root, 12 * U32 * size / root };
+                  });
+        }
+    }
+    auto odd = make(TYPE_F32, { 96, 2 });
+    CHECK(!op_hadamard_supported(odd->t, odd->t), "a transform of 96 elements");
+}
+
 // ---- attention ----
 
 constexpr tensor_type QUANTIZED_CACHES[] = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q5_0, TYPE_IQ4_NL, TYPE_Q4_1, TYPE_Q5_1 };
@@ -1217,6 +1243,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "nan", test_products_keep_nan_and_survive_infinities },
         { "range", test_products_of_bf16_keep_its_range },
         { "experts", test_expert_products_with_strided_ids },
+        { "hadamard", test_hadamard_is_the_product_with_its_matrix },
         { "attention", test_attention_masks_groups_and_splits },
         { "deep-attention", test_attention_over_deep_caches },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },

@@ -365,6 +365,17 @@ void test_experts_are_one_launch_per_slot_or_token() {
     check_launches("two slots, one token", c.graph, { "sparse experts" });
 }
 
+// llama.cpp marks products with a Hadamard matrix
+void test_a_hint_makes_a_product_a_transform() {
+    for (const bool marked : { false, true }) {
+        graph_builder b;
+        ggml_tensor * y = ggml_mul_mat(b.ctx, b.input(GGML_TYPE_F32, 128, 128), b.input(GGML_TYPE_F32, 128, 32));
+        ggml_set_op_params_i32(y, 1, marked ? GGML_HINT_SRC0_IS_HADAMARD : GGML_HINT_NONE);
+        finish(b, y);
+        check_launches("a product that may be marked", b.graph, { marked ? "hadamard" : "mul_mat" });
+    }
+}
+
 // a callback on the host: no device has a kernel for it
 ggml_tensor * op_without_kernel(ggml_context * ctx, ggml_tensor * x) {
     return ggml_map_custom1(ctx, x, [](ggml_tensor *, const ggml_tensor *, int, int, void *) {}, 1, nullptr);
@@ -468,6 +479,7 @@ int main() {
     test_products_of_one_input_are_brought_together();
     test_operands_of_a_launch_live_until_its_last_node();
     test_experts_are_one_launch_per_slot_or_token();
+    test_a_hint_makes_a_product_a_transform();
     test_a_sparse_weight_is_for_products_only();
     test_no_op_writes_into_memory_of_another_device();
     test_unknown_ops_fail_with_their_node();

@@ -30,6 +30,7 @@ HANDLED = {
     "llama_model_params: the caller says where its members are (capi/load.cpp)": r"(sizeof )?llama_model_params.*",
     "an argument of graph_optimize: used from 0.25.3 on (host/running-ggml.cpp)": r"ggml_backend_i\.graph_optimize",
     "a fifth byte of the capabilities: padding before, and written as zero": r"sizeof ggml_backend_dev_caps",
+    "the hint of a product: no version without it writes that parameter, which is zero": r"GGML_HINT_SRC0_IS_HADAMARD",
 }
 
 

@@ -6,7 +6,8 @@
 //
 // 512@4096: 512 tokens over 4096 positions, of which the mask hides none. A time is the median over replays of a graph
 // of several layers with a cache of their own each, too many for L2. Bytes are those of the used rows of K and V; the
-// percentage is that of the bandwidth of a kernel that only reads.
+// percentage is that of the bandwidth of a kernel that only reads. The first lines are for the products with Hadamard
+// matrices that llama.cpp adds to a layer with a quantized cache.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 
@@ -192,6 +193,30 @@ double time_of_layers(const shape & s) {
     return us / n;
 }
 
+// microseconds of a product of rows with the Hadamard matrix of n, and of the transform that replaces it
+void time_hadamard(int64_t n, int64_t rows) {
+    constexpr int   REPEATS = 20;
+    const op_tensor h       = tensor(allocate(static_cast<size_t>(n * n * 4)), TYPE_F32, n, n),
+                    x       = tensor(allocate(static_cast<size_t>(n * rows * 4)), TYPE_F32, n, rows),
+                    y       = tensor(allocate(static_cast<size_t>(n * rows * 4)), TYPE_F32, n, rows);
+    char *       scratch    = allocate(op_mul_mat_scratch_nbytes(h, x) + 256);
+    const double product    = time_of([&] {
+        for (int i = 0; i < REPEATS; i++) {
+            CHECKED(op_mul_mat(ctx, h, x, y, scratch));
+        }
+    });
+    const double transform  = time_of([&] {
+        for (int i = 0; i < REPEATS; i++) {
+            CHECKED(op_hadamard(ctx, x, y));
+        }
+    });
+    printf("hadamard of %d, %d rows: product %.2f us, transform %.2f us\n", static_cast<int>(n), static_cast<int>(rows),
+           product / REPEATS, transform / REPEATS);
+    for (char * p : { h.data, x.data, y.data, scratch }) {
+        CHECKED(cudaFree(p));
+    }
+}
+
 std::vector<std::string> split_list(const std::string & text) {
     std::vector<std::string> list;
     std::stringstream        in(text);
@@ -243,6 +268,9 @@ int main(int argc, char ** argv) {
                static_cast<int>(s.n_kv), us, moved / 1e6, 100 * moved / us / bandwidth);
         fflush(stdout);
     };
+    for (const int64_t rows : { 32, 256, 32 * 512 }) {
+        time_hadamard(128, rows), time_hadamard(64, 2 * rows);
+    }
     for (const std::string & name : split_list(types)) {
         const tensor_type type = name == "f16"    ? TYPE_F16
                                  : name == "q8_0" ? TYPE_Q8_0

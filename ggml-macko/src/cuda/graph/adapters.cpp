@@ -114,6 +114,11 @@ rope_params rope_params_of(const ggml_tensor * node) {
     return p;
 }
 
+bool is_hadamard_product(const ggml_tensor * node) {
+    return ggml_get_op_params_i32(node, 1) == GGML_HINT_SRC0_IS_HADAMARD &&
+           op_hadamard_supported(operand(node->src[1]), operand(node));
+}
+
 attention_operands::attention_operands(const ggml_tensor * node) : mask_(node->src[3]), sinks_(node->src[4]) {
     params_.q        = operand(node->src[0]);
     params_.k        = operand(node->src[1]);

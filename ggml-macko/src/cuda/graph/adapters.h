@@ -33,6 +33,9 @@ std::optional<glu_params> glu_params_of(const ggml_tensor * node);
 
 rope_params rope_params_of(const ggml_tensor * node);
 
+// a MUL_MAT whose src[0] is a Hadamard matrix, says llama.cpp, with operands that the kernel takes
+bool is_hadamard_product(const ggml_tensor * node);
+
 // Parameters that point to other operands own these as well.
 class attention_operands {
 public:

@@ -128,7 +128,13 @@ bool mul_mat_supported(const ggml_tensor * op) {
 size_t mul_mat_scratch_nbytes(const ggml_tensor * op) {
     return op_mul_mat_scratch_nbytes(operand(op->src[0]), operand(op->src[1]));
 }
-cudaError_t enqueue_mul_mat(panel_pipeline & panels, ggml_tensor * node) { return panels.enqueue_dense(node); }
+cudaError_t enqueue_mul_mat(panel_pipeline & panels, ggml_tensor * node) {
+    if (is_hadamard_product(node)) {
+        panels.forget_x16();
+        return op_hadamard(panels.ctx, operand(node->src[1]), operand(node));
+    }
+    return panels.enqueue_dense(node);
+}
 
 bool mul_mat_id_supported(const ggml_tensor * op) {
     return op_mul_mat_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));

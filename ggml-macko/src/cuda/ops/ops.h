@@ -221,6 +221,12 @@ bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
                           const op_tensor * factors, const rope_cache_params & p);
 
+// ---- products with a Hadamard matrix (hadamard.cu) ----
+
+// dst[:, r] = H x[:, r]: Sylvester's Hadamard matrix, divided by the root of its size
+bool        op_hadamard_supported(const op_tensor & x, const op_tensor & dst);
+cudaError_t op_hadamard(const op_context & ctx, const op_tensor & x, const op_tensor & dst);
+
 // ---- matrix products with dense weights (mul-mat.cu) ----
 
 // dst[n, m] = w[m, :] . x[n, :], w broadcast over dimensions 2 and 3

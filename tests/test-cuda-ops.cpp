@@ -995,10 +995,10 @@ void test_attention_over_deep_caches() {
 // Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
 // may also differ from head to head.
 void test_attention_does_not_read_hidden_rows() {
-    for (int k = 0; k < 48; k++) {
-        const tensor_type type     = k < 24 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)];
-        const int64_t     head_dim = k % 2 ? 64 : 128, kv_heads = 2, group = pick({ 1, 2, 3, 4, 8 }),
-                      heads = kv_heads * group, tokens = pick({ 1, 3 }),
+    for (int k = 0; k < 60; k++) {
+        const tensor_type type     = k < 36 ? TYPE_F16 : QUANTIZED_CACHES[k / 2 % std::size(QUANTIZED_CACHES)];
+        const int64_t     head_dim = k % 2 ? 64 : pick({ 128, 128, 96, 256 }), kv_heads = 2,
+                      group = pick({ 1, 2, 3, 4, 8 }), heads = kv_heads * group, tokens = pick({ 1, 3 }),
                       n_kv = k < 6 ? 256 : random_source.range(2, 1400);
         auto q             = make(TYPE_F32, { head_dim, tokens, heads }, 0, true),
              keys          = make_weight(type, { head_dim, n_kv, kv_heads }, 0).first,

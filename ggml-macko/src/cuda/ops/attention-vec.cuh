@@ -269,6 +269,15 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
                 }
                 score[r][g] = s;
             }
+            bool is_hidden = true; // from all heads: a weight of 0 times what lies there may be NaN
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                is_hidden = is_hidden && bias[r][g] == -INFINITY;
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                v[r][i] = is_hidden ? 0 : v[r][i];
+            }
         }
 #pragma unroll
         for (int g = 0; g < G; g++) {

@@ -437,6 +437,57 @@ void test_rows_of_one_element_and_strided_sources() {
     }
 }
 
+// who writes row numbers may be a stranger: a kernel stays inside its operands, with the nearest row that there is
+constexpr int64_t ROW_NUMBERS[] = { -1, INT32_MIN, 9, 10, INT32_MAX, 4, 0, 8 };
+int64_t           nearest_row(int64_t id, int64_t rows) { return std::min(std::max<int64_t>(id, 0), rows - 1); }
+
+void test_row_numbers_stay_inside_their_tensor() {
+    const int64_t rows = 9, n = std::size(ROW_NUMBERS);
+    const auto    ids_of = [](tensor_type type, int64_t first, int64_t count) {
+        auto ids = make(type, { count });
+        for (int64_t i = 0; i < count; i++) {
+            ids->set(static_cast<double>(ROW_NUMBERS[first + i]), i);
+        }
+        ids->upload();
+        return ids;
+    };
+    for (const int64_t width : { 1, 70 }) {
+        for (const auto type : { TYPE_F32, TYPE_F16, TYPE_I32 }) {
+            auto src = make(type, { width, rows }), dst = make(type == TYPE_I32 ? TYPE_I32 : TYPE_F32, { width, n });
+            const auto ids = ids_of(TYPE_I32, 0, n);
+            src->random(1000);
+            check("get_rows, any row number", op_get_rows(ctx, src->t, ids->t, dst->t), *dst,
+                  [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                      return std::make_pair(src->get(i0, nearest_row(ROW_NUMBERS[i1], rows)), 0.0);
+                  });
+        }
+        auto x = make(TYPE_F32, { width, n, 1 }), bias = make(TYPE_F32, { width, rows }),
+             sum       = make(TYPE_F32, { width, n, 1 });
+        const auto ids = ids_of(TYPE_I32, 0, n);
+        x->random(), bias->random();
+        check("add_id, any row number", op_add_id(ctx, x->t, bias->t, ids->t, sum->t), *sum,
+              [&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                  const double v = x->get(i0, i1) + bias->get(i0, nearest_row(ROW_NUMBERS[i1], rows));
+                  return std::make_pair(v, std::fabs(v) * U32);
+              });
+        for (int64_t i = 0; i < n; i++) {
+            for (const auto type : { TYPE_I32, TYPE_I64 }) {
+                auto       src = make(TYPE_F32, { width, 1 }), dst = make(TYPE_F32, { width, rows });
+                const auto id = ids_of(type, i, 1);
+                src->random();
+                CHECK(op_set_rows(ctx, src->t, id->t, dst->t) == cudaSuccess, "set_rows, any row number");
+                dst->download("set_rows, any row number");
+                bool ok = true;
+                dst->each([&](int64_t i0, int64_t i1, int64_t, int64_t) {
+                    const double got = dst->get(i0, i1);
+                    ok = ok && (i1 == nearest_row(ROW_NUMBERS[i], rows) ? got == src->get(i0) : std::isnan(got));
+                });
+                CHECK(ok, "set_rows: row number %d", static_cast<int>(ROW_NUMBERS[i]));
+            }
+        }
+    }
+}
+
 struct rope_case {
     int64_t     head_dim, heads, tokens;
     rope_params p = {};
@@ -1168,6 +1219,37 @@ void test_rope_and_attention_in_one_launch() {
     }
 }
 
+// k and v of one token, by each kernel that writes them
+void test_row_numbers_of_new_keys_stay_inside_the_cache() {
+    for (const int k : { 0, 1, 40, 43, 44, 85, 90 }) {
+        for (const int64_t id :
+             { int64_t(-1), int64_t(INT32_MIN), int64_t(1) << 40, int64_t(INT64_MIN), int64_t(20000) }) {
+            new_row_case     c(k);
+            const two_caches m(c);
+            memcpy(c.ids->host.data(), &id, sizeof id);
+            c.ids->upload();
+            c.row                           = nearest_row(id, c.rows);
+            const rope_cache_params one     = c.cache_params(*m.k_cache, *m.v_cache);
+            const rope_cache_params both    = c.cache_params(*m.k_cache2, *m.v_cache2);
+            const attention_params  a       = c.attention(*m.k_cache, *m.v_cache, *m.want);
+            const attention_params  a2      = c.attention(*m.k_cache2, *m.v_cache2, *m.got);
+            char *                  scratch = nullptr;
+            cuda_ok(cudaMalloc(&scratch, op_attention_scratch_nbytes(a) + 256), "scratch");
+            CHECK(op_rope_attention(ctx, c.r, c.pos->t, c.factors(), both, a2, scratch) == cudaSuccess &&
+                      op_rope_cache(ctx, c.r, c.pos->t, c.factors(), one) == cudaSuccess &&
+                      op_attention(ctx, a, scratch) == cudaSuccess,
+                  "rope and attention, any row number");
+            if (c.row < c.n_kv) { // attention reads it
+                m.check_equal(c);
+            } else {
+                m.k_cache->download("k"), m.v_cache->download("v");
+                m.k_cache2->download("k2"), m.v_cache2->download("v2");
+            }
+            cudaFree(scratch);
+        }
+    }
+}
+
 // any bytes to any address, several of them to one address: as one memcpy after the other
 void test_small_writes_in_one_launch() {
     constexpr size_t NBYTES = 6000;
@@ -1236,6 +1318,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "argsort", test_argsort_is_a_sorted_permutation },
         { "small-writes", test_small_writes_in_one_launch },
         { "rows", test_rows_of_one_element_and_strided_sources },
+        { "row-numbers", test_row_numbers_stay_inside_their_tensor },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },
         { "few-columns", test_few_columns_of_large_matrices },
@@ -1248,6 +1331,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "deep-attention", test_attention_over_deep_caches },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },
         { "fused-attention", test_rope_and_attention_in_one_launch },
+        { "new-row-numbers", test_row_numbers_of_new_keys_stay_inside_the_cache },
     };
     for (const bool overlap : { false, true }) {
         ctx.overlap = overlap && ctx.cc >= 90;

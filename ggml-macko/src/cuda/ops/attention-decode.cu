@@ -155,8 +155,7 @@ __global__ void IN_CLUSTERS_OF(RANKS) __launch_bounds__(THREADS)
     }
     int position = 0, k_row = 0, v_row = 0;
     if constexpr (ROPE) {
-        position = *n.rope.pos, k_row = *reinterpret_cast<const int *>(n.k_id),
-        v_row = *reinterpret_cast<const int *>(n.v_id);
+        position = *n.rope.pos, k_row = new_k_row(n), v_row = new_v_row(n);
     }
     __half         bias[2]; // of rows g and g + 8
     const __half * mask = reinterpret_cast<const __half *>(p.mask + (head0 + min(my_head, n_mine - 1)) * p.mask_nb2 +

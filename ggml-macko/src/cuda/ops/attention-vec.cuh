@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(vec_warps<LANES>() * WARP)
     float new_k[8] = {}, new_v[8] = {}; // as they will be in the cache
     int   k_row = -1, v_row = -1;
     if constexpr (ROPE) {
-        k_row = static_cast<int>(*n.k_id);
-        v_row = static_cast<int>(*n.v_id);
+        k_row = new_k_row(n);
+        v_row = new_v_row(n);
         if (has_k) {
             value_type<TYPE_F32>::load8(n.k + kv_head * n.k_nb1, e0, new_k);
             value_type<TYPE_F32>::load8(n.v + kv_head * head_dim * static_cast<int64_t>(sizeof(float)), e0, new_v);

@@ -203,6 +203,7 @@ cudaError_t op_rope_attention(const op_context & ctx, const rope_params & r, con
     n.q = c.q.data, n.k = c.k.data, n.v = c.v.data;
     n.q_nb1 = c.q.nb[1], n.k_nb1 = c.k.nb[1];
     n.k_id = c.k_ids, n.v_id = c.v_ids;
+    n.k_rows = c.k_cache.ne[1], n.v_rows = c.v_cache.ne[1];
     const attention_args a = make_attention_args(ctx, p, scratch);
     return uses_decode(ctx, p) ? launch_attention_decode(ctx, a, &n) : launch_attention_vec_rope(ctx, a, n);
 }

@@ -41,7 +41,15 @@ struct new_row_args {
     const char *   q, *k, *v;    // f32
     int64_t        q_nb1, k_nb1; // from head to head
     const int64_t *k_id, *v_id;  // on the GPU
+    int64_t        k_rows, v_rows;
 };
+
+static __device__ __forceinline__ int new_k_row(const new_row_args & n) {
+    return static_cast<int>(existing_row(*n.k_id, n.k_rows));
+}
+static __device__ __forceinline__ int new_v_row(const new_row_args & n) {
+    return static_cast<int>(existing_row(*n.v_id, n.v_rows));
+}
 
 // ALiBi: the values of the mask are multiplied by powers of one number; from head n_head_log2 on by every other power
 // of its root.

@@ -49,6 +49,12 @@ struct row_index {
     int64_t i1, i2, i3;
 };
 
+// A row number that a tensor holds, so that whoever wrote it (a client, say) cannot make a kernel leave its operands:
+// one outside the n rows there are becomes the nearest.
+static __device__ __forceinline__ int64_t existing_row(int64_t row, int64_t n) {
+    return max(min(row, n - 1), int64_t(0));
+}
+
 static __device__ __forceinline__ row_index split_row(int64_t row, int64_t ne1, int64_t ne2) {
     if (row <= INT32_MAX && ne1 * ne2 <= INT32_MAX) { // 32-bit divisions are several times faster
         const uint32_t r = static_cast<uint32_t>(row), n1 = static_cast<uint32_t>(ne1), n2 = static_cast<uint32_t>(ne2);

@@ -130,10 +130,11 @@ template <typename T> __global__ void glu_kernel(glu_params p, op_tensor gate, o
 __global__ void add_id_kernel(op_tensor x, op_tensor bias, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const int32_t   id  = *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1]);
-    const float *   a   = reinterpret_cast<const float *>(row_of(x, row));
-    const float *   b   = reinterpret_cast<const float *>(bias.data + id * bias.nb[1]);
-    float *         d   = reinterpret_cast<float *>(row_of(dst, row));
+    const int64_t   id  = existing_row(
+        *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1]), bias.ne[1]);
+    const float * a = reinterpret_cast<const float *>(row_of(x, row));
+    const float * b = reinterpret_cast<const float *>(bias.data + id * bias.nb[1]);
+    float *       d = reinterpret_cast<float *>(row_of(dst, row));
     for_row_elements(dst.ne[0], [&](int64_t i) { d[i] = a[i] + b[i]; });
 }
 

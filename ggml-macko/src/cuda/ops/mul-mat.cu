@@ -308,8 +308,8 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
     }
 }
 
-// Sorts tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. Ids come from
-// ARGSORT, so they are in range.
+// Sorts tokens by expert: expert_begin (n_experts + 1) and expert_entries, in token order. One block. An id that no
+// expert has is in no list.
 constexpr int   SORT_THREADS = 1024;
 __global__ void __launch_bounds__(SORT_THREADS)
     sort_experts_kernel(mul_mat_args p, int n_tokens, int * expert_begin, int * expert_entries) {

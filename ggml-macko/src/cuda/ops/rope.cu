@@ -63,6 +63,10 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS) rope_kernel(rope_args a
         [&](int64_t h) { return reinterpret_cast<value *>(yt + h * dst.nb[1]); });
 }
 
+__device__ __forceinline__ __half * cache_row(const op_tensor & cache, int64_t id) {
+    return reinterpret_cast<__half *>(cache.data + existing_row(id, cache.ne[1]) * cache.nb[1]);
+}
+
 // q is rotated into dst, k into its row of the cache, v is copied into its row. Blocks along y: first the heads of q,
 // then those of k, then those of v.
 __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
@@ -80,8 +84,7 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
         return;
     }
     if (y < q_blocks + k_blocks) {
-        __half * row = reinterpret_cast<__half *>(p.k_cache.data +
-                                                  reinterpret_cast<const int64_t *>(p.k_ids)[t] * p.k_cache.nb[1]);
+        __half * row = cache_row(p.k_cache, p.k_ids[t]);
         rotate_heads<f32, f16>(
             a, p.k.ne[0], t, (y - q_blocks) * HEAD_ROWS + threadIdx.y, p.k.ne[1],
             static_cast<int64_t>(k_blocks) * HEAD_ROWS,
@@ -89,8 +92,7 @@ __global__ void __launch_bounds__(MAX_PAIRS * HEAD_ROWS)
             [&](int64_t h) { return row + h * p.k.ne[0]; });
         return;
     }
-    __half * row =
-        reinterpret_cast<__half *>(p.v_cache.data + reinterpret_cast<const int64_t *>(p.v_ids)[t] * p.v_cache.nb[1]);
+    __half *      row      = cache_row(p.v_cache, p.v_ids[t]);
     const float * v        = reinterpret_cast<const float *>(p.v.data + t * p.v.nb[1]);
     const int     v_blocks = static_cast<int>(gridDim.y) - q_blocks - k_blocks;
     const int64_t first =

@@ -102,15 +102,20 @@ __global__ void convert_int_kernel(op_tensor src, op_tensor dst, int64_t n, bool
     }
 }
 
+// ids[i, j, k] of GET_ROWS
+__device__ __forceinline__ int64_t chosen_row(const op_tensor & src, const op_tensor & ids, const row_index & row) {
+    const char * id = ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2];
+    return existing_row(*reinterpret_cast<const int32_t *>(id), src.ne[1]);
+}
+
 // dst[:, i, j, k] = src[:, ids[i, j, k], j, k]; dst f32
 template <typename T> __global__ void get_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const int32_t   id =
-        *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
-    const char *  s = src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3];
-    float *       d = reinterpret_cast<float *>(row_of(dst, row));
-    constexpr int N = T::IS_PLAIN ? 1 : 8;
+    const int64_t   id  = chosen_row(src, ids, row);
+    const char *    s   = src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3];
+    float *         d   = reinterpret_cast<float *>(row_of(dst, row));
+    constexpr int   N   = T::IS_PLAIN ? 1 : 8;
     for (int64_t i = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * N; i < dst.ne[0];
          i += static_cast<int64_t>(gridDim.y) * blockDim.x * N) {
         float x[N];
@@ -124,8 +129,7 @@ template <typename T> __global__ void get_rows_kernel(op_tensor src, op_tensor i
 __global__ void get_rows_i32_kernel(op_tensor src, op_tensor ids, op_tensor dst) {
     wait_for_previous();
     const row_index row = split_row(blockIdx.x, dst.ne[1], dst.ne[2]);
-    const int32_t   id =
-        *reinterpret_cast<const int32_t *>(ids.data + row.i1 * ids.nb[0] + row.i2 * ids.nb[1] + row.i3 * ids.nb[2]);
+    const int64_t   id  = chosen_row(src, ids, row);
     const int32_t * s =
         reinterpret_cast<const int32_t *>(src.data + id * src.nb[1] + row.i2 * src.nb[2] + row.i3 * src.nb[3]);
     int32_t * d = reinterpret_cast<int32_t *>(row_of(dst, row));
@@ -148,9 +152,10 @@ __global__ void set_rows_kernel(op_tensor src, op_tensor ids, op_tensor dst, int
     const int64_t   r   = e / src.ne[0];
     const int64_t   i0  = e - r * src.ne[0];
     const row_index row = split_row(r, src.ne[1], src.ne[2]);
-    const int64_t   id  = *reinterpret_cast<const ID *>(ids.data + row.i1 * ids.nb[0] + row.i2 % ids.ne[1] * ids.nb[1] +
-                                                        row.i3 % ids.ne[2] * ids.nb[2]);
-    float           x[N];
+    const char *    id_at =
+        ids.data + row.i1 * ids.nb[0] + row.i2 % ids.ne[1] * ids.nb[1] + row.i3 % ids.ne[2] * ids.nb[2];
+    const int64_t id = existing_row(*reinterpret_cast<const ID *>(id_at), dst.ne[1]);
+    float         x[N];
     read_piece<S, N>(row_of(src, row), i0, src.nb[0], x);
     write_piece<D, N>(dst.data + id * dst.nb[1] + row.i2 * dst.nb[2] + row.i3 * dst.nb[3], i0, dst.nb[0], x);
 }

@@ -8,8 +8,9 @@
 A row for this machine alone, and one for 1, 2 ... servers that hold all layers. The text must be the same; exits with 1
 if it is not. ms per token: the smallest of the repetitions. A server's memory is its anonymous memory while it
 generates; of sent bytes, those of loading. Traffic is counted with --hosts only. Where there are GPUs, a server
-computes on one of them, the first on the first, by turns if there are more servers; GPU memory is what a run takes of
-all, beside what the servers keep: their contexts, and the memory in which weights become dense.
+computes on one of them, the first on the first, by turns if there are more servers; with --client-gpu the client has
+the first one for some of the layers, and the servers have the others. GPU memory is what a run takes of all, beside
+what the servers keep: their contexts, and the memory in which weights become dense.
 """
 
 from __future__ import annotations
@@ -53,12 +54,23 @@ def free_on_gpu() -> int:
 
 
 def run(
-    folder: pathlib.Path, model: pathlib.Path, n: int, threads: int, servers: list[rpc_servers.Server], count: bool
+    folder: pathlib.Path,
+    model: pathlib.Path,
+    n: int,
+    threads: int,
+    servers: list[rpc_servers.Server],
+    count: bool,
+    client_gpu: str | None,
 ) -> Run:
+    """client_gpu: by its number, that computes beside the servers; None: the servers alone, or all without servers."""
     place = ["-ngl", "99" if servers or devices.gpus() else "0"]
+    environment = dict(os.environ)
     if servers:
-        names = ",".join(f"RPC{i}" for i in range(len(servers)))
-        place += ["--rpc", ",".join(s.address for s in servers), "-dev", names]
+        names = [f"RPC{i}" for i in range(len(servers))]
+        if client_gpu is not None:
+            names.insert(0, "MACKO0")
+            environment["CUDA_VISIBLE_DEVICES"] = client_gpu
+        place += ["--rpc", ",".join(s.address for s in servers), "-dev", ",".join(names)]
     command = programs.command(
         folder / "llama-completion", "-m", model, "-p", programs.PROMPT, "-n", n, "--temp", 0, "-no-cnv",
         "--ignore-eos", "-t", threads, "-c", 256, "-ub", 32, "-fit", "off", *place
@@ -66,7 +78,7 @@ def run(
     before = [s.host.traffic() if count else 0 for s in servers]
     lowest = free_before = free_on_gpu()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err)
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
         samples: list[list[int]] = []
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -84,7 +96,8 @@ def run(
     figures = re.search(r"eval time = .*? runs +\( *([\d.]+) ms per token", log)
     load = re.search(r"load time = +([\d.]+) ms", log)
     if not figures or not load:
-        return run(folder, model, n, threads, servers, count)  # the logger's thread lost the end of its output
+        # the logger's thread lost the end of its output
+        return run(folder, model, n, threads, servers, count, client_gpu)
     middle = [sorted(s)[len(s) * 3 // 4] for s in zip(*samples)]
     traffic = [s.host.traffic() - b if count else 0 for s, b in zip(servers, before)]
     client = usage.ru_maxrss * 1024
@@ -100,7 +113,10 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int, default=2, help="of the client, and of each server")
     parser.add_argument("-r", "--repetitions", type=int, default=3, metavar="N")
     parser.add_argument("--stock", action="store_true", help="servers without the plugin")
+    parser.add_argument("--client-gpu", action="store_true", help="a GPU for the client, too, beside the servers'")
     args = parser.parse_args()
+    if args.client_gpu and not devices.gpus():
+        parser.error("--client-gpu: there is no GPU")
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(i) for i in range(len(devices.gpus())))).split(",")
     rows, same, want = [], True, ""
     for n in map(int, args.servers.split(",")):
@@ -115,15 +131,14 @@ def main() -> None:
                         plugin=not args.stock,
                         threads=args.threads,
                         host=host,
-                        CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)],
+                        CUDA_VISIBLE_DEVICES=gpus[(i + args.client_gpu) % len(gpus)],
                     )
                 )
                 for i, host in enumerate(places)
             ]
-            few = run(args.folder, args.model, FEW, args.threads, servers, args.hosts)
-            runs = [
-                run(args.folder, args.model, MANY, args.threads, servers, args.hosts) for _ in range(args.repetitions)
-            ]
+            common = (args.threads, servers, args.hosts, gpus[0] if args.client_gpu else None)
+            few = run(args.folder, args.model, FEW, *common)
+            runs = [run(args.folder, args.model, MANY, *common) for _ in range(args.repetitions)]
             want = want or runs[0].text
             same = same and all(r.text == want for r in runs)
             per_token = [(many - f) / (MANY - FEW) for many, f in zip(runs[0].traffic, few.traffic)]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -123,11 +123,46 @@ def recover(
         n_threads=n_threads,
     )
     asked.check()
+    return _train_file(_Task(check_pair, trained_tensors, provenance), source, output, dense, asked, force)
+
+
+def imitate(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    teacher: str | os.PathLike[str],
+    options: RecoverOptions,
+    force: bool = False,
+) -> RecoverReport:
+    """Trains all weights of a dense GGUF, embeddings and head too, so that it behaves like `teacher`, a model of any
+    shape with the same vocabulary; see recover(). Weights that are zero stay zero.
+    """
+    options.check()
+    task = _Task(check_vocabulary, lambda model: model.tensors, lambda options, report: [])
+    return _train_file(task, source, output, teacher, options, force)
+
+
+class _Task(NamedTuple):
+    """What differs between training what pruning left and training a whole model."""
+
+    check: Callable[[Model, Model], None]  # of the model to train and the teacher; raises MackoError
+    tensors: Callable[[Model], list[Tensor]]  # that are trained
+    keys: Callable[[RecoverOptions, RecoverReport], list[Key]]  # metadata of the result
+
+
+def _train_file(
+    task: _Task,
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    dense: str | os.PathLike[str],
+    asked: RecoverOptions,
+    force: bool,
+) -> RecoverReport:
     with contextlib.ExitStack() as stack:
         pruned, teacher = (stack.enter_context(Model(path)) for path in (source, dense))
         texts_in = [asked.text] + ([asked.held_out] if asked.held_out is not None else [])
         out = AtomicOutput(output, [*pruned.paths, *teacher.paths, *texts_in], force)
-        check_pair(pruned, teacher)
+        task.check(pruned, teacher)
         for text in texts_in:
             read_text(text)
         torch = import_torch()
@@ -138,9 +173,9 @@ def recover(
         on_gpu = asked.device == "auto" and torch.cuda.is_available()
         device = torch.device("cuda" if on_gpu else "cpu")
         checkpoint = Checkpoint(out.path.with_name(out.path.name + ".checkpoint"), _run(pruned, teacher, asked))
-        new, report = _train(pruned, teacher, asked, device, checkpoint)
+        new, report = _train(pruned, teacher, task.tensors(pruned), asked, device, checkpoint)
         with out:
-            _write(pruned, new, provenance(asked, report), out)
+            _write(pruned, new, task.keys(asked, report), out)
             out.seal()
             check_written(pruned, out, new)
             out.commit()
@@ -181,6 +216,15 @@ def check_pair(pruned: Model, teacher: Model) -> None:
             )
 
 
+def check_vocabulary(model: Model, teacher: Model) -> None:
+    """Raises MackoError unless the two read the same tokens."""
+    found, wanted = (
+        {key.name: key.record for key in m.keys if key.name.startswith("tokenizer.ggml.")} for m in (model, teacher)
+    )
+    if found != wanted:
+        raise errors.error(errors.BAD_ARGUMENT, f"{model.path}: another vocabulary than {teacher.path} has")
+
+
 # ---- training ----
 
 
@@ -195,7 +239,12 @@ def trained_tensors(model: Model) -> list[Tensor]:
 
 
 def _train(
-    pruned: Model, dense: Model, options: RecoverOptions, device: torch.device, checkpoint: Checkpoint
+    pruned: Model,
+    dense: Model,
+    tensors: list[Tensor],
+    options: RecoverOptions,
+    device: torch.device,
+    checkpoint: Checkpoint,
 ) -> tuple[dict[str, Array], RecoverReport]:
     """(bit patterns (rows, cols) of the tensors that were trained, what was done)."""
     import torch
@@ -205,14 +254,13 @@ def _train(
     from ..recovery.distillation import Arithmetic, Training, distill, evaluate
     from ..recovery.sampling import sample
 
-    shape = Shape.of(pruned)
-    tensors = trained_tensors(pruned)
+    shape, shape_of_teacher = Shape.of(pruned), Shape.of(dense)
     significant = {t.name: _significant_bits(t, options) for t in tensors}
     arithmetic = Arithmetic(device)
-    teacher = Transformer(shape, read_weights(dense, device))
+    teacher = Transformer(shape_of_teacher, read_weights(dense, device))
     texts = _read_texts(dense.path, teacher, arithmetic, options)
     if device.type == "cuda":  # the comparison with llama.cpp is done
-        teacher = Transformer(shape, read_weights(dense, device, torch.bfloat16))
+        teacher = Transformer(shape_of_teacher, read_weights(dense, device, torch.bfloat16))
     if options.n_sampled:
         written = sample(teacher, texts.train, options.n_sampled, texts.first_token, device, options.seed)
         texts = texts._replace(train=np.concatenate([texts.train, written]))

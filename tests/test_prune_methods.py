@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generators
+import gguf_bytes
+import tiny_models
 from ggml_macko import values
+from ggml_macko.evaluation.text_model import TextModel
 from ggml_macko.pruning import allocation, array_backend, masks
 from ggml_macko.values import TYPE_BF16, TYPE_F16, TYPE_F32
 from test_prune import PRUNED, bits_of
@@ -60,6 +63,44 @@ def write_imatrix(path, statistics: dict):
 @pytest.fixture
 def imatrix(tmp_path, tiny):
     return write_imatrix(tmp_path / "imatrix.gguf", statistics_of(tiny, np.random.default_rng(3)))
+
+
+# ---- which text ----
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 99])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["wanda"],
+        ["alps"],
+        ["sparsegpt", "--sequential"],
+        ["alps", "--dense-targets", 0.5],
+        ["alps", "--allocation", "loss"],
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_chunks_are_spread_over_the_text(tmp_path, macko, monkeypatch, options, n):
+    """Every model that evaluates the text reads chunk floor(i m / n) of m, or each if there are no more than n."""
+    model, text = tmp_path / "model.gguf", tmp_path / "text.txt"
+    model.write_bytes(gguf_bytes.write(tiny_models.make("llama")))
+    text.write_text("".join(np.random.default_rng(4).choice(["ab ", "a ", "b ab", "\n"], 260)))
+    with TextModel(model, 32) as llama:
+        chunks = llama.read_chunks(text)
+    m = len(chunks)
+    assert m > 8 and len(np.unique(chunks, axis=0)) == m
+    wanted = {chunks[i * m // min(n, m)].tobytes() for i in range(min(n, m))}
+    evaluate, seen = TextModel.evaluate, set()
+
+    def watched(self, batch, first=0):
+        seen.update(chunk.tobytes() for chunk in batch)
+        return evaluate(self, batch, first)
+
+    monkeypatch.setattr(TextModel, "evaluate", watched)
+    arguments = ["--sparsity", 0.5, "-f", text, "-c", 32, "--chunks", n, "-dev", "none", "--method", *options]
+    done = macko("prune", model, tmp_path / "out.gguf", *arguments)
+    assert done.code == 0, done.err
+    assert seen == wanted
 
 
 # ---- which weights ----

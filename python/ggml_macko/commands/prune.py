@@ -150,7 +150,7 @@ def _add_statistics(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=N_CALIBRATION_CHUNKS,
         metavar="N",
-        help="chunks of the text to use (default: %(default)s; -1: all)",
+        help="chunks of the text to use, spread evenly over it (default: %(default)s; -1: all)",
     )
     group.add_argument(
         "-c", "--ctx-size", type=int, default=N_CTX, metavar="N", help=f"tokens of a chunk (default: {N_CTX})"

@@ -154,7 +154,7 @@ class TextModel:
         """
         return self._chunks(read_text(text_path), text_path, n_chunks)
 
-    def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int) -> Chunks:
+    def _chunks(self, text: bytes, text_path: str | os.PathLike[str], n_chunks: int, *, evenly: bool = False) -> Chunks:
         tokens = self.tokenize(text[:-1] if text.endswith(b"\n") else text)  # llama.cpp's tools drop one newline
         if len(tokens) < 2 * self.n_ctx:
             raise errors.error(
@@ -163,9 +163,10 @@ class TextModel:
                 "(-c)",
             )
         n = len(tokens) // self.n_ctx
-        if n_chunks >= 0:
-            n = min(n, n_chunks)
-        return tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
+        chunks = tokens[: n * self.n_ctx].reshape(n, self.n_ctx)
+        if n_chunks < 0:
+            return chunks
+        return spread(chunks, n_chunks) if evenly else chunks[:n_chunks]
 
     @property
     def first_token(self) -> int | None:
@@ -239,14 +240,16 @@ class TextModel:
         text_path: str | os.PathLike[str],
         n_ctx: int,
         n_chunks: int,
+        *,
+        evenly: bool = False,
         **options: Any,
     ) -> Iterator[tuple[TextModel, Chunks]]:
-        """The model, and the first n_chunks chunks of a text for it, as read_chunks() makes them. A bad text is refused
-        before the model is loaded. options: of TextModel.
+        """The model, and the first n_chunks chunks of a text for it, as read_chunks() makes them; evenly: so many that
+        are spread over the text. A bad text is refused before the model is loaded. options: of TextModel.
         """
         text = read_text(text_path)
         with cls(path, n_ctx, **options) as model:
-            yield model, model._chunks(text, text_path, n_chunks)
+            yield model, model._chunks(text, text_path, n_chunks, evenly=evenly)
 
     def close(self) -> None:
         self._stack.close()

@@ -57,8 +57,8 @@ def free_memory(options: PruneOptions) -> float:
 
 
 def gather(readers: Sequence[Reader], options: PruneOptions, *, until: str = "") -> int | None:
-    """Evaluates the first chunks of the options' text, with each model in turn, as far as the weight `until` and those
-    that read the same input, which llama.cpp may multiply with in another order.
+    """Evaluates chunks of the options' text, spread evenly over it, with each model in turn, as far as the weight
+    `until` and those that read the same input, which llama.cpp may multiply with in another order.
 
     Returns the number of chunks, or None if there is no GPU for it, or the first model is another than transformer.py
     knows. Raises MackoError or OSError.
@@ -124,9 +124,11 @@ def _text_for(model: Any, path: Path, options: PruneOptions, device: torch.devic
     key = (*files, options.n_ctx, options.n_chunks, str(device))
     if key not in _known:
         _known.clear()
-        with TextModel.opened_with(
-            path, options.text, options.n_ctx, options.n_chunks, n_batch=options.n_ctx, n_threads=options.n_threads
-        ) as (llama, chunks):
+        settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}
+        with TextModel.opened_with(path, options.text, options.n_ctx, options.n_chunks, evenly=True, **settings) as (
+            llama,
+            chunks,
+        ):
             found = divergence_from_llama_cpp(llama, model, chunks[:1], device)
             agrees = found <= MAX_DIVERGENCE
             if not agrees:

@@ -49,14 +49,13 @@ def gather(
     n_ctx: int,
     n_threads: int = 0,
 ) -> int:
-    """Evaluates a text with a model, one chunk at a time, and hands activations to a consumer.
+    """Evaluates chunks of a text, spread evenly over it, one at a time with a model, and hands activations to a
+    consumer.
 
     Returns the number of chunks. Raises MackoError or OSError.
     """
-    with TextModel.opened_with(model, text, n_ctx, n_chunks, n_batch=n_ctx, n_threads=n_threads, consumer=consumer) as (
-        llama,
-        chunks,
-    ):
+    settings: dict[str, Any] = {"n_batch": n_ctx, "n_threads": n_threads, "consumer": consumer}
+    with TextModel.opened_with(model, text, n_ctx, n_chunks, evenly=True, **settings) as (llama, chunks):
         for _, batch in llama.batches(chunks):
             llama.evaluate(batch)
     return len(chunks)
@@ -147,7 +146,7 @@ class _Losses:
         write_copy(model, output)
         self._copy = TensorFile(self._path)
         with TextModel.opened_with(
-            self._path, options.text, options.n_ctx, options.n_chunks, n_threads=options.n_threads
+            self._path, options.text, options.n_ctx, options.n_chunks, evenly=True, n_threads=options.n_threads
         ) as (llama, chunks):
             self._chunks = spread(chunks, N_LOSS_CHUNKS)
             self.dense = likelihood.estimate(llama, self._chunks).nll
@@ -314,7 +313,7 @@ def gather_pairs(
     settings: dict[str, Any] = {"n_batch": options.n_ctx, "n_threads": options.n_threads}
     with (
         TextModel.opened_with(
-            model, options.text, options.n_ctx, options.n_chunks, consumer=dense, until=until, **settings
+            model, options.text, options.n_ctx, options.n_chunks, evenly=True, consumer=dense, until=until, **settings
         ) as (first, chunks),
         TextModel(copy, options.n_ctx, consumer=pruned, until=until, **settings) as second,
     ):

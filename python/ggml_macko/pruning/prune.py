@@ -134,16 +134,17 @@ def prune(
     alps within the matrix.
 
     imatrix: statistics for wanda and owl, a file of calibrate() or llama-imatrix. text: calibration text, of which
-    n_chunks chunks (-1: all) of n_ctx tokens are evaluated now. sequential: again after each block is pruned.
-    dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those of the dense
-    model, as far as this share (0 to 1) of the change of the inputs is concerned. values: "q8_0", "q5_0", "q4_nl" or
-    "q4_0": after pruning, the weights that stay are fitted to values of this type, which `convert` to its sparse type
-    finds again; without a sparsity, none but those that are zero already go. all_bits: weights that sparsegpt,
-    alps and refit change have all bits of their type; by default they are rounded to the 8 or 11 significant bits that
-    99 % of the tensor's weights have, if they do, so that the type sparse-lossless stays small. damping: added to the
-    diagonal of the Hessians that sparsegpt, alps and refit use, times their mean. hessian_memory: bytes for these at a
-    time, by default half of what is free; less means more passes over the text and the same result. device: "auto"
-    computes with them on a GPU where CuPy finds one, "none" on the CPU.
+    n_chunks chunks (-1: all) of n_ctx tokens, spread over it, are evaluated now. sequential: again after each block
+    is pruned. dense_targets: for alps and refit, again for each input of a block; outputs are then fitted to those
+    of the dense model, as far as this share (0 to 1) of the change of the inputs is concerned. values: "q8_0",
+    "q5_0", "q4_nl" or "q4_0": after pruning, the weights that stay are fitted to values of this type, which
+    `convert` to its sparse type finds again; without a sparsity, none but those that are zero already go. all_bits:
+    weights that sparsegpt, alps and refit change have all bits of their type; by default they are rounded to the 8
+    or 11 significant bits that 99 % of the tensor's weights have, if they do, so that the type sparse-lossless
+    stays small. damping: added to the diagonal of the Hessians that sparsegpt, alps and refit use, times their
+    mean. hessian_memory: bytes for these at a time, by default half of what is free; less means more passes over
+    the text and the same result. device: "auto" computes with them on a GPU where CuPy finds one, "none" on the
+    CPU.
 
     A run that prunes while it reads the text keeps its state in OUTPUT.checkpoint: if it is interrupted or killed, the
     same call goes on and gives the same bytes.

@@ -28,7 +28,7 @@ from ggml_macko import console
 from ggml_macko.benchmark import report
 from ggml_macko.gguf.files import Model, Tensor
 from ggml_macko.gguf.outputs import AtomicOutput
-from ggml_macko.pruning import hessians, layerwise, methods
+from ggml_macko.pruning import layerwise, methods
 from ggml_macko.pruning import prune as pruning
 from ggml_macko.pruning.options import ALLOCATIONS, PruneOptions, hessian_memory, parse_pattern, parse_sparsity
 
@@ -129,7 +129,7 @@ class Sweep:
             names = {t.name for t in tensors}
             options = PruneOptions(sparsity=Fraction(0), text=args.file, n_chunks=args.chunks)
             console.log("statistics ...")
-            found = hessians.Hessians(names)
+            found = layerwise.hessians_for(tensors, options)
             layerwise.gather_for(model.path, options, found)
             wanda = methods.MomentScorer(found)
 

@@ -44,7 +44,12 @@ MAX_STOPS = 20
 """Inputs at which one process stops before it is given up: the same bug would be found over and over."""
 KINDS_OF_STOPS = ("timeout", "out-of-memory")
 """What libFuzzer says of an input that does not crash."""
-DICTIONARY_OF = ("gguf/model-keys.cpp", "load/sparse-header.cpp", "load/file-parts.cpp")
+DICTIONARY_OF = (
+    "gguf/model-keys.cpp",
+    "load/activation-keys.cpp",
+    "load/sparse-header.cpp",
+    "load/file-parts.cpp",
+)
 
 
 def run_build(*command: object, env: dict[str, str] | None = None) -> None:

@@ -2,6 +2,7 @@
 // sections 1, 2 and 4). The codec of each format (codec/codec.h) decides which components a matrix has, and their types
 // and sizes.
 #include "codec/registry.h"
+#include "load/activation-keys.h"
 #include "load/model-file.h"
 
 #include <algorithm>
@@ -36,7 +37,7 @@ static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
                                           "macko.tensor.delta_bits", "macko.tensor.nnz" };
     for (const gguf_key & key : header.keys) {
         if (!starts_with(key.name, "macko.") || starts_with(key.name, "macko.prune.") ||
-            starts_with(key.name, "macko.x-")) {
+            starts_with(key.name, "macko.x-") || is_activation_key(key.name)) {
             continue;
         }
         const bool is_known =
@@ -46,7 +47,7 @@ static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
                         is_known ? ", but macko.version is missing" : "");
         }
     }
-    return GGML_MACKO_STATUS_OK;
+    return check_activation_keys(header);
 }
 
 static int find_u32(const gguf_header & header, const char * name, int64_t * value) {

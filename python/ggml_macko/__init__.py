@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from .conversion.verify import Verification, verify
     from .errors import FileFormatError, MackoError, VersionMismatchError
     from .evaluation.calibrate import Calibration, calibrate
+    from .evaluation.calibrate_activations import ActivationCalibration, calibrate_activations
     from .evaluation.kl_divergence import Divergence
     from .evaluation.likelihood import Estimate
-    from .evaluation.perplexity import kl_divergence, perplexity
+    from .evaluation.perplexity import SkippedPerplexity, kl_divergence, perplexity, skipped_perplexity
+    from .evaluation.skipping import SkipOptions
     from .huggingface.decompress import Decompression, decompress
     from .llama import Llama
     from .native.loader import register
@@ -57,8 +59,13 @@ _HOME = {
     "Decompression": "huggingface.decompress",
     "calibrate": "evaluation.calibrate",
     "Calibration": "evaluation.calibrate",
+    "calibrate_activations": "evaluation.calibrate_activations",
+    "ActivationCalibration": "evaluation.calibrate_activations",
+    "SkipOptions": "evaluation.skipping",
     "perplexity": "evaluation.perplexity",
     "Estimate": "evaluation.likelihood",
+    "skipped_perplexity": "evaluation.perplexity",
+    "SkippedPerplexity": "evaluation.perplexity",
     "kl_divergence": "evaluation.perplexity",
     "Divergence": "evaluation.kl_divergence",
     "MackoError": "errors",
@@ -68,6 +75,7 @@ _HOME = {
 """The module of each public name."""
 
 __all__ = [
+    "ActivationCalibration",
     "Calibration",
     "ConversionReport",
     "Decompression",
@@ -81,10 +89,13 @@ __all__ = [
     "PruneReport",
     "RecoverReport",
     "RestorationReport",
+    "SkipOptions",
+    "SkippedPerplexity",
     "SparseMatrix",
     "Verification",
     "VersionMismatchError",
     "calibrate",
+    "calibrate_activations",
     "convert",
     "decompress",
     "inspect",
@@ -95,6 +106,7 @@ __all__ = [
     "recover",
     "register",
     "restore",
+    "skipped_perplexity",
     "verify",
 ]
 

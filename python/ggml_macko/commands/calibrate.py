@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from .. import console
+from .. import console, errors
 from ..commands.arguments import add_quiet
+from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.calibrate import N_BATCH, calibrate
+from ..evaluation.calibrate_activations import calibrate_activations
+from ..evaluation.skipping import SkipOptions
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS
 
 HELP = "measure activation statistics of a model on a text"
+
+IMATRIX = "imatrix.gguf"
+CHECKPOINT_EVERY = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,38 +25,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Runs a text through a GGUF model, dense or sparse, and writes an imatrix file: for each weight the sum of "
         "squares of each input column. It is what `macko prune --imatrix` and llama-quantize --imatrix need, and equal "
         "to what llama-imatrix writes. An interrupted run leaves OUT.checkpoint; the same command continues from "
-        "there, also with another number of --chunks."
+        "there, also with another number of --chunks. "
+        "With --activations it writes, instead, a copy of the model that also says which of its feed-forward neurons "
+        "may be skipped for a token: thresholds, taken from the text on the CPU, at which a share of them is. The copy "
+        "gives the same results; `macko perplexity --skip file` measures what skipping costs."
     )
     add_text_arguments(parser, N_BATCH, n_chunks=N_CALIBRATION_CHUNKS)
     parser.add_argument(
         "-o",
         "--output",
         "--output-file",
-        default="imatrix.gguf",
         metavar="FNAME",
-        help="imatrix to write (default: imatrix.gguf)",
+        help=f"file to write (default: {IMATRIX}; with --activations there is none)",
     )
     parser.add_argument(
         "-ofreq",
         "--output-frequency",
         type=int,
-        default=10,
         metavar="N",
-        help="write a checkpoint every N chunks (default: 10)",
+        help=f"write a checkpoint every N chunks (default: {CHECKPOINT_EVERY})",
     )
     parser.add_argument("--process-output", action="store_true", help="measure output.weight too")
+    parser.add_argument(
+        "--activations", action="store_true", help="write thresholds of neurons, into a copy of the model"
+    )
+    parser.add_argument(
+        "--skip", type=float, metavar="SHARE", help="with --activations: the share of neurons to skip, 0 to 1"
+    )
+    add_skip_score(parser)
+    add_skip_allocation(parser)
     parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
     add_quiet(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    skip_options = given(share=args.skip, score=args.skip_score, allocation=args.skip_allocation)
+    if args.activations:
+        return run_activations(args, skip_options)
+    if skip_options:
+        raise errors.usage_error("--activations is missing: an imatrix skips nothing")
     found = calibrate(
         args.model,
         args.file,
-        args.output,
+        args.output or IMATRIX,
         n_ctx=args.ctx_size,
         process_output=args.process_output,
-        checkpoint_every=args.output_frequency,
+        checkpoint_every=CHECKPOINT_EVERY if args.output_frequency is None else args.output_frequency,
         force=args.force,
         **text_arguments(args),
     )
@@ -57,4 +78,27 @@ def run(args: argparse.Namespace) -> int:
         if s.n_unused:
             console.log(f"warning: {name}: {s.n_unused} of {len(s.counts)} experts got no token")
     print(f"{found.path}: {len(found.entries)} weights, {found.n_chunks} chunks of {found.n_ctx} tokens")
+    return 0
+
+
+def run_activations(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """With --activations. options: of SkipOptions, as far as they are given."""
+    if args.process_output or args.output_frequency is not None:
+        raise errors.usage_error("--activations has no use for --process-output and --output-frequency")
+    for value, option, what in (
+        (args.skip, "--skip", "the share of the neurons to skip"),
+        (args.output, "-o", "the copy of the model to write"),
+    ):
+        if value is None:
+            raise errors.usage_error(f"{option} is missing: {what}")
+    if args.chunks == 0:
+        raise errors.usage_error("--chunks 0 measures nothing")
+    arguments = text_arguments(args)
+    skip = SkipOptions(text=args.file, n_chunks=arguments.pop("n_chunks"), **options)
+    found = calibrate_activations(args.model, args.output, skip, n_ctx=args.ctx_size, force=args.force, **arguments)
+    rule = found.rule
+    print(
+        f"{found.path}: thresholds of {len(rule.parts)} layers for {rule.share:.2%} of the neurons, "
+        f"{rule.n_chunks} chunks of {rule.n_ctx} tokens"
+    )
     return 0

@@ -12,6 +12,7 @@ from .. import console, errors
 from ..benchmark import plot
 from ..commands.arguments import add_quiet
 from ..conversion.inspect import ModelReport, TensorReport, inspect
+from ..gguf.activation_keys import is_rule_key
 
 HELP = "show what a model file holds"
 
@@ -22,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "effective density (bytes here over bytes of the dense tensor), bytes, bits per weight, and the break-even "
         "density: from there on random non-zeros would take as much room as dense. Of EC-CSR tensors also the block "
         "sets, with the share of stored values that each covers; of sparse-lossless ones the bits of a value, the "
-        "mantissa bits and exponents that have a code, the share of values that they cover, and the outliers; then "
-        "totals of the file."
+        "mantissa bits and exponents that have a code, the share of values that they cover, and the outliers; of a "
+        "file with thresholds of neurons (macko calibrate --activations) these; then totals of the file."
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -134,8 +135,19 @@ def print_report(report: ModelReport) -> None:
         headers = ["tensor", "bits per value", "mantissa bits", "exponents", "coverage", "outliers"]
         print(console.table(coded, headers))
         print()
+    rule = report.skip_rule
+    if rule is not None:
+        neurons = {t.name: t.shape[0] for t in report.tensors}
+        rows = [[p.down, neurons[p.down], round(p.share, 4), p.threshold] for p in rule.parts]
+        print(console.table(rows, ["neurons that may be skipped, by down", "neurons", "share", "threshold"]))
+        print(
+            f"score {rule.score}, {rule.allocation} shares, {rule.share:.2%} of the neurons; thresholds from "
+            f"{rule.n_chunks} chunks of {rule.n_ctx} tokens of {rule.text!r}"
+        )
+        print()
     for name, value in report.metadata.items():
-        print(f"{name} = {value!r}")
+        if not is_rule_key(name):
+            print(f"{name} = {value!r}")
     print(f"{len(report.tensors)} tensors, {report.n_sparse} stored sparse, {report.n_parameters} parameters")
     print(console.model_line("file size", report.nbytes, report.n_parameters))
     print(console.model_line("dense size", report.nbytes_dense, report.n_parameters))

@@ -8,12 +8,15 @@ from typing import Any
 
 from .. import console, errors
 from ..commands.arguments import add_quiet
+from ..commands.skip_arguments import add_skip_allocation, add_skip_score, given
 from ..commands.text_arguments import add_text_arguments, text_arguments
 from ..evaluation.perplexity import Estimate, SkipOptions, kl_divergence, perplexity, skipped_perplexity
-from ..evaluation.skipping import ALLOCATIONS, SCORES
 from ..evaluation.text_model import N_BATCH
 
 HELP = "perplexity of a model, and its KL divergence from another"
+
+FROM_FILE = "file"
+"""The value of --skip that is no number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kl-divergence-base it also writes the model's log-probabilities to a file; with --kl-divergence it compares "
         "the model with those of such a file, which holds the text too. The file is llama-perplexity's. "
         "With --skip it measures what the model loses if the neurons of its gated feed-forward parts that matter least "
-        "for a token are skipped: quality only, on the CPU; nothing is faster."
+        "for a token are skipped: quality only, on the CPU; nothing is faster. `--skip file` takes the thresholds "
+        "of the model file (macko calibrate --activations)."
     )
     add_text_arguments(parser, N_BATCH, file_required=False)
     parser.add_argument(
@@ -34,14 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with the model that wrote the file of --kl-divergence-base",
     )
     parser.add_argument(
-        "--skip", type=float, metavar="SHARE", help="skip this share of the feed-forward neurons, 0 to 1"
+        "--skip",
+        type=share_or_file,
+        metavar="SHARE",
+        help="skip this share of the feed-forward neurons, 0 to 1, or `file`: by the thresholds in the model file",
     )
-    parser.add_argument(
-        "--skip-score",
-        choices=SCORES,
-        help="what decides: |act(gate)|, |act(gate) * up|, or the latter times the norm of the neuron's column of down "
-        f"(default: {SkipOptions.score})",
-    )
+    add_skip_score(parser)
     parser.add_argument(
         "--skip-text", metavar="FNAME", help="text that thresholds are taken from; not the one that is measured on"
     )
@@ -51,25 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"chunks of it, from its start; -1: all (default: {SkipOptions.n_chunks})",
     )
-    parser.add_argument(
-        "--skip-allocation",
-        choices=ALLOCATIONS,
-        help="the same share in each layer, or more where it costs less, as measured first (default: "
-        f"{SkipOptions.allocation})",
-    )
+    add_skip_allocation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--force", action="store_true", help="replace FNAME if it exists")
     add_quiet(parser)
 
 
+def share_or_file(text: str) -> float | str:
+    """The value of --skip."""
+    return FROM_FILE if text == FROM_FILE else float(text)
+
+
 def run(args: argparse.Namespace) -> int:
-    skip_options = {
-        "text": args.skip_text,
-        "score": args.skip_score,
-        "allocation": args.skip_allocation,
-        "n_chunks": args.skip_chunks,
-    }
-    skip_options = {name: value for name, value in skip_options.items() if value is not None}
+    skip_options = given(
+        text=args.skip_text, score=args.skip_score, allocation=args.skip_allocation, n_chunks=args.skip_chunks
+    )
     if args.skip is not None:
         return run_skipping(args, skip_options)
     if skip_options:
@@ -104,13 +102,16 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """With --skip. options: of SkipOptions, as far as they are given."""
     if args.kl_divergence or args.kl_divergence_base is not None:
         raise errors.usage_error("--skip measures perplexity only, no KL divergence")
-    for value, option, what in (
-        (args.file, "-f", "the text to measure on"),
-        (args.skip_text, "--skip-text", "the text to take thresholds from"),
-    ):
-        if value is None:
-            raise errors.usage_error(f"{option} is missing: {what}")
-    skip = SkipOptions(args.skip, **options)
+    if args.file is None:
+        raise errors.usage_error("-f is missing: the text to measure on")
+    if args.skip == FROM_FILE:
+        if options:
+            raise errors.usage_error("--skip file: the file says the rest; no other --skip options")
+        skip = None
+    else:
+        if args.skip_text is None:
+            raise errors.usage_error("--skip-text is missing: the text to take thresholds from")
+        skip = SkipOptions(args.skip, **options)
     console.log("--skip measures quality only: nothing is faster, because no kernel skips neurons yet")
     found = skipped_perplexity(args.model, args.file, skip, n_ctx=args.ctx_size, **text_arguments(args))
     if args.json:
@@ -120,7 +121,7 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
                 "text": args.file,
                 **estimate_values(found.estimate),
                 "skip": {
-                    **dataclasses.asdict(skip),
+                    **dataclasses.asdict(found.skip),
                     "measured": found.share,
                     "parts": [dataclasses.asdict(part) for part in found.parts],
                 },
@@ -128,7 +129,7 @@ def run_skipping(args: argparse.Namespace, options: dict[str, Any]) -> int:
         )
         return 0
     print_estimate(found.estimate)
-    print(f"skipped: {found.share:.2%} of the neurons in {len(found.parts)} layers (wanted: {skip.share:.2%})")
+    print(f"skipped: {found.share:.2%} of the neurons in {len(found.parts)} layers (wanted: {found.skip.share:.2%})")
     return 0
 
 

@@ -13,6 +13,7 @@ from .. import console
 from ..codecs import registry
 from ..codecs.codec import ValueCoding
 from ..gguf import tensor_rules
+from ..gguf.activation_keys import SkipRule, read_rule
 from ..gguf.files import Model, Tensor, type_name
 
 
@@ -63,6 +64,7 @@ class ModelReport:
     is_sparse: bool
     format_version: int | None  # macko.version
     metadata: Mapping[str, Any]  # name, architecture and macko.* keys
+    skip_rule: SkipRule | None  # which neurons may be skipped for a token, if the file says so
     nbytes: int  # on disk
     tensors: tuple[TensorReport, ...]
 
@@ -99,6 +101,7 @@ def inspect(path: str | os.PathLike[str], *, n_threads: int = 0) -> ModelReport:
             is_sparse=model.is_sparse,
             format_version=version.value() if version else None,
             metadata=keys,
+            skip_rule=read_rule(model),
             nbytes=model.nbytes,
             tensors=tuple(
                 inspect_tensor(t, n_threads)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from .. import console, errors
 from ..evaluation import likelihood, skipping
+from ..evaluation.calibrate_activations import take_thresholds
 from ..evaluation.kl_divergence import SIGNATURE, BaseFile, Divergence, divergence, encode, header
 from ..evaluation.likelihood import Array, Estimate
 from ..evaluation.skipping import SkipOptions, SkippedPart
 from ..evaluation.text_model import N_BATCH, N_CTX, N_UBATCH, Chunks, TextModel, read_text
-from ..gguf.files import part_paths
+from ..gguf.activation_keys import SkipRule, read_rule
+from ..gguf.files import Model, part_paths
 from ..gguf.outputs import AtomicOutput
 
 __all__ = [
@@ -86,6 +88,7 @@ class SkippedPerplexity:
     """Perplexity of a model whose neurons are skipped, and what was skipped in each of its gated parts."""
 
     estimate: Estimate
+    skip: SkipOptions  # as asked for, or as the file says
     parts: list[SkippedPart]
 
     @property
@@ -97,7 +100,7 @@ class SkippedPerplexity:
 def skipped_perplexity(
     model: str | os.PathLike[str],
     text: str | os.PathLike[str],
-    skip: SkipOptions,
+    skip: SkipOptions | None,
     *,
     n_ctx: int = N_CTX,
     n_batch: int = N_BATCH,
@@ -108,18 +111,20 @@ def skipped_perplexity(
     verbose: bool = False,
 ) -> SkippedPerplexity:
     """Perplexity of a GGUF model, dense or sparse, some of whose feed-forward neurons are skipped, as skipping.py says:
-    for share 0 that of perplexity(), which explains the other parameters.
+    for share 0 that of perplexity(), which explains the other parameters. skip=None: those that the file's keys
+    (calibrate_activations()) say.
 
     Measures quality on the CPU; nothing is faster. Raises MackoError (as perplexity() does; a model without gated
-    feed-forward parts, or one in the memory of a GPU) or OSError.
+    feed-forward parts, without the keys or with keys that do not fit it, or one in the memory of a GPU) or OSError.
     """
     _check_context(n_ctx)
     _check_chunks(n_chunks)
-    for path in (skip.text, text):
+    for path in (text,) if skip is None else (skip.text, text):
         read_text(path)  # a bad one is refused before the model is loaded
+    how = _rule_of(model) if skip is None else skip
     with skipping.SkippingModel(
         model,
-        skip.score,
+        how.score,
         n_ctx=n_ctx,
         n_batch=n_batch,
         n_ubatch=n_ubatch,
@@ -128,12 +133,24 @@ def skipped_perplexity(
         verbose=verbose,
     ) as skipper:
         chunks = skipper.model.read_chunks(text, n_chunks)
-        calibration = skipper.model.read_chunks(skip.text, skip.n_chunks)
-        console.log(f"thresholds: {len(calibration)} chunks of {skip.text}")
-        skipper.calibrate(calibration)
-        skipper.skip(skipper.shares(skip, calibration))
+        if isinstance(how, SkipOptions):
+            take_thresholds(skipper, how)
+        else:
+            skipper.find_parts(chunks[:1])
+            skipper.skip_by(how)
+            how = SkipOptions(how.share, how.text, how.score, how.allocation, how.n_chunks)
         estimate = _measure(skipper.model, chunks, None)
-        return SkippedPerplexity(estimate, skipper.skipped())
+        return SkippedPerplexity(estimate, how, skipper.skipped())
+
+
+def _rule_of(path: str | os.PathLike[str]) -> SkipRule:
+    with Model(path) as file:
+        rule = read_rule(file)
+    if rule is None:
+        raise errors.error(
+            errors.MISSING_KEY, f"{path}: key macko.act.kind is missing; macko calibrate --activations writes it"
+        )
+    return rule
 
 
 def kl_divergence(

@@ -23,6 +23,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable
 
 import gguf
@@ -32,6 +33,7 @@ import numpy.typing as npt
 from .. import console, errors
 from ..evaluation.gated_parts import GatedPart, GatedTap, Rows
 from ..evaluation.text_model import Chunks, Logits, TextModel, spread
+from ..gguf.activation_keys import PartRule, SkipRule
 from ..gguf.files import Model, Tensor
 from ..values import TYPE_NAMES, to_float
 
@@ -258,7 +260,7 @@ class SkippedPart:
     threshold: float
     wanted: float  # share of the neurons
     measured: float  # share of the neurons of all tokens that were evaluated
-    zeros: float  # share of the scores that are exactly 0 on the calibration text
+    zeros: float | None  # share of the scores that are exactly 0 on the calibration text, if there was one
 
 
 def skipped_share(parts: Sequence[SkippedPart]) -> float:
@@ -288,32 +290,68 @@ class SkippingModel:
         """In the order of the graph, once the model has been calibrated."""
         return list(self._tap.parts.values())
 
-    def calibrate(self, chunks: Chunks) -> None:
-        """Finds the gated parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a text."""
+    def find_parts(self, chunks: Chunks) -> None:
+        """Finds the gated parts. chunks: (1, n_ctx) of any text."""
         model, tap = self.model, self._tap
         tap.on_part = None
-        model.evaluate(chunks[:1])
+        model.evaluate(chunks)
         if not tap.parts:
             what = "only experts have gated parts" if tap.n_routed else "no feed-forward part is gated"
             raise errors.error(errors.LIMIT, f"{model.path}: {what}: there are no neurons to skip")
         if tap.n_routed:
             console.log(f"{model.path}: the neurons of {tap.n_routed} parts with experts are not skipped")
         self._scorer = Scorer(self._score, model.path, self.parts)
-        self.distributions = {part.node: Distribution() for part in self.parts}
         tap.on_part = self._on_part
+
+    def calibrate(self, chunks: Chunks) -> None:
+        """Finds the gated parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a text."""
+        self.find_parts(chunks[:1])
+        self.distributions = {part.node: Distribution() for part in self.parts}
         self._collects = True
         try:
-            for _, batch in model.batches(chunks):
-                model.evaluate(batch)
+            for _, batch in self.model.batches(chunks):
+                self.model.evaluate(batch)
         finally:
             self._collects = False
 
     def skip(self, shares: Mapping[str, float]) -> None:
         """Skips these shares of parts (node -> share) from now on. Counting starts anew."""
-        self._shares = dict(shares)
-        self._thresholds = {node: self.distributions[node].threshold(share) for node, share in shares.items()}
+        self._skip(shares, {node: self.distributions[node].threshold(share) for node, share in shares.items()})
+
+    def skip_by(self, rule: SkipRule) -> None:
+        """Skips what a rule says, once the parts are found. Raises MackoError if it names another part."""
+        node_of = {part.down: part.node for part in self.parts}
+        for part in rule.parts:
+            if part.down not in node_of:
+                raise errors.error(
+                    errors.BAD_KEY_VALUE,
+                    f"{self.model.path}: key macko.act.part.down has {part.down!r}, which no gated part of the model "
+                    "is multiplied with",
+                )
+        self._skip(
+            {node_of[part.down]: part.share for part in rule.parts},
+            {node_of[part.down]: part.threshold for part in rule.parts},
+        )
+
+    def _skip(self, shares: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
+        self._shares, self._thresholds = dict(shares), dict(thresholds)
         self._n_scored = dict.fromkeys(shares, 0)
         self._n_skipped = dict.fromkeys(shares, 0)
+
+    def rule(self, options: SkipOptions, n_chunks: int) -> SkipRule:
+        """What is skipped now, as a file keeps it. options: what it was made with; n_chunks: of the text."""
+        return SkipRule(
+            score=self._score,
+            share=_as_float32(options.share),
+            allocation=options.allocation,
+            text=os.fsencode(Path(options.text).name).decode("utf-8", errors="replace"),
+            n_chunks=n_chunks,
+            n_ctx=self.model.n_ctx,
+            parts=tuple(
+                PartRule(part.down, _as_float32(self._shares[part.node]), self._thresholds[part.node])
+                for part in self.parts
+            ),
+        )
 
     def skipped(self) -> list[SkippedPart]:
         """What has been skipped since skip()."""
@@ -324,11 +362,15 @@ class SkippingModel:
                 threshold=self._thresholds[part.node],
                 wanted=self._shares[part.node],
                 measured=self._n_skipped[part.node] / max(1, self._n_scored[part.node]),
-                zeros=self.distributions[part.node].n_zeros / self.distributions[part.node].n,
+                zeros=self._zeros(part),
             )
             for part in self.parts
             if part.node in self._shares
         ]
+
+    def _zeros(self, part: GatedPart) -> float | None:
+        found = self.distributions.get(part.node)
+        return None if found is None else found.n_zeros / found.n
 
     def uniform(self, share: float) -> dict[str, float]:
         """The same share of each part."""
@@ -384,6 +426,10 @@ class SkippingModel:
 
     def __exit__(self, *unused: Any) -> None:
         self.close()
+
+
+def _as_float32(x: float) -> float:
+    return float(np.float32(x))
 
 
 def divergence(p: Logits, q: Logits) -> float:

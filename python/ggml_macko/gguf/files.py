@@ -102,7 +102,7 @@ def _walk_keys(header: bytes) -> list[Key]:
 
 
 def make_key(name: str, kind: str, value: Any) -> Key:
-    """kind: "u32", "u64", "f32", "str", "[u32", "[u64" or "[str"."""
+    """kind: "u32", "u64", "f32", "str", "[u32", "[u64", "[f32" or "[str"."""
     prefix = pack_string(name)
     if kind == "str":
         kind_id, body = _STRING, pack_string(value)
@@ -114,12 +114,12 @@ def make_key(name: str, kind: str, value: Any) -> Key:
         kind_id, body = _F32, struct.pack("<f", value)
     else:
         kind_id = _ARRAY
-        element = {"[u32": _U32, "[u64": _U64, "[str": _STRING}[kind]
+        element = {"[u32": _U32, "[u64": _U64, "[f32": _F32, "[str": _STRING}[kind]
         body = struct.pack("<IQ", element, len(value))
         if element == _STRING:
             body += b"".join(pack_string(v) for v in value)
         else:
-            body += struct.pack(f"<{len(value)}{'I' if element == _U32 else 'Q'}", *value)
+            body += struct.pack(f"<{len(value)}{_SCALARS[element][1:]}", *value)
     return Key(name, kind_id, prefix + struct.pack("<I", kind_id) + body, len(prefix) + 4)
 
 
@@ -184,6 +184,11 @@ class _Shard:
         if n != nbytes:
             raise errors.error(errors.FILE_CHANGED, f"{self.path}: became shorter while it was read")
         return out
+
+    def blocks(self, offset: int, nbytes: int) -> Iterator[Array]:
+        """These bytes in small pieces."""
+        for at in range(0, nbytes, COPY_BLOCK):
+            yield self.read(offset + at, min(COPY_BLOCK, nbytes - at))
 
     def check_unchanged(self) -> None:
         if _identity(self.file.fileno()) != _identity(self.opened):
@@ -316,8 +321,7 @@ class Tensor:
         if self.sparse is not None:
             yield self.read(n_threads)
             return
-        for at in range(0, self.nbytes, COPY_BLOCK):
-            yield self.shard.read(self.offset + at, min(COPY_BLOCK, self.nbytes - at))
+        yield from self.shard.blocks(self.offset, self.nbytes)
 
 
 def _is_format_key(name: str) -> bool:
@@ -347,6 +351,11 @@ class Model:
     def keys(self) -> list[Key]:
         """Metadata of the model: that of the first part, without what describes storage."""
         return [k for k in self.shards[0].keys if not _is_format_key(k.name)]
+
+    @property
+    def stored_keys(self) -> list[Key]:
+        """Metadata of the model and of how its sparse tensors are stored, for a copy in one file."""
+        return [k for k in self.shards[0].keys if not k.name.startswith("split.")]
 
     @property
     def is_sparse(self) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import console
 from ..values import Array
-from .files import Key, pack_string
+from .files import Key, Model, pack_string
 from .outputs import AtomicOutput
 
 
@@ -69,3 +70,29 @@ class Writer:
 
 def align(n: int, alignment: int) -> int:
     return (n + alignment - 1) // alignment * alignment
+
+
+# ---- copies ----
+
+
+def write_with_keys(model: Model, keys: Iterable[Key], output: AtomicOutput) -> None:
+    """Writes a model as it is stored, sparse tensors included, with these metadata; the parts of a split one become one
+    file. Sealing is left to the caller. Raises MackoError if the model has changed meanwhile.
+    """
+    stored = [(shard, t) for shard in model.shards for t in shard.tensors]
+    tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for _, t in stored]
+    writer = Writer(output, keys, tensors, model.alignment)
+    for shard, t in console.tracked(stored, "writing", lambda s: s[1].nbytes, "B"):
+        writer.write(shard.blocks(t.offset, t.nbytes))
+    writer.finish()
+    model.check_unchanged()
+
+
+def is_written(model: Model, written: Model) -> bool:
+    """Whether the data of all tensors are stored in both with the same bytes."""
+    a, b = ([(shard, t) for shard in m.shards for t in shard.tensors] for m in (model, written))
+    return len(a) == len(b) and all(
+        (t.name, t.type, t.ne) == (u.name, u.type, u.ne)
+        and all(map(np.array_equal, s.blocks(t.offset, t.nbytes), v.blocks(u.offset, u.nbytes)))
+        for (s, t), (v, u) in zip(a, b)
+    )

@@ -29,6 +29,7 @@ from ..evaluation.calibrate import model_digest
 from ..evaluation.text_model import N_CALIBRATION_CHUNKS, N_CTX
 from ..gguf import imatrix as imatrix_file
 from ..gguf import tensor_rules
+from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key, type_name
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
@@ -443,14 +444,15 @@ def _prune_model(
 def write_model(
     model: Model, names: set[str], pruner: Pruner, keys: list[Key], output: AtomicOutput | None
 ) -> list[PrunedTensor]:
-    """Writes the model with the tensors of these names pruned, and with keys in place of the macko.prune.* it has.
+    """Writes the model with the tensors of these names pruned, and with keys in place of the macko.prune.* it has. A
+    rule for skipping neurons is left out.
 
     Without an output, the tensors are pruned in memory and only counted.
     """
     out = []
     writer = None
     if output is not None:
-        keys = [k for k in model.keys if not k.name.startswith("macko.prune.")] + keys
+        keys = [k for k in without_rule(model.keys) if not k.name.startswith("macko.prune.")] + keys
         tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
         writer = Writer(output, keys, tensors, model.alignment)
     for i, t in enumerate(console.tracked(model.tensors, "pruning", lambda t: t.nbytes, "B")):

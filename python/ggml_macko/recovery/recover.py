@@ -22,6 +22,7 @@ from .. import console, errors
 from ..evaluation.calibrate import model_digest
 from ..evaluation.text_model import N_CTX, Chunks, TextModel, read_text, spread
 from ..gguf import tensor_rules
+from ..gguf.activation_keys import without_rule
 from ..gguf.files import Key, Model, Tensor, make_key
 from ..gguf.outputs import AtomicOutput
 from ..gguf.writer import NewTensor, Writer
@@ -365,7 +366,7 @@ def _blocks(t: Tensor, new: Mapping[str, Array]) -> Iterator[Array]:
 
 def _write(model: Model, new: Mapping[str, Array], keys: list[Key], output: AtomicOutput) -> None:
     tensors = [NewTensor(t.name, t.type, t.ne, t.nbytes) for t in model.tensors]
-    others = [key for key in model.keys if not key.name.startswith("macko.prune.recover.")]
+    others = [key for key in without_rule(model.keys) if not key.name.startswith("macko.prune.recover.")]
     writer = Writer(output, [*others, *keys], tensors, model.alignment)
     for t in console.tracked(model.tensors, "writing", lambda t: t.nbytes, "B"):
         writer.write(_blocks(t, new))

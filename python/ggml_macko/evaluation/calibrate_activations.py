@@ -1,0 +1,83 @@
+"""Takes the thresholds of neurons that may be skipped from a text, and writes them into a copy of the model:
+`calibrate_activations(model, output, skip)`. skipping.py says what they are, FORMAT.md (section 9) how they are stored.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import console, errors
+from ..evaluation.activations import MIN_ROWS
+from ..evaluation.calibrate import N_BATCH
+from ..evaluation.skipping import SkipOptions, SkippingModel
+from ..evaluation.text_model import N_CTX, N_UBATCH, Chunks, read_text
+from ..gguf.activation_keys import SkipRule, read_rule, without_rule
+from ..gguf.files import Model, part_paths
+from ..gguf.outputs import AtomicOutput
+from ..gguf.writer import is_written, write_with_keys
+
+
+@dataclass(frozen=True)
+class ActivationCalibration:
+    """What `calibrate_activations` measured and wrote."""
+
+    path: Path
+    rule: SkipRule
+
+
+def calibrate_activations(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    skip: SkipOptions,
+    *,
+    n_ctx: int = N_CTX,
+    n_batch: int = N_BATCH,
+    n_ubatch: int = N_UBATCH,
+    n_threads: int = 0,
+    n_gpu_layers: int = -1,
+    verbose: bool = False,
+    force: bool = False,
+) -> ActivationCalibration:
+    """Writes a copy of a GGUF model, dense or sparse, that says which of its feed-forward neurons may be skipped for a
+    token. The copy gives the same results as the model, until a user asks for the neurons to be skipped.
+
+    skip: how many, by which score, and the calibration text. A rule that the model has is replaced; a split model
+    becomes one file. n_ctx: tokens of a chunk, at least 16. force: replace output if it exists. The other parameters
+    are those of calibrate().
+
+    Raises MackoError (as calibrate() does; a model without gated feed-forward parts, or one in the memory of a GPU) or
+    OSError.
+    """
+    if n_ctx < MIN_ROWS:
+        raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")
+    read_text(skip.text)  # a bad one is refused before the model is loaded
+    with Model(model) as source, AtomicOutput(output, [*part_paths(model), skip.text], force) as opened:
+        with SkippingModel(
+            model,
+            skip.score,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_gpu_layers=n_gpu_layers,
+            verbose=verbose,
+        ) as skipper:
+            rule = take_thresholds(skipper, skip)
+        write_with_keys(source, [*without_rule(source.stored_keys), *rule.keys()], opened)
+        opened.seal()
+        with Model(opened.partial) as written:
+            if read_rule(written) != rule or not is_written(source, written):
+                raise errors.error(errors.FILE_CHANGED, f"{opened.path}: the file does not hold what was written")
+        opened.commit()
+    return ActivationCalibration(opened.path, rule)
+
+
+def take_thresholds(skipper: SkippingModel, skip: SkipOptions) -> SkipRule:
+    """Makes a model skip as the options say, with thresholds from their text; returns the rule."""
+    chunks: Chunks = skipper.model.read_chunks(skip.text, skip.n_chunks)
+    console.log(f"thresholds: {len(chunks)} chunks of {skip.text}")
+    skipper.calibrate(chunks)
+    skipper.skip(skipper.shares(skip, chunks))
+    return skipper.rule(skip, len(chunks))

@@ -1,0 +1,83 @@
+"""The keys macko.act.*: which neurons of a model may be skipped for a token (FORMAT.md section 9).
+
+Types and ranges are checked by the C library when a file is opened; what is checked here is that the keys fit the
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .. import errors
+from .files import Key, Model, make_key
+
+_PREFIX = "macko.act."
+
+
+@dataclass(frozen=True)
+class PartRule:
+    """What may be skipped in one gated feed-forward part."""
+
+    down: str  # name of the weight
+    share: float  # of the part's neurons, as it was wanted
+    threshold: float  # a neuron whose score is less is skipped
+
+
+@dataclass(frozen=True)
+class SkipRule:
+    """Which neurons may be skipped, and what the thresholds were taken from."""
+
+    score: str
+    share: float  # of all neurons, as it was wanted
+    allocation: str
+    text: str  # name of the calibration text's file
+    n_chunks: int
+    n_ctx: int
+    parts: tuple[PartRule, ...]
+
+    def keys(self) -> list[Key]:
+        """The metadata of a model with this rule."""
+        return [
+            make_key(_PREFIX + "kind", "str", self.score),
+            make_key(_PREFIX + "share", "f32", self.share),
+            make_key(_PREFIX + "allocation", "str", self.allocation),
+            make_key(_PREFIX + "text", "str", self.text),
+            make_key(_PREFIX + "chunks", "u32", self.n_chunks),
+            make_key(_PREFIX + "n_ctx", "u32", self.n_ctx),
+            make_key(_PREFIX + "part.down", "[str", [part.down for part in self.parts]),
+            make_key(_PREFIX + "part.share", "[f32", [part.share for part in self.parts]),
+            make_key(_PREFIX + "part.threshold", "[f32", [part.threshold for part in self.parts]),
+        ]
+
+
+def read_rule(model: Model) -> SkipRule | None:
+    """The rule that a model has, if it has one. Raises MackoError if a part's weight is none of the model's."""
+    found = {k.name[len(_PREFIX) :]: k.value() for k in model.keys if k.name.startswith(_PREFIX)}
+    if not found:
+        return None
+    matrices = {t.name for t in model.tensors if len(t.ne) == 2}
+    for i, name in enumerate(found["part.down"]):
+        if name not in matrices:
+            raise errors.error(
+                errors.BAD_KEY_VALUE,
+                f"{model.path}: key {_PREFIX}part.down: element {i} is {name!r} (a matrix of the model)",
+            )
+    return SkipRule(
+        score=found["kind"],
+        share=found["share"],
+        allocation=found["allocation"],
+        text=found["text"],
+        n_chunks=found["chunks"],
+        n_ctx=found["n_ctx"],
+        parts=tuple(map(PartRule, found["part.down"], found["part.share"], found["part.threshold"])),
+    )
+
+
+def without_rule(keys: Iterable[Key]) -> list[Key]:
+    """These keys but for those of a rule: the thresholds of a model are wrong once its weights are others."""
+    return [key for key in keys if not is_rule_key(key.name)]
+
+
+def is_rule_key(name: str) -> bool:
+    return name.startswith(_PREFIX)

@@ -352,13 +352,15 @@ struct output {
 
 enum class how { dispatched, rows16, rows, panels, planes };
 
-static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out) {
+static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out,
+                     const float * gate = nullptr) {
     const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
     std::vector<const float *> x;
     for (int64_t i = 0; i < p.n; i++) {
         x.push_back(p.x.floats() + i * p.m.desc.cols);
     }
-    const mul_mat_params params = { p.w, p.row_begin, p.row_end, p.n, x.data(), out.y.data(), p.round_x, scratch.data };
+    const mul_mat_params params = { p.w,          p.row_begin, p.row_end,    p.n,     x.data(),
+                                    out.y.data(), p.round_x,   scratch.data, nullptr, gate };
     if (with == how::dispatched) {
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
@@ -402,6 +404,35 @@ static void check_result(const kernel_set & set, const problem & p, const char *
     check_result(set, p, what, out, p.bound);
 }
 
+// Rows whose gate is open are those of the product without gates, bit for bit. Where at least 60 % are closed, those
+// are not computed, but for what is in a group of bundles with an open one; else all rows are.
+static void check_gate(const kernel_set & set, const problem & p, const output & whole) {
+    const int64_t rows = p.row_end - p.row_begin;
+    rng           random(static_cast<uint64_t>(rows * p.w.cols));
+    for (const double open : { 0.0, 0.1, 0.4, 0.9, 1.0 }) {
+        std::vector<float> gate(static_cast<size_t>(rows));
+        int64_t            closed = 0;
+        for (float & g : gate) {
+            g = random.unit() < open ? 1e-45f : random.bits() & 1 ? -1.0f : random.bits() & 1 ? 0.0f : NAN;
+            closed += !(g > 0);
+        }
+        const bool all = closed * 5 < rows * 3;
+        for (int n_threads = 1; n_threads <= 2; n_threads++) {
+            output out(1, rows);
+            multiply(set, p, how::dispatched, n_threads, out, gate.data());
+            for (int64_t r = 0; r < rows; r++) {
+                const bool is_open = gate[static_cast<size_t>(r)] > 0;
+                const bool same    = memcmp(out.y[0] + r, whole.y[0] + r, 4) == 0;
+                const bool zero    = out.y[0][r] == 0 && !std::signbit(out.y[0][r]);
+                CHECK(all || is_open ? same : zero || (in_bundles(p.w) && same && closed < rows),
+                      "%s: row %ld, gate %g, is %g, without gates %g", set.name, (long)r,
+                      static_cast<double>(gate[static_cast<size_t>(r)]), static_cast<double>(out.y[0][r]),
+                      static_cast<double>(whole.y[0][r]));
+            }
+        }
+    }
+}
+
 static void check_all_sets(const problem & p, bool threads) {
     const bool bundled = in_bundles(p.w);
     for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
@@ -432,6 +463,9 @@ static void check_all_sets(const problem & p, bool threads) {
             same |= one.same(with_rows16);
         }
         CHECK(same, "%s: one thread gives no layout's result", set->name);
+        if (p.n == 1) {
+            check_gate(*set, p, one);
+        }
         for (int n_threads = 2; threads && n_threads <= 3; n_threads++) {
             output more(p.n, rows);
             multiply(*set, p, how::dispatched, n_threads, more);

@@ -74,6 +74,9 @@ static void test_rows_are_within_the_error_bound(rng & r, const kernel_set & set
         r, set, "silu_mul", n, SILU_BOUND, SILU_FLOOR,
         [&](rows & m) { set.rows.silu_mul(m.a.floats(), m.b.floats(), m.y, n); },
         [&](const rows & m, int64_t i) { return silu(a(m, i)) * b(m, i); });
+    check(
+        r, set, "relu_mul", n, EPSILON, 1e-45, [&](rows & m) { set.rows.relu_mul(m.a.floats(), m.b.floats(), m.y, n); },
+        [&](const rows & m, int64_t i) { return a(m, i) > 0 ? a(m, i) * b(m, i) : 0; });
     const float eps = 1e-5f;
     check(
         r, set, "rms_norm", n, 3 * EPSILON, 1e-45, [&](rows & m) { set.rows.rms_norm(m.a.floats(), m.y, n, eps); },
@@ -111,6 +114,21 @@ static void test_silu_is_right_where_the_exponential_is_clamped(const kernel_set
     CHECK(std::isnan(y), "%s silu(NaN): %g", set.name, y);
     set.rows.rms_norm(&nan, &y, 1, 1e-5f);
     CHECK(std::isnan(y), "%s norm of NaN: %g", set.name, y);
+}
+
+// A closed gate gives +0, whatever it closes: what is not finite, and what was not computed.
+static void test_closed_gate_gives_zero(const kernel_set & set) {
+    const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+    for (const float gate : { -0.0f, 0.0f, -1e-45f, -inf, nan }) {
+        for (const float up : { -1.0f, 1.0f, inf, -inf, nan }) {
+            float y = -1;
+            set.rows.relu_mul(&gate, &up, &y, 1);
+            CHECK(y == 0 && !std::signbit(y), "%s relu(%g) * %g: %g", set.name, gate, up, y);
+        }
+    }
+    float y = 0;
+    set.rows.relu_mul(&inf, &nan, &y, 1);
+    CHECK(std::isnan(y), "%s relu(inf) * NaN: %g", set.name, y);
 }
 
 // The angle is the product of i + 3 rounded factors, and the error of sine and cosine is at most that of the angle and
@@ -158,6 +176,7 @@ int main() {
             test_rows_are_within_the_error_bound(r, *set, n);
         }
         test_silu_is_right_where_the_exponential_is_clamped(*set);
+        test_closed_gate_gives_zero(*set);
     }
     for (const bool halves : { false, true }) {
         for (const bool with_factors : { false, true }) {

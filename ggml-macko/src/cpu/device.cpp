@@ -133,6 +133,9 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
             if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
+            if (steps.skips && is_relu_gated(graph, i)) {
+                steps.skip_closed_rows(node);
+            }
             if (!(is_product(node) ? steps.add_product(node, weight_of(node->src[0])) : steps.add_row_op(node))) {
                 return GGML_STATUS_FAILED;
             }
@@ -224,6 +227,9 @@ void device_event_synchronize(ggml_backend_dev_t, ggml_backend_event_t) {}
 
 ggml_backend_t device_init_backend(ggml_backend_dev_t dev, const char *) {
     auto * context = new (std::nothrow) graph_plan;
+    if (context) {
+        context->skips = !getenv("GGML_MACKO_NO_SKIP");
+    }
     return context ? new ggml_backend{ backend_guid(), backend_iface, dev, context } : nullptr;
 }
 

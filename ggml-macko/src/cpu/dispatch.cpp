@@ -214,11 +214,44 @@ static void prepare_with(const kernel_set & set, const mul_mat_params & p, int i
     set.prepare(p, choose_layout(set, p), ith, nth);
 }
 
+// Whether rows whose gate is closed are left out. Where few are, memory streams them anyway: leaving half of the rows
+// out gained nothing (docs/lab/activation-sparsity.md).
+static bool leaves_rows_out(const mul_mat_params & p) {
+    const int64_t rows   = p.row_end - p.row_begin;
+    const int64_t closed = p.gate ? std::count_if(p.gate, p.gate + rows, [](float g) { return !(g > 0); }) : 0;
+    return closed * 5 >= rows * 3;
+}
+
+// Rows begin ... end - 1, but not those whose gate is closed, as far as single rows can be left out.
+static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p, x_layout layout, int64_t begin,
+                               int64_t end) {
+    const int64_t group   = in_bundles(p.w) ? BUNDLE_ROWS : 1;
+    const auto    is_open = [&](int64_t row) {
+        const float * gate = p.gate + (row - p.row_begin);
+        return std::any_of(gate, gate + std::min(group, end - row), [](float g) { return g > 0; });
+    };
+    for (int64_t row = begin; row < end;) {
+        const int64_t first = row;
+        while (row < end && is_open(row)) {
+            row = std::min(row + group, end);
+        }
+        if (row > first) {
+            set.multiply(p, layout, first, row);
+        }
+        const int64_t closed = row;
+        while (row < end && !is_open(row)) {
+            row = std::min(row + group, end);
+        }
+        std::fill(p.y[0] + (closed - p.row_begin), p.y[0] + (row - p.row_begin), 0.0f);
+    }
+}
+
 // There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
 // fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are larger. A
 // small matrix has few parts, since handing them out would take longer than computing them.
 static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int nth) {
     const x_layout    layout      = choose_layout(set, p);
+    const bool        only_open   = leaves_rows_out(p);
     int *             counter     = part_counters(p) + number;
     constexpr int64_t part_nbytes = 16384;
     const int64_t     n_rows      = p.row_end - p.row_begin;
@@ -231,7 +264,8 @@ static void multiply_with(const kernel_set & set, const mul_mat_params & p, int 
         step = (step + BUNDLE_ROWS - 1) / BUNDLE_ROWS * BUNDLE_ROWS;
     }
     for (int64_t begin; (begin = p.row_begin + __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED) * step) < p.row_end;) {
-        set.multiply(p, layout, begin, std::min(begin + step, p.row_end));
+        const int64_t end = std::min(begin + step, p.row_end);
+        only_open ? multiply_open_rows(set, p, layout, begin, end) : set.multiply(p, layout, begin, end);
     }
 }
 

@@ -39,8 +39,11 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
     switch (op_of(dst)) {
         case GGML_OP_ADD: ops.add(a + begin, b + begin, y + begin, n); break;
         case GGML_OP_MUL: ops.mul(a + begin, b + begin, y + begin, n); break;
-        case GGML_OP_GLU: ops.silu_mul(a + begin, b + begin, y + begin, n); break;
-        default:          { // RMS_NORM, always of a whole row
+        case GGML_OP_GLU:
+            (ggml_get_glu_op(dst) == GGML_GLU_OP_REGLU ? ops.relu_mul : ops.silu_mul)(a + begin, b + begin, y + begin,
+                                                                                      n);
+            break;
+        default: { // RMS_NORM, always of a whole row
             float eps;
             memcpy(&eps, dst->op_params, sizeof(eps));
             ops.rms_norm(a, y, n, eps);
@@ -159,7 +162,21 @@ bool is_row_op(const ggml_tensor * op) {
         return true;
     }
     return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a) &&
-           (op_of(op) != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU);
+           (op_of(op) != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU ||
+            ggml_get_glu_op(op) == GGML_GLU_OP_REGLU);
+}
+
+bool is_relu_gated(const ggml_cgraph * graph, int i) {
+    const ggml_tensor * node = graph->nodes[i];
+    if (op_of(node) != GGML_OP_GLU || ggml_get_glu_op(node) != GGML_GLU_OP_REGLU) {
+        return false;
+    }
+    for (int k = i - 1; k >= 0; k--) {
+        if (graph->nodes[k] == node->src[1]) {
+            return ggml_node_has_n_uses(graph, k, 1);
+        }
+    }
+    return false;
 }
 
 graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix) {
@@ -170,6 +187,7 @@ graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weigh
     s.row_op = row_op;
     s.m      = m;
     s.matrix = matrix;
+    s.gate   = nullptr;
     s.x.clear();
     s.y.clear();
     return s;
@@ -245,11 +263,43 @@ bool graph_plan::add_product(const ggml_tensor * node, const weight * m) {
         log_error("%s: %s: the weight %s was not loaded\n", __func__, node->name, node->src[0]->name);
         return false;
     }
-    if (op_of(node) == GGML_OP_MUL_MAT_ID) {
-        return add_mul_mat_id(m, node);
+    const size_t first = n_steps;
+    if (op_of(node) == GGML_OP_MUL_MAT) {
+        add_mul_mat(m, node);
+    } else if (!add_mul_mat_id(m, node)) {
+        return false;
     }
-    add_mul_mat(m, node);
+    last_products[0] = last_products[1];
+    last_products[1] = { node, first, n_steps };
     return true;
+}
+
+void graph_plan::skip_closed_rows(const ggml_tensor * node) {
+    const ggml_tensor *   gate = node->src[0];
+    const ggml_tensor *   up   = node->src[1];
+    const product_steps & a    = last_products[0];
+    const product_steps & b    = last_products[1];
+    if (a.end != b.begin || b.end != n_steps || !ggml_are_same_shape(gate, up) || !ggml_is_contiguous(gate) ||
+        !ggml_is_contiguous(up)) {
+        return;
+    }
+    size_t first = b.begin; // of the steps of up
+    if (a.node == up && b.node == gate && up->src[1] == gate->src[1]) {
+        // x is alive until its last use, so that up can be computed there, too
+        const auto begin = steps.begin() + static_cast<std::ptrdiff_t>(a.begin);
+        std::rotate(begin, begin + static_cast<std::ptrdiff_t>(a.end - a.begin),
+                    begin + static_cast<std::ptrdiff_t>(b.end - a.begin));
+        first = a.begin + (b.end - b.begin);
+    } else if (a.node != gate || b.node != up) {
+        return;
+    }
+    for (size_t i = first; i < n_steps; i++) {
+        step & s = steps[i];
+        if (s.y.size() == 1) {
+            s.gate = static_cast<const float *>(gate->data) + (s.y[0] - static_cast<const float *>(up->data));
+        }
+    }
+    last_products[0] = last_products[1] = {}; // their order has changed
 }
 
 void graph_plan::reserve_scratch() {
@@ -298,10 +348,13 @@ mul_mat_params graph_plan::params_of(const step & s) const {
              s.x.data(),
              s.y.data(),
              s.m->desc.type != GGML_MACKO_TYPE_F32,
-             scratch.get() };
+             scratch.get(),
+             nullptr,
+             s.gate };
 }
 
-// Products that follow each other and have the same x, as those of query, key and value, are computed together.
+// Products that follow each other and have the same x, as those of query, key and value, are computed together. What
+// decides which rows of the later ones are computed must be complete before.
 void graph_plan::run_thread(int ith, int nth) const {
     step_barrier barrier;
     for (size_t i = 0; i < n_steps;) {
@@ -323,6 +376,9 @@ void graph_plan::run_thread(int ith, int nth) const {
                 const mul_mat_params q = params_of(steps[i]);
                 if (!same_prepared_x(p, q)) {
                     break;
+                }
+                if (q.gate && !steps[i - 1].gate) {
+                    barrier.begin(false, ith);
                 }
                 mul_mat_multiply(q, number, nth);
             }

@@ -15,9 +15,9 @@ namespace macko::cpu {
 
 struct weight;
 
-// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU), ROPE or GET_ROWS: F32, the elements of a row
-// contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first. False for any other
-// op.
+// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU, REGLU), ROPE or GET_ROWS: F32, the elements of a
+// row contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first. False for any
+// other op.
 bool is_row_op(const ggml_tensor * op);
 // MUL_MAT or MUL_MAT_ID
 bool is_product(const ggml_tensor * op);
@@ -40,17 +40,29 @@ template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_
             (op->src[1] && is_near_product(op->src[1], is_ours, depth - 1)));
 }
 
+// Whether node i of a graph is relu(gate) * up, and nothing else uses up: then no row of up matters where the gate is
+// not positive.
+bool is_relu_gated(const ggml_cgraph * graph, int i);
+
 class graph_plan {
 public:
-    int n_threads = omp_get_max_threads();
+    int  n_threads = omp_get_max_threads();
+    bool skips     = true; // whether skip_closed_rows() is to be called
 
-    void clear() { n_steps = 0; }
+    void clear() {
+        n_steps          = 0;
+        last_products[0] = last_products[1] = {};
+    }
     // The tensors must exist until run() returns. Logs an error and returns false if GET_ROWS asks for a row that does
     // not exist.
     bool add_row_op(const ggml_tensor * node);
     // Adds a product with the weight m. Logs an error and returns false if m is null, for it has not been loaded, or if
     // an expert's number is out of range; then some of it may have been added.
     bool add_product(const ggml_tensor * node, const weight * m);
+    // Before add_row_op() of a node that is_relu_gated(): if its gate and up are the products that were added last,
+    // gate is computed first, and then, of products with one x, only those rows of up that matter, where few do. The
+    // result of the node is the same, bit for bit.
+    void skip_closed_rows(const ggml_tensor * node);
     bool is_empty() const { return n_steps == 0; }
     void run();
 
@@ -61,11 +73,17 @@ private:
         int64_t                    matrix; // number among the ne[2] * ne[3] matrices of the weight; of the expert
         std::vector<const float *> x;      // rows to multiply with
         std::vector<float *>       y;      // rows of the result, one for each x
+        const float *              gate;   // of mul_mat_params
+    };
+    struct product_steps {
+        const ggml_tensor * node;
+        size_t              begin, end;
     };
     std::vector<step>                       steps; // the first n_steps are in use; the others keep their vectors
-    size_t                                  n_steps        = 0;
-    std::unique_ptr<void, void (*)(void *)> scratch        = { nullptr, free };
-    int64_t                                 scratch_nbytes = 0;
+    size_t                                  n_steps          = 0;
+    product_steps                           last_products[2] = {}; // the last but one, and the last
+    std::unique_ptr<void, void (*)(void *)> scratch          = { nullptr, free };
+    int64_t                                 scratch_nbytes   = 0;
 
     step & next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix);
     void   add_mul_mat(const weight * m, const ggml_tensor * dst);

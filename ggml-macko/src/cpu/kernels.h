@@ -21,6 +21,8 @@ struct mul_mat_params {
     void * scratch; // mul_mat_scratch_nbytes(w.cols, n) bytes, aligned to 64
     // of the team that calls; null: the threads are those of an OpenMP parallel region
     team_barrier * barrier = nullptr;
+    // null, or with n = 1 a float for each of these rows: y may be 0 where it is not positive
+    const float * gate = nullptr;
 };
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);

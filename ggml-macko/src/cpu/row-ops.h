@@ -10,6 +10,7 @@ struct row_ops {
     void (*add)(const float * a, const float * b, float * y, int64_t n);
     void (*mul)(const float * a, const float * b, float * y, int64_t n);
     void (*silu_mul)(const float * a, const float * b, float * y, int64_t n); // y = a / (1 + e^-a) * b
+    void (*relu_mul)(const float * a, const float * b, float * y, int64_t n); // y = a > 0 ? a * b : 0
     // y = x / sqrt(mean(x^2) + eps); the sum is a double
     void (*rms_norm)(const float * x, float * y, int64_t n, float eps);
 };

@@ -1,0 +1,222 @@
+// Which rows of up the CPU device computes where a ReLU gates them (cpu/graph-plan.h): the result has the same bits,
+// and rows are left out only where nobody can see it. The weights are dense, so that a row of up is zero only if it was
+// not computed.
+#include "cpu/graph-plan.h"
+#include "cpu/weight.h"
+#include "guarded.h"
+#include "host/running-ops.h"
+#include "test.h"
+#include "values.h"
+
+#include "ggml-impl.h"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+using namespace macko;
+using namespace macko::cpu;
+
+namespace {
+
+constexpr int64_t COLS = 70, ROWS = 301, EXPERTS = 4, USED = 2;
+
+// ---- a graph on memory of the CPU ----
+
+struct graph_builder {
+    ggml_context *                        ctx   = ggml_init({ 16 << 20, nullptr, false });
+    ggml_cgraph *                         graph = ggml_new_graph(ctx);
+    std::vector<std::unique_ptr<guarded>> memory;
+    rng                                   random;
+
+    explicit graph_builder(uint64_t seed) : random(seed) {}
+    ~graph_builder() { ggml_free(ctx); }
+
+    float number() { return static_cast<float>(random.unit() * 2 - 1); }
+
+    // F32, of n_matrices matrices, without a zero, and such that most products are negative: a bitmap (cpu/bitmap.h)
+    // behind its header
+    ggml_tensor * weights(int64_t n_matrices) {
+        const int64_t     rows = ROWS * n_matrices;
+        const macko_desc  desc = { rows, COLS, GGML_MACKO_TYPE_F32, 4, rows * COLS };
+        const bitmap_form form = { GGML_MACKO_TYPE_F32 };
+        memory.push_back(std::make_unique<guarded>(static_cast<int64_t>(sizeof(weight)) + bitmap_nbytes(desc, form)));
+        auto * w              = reinterpret_cast<weight *>(memory.back()->data);
+        *w                    = { WEIGHT_MAGIC, desc, form, ROWS };
+        const bitmap_matrix m = w->bitmap();
+        for (int64_t r = 0; r <= rows; r++) {
+            m.row_off[r] = static_cast<uint32_t>(r * COLS);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            m.masks[r * mask_words(COLS)]     = ~uint64_t(0);
+            m.masks[r * mask_words(COLS) + 1] = (uint64_t(1) << (COLS - 64)) - 1;
+        }
+        for (int64_t i = 0; i < rows * COLS; i++) {
+            const float value = std::copysign(1.0f + std::fabs(number()), number() - 0.12f);
+            memcpy(m.values + i * 4, &value, 4);
+        }
+        memset(m.values + rows * COLS * 4, 0, VALUES_SLACK);
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, COLS, ROWS, n_matrices);
+        t->data         = w;
+        return t;
+    }
+    ggml_tensor * inputs(int64_t n) {
+        ggml_tensor * x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, COLS, n);
+        for (int64_t i = 0; i < n * COLS; i++) {
+            static_cast<float *>(x->data)[i] = number() + 1;
+        }
+        return x;
+    }
+    ggml_tensor * experts() {
+        ggml_tensor * ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, USED, 1);
+        memcpy(ids->data, std::array<int32_t, USED>{ 3, 1 }.data(), sizeof(int32_t) * USED);
+        return ids;
+    }
+    ggml_tensor * product(ggml_tensor * x) { return ggml_mul_mat(ctx, weights(1), x); }
+    void          add(ggml_tensor * node) { ggml_build_forward_expand(graph, node); }
+};
+
+std::vector<float> contents(const ggml_tensor * t) {
+    const auto * data = static_cast<const float *>(t->data);
+    return { data, data + ggml_nelements(t) };
+}
+
+// Computes a graph as the device does, on memory full of NaN.
+void compute(const ggml_cgraph * graph, bool skips, int n_threads) {
+    graph_plan plan;
+    plan.n_threads = n_threads;
+    for (int i = 0; i < graph->n_nodes; i++) {
+        memset(graph->nodes[i]->data, 0xff, ggml_nbytes(graph->nodes[i]));
+    }
+    for (int i = 0; i < graph->n_nodes; i++) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (skips && is_relu_gated(graph, i)) {
+            plan.skip_closed_rows(node);
+        }
+        CHECK(is_product(node) ? plan.add_product(node, weight_of(node->src[0])) : plan.add_row_op(node), "node %d", i);
+    }
+    plan.run();
+}
+
+// Whether rows of up are left out: those whose gate is closed and no others, and every node but up is the same.
+bool skips(const char * what, const graph_builder & b, const ggml_tensor * gate, const ggml_tensor * up) {
+    compute(b.graph, false, 1);
+    std::vector<std::vector<float>> want;
+    for (int i = 0; i < b.graph->n_nodes; i++) {
+        want.push_back(contents(b.graph->nodes[i]));
+    }
+    const std::vector<float> whole   = contents(up);
+    bool                     same_up = true;
+    for (int n_threads = 1; n_threads <= 3; n_threads++) {
+        compute(b.graph, true, n_threads);
+        for (int i = 0; i < b.graph->n_nodes; i++) {
+            const std::vector<float> got = contents(b.graph->nodes[i]);
+            CHECK(b.graph->nodes[i] == up ||
+                      memcmp(got.data(), want[static_cast<size_t>(i)].data(), got.size() * 4) == 0,
+                  "%s: node %d differs with %d threads", what, i, n_threads);
+        }
+        const std::vector<float> gates = contents(gate), got = contents(up);
+        int64_t                  n_open = 0;
+        same_up                         = got == whole;
+        for (size_t r = 0; r < got.size(); r++) {
+            n_open += gates[r] > 0;
+            CHECK(got[r] == whole[r] || (got[r] == 0 && !(gates[r] > 0)), "%s: row %zu of up is %g, not %g", what, r,
+                  static_cast<double>(got[r]), static_cast<double>(whole[r]));
+            CHECK(same_up || got[r] == 0 || gates[r] > 0, "%s: row %zu was computed for nothing", what, r);
+        }
+        CHECK(n_open > 0 && n_open < static_cast<int64_t>(got.size()), "%s: %ld open gates", what, (long)n_open);
+    }
+    return !same_up;
+}
+
+// ---- tests ----
+
+using change = std::function<void(graph_builder &, ggml_tensor *, ggml_tensor *)>;
+
+// up_first: the order of the products. n: inputs. before, after: change the graph when the gated node is not yet in it,
+// and when it is.
+void check(const char * what, bool expected, bool up_first, int64_t n, bool same_x, const change & before = {},
+           const change & after = {}) {
+    graph_builder b(static_cast<uint64_t>(n) + up_first);
+    ggml_tensor * x    = b.inputs(n);
+    ggml_tensor * gate = b.product(x);
+    ggml_tensor * up   = b.product(same_x ? x : b.inputs(n));
+    b.add(up_first ? up : gate);
+    b.add(up_first ? gate : up);
+    if (before) {
+        before(b, gate, up);
+    }
+    b.add(ggml_reglu_split(b.ctx, gate, up));
+    if (after) {
+        after(b, gate, up);
+    }
+    CHECK(skips(what, b, gate, up) == expected, "%s: rows are %sleft out", what, expected ? "not " : "");
+}
+
+void test_closed_rows_are_left_out() {
+    check("gate, up", true, false, 1, true);
+    check("up, gate", true, true, 1, true);
+    check("gate, up, of other inputs", true, false, 1, false);
+}
+
+void test_rows_that_somebody_needs_are_computed() {
+    check("two tokens", false, false, 2, true);
+    check("two tokens, up first", false, true, 2, true);
+    check("the input of up may be gone", false, true, 1, false);
+    check("up is used twice", false, false, 1, true, {},
+          [](graph_builder & b, ggml_tensor * gate, ggml_tensor * up) { b.add(ggml_add(b.ctx, gate, up)); });
+    check("up is a result", false, true, 1, true,
+          [](graph_builder &, ggml_tensor *, ggml_tensor * up) { ggml_set_output(up); });
+    check("another node in between", false, false, 1, true,
+          [](graph_builder & b, ggml_tensor * gate, ggml_tensor *) { b.add(ggml_mul(b.ctx, gate, gate)); });
+    check("another product in between", false, false, 1, true,
+          [](graph_builder & b, ggml_tensor * gate, ggml_tensor *) {
+              b.add(ggml_mul_mat(b.ctx, b.weights(1), gate->src[1]));
+          });
+}
+
+void test_operands_that_are_no_two_products_are_computed() {
+    graph_builder b(5);
+    ggml_tensor * x    = b.inputs(1);
+    ggml_tensor * gate = b.product(x);
+    ggml_tensor * up   = b.product(x);
+    ggml_tensor * sum  = ggml_add(b.ctx, up, gate);
+    b.add(ggml_reglu_split(b.ctx, gate, sum));
+    CHECK(!skips("sum", b, gate, sum), "rows of a sum are left out");
+
+    graph_builder c(6);
+    x    = c.inputs(1);
+    gate = c.product(x);
+    up   = c.product(x);
+    c.add(ggml_swiglu_split(c.ctx, gate, up));
+    CHECK(!skips("SwiGLU", c, gate, up), "rows are left out where no element is zero");
+}
+
+void test_experts_are_products_of_their_own() {
+    for (const bool up_first : { false, true }) {
+        graph_builder b(up_first);
+        ggml_tensor * x    = b.inputs(1);
+        ggml_tensor * ids  = b.experts();
+        ggml_tensor * gate = ggml_mul_mat_id(b.ctx, b.weights(EXPERTS), x, ids);
+        ggml_tensor * up   = ggml_mul_mat_id(b.ctx, b.weights(EXPERTS), x, ids);
+        b.add(up_first ? up : gate);
+        b.add(ggml_reglu_split(b.ctx, gate, up));
+        CHECK(skips("experts", b, gate, up), "rows are not left out");
+    }
+}
+
+} // namespace
+
+int main() {
+    int last = 0;
+    CHECK(find_last_op(&last) == GGML_MACKO_STATUS_OK && resolve_ops(last) == GGML_MACKO_STATUS_OK, "%s",
+          ggml_macko_last_error());
+    test_closed_rows_are_left_out();
+    test_rows_that_somebody_needs_are_computed();
+    test_operands_that_are_no_two_products_are_computed();
+    test_experts_are_products_of_their_own();
+    return test_summary("test-graph-plan");
+}

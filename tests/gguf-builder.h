@@ -6,6 +6,7 @@
 #include "values.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -548,6 +549,19 @@ inline model tiny_llama(uint64_t n_embd, uint32_t n_layer, uint64_t seed, bool b
     }
     add_dense("output_norm.weight", { n_embd }, TYPE_F32);
     return m;
+}
+
+// All keys of FORMAT.md section 9, for the parts of a tiny_llama() with two layers.
+inline void set_activation_keys(file * f) {
+    f->set(text("macko.act.kind", "product"));
+    f->set(scalar<float>("macko.act.share", F32, 0.5f));
+    f->set(text("macko.act.allocation", "greedy"));
+    f->set(text("macko.act.text", "calibration.txt"));
+    f->set(scalar<uint32_t>("macko.act.chunks", U32, 16));
+    f->set(scalar<uint32_t>("macko.act.n_ctx", U32, 512));
+    f->set(texts("macko.act.part.down", { "blk.0.ffn_down.weight", "blk.1.ffn_down.weight" }));
+    f->set(array<float>("macko.act.part.share", F32, { 0.25f, 0.75f }));
+    f->set(array<float>("macko.act.part.threshold", F32, { 0.0f, FLT_MAX }));
 }
 
 // The components of a packed matrix with a bitmap as its index.

@@ -335,19 +335,6 @@ static void test_false_format_version_is_refused() {
         [](file & f) { f.set(scalar<int32_t>("macko.min_reader_version", I32, 1)); });
 }
 
-// All keys of FORMAT.md section 9, for the two parts of tiny_llama().
-static void set_activation_keys(file * f) {
-    f->set(text("macko.act.kind", "product"));
-    f->set(scalar<float>("macko.act.share", F32, 0.5f));
-    f->set(text("macko.act.allocation", "greedy"));
-    f->set(text("macko.act.text", "calibration.txt"));
-    f->set(scalar<uint32_t>("macko.act.chunks", U32, 16));
-    f->set(scalar<uint32_t>("macko.act.n_ctx", U32, 512));
-    f->set(texts("macko.act.part.down", { "blk.0.ffn_down.weight", "blk.1.ffn_down.weight" }));
-    f->set(array<float>("macko.act.part.share", F32, { 0.25f, 0.75f }));
-    f->set(array<float>("macko.act.part.threshold", F32, { 0.0f, FLT_MAX }));
-}
-
 static void lie_of_activations(const char * what, int expected, const file_lie & change) {
     lie(what, expected, [&](file & f) {
         set_activation_keys(&f);

@@ -88,7 +88,10 @@ std::vector<file> small_dense_files() {
 std::vector<file> whole_models() {
     std::vector<file> files;
     for (const bool with_ec : { false, true }) {
-        const builder::model m = builder::tiny_llama(16, 1, 1, true);
+        builder::model m = builder::tiny_llama(16, 1, 1, true);
+        if (with_ec) {
+            builder::set_activation_keys(&m.dense);
+        }
         files.push_back(m.dense);
         files.push_back(builder::sparse_file(m, with_ec, true));
     }

@@ -10,7 +10,7 @@ namespace fuzz {
 std::vector<builder::file> small_sparse_files();
 // Small dense models that shrink when they are compressed on load.
 std::vector<builder::file> small_dense_files();
-// whole models with vocabularies, for the checks of keys
+// whole models with vocabularies, without and with thresholds of neurons, for the checks of keys
 std::vector<builder::file> whole_models();
 // like llama-gguf-split: the metadata is in the first part, and the tensors are distributed in order
 std::vector<builder::file> split(const builder::file & f, size_t n);

@@ -133,9 +133,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
             if (ggml_is_empty(node) || is_no_op(node) || !(node->flags & GGML_TENSOR_FLAG_COMPUTE)) {
                 continue;
             }
-            if (steps.skips && is_relu_gated(graph, i)) {
-                steps.skip_closed_rows(node);
-            }
+            steps.skip_closed_rows(graph, i);
             if (!(is_product(node) ? steps.add_product(node, weight_of(node->src[0])) : steps.add_row_op(node))) {
                 return GGML_STATUS_FAILED;
             }

@@ -132,6 +132,20 @@ bool is_plain_get_rows(const ggml_tensor * op) {
            ggml_nrows(op) == op->ne[1] && op->ne[0] == x->ne[0] && op->ne[1] == ids->ne[0];
 }
 
+// Whether node i of a graph is relu(gate) * up, and nothing else uses up.
+bool is_relu_gated(const ggml_cgraph * graph, int i) {
+    const ggml_tensor * node = graph->nodes[i];
+    if (op_of(node) != GGML_OP_GLU || ggml_get_glu_op(node) != GGML_GLU_OP_REGLU) {
+        return false;
+    }
+    for (int k = i - 1; k >= 0; k--) {
+        if (graph->nodes[k] == node->src[1]) {
+            return ggml_node_has_n_uses(graph, k, 1);
+        }
+    }
+    return false;
+}
+
 } // namespace
 
 bool is_product(const ggml_tensor * op) { return op_of(op) == GGML_OP_MUL_MAT || op_of(op) == GGML_OP_MUL_MAT_ID; }
@@ -164,19 +178,6 @@ bool is_row_op(const ggml_tensor * op) {
     return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a) &&
            (op_of(op) != GGML_OP_GLU || ggml_get_glu_op(op) == GGML_GLU_OP_SWIGLU ||
             ggml_get_glu_op(op) == GGML_GLU_OP_REGLU);
-}
-
-bool is_relu_gated(const ggml_cgraph * graph, int i) {
-    const ggml_tensor * node = graph->nodes[i];
-    if (op_of(node) != GGML_OP_GLU || ggml_get_glu_op(node) != GGML_GLU_OP_REGLU) {
-        return false;
-    }
-    for (int k = i - 1; k >= 0; k--) {
-        if (graph->nodes[k] == node->src[1]) {
-            return ggml_node_has_n_uses(graph, k, 1);
-        }
-    }
-    return false;
 }
 
 graph_plan::step & graph_plan::next_step(const ggml_tensor * row_op, const weight * m, int64_t matrix) {
@@ -274,9 +275,12 @@ bool graph_plan::add_product(const ggml_tensor * node, const weight * m) {
     return true;
 }
 
-void graph_plan::skip_closed_rows(const ggml_tensor * node) {
-    const ggml_tensor *   gate = node->src[0];
-    const ggml_tensor *   up   = node->src[1];
+void graph_plan::skip_closed_rows(const ggml_cgraph * graph, int i) {
+    if (!skips || !is_relu_gated(graph, i)) {
+        return;
+    }
+    const ggml_tensor *   gate = graph->nodes[i]->src[0];
+    const ggml_tensor *   up   = graph->nodes[i]->src[1];
     const product_steps & a    = last_products[0];
     const product_steps & b    = last_products[1];
     if (a.end != b.begin || b.end != n_steps || !ggml_are_same_shape(gate, up) || !ggml_is_contiguous(gate) ||
@@ -293,8 +297,8 @@ void graph_plan::skip_closed_rows(const ggml_tensor * node) {
     } else if (a.node != gate || b.node != up) {
         return;
     }
-    for (size_t i = first; i < n_steps; i++) {
-        step & s = steps[i];
+    for (size_t k = first; k < n_steps; k++) {
+        step & s = steps[k];
         if (s.y.size() == 1) {
             s.gate = static_cast<const float *>(gate->data) + (s.y[0] - static_cast<const float *>(up->data));
         }

@@ -40,14 +40,10 @@ template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_
             (op->src[1] && is_near_product(op->src[1], is_ours, depth - 1)));
 }
 
-// Whether node i of a graph is relu(gate) * up, and nothing else uses up: then no row of up matters where the gate is
-// not positive.
-bool is_relu_gated(const ggml_cgraph * graph, int i);
-
 class graph_plan {
 public:
     int  n_threads = omp_get_max_threads();
-    bool skips     = true; // whether skip_closed_rows() is to be called
+    bool skips     = true; // whether skip_closed_rows() does anything
 
     void clear() {
         n_steps          = 0;
@@ -59,10 +55,11 @@ public:
     // Adds a product with the weight m. Logs an error and returns false if m is null, for it has not been loaded, or if
     // an expert's number is out of range; then some of it may have been added.
     bool add_product(const ggml_tensor * node, const weight * m);
-    // Before add_row_op() of a node that is_relu_gated(): if its gate and up are the products that were added last,
-    // gate is computed first, and then, of products with one x, only those rows of up that matter, where few do. The
-    // result of the node is the same, bit for bit.
-    void skip_closed_rows(const ggml_tensor * node);
+    // Before node i of a graph is added: if it is relu(gate) * up, of the two products that were added last, and
+    // nothing else uses up, then no row of up matters where the gate is not positive. Gate is computed first, and then,
+    // of products with one x, only those rows of up that matter, where few do. The result of the node is the same, bit
+    // for bit.
+    void skip_closed_rows(const ggml_cgraph * graph, int i);
     bool is_empty() const { return n_steps == 0; }
     void run();
 

@@ -15,13 +15,15 @@ import generators
 import gguf_bytes as gb
 import tiny_models
 from bad_input import FILES, SAMPLE, one_line, texts_and_models
-from ggml_macko import convert, errors
+from ggml_macko import convert, errors, prune
 from ggml_macko.conversion.verify import verify
 from ggml_macko.evaluation import skipping
 from ggml_macko.evaluation.calibrate_activations import calibrate_activations
 from ggml_macko.evaluation.perplexity import SkipOptions, perplexity, skipped_perplexity
 from ggml_macko.gguf.activation_keys import read_rule
-from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.files import Model, make_key
+from ggml_macko.gguf.outputs import AtomicOutput
+from ggml_macko.recovery import recover
 from test_skipping import FFN, MODELS, SCORES, Recorder, reference
 from test_split_and_edited_files import split
 
@@ -143,12 +145,22 @@ def test_copy_is_the_same_model(tmp_path, macko, calibrated, kind):
 
 
 def test_pruned_model_has_no_thresholds_of_other_weights(tmp_path, calibrated):
-    from ggml_macko import prune
-
     prune(calibrated, tmp_path / "pruned.gguf", sparsity=0.5)
     with Model(tmp_path / "pruned.gguf") as model:
         assert read_rule(model) is None
         assert model.key("macko.prune.method") is not None
+
+
+def test_recovered_model_has_no_thresholds_of_other_weights(tmp_path, calibrated):
+    """As recover writes it; the training before needs PyTorch."""
+    recovered = make_key("macko.prune.recover.method", "str", "distill")
+    with Model(calibrated) as source, AtomicOutput(tmp_path / "recovered.gguf", [calibrated], False) as output:
+        recover._write(source, {}, [recovered], output)
+        output.seal()
+        output.commit()
+    with Model(tmp_path / "recovered.gguf") as model:
+        assert read_rule(model) is None
+        assert model.key("macko.prune.recover.method") is not None
 
 
 # ---- commands ----
@@ -210,7 +222,7 @@ def test_bad_options_are_refused_in_one_line(tmp_path, macko):
     done = macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip", "file", "--quiet")
     one_line(done, DEMO, "key macko.act.kind is missing")
     done = macko("perplexity", "-m", DEMO, "-f", SAMPLE, "--skip", "fil")
-    assert done.code == 2 and "invalid share_or_file value: 'fil'" in done.err
+    assert done.code == 2 and "--skip: 'fil' is neither a share nor file" in done.err
     assert not os.listdir(tmp_path)
 
 

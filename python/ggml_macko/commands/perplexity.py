@@ -61,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def share_or_file(text: str) -> float | str:
     """The value of --skip."""
-    return FROM_FILE if text == FROM_FILE else float(text)
+    try:
+        return FROM_FILE if text == FROM_FILE else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share nor {FROM_FILE}") from None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import llama_programs as programs
 import rpc_servers
@@ -53,7 +53,7 @@ def free_on_gpu() -> int:
     return sum(gpu.free for gpu in devices.gpus())
 
 
-def run(
+def run_once(
     folder: pathlib.Path,
     model: pathlib.Path,
     n: int,
@@ -61,8 +61,11 @@ def run(
     servers: list[rpc_servers.Server],
     count: bool,
     client_gpu: str | None,
-) -> Run:
-    """client_gpu: by its number, that computes beside the servers; None: the servers alone, or all without servers."""
+) -> Run | None:
+    """client_gpu: by its number, that computes beside the servers; None: the servers alone, or all without servers.
+
+    None if the logger's thread lost the end of its output, with the figures.
+    """
     place = ["-ngl", "99" if servers or devices.gpus() else "0"]
     environment = dict(os.environ)
     if servers:
@@ -96,12 +99,20 @@ def run(
     figures = re.search(r"eval time = .*? runs +\( *([\d.]+) ms per token", log)
     load = re.search(r"load time = +([\d.]+) ms", log)
     if not figures or not load:
-        # the logger's thread lost the end of its output
-        return run(folder, model, n, threads, servers, count, client_gpu)
+        return None
     middle = [sorted(s)[len(s) * 3 // 4] for s in zip(*samples)]
     traffic = [s.host.traffic() - b if count else 0 for s, b in zip(servers, before)]
     client = usage.ru_maxrss * 1024
     return Run(text.strip(), float(figures[1]), float(load[1]), client, middle, free_before - lowest, traffic)
+
+
+def run(*args: Any) -> Run:
+    """run_once(), until its figures are known."""
+    for _ in range(20):
+        found = run_once(*args)
+        if found is not None:
+            return found
+    raise RuntimeError("llama-completion printed no figures in 20 runs")
 
 
 def main() -> None:

@@ -91,7 +91,9 @@ inline void add_part(ggml_tensor * weight) {
 // ---- parts of a model ----
 
 struct model_shape {
-    int64_t n_embd = 256, n_ff = 512, head_dim = 64, n_head = 4, n_head_kv = 2, n_tokens = 1, n_ctx = 256;
+    int64_t   n_embd = 256, n_ff = 512, head_dim = 64, n_head = 4, n_head_kv = 2, n_tokens = 1, n_ctx = 256;
+    ggml_type cache = GGML_TYPE_F16; // quantized: q, k and v are multiplied by Hadamard matrices, v by one of 64 rows
+    bool      norms = false;         // of each head of q and k
 };
 
 inline ggml_tensor * norm(graph_builder & b, ggml_tensor * x) {
@@ -110,27 +112,41 @@ struct attention_inputs {
 inline ggml_tensor * rope(graph_builder & b, const model_shape & s, ggml_tensor * x, int64_t n_head,
                           const attention_inputs & in) {
     ggml_tensor * heads = ggml_reshape_3d(b.ctx, x, s.head_dim, n_head, s.n_tokens);
+    heads               = s.norms ? norm(b, heads) : heads;
     return ggml_rope_ext(b.ctx, heads, in.pos, nullptr, static_cast<int>(s.head_dim), 0, 4096, 10000.0f, 1.0f, 0.0f,
                          1.0f, 32.0f, 1.0f);
+}
+
+// x times a Hadamard matrix, as llama.cpp's graphs have it
+inline ggml_tensor * turned(graph_builder & b, ggml_tensor * x, ggml_tensor * matrix) {
+    const int64_t n = matrix->ne[0];
+    ggml_tensor * y = ggml_mul_mat(b.ctx, matrix, ggml_reshape_2d(b.ctx, x, n, ggml_nelements(x) / n));
+    ggml_set_op_params_i32(y, 1, GGML_HINT_SRC0_IS_HADAMARD);
+    return ggml_reshape_4d(b.ctx, y, x->ne[0], x->ne[1], x->ne[2], x->ne[3]);
 }
 
 // The cache's rows are written, then attention reads the cache. q, k, v: results of the projections.
 inline ggml_tensor * attention(graph_builder & b, const model_shape & s, ggml_tensor * q, ggml_tensor * k,
                                ggml_tensor * v, const attention_inputs & in) {
     const int64_t width   = s.head_dim * s.n_head_kv;
-    ggml_tensor * k_cache = b.dense_weight(GGML_TYPE_F16, width, s.n_ctx);
-    ggml_tensor * v_cache = b.dense_weight(GGML_TYPE_F16, width, s.n_ctx);
+    ggml_tensor * k_cache = b.dense_weight(s.cache, width, s.n_ctx);
+    ggml_tensor * v_cache = b.dense_weight(s.cache, width, s.n_ctx);
     ggml_tensor * q_rot   = rope(b, s, q, s.n_head, in);
     ggml_tensor * k_rot   = rope(b, s, k, s.n_head_kv, in);
+    if (ggml_is_quantized(s.cache)) {
+        ggml_tensor * matrix = b.input(GGML_TYPE_F32, s.head_dim, s.head_dim);
+        q_rot = turned(b, q_rot, matrix), k_rot = turned(b, k_rot, matrix);
+        v = turned(b, v, b.input(GGML_TYPE_F32, 64, 64));
+    }
     b.expand(q_rot);
-    b.expand(k_rot);
     b.expand(v);
+    b.expand(k_rot);
     ggml_tensor * k_rows = ggml_view_2d(b.ctx, k_rot, width, s.n_tokens, k_rot->nb[2], 0);
     b.expand(ggml_set_rows(b.ctx, k_cache, k_rows, in.ids));
     b.expand(ggml_set_rows(b.ctx, v_cache, v, in.ids));
     const auto heads_of = [&](ggml_tensor * cache) {
-        ggml_tensor * heads =
-            ggml_view_3d(b.ctx, cache, s.head_dim, s.n_head_kv, s.n_ctx, s.head_dim * 2, cache->nb[1], 0);
+        ggml_tensor * heads = ggml_view_3d(b.ctx, cache, s.head_dim, s.n_head_kv, s.n_ctx,
+                                           ggml_row_size(s.cache, s.head_dim), cache->nb[1], 0);
         return ggml_permute(b.ctx, heads, 0, 2, 1, 3);
     };
     ggml_tensor * result =

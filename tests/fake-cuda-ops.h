@@ -150,6 +150,10 @@ bool op_rope_supported(const rope_params &, const op_tensor &, const op_tensor &
 bool op_rope_cache_supported(const rope_params &, const op_tensor &, const op_tensor *, const rope_cache_params &) {
     return fake::supports;
 }
+bool op_rope_hadamard_cache_supported(const rope_params &, const op_tensor &, const op_tensor *,
+                                      const rope_cache_params &, int64_t) {
+    return fake::supports;
+}
 bool op_hadamard_supported(const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_mul_mat_supported(const op_tensor &, const op_tensor &, const op_tensor &) { return fake::supports; }
 bool op_mul_mat_id_supported(const op_tensor &, const op_tensor &, const op_tensor &, const op_tensor &) {
@@ -224,6 +228,10 @@ cudaError_t op_rope(const op_context &, const rope_params & p, const op_tensor &
 cudaError_t op_rope_cache(const op_context &, const rope_params & r, const op_tensor & pos, const op_tensor * factors,
                           const rope_cache_params & p) {
     return add(p.q.ne[1] ? "rope_cache" : "rope_cache k", r, pos, factors, p);
+}
+cudaError_t op_rope_hadamard_cache(const op_context &, const rope_params & r, const op_tensor & pos,
+                                   const op_tensor * factors, const rope_cache_params & p, int64_t v_size) {
+    return add("rope_hadamard_cache", r, pos, factors, p, v_size);
 }
 cudaError_t op_attention(const op_context &, const attention_params & p, char * scratch) {
     return add("attention", p, address(scratch));

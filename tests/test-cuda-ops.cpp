@@ -44,6 +44,9 @@ uint16_t to_f16(float f) {
     if (std::isnan(f)) {
         return 0x7e00;
     }
+    if (a == 0) {
+        return static_cast<uint16_t>(sign);
+    }
     if (a >= 65520.0f) {
         return static_cast<uint16_t>(sign | 0x7c00);
     }
@@ -437,6 +440,164 @@ void test_rows_of_one_element_and_strided_sources() {
     }
 }
 
+// ---- blocks that are written ----
+
+const std::vector<tensor_type> CACHE_BLOCKS = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_IQ4_NL };
+constexpr int                  IQ4_NL[] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
+
+double rounded_to_f16(double x) { return from_f16(to_f16(static_cast<float>(x))); }
+
+// What a block of 32 elements decodes to after ggml's rule for a type has written it. error: of each element of x.
+class written_block {
+public:
+    written_block(tensor_type type, const std::vector<double> & x, double error) : x_(x), error_(error) {
+        const auto less      = [](double a, double b) { return std::fabs(a) < std::fabs(b); };
+        const auto [lo, hi]  = std::minmax_element(x.begin(), x.end());
+        const double extreme = *std::max_element(x.begin(), x.end(), less); // the first of equal ones
+        if (type == TYPE_Q4_1 || type == TYPE_Q5_1) {
+            top_ = type == TYPE_Q4_1 ? 15 : 31, zero_ = 0, offset_ = *lo, step_ = (*hi - *lo) / top_;
+        } else if (type == TYPE_IQ4_NL) {
+            values_ = IQ4_NL, step_ = extreme / IQ4_NL[0];
+        } else if (type == TYPE_Q8_0) {
+            top_ = 254, zero_ = 127, step_ = std::fabs(extreme) / 127;
+        } else {
+            top_ = type == TYPE_Q4_0 ? 15 : 31, zero_ = (top_ + 1) / 2, step_ = extreme / -zero_;
+        }
+        scale_ = step_;
+        if (values_) { // the scale with the smallest error, weighted by x^2
+            double sum_qx = 0, sum_q2 = 0;
+            for (const double v : x) {
+                const double q = values_[nearest(v)];
+                sum_qx += v * v * q * v, sum_q2 += v * v * q * q;
+            }
+            scale_ = sum_q2 > 0 ? sum_qx / sum_q2 : step_;
+        }
+    }
+
+    // element i and its bound: a unit of each F16 number, and a step where rounding is nearly a tie
+    std::pair<double, double> operator[](int i) const {
+        const rounding r     = round(i);
+        const double   value = r.q * rounded_to_f16(scale_) + rounded_to_f16(offset_);
+        const double   f16   = 2 * U_F16 * (error_ > 0 || values_ ? 1 : 1e-3);
+        double         bound = (std::fabs(r.q * scale_) + std::fabs(offset_)) * f16 + error_ + 0x1p-24;
+        if (r.is_tie) {
+            bound += r.gap * std::max(std::fabs(step_), std::fabs(scale_)) * 1.001;
+        }
+        for (int k = 0; values_ && k < 32; k++) { // another value of one element is another scale of all
+            bound += round(k).is_tie ? 0.02 * std::fabs(value) : 0;
+        }
+        return { value, bound };
+    }
+
+private:
+    const std::vector<double> & x_;
+    double                      error_, offset_ = 0, step_ = 0, scale_ = 0;
+    int                         top_ = 15, zero_ = 0;
+    const int *                 values_ = nullptr;
+
+    struct rounding {
+        double q, gap; // to the value on the other side of a tie
+        bool   is_tie; // nearly
+    };
+    rounding round(int i) const {
+        const double x = x_[static_cast<size_t>(i)];
+        rounding     r = { 0, 1, false };
+        if (step_ == 0) {
+            return r;
+        }
+        const double near = error_ / std::fabs(step_) * 4 + 1e-4;
+        if (!values_) {
+            const double place = (x - offset_) / step_ + zero_ + 0.5;
+            r.q                = std::min<double>(top_, std::floor(place)) - zero_;
+            r.is_tie           = std::fabs(place - std::nearbyint(place)) < near;
+            return r;
+        }
+        const int best = nearest(x);
+        r.q            = values_[best];
+        for (const int other : { best - 1, best + 1 }) {
+            if (other >= 0 && other < 16 && std::fabs(x / step_ - (r.q + values_[other]) / 2) < near) {
+                r.gap = std::max(r.gap, std::fabs(r.q - values_[other])), r.is_tie = true;
+            }
+        }
+        return r;
+    }
+    int nearest(double x) const {
+        int best = 0;
+        for (int k = 1; k < 16 && step_ != 0; k++) {
+            best = std::fabs(x / step_ - values_[k]) < std::fabs(x / step_ - values_[best]) ? k : best;
+        }
+        return best;
+    }
+};
+
+// Rows of a tensor in a quantized type, decoded, against what should have been written: row(r) has the elements and
+// their error, or nothing where none was.
+void check_written_rows(const char * name, device_tensor & rows,
+                        const std::function<std::pair<std::vector<double>, double>(int64_t)> & row) {
+    rows.download(name);
+    auto decoded = make(TYPE_F32, { rows.t.ne[0], rows.t.ne[1] });
+    CHECK(op_copy(ctx, rows.t, decoded->t) == cudaSuccess, "%s: decode", name);
+    decoded->download(name);
+    bool ok = true;
+    for (int64_t r = 0; r < rows.t.ne[1]; r++) {
+        const auto [x, error] = row(r);
+        if (x.empty()) {
+            const auto begin = rows.host.begin() + r * rows.t.nb[1];
+            ok               = ok && std::all_of(begin, begin + rows.t.nb[1], [](uint8_t b) { return b == POISON; });
+            continue;
+        }
+        for (int64_t i = 0; i < rows.t.ne[0]; i += 32) {
+            const std::vector<double> block(x.begin() + i, x.begin() + i + 32);
+            const written_block       expected(rows.t.type, block, error);
+            for (int k = 0; k < 32; k++) {
+                const auto [value, bound] = expected[k];
+                const double got          = decoded->get(i + k, r);
+                if (!(std::fabs(got - value) <= bound) && ok) {
+                    ok = false;
+                    fprintf(stderr, "%s: type %d, [%d %d] is %.9g, should be %.9g +- %.3g\n", name, rows.t.type,
+                            static_cast<int>(i + k), static_cast<int>(r), got, value, bound);
+                }
+            }
+        }
+    }
+    CHECK(ok, "%s: rows of type %d", name, rows.t.type);
+}
+
+void test_blocks_are_written_by_ggmls_rules() {
+    for (const tensor_type type : CACHE_BLOCKS) {
+        for (int k = 0; k < 12; k++) {
+            const int64_t width = 32 * pick({ 1, 2, 5, 33 }), tokens = pick({ 1, 3, 40 }), rows = 64;
+            auto          src = make(TYPE_F32, { width, tokens }, pick({ 0, 3 })), dst = make(type, { width, rows }),
+                 copy = make(type, { width, tokens }), ids = make(TYPE_I64, { tokens });
+            src->random(pick({ 1, 100 }));
+            if (k % 3 == 0) { // ties of the largest magnitude, and a block of zeros
+                for (int64_t i = 0; i < 32; i++) {
+                    src->set(tokens > 1 ? 0 : src->get(i), i, tokens - 1);
+                }
+                src->set(-500, 13, 0), src->set(500, 7, 0), src->set(-500, 25, 0);
+                src->upload();
+            }
+            const int64_t first = random_source.range(0, rows - tokens);
+            for (int64_t i = 0; i < tokens; i++) {
+                ids->set(static_cast<double>(first + tokens - 1 - i), i);
+            }
+            ids->upload();
+            const auto source_row = [&](int64_t r) {
+                std::vector<double> x;
+                for (int64_t i = 0; r >= 0 && r < tokens && i < width; i++) {
+                    x.push_back(src->get(i, r));
+                }
+                return std::make_pair(x, 0.0);
+            };
+            CHECK(op_copy_supported(src->t, copy->t) && op_set_rows_supported(src->t, ids->t, dst->t), "refused");
+            CHECK(op_copy(ctx, src->t, copy->t) == cudaSuccess, "copy");
+            check_written_rows("copy", *copy, source_row);
+            CHECK(op_set_rows(ctx, src->t, ids->t, dst->t) == cudaSuccess, "set_rows");
+            check_written_rows("set_rows", *dst, [&](int64_t r) { return source_row(first + tokens - 1 - r); });
+        }
+    }
+}
+
 // who writes row numbers may be a stranger: a kernel stays inside its operands, with the nearest row that there is
 constexpr int64_t ROW_NUMBERS[] = { -1, INT32_MIN, 9, 10, INT32_MAX, 4, 0, 8 };
 int64_t           nearest_row(int64_t id, int64_t rows) { return std::min(std::max<int64_t>(id, 0), rows - 1); }
@@ -494,11 +655,9 @@ struct rope_case {
     tensor_ptr  x, dst, pos, factors_;
     bool        has_factors;
 
-    explicit rope_case(int k)
-        : head_dim(pick({ 8, 64, 96, 128, 768 })),
-          heads(pick({ 1, 5, 32 })),
-          tokens(pick({ 1, 3, 70 })),
-          has_factors(k % 4 == 1) {
+    explicit rope_case(int k) : rope_case(k, pick({ 8, 64, 96, 128, 768 }), pick({ 1, 5, 32 }), pick({ 1, 3, 70 })) {}
+    rope_case(int k, int64_t head_dim, int64_t heads, int64_t tokens)
+        : head_dim(head_dim), heads(heads), tokens(tokens), has_factors(k % 4 == 1) {
         p.n_dims = static_cast<int>(k % 3 ? head_dim : head_dim / 2), p.mode = k % 2 ? 2 : 0, p.n_ctx_orig = 4096,
         p.freq_base = 10000, p.freq_scale = k % 5 ? 1 : 0.25f, p.ext_factor = k % 5 ? 0 : 1, p.attn_factor = 1,
         p.beta_fast = 32, p.beta_slow = 1;
@@ -874,6 +1033,85 @@ void test_hadamard_is_the_product_with_its_matrix() {
     }
     auto odd = make(TYPE_F32, { 96, 2 });
     CHECK(!op_hadamard_supported(odd->t, odd->t), "a transform of 96 elements");
+}
+
+// q and k rotated, then q, k and v times a Hadamard matrix, k and v in rows of quantized caches
+void test_rotated_and_turned_rows_in_one_launch() {
+    for (int k = 0; k < 48; k++) {
+        const int64_t head_dim = pick({ 64, 128, 256, 512 }), n_kv = pick({ 1, 2, 8 }), n_v = pick({ 1, 3, 8 }),
+                      v_size = std::min(head_dim, pick({ 64, 64, 512 })), tokens = pick({ 1, 2, 5, 70 }), rows = 128;
+        const rope_case q(k, head_dim, pick({ 1, 5, 32 }), tokens);
+        rope_case       key(k, head_dim, n_kv, tokens);
+        key.pos->host = q.pos->host, key.factors_->host = q.factors_->host;
+        const auto pick_type = [] { return CACHE_BLOCKS[static_cast<size_t>(random_source.range(0, 5))]; };
+        auto       k_cache   = make(pick_type(), { head_dim * n_kv, rows }),
+             v_cache = make(pick_type(), { head_dim * n_v, rows }), v = make(TYPE_F32, { head_dim, n_v, tokens }),
+             ids = make(TYPE_I64, { tokens });
+        v->random();
+        const int64_t first = random_source.range(0, rows - tokens);
+        for (int64_t i = 0; i < tokens; i++) {
+            ids->set(static_cast<double>(first + tokens - 1 - i), i);
+        }
+        ids->upload();
+        const auto *            id = reinterpret_cast<const int64_t *>(ids->t.data);
+        const rope_cache_params c  = { q.x->t, q.dst->t, key.x->t, k_cache->t, v->t, v_cache->t, id, id };
+        CHECK(op_rope_hadamard_cache_supported(q.p, q.pos->t, q.factors(), c, v_size), "rope_hadamard_cache refused");
+        cuda_ok(cudaMemsetAsync(q.dst->t.data, POISON, q.dst->nbytes, ctx.stream), "poison");
+        const cudaError_t error = op_rope_hadamard_cache(ctx, q.p, q.pos->t, q.factors(), c, v_size);
+
+        // each n elements of a head times the matrix, and the bound of all elements
+        const auto turned = [&](int64_t n, const std::function<std::pair<double, double>(int64_t)> & element) {
+            std::vector<double> x;
+            double              size = 0, error_of_x = 0;
+            for (int64_t i = 0; i < head_dim; i++) {
+                const auto [value, bound] = element(i);
+                x.push_back(value), size += std::fabs(value), error_of_x += bound;
+            }
+            for (size_t bit = 1; bit < static_cast<size_t>(n); bit *= 2) {
+                for (size_t i = 0; i < x.size(); i++) {
+                    if (!(i & bit)) {
+                        const double a = x[i], b = x[i | bit];
+                        x[i] = a + b, x[i | bit] = a - b;
+                    }
+                }
+            }
+            const double root = std::sqrt(static_cast<double>(n));
+            for (double & value : x) {
+                value /= root;
+            }
+            return std::make_pair(x, (12 * U32 * size + error_of_x) / root);
+        };
+        int64_t                                row_of_x = -1;
+        std::pair<std::vector<double>, double> x;
+        check("rope_hadamard_cache q", error, *q.dst, [&](int64_t i, int64_t h, int64_t t, int64_t) {
+            if (row_of_x != t * q.heads + h) {
+                row_of_x = t * q.heads + h;
+                x        = turned(head_dim, [&](int64_t e) { return q.rotated(e, h, t); });
+            }
+            return std::make_pair(x.first[static_cast<size_t>(i)], x.second);
+        });
+        const auto row_of = [&](int64_t row, int64_t heads, int64_t n,
+                                auto && element) { // what should be in a row of a cache
+            const int64_t                          t = first + tokens - 1 - row;
+            std::pair<std::vector<double>, double> all;
+            for (int64_t h = 0; t >= 0 && t < tokens && h < heads; h++) {
+                const auto [head, bound] = turned(n, [&](int64_t e) { return element(e, h, t); });
+                all.first.insert(all.first.end(), head.begin(), head.end());
+                all.second = std::max(all.second, bound);
+            }
+            return all;
+        };
+        check_written_rows("rope_hadamard_cache k", *k_cache, [&](int64_t row) {
+            return row_of(row, n_kv, head_dim, [&](int64_t e, int64_t h, int64_t t) { return key.rotated(e, h, t); });
+        });
+        check_written_rows("rope_hadamard_cache v", *v_cache, [&](int64_t row) {
+            return row_of(row, n_v, v_size,
+                          [&](int64_t e, int64_t h, int64_t t) { return std::make_pair(v->get(e, h, t), 0.0); });
+        });
+        rope_cache_params other = c;
+        other.k_cache.type      = TYPE_F16;
+        CHECK(!op_rope_hadamard_cache_supported(q.p, q.pos->t, q.factors(), other, v_size), "an F16 cache");
+    }
 }
 
 // ---- attention ----
@@ -1318,6 +1556,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "argsort", test_argsort_is_a_sorted_permutation },
         { "small-writes", test_small_writes_in_one_launch },
         { "rows", test_rows_of_one_element_and_strided_sources },
+        { "blocks", test_blocks_are_written_by_ggmls_rules },
         { "row-numbers", test_row_numbers_stay_inside_their_tensor },
         { "rope", test_rope_modes_offsets_and_cache_write },
         { "products", test_products_of_every_type },
@@ -1327,6 +1566,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "range", test_products_of_bf16_keep_its_range },
         { "experts", test_expert_products_with_strided_ids },
         { "hadamard", test_hadamard_is_the_product_with_its_matrix },
+        { "rope-hadamard-cache", test_rotated_and_turned_rows_in_one_launch },
         { "attention", test_attention_masks_groups_and_splits },
         { "deep-attention", test_attention_over_deep_caches },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },

@@ -287,6 +287,86 @@ void test_rotated_keys_with_another_use_are_stored() {
     check_launches("keys used elsewhere", b.graph, { "rope", "rope", "set_rows", "set_rows", "attention", "unary" });
 }
 
+void test_norms_of_keys_do_not_part_rotations() {
+    graph_builder b;
+    model_shape   s;
+    s.norms = true;
+    layer l(b, s);
+    finish(b, l.result);
+    check_launches("as built", b.graph, { "rms_norm+mul", "rope", "rms_norm+mul", "rope_cache k", "attention" });
+    graph_optimize(ctx, b.graph, nullptr);
+    check_launches("as optimised", b.graph, { "rms_norm+mul", "rms_norm+mul", "rope_attention" });
+}
+
+model_shape quantized_shape(int64_t n_tokens) {
+    model_shape s;
+    s.cache    = GGML_TYPE_Q8_0;
+    s.n_tokens = n_tokens;
+    return s;
+}
+
+void test_rows_of_a_quantized_cache_are_one_launch() {
+    for (const int64_t head_dim : { 64, 128 }) {
+        const int64_t n_tokens = head_dim == 64 ? 1 : 3;
+        graph_builder b;
+        model_shape   s = quantized_shape(n_tokens);
+        s.head_dim      = head_dim;
+        layer l(b, s);
+        finish(b, l.result);
+        check_launches("quantized cache", b.graph, { "rope_hadamard_cache", "attention" });
+
+        graph_builder c;
+        s.norms = true;
+        layer with_norms(c, s);
+        finish(c, with_norms.result);
+        graph_optimize(ctx, c.graph, nullptr);
+        check_launches("quantized cache, norms", c.graph,
+                       { "rms_norm+mul", "rms_norm+mul", "rope_hadamard_cache", "attention" });
+    }
+}
+
+// the same nodes, one of whose results has another use
+void test_results_with_another_use_are_stored() {
+    const names   apart = { "rope",     "hadamard", "hadamard",  "rope", "hadamard",
+                            "set_rows", "set_rows", "attention", "unary" };
+    const ggml_op ops[] = { GGML_OP_ROPE, GGML_OP_ROPE, GGML_OP_MUL_MAT, GGML_OP_MUL_MAT };
+    const int     nth[] = { 0, 1, 1, 2 }; // rotated q and k; v and k times the matrix
+    for (int k = 0; k < 4; k++) {
+        graph_builder b;
+        layer         l(b, quantized_shape(1));
+        b.expand(l.result);
+        finish(b, ggml_silu(b.ctx, find(b.graph, ops[k], nth[k])));
+        check_launches("used elsewhere", b.graph, apart);
+    }
+    graph_builder b;
+    layer         l(b, quantized_shape(1));
+    b.expand(l.result);
+    finish(b, ggml_silu(b.ctx, find(b.graph, GGML_OP_MUL_MAT))); // q, which is stored
+    check_launches("turned query used elsewhere", b.graph, { "rope_hadamard_cache", "attention", "unary" });
+}
+
+void test_turned_queries_must_not_overlap_raw_keys() {
+    graph_builder b;
+    layer         l(b, quantized_shape(1));
+    finish(b, l.result);
+    share_memory(find(b.graph, GGML_OP_ROPE, 1)->src[0], find(b.graph, GGML_OP_MUL_MAT));
+    check_launches("query where k was", b.graph,
+                   { "rope", "hadamard", "hadamard", "rope", "hadamard", "set_rows", "set_rows", "attention" });
+}
+
+void test_positions_that_are_computed_are_not_read_early() {
+    graph_builder b;
+    layer         l(b, quantized_shape(1));
+    b.expand(l.result);
+    ggml_tensor * pos = ggml_scale(b.ctx, b.input(GGML_TYPE_I32, 1), 1.0f);
+    for (int k = 0; k < 2; k++) {
+        find(b.graph, GGML_OP_ROPE, k)->src[1] = pos;
+    }
+    finish(b, l.result);
+    check_launches("computed positions", b.graph,
+                   { "rope", "hadamard", "hadamard", "rope", "hadamard", "set_rows", "set_rows", "attention" });
+}
+
 void test_a_computed_mask_is_not_read_early() {
     graph_builder b;
     layer         l(b, {});
@@ -473,6 +553,11 @@ int main() {
     test_attention_of_several_tokens_is_apart();
     test_a_rotated_query_with_another_use_is_stored();
     test_rotated_keys_with_another_use_are_stored();
+    test_norms_of_keys_do_not_part_rotations();
+    test_rows_of_a_quantized_cache_are_one_launch();
+    test_results_with_another_use_are_stored();
+    test_turned_queries_must_not_overlap_raw_keys();
+    test_positions_that_are_computed_are_not_read_early();
     test_a_computed_mask_is_not_read_early();
     test_attention_must_not_overlap_raw_keys();
     test_unsupported_shapes_are_not_fused();

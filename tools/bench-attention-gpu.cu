@@ -1,13 +1,14 @@
-// Times the attention of few tokens over deep caches: per layer with everything between the projections and the
-// attention's result, that is rotary embedding, cache writes and attention for one token, attention alone for more.
+// Times the attention of few tokens over deep caches, per layer: attention alone, and for one token with everything
+// between the projections and the product of its result: rotary embedding, cache writes and, where the cache is
+// quantized, the products with Hadamard matrices that llama.cpp adds.
 //
 //   bench-attention-gpu [--types f16,q8_0,q5_0,q4_0] [--tokens 1,2,4,8] [--depths 256,512,4096,16384]
 //                       [--prompts 512,512@4096]
 //
 // 512@4096: 512 tokens over 4096 positions, of which the mask hides none. A time is the median over replays of a graph
 // of several layers with a cache of their own each, too many for L2. Bytes are those of the used rows of K and V; the
-// percentage is that of the bandwidth of a kernel that only reads. The first lines are for the products with Hadamard
-// matrices that llama.cpp adds to a layer with a quantized cache.
+// percentage is that of the bandwidth of a kernel that only reads, for attention alone. The first lines are for
+// products with Hadamard matrices.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 
@@ -143,27 +144,28 @@ struct layer {
         t.nb[2] = s.head_dim / type_block_size(s.type) * t.nb[0];
         return t;
     }
-    void enqueue() {
-        const auto *            id = reinterpret_cast<const int64_t *>(ids.data);
-        const rope_cache_params c  = { q, q_dst, k, k_cache, v, v_cache, id, id };
-        if (s.tokens > 1) {
-            CHECKED(op_attention(ctx, a, scratch));
-        } else if (op_rope_attention_supported(r, pos, nullptr, c, a)) {
+    void enqueue_attention() { CHECKED(op_attention(ctx, a, scratch)); }
+    void enqueue_all() {
+        const auto *      id = reinterpret_cast<const int64_t *>(ids.data);
+        rope_cache_params c  = { q, q_dst, k, k_cache, v, v_cache, id, id };
+        if (s.type == TYPE_F16) {
             CHECKED(op_rope_attention(ctx, r, pos, nullptr, c, a, scratch));
-        } else {
-            op_tensor k_rows = k;
-            k_rows.ne[0] = k_cache.ne[0], k_rows.ne[1] = 1, k_rows.nb[1] = k.nb[2];
-            CHECKED(op_rope(ctx, r, q, pos, nullptr, q_dst));
-            CHECKED(op_rope(ctx, r, k, pos, nullptr, k));
-            CHECKED(op_set_rows(ctx, k_rows, ids, k_cache));
-            CHECKED(op_set_rows(ctx, v, ids, v_cache));
-            CHECKED(op_attention(ctx, a, scratch));
+            return;
         }
+        c.v = k, c.v.data = v.data;    // by heads
+        constexpr int64_t V_SIZE = 64; // of the matrix for values
+        CHECKED(op_rope_hadamard_cache(ctx, r, pos, nullptr, c, V_SIZE));
+        enqueue_attention();
+        const op_tensor result = tensor(out.data, TYPE_F32, V_SIZE, out.n_elements() / V_SIZE);
+        CHECKED(op_hadamard(ctx, result, result));
     }
 };
 
-// microseconds per layer
-double time_of_layers(const shape & s) {
+struct layer_times {
+    double attention, all; // microseconds per layer
+};
+
+layer_times time_of_layers(const shape & s) {
     const size_t cache =
         static_cast<size_t>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) * type_block_nbytes(s.type));
     const int           n      = static_cast<int>(std::clamp<size_t>((size_t(600) << 20) / cache, 4, 64));
@@ -182,15 +184,20 @@ double time_of_layers(const shape & s) {
         l.a.mask  = &l.mask; // the vector has moved them
         l.scratch = scratch;
     }
-    const double us = time_of([&] {
-        for (layer & l : layers) {
-            l.enqueue();
-        }
-    });
+    const auto time_of_each = [&](void (layer::*enqueue)()) {
+        return time_of([&] {
+                   for (layer & l : layers) {
+                       (l.*enqueue)();
+                   }
+               }) /
+               n;
+    };
+    const layer_times times = { time_of_each(&layer::enqueue_attention),
+                                s.tokens == 1 ? time_of_each(&layer::enqueue_all) : NAN };
     for (char * p : memory) {
         CHECKED(cudaFree(p));
     }
-    return us / n;
+    return times;
 }
 
 // microseconds of a product of rows with the Hadamard matrix of n, and of the transform that replaces it
@@ -257,15 +264,16 @@ int main(int argc, char ** argv) {
     });
     CHECKED(cudaFree(big));
     const double bandwidth = static_cast<double>(nbytes) / read; // bytes per us
-    printf("%s, read bandwidth %.0f GB/s\n%-6s %-14s %7s %7s %10s %10s %6s\n", prop.name, bandwidth / 1000, "cache",
-           "heads", "tokens", "n_kv", "us/layer", "MB", "%");
+    printf("%s, read bandwidth %.0f GB/s\n%-6s %-14s %7s %7s %10s %6s %10s %10s\n", prop.name, bandwidth / 1000,
+           "cache", "heads", "tokens", "n_kv", "attention", "%", "all", "MB");
     const auto row = [&](const std::string & type_name, const shape & s) {
-        const double us    = time_of_layers(s);
-        const double moved = static_cast<double>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) *
-                                                 type_block_nbytes(s.type));
-        printf("%-6s %2dx%-3d on %-4d %7d %7d %10.2f %10.2f %6.1f\n", type_name.c_str(), static_cast<int>(s.heads),
-               static_cast<int>(s.head_dim), static_cast<int>(s.kv_heads), static_cast<int>(s.tokens),
-               static_cast<int>(s.n_kv), us, moved / 1e6, 100 * moved / us / bandwidth);
+        const layer_times us    = time_of_layers(s);
+        const double      moved = static_cast<double>(2 * s.n_kv * s.head_dim * s.kv_heads / type_block_size(s.type) *
+                                                      type_block_nbytes(s.type));
+        printf("%-6s %2dx%-3d on %-4d %7d %7d %10.2f %6.1f %10.2f %10.2f\n", type_name.c_str(),
+               static_cast<int>(s.heads), static_cast<int>(s.head_dim), static_cast<int>(s.kv_heads),
+               static_cast<int>(s.tokens), static_cast<int>(s.n_kv), us.attention,
+               100 * moved / us.attention / bandwidth, us.all, moved / 1e6);
         fflush(stdout);
     };
     for (const int64_t rows : { 32, 256, 32 * 512 }) {

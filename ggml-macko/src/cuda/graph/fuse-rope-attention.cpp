@@ -30,7 +30,6 @@ private:
     rope_cache_nodes nodes_;
     ggml_tensor *    attention_ = nullptr;
 
-    bool is_only_query(const ggml_cgraph * graph, int rope_q) const;
     bool reads_only_inputs_early() const;
 };
 
@@ -43,28 +42,13 @@ bool fused_rope_attention::match(const op_context &, const ggml_cgraph * graph, 
         return false;
     }
     attention_ = graph->nodes[last_];
-    if (!is_only_query(graph, i) || !reads_only_inputs_early()) {
+    if (!is_only_use(graph, i, attention_->src[0]) || !reads_only_inputs_early()) {
         return false;
     }
     const ggml_tensor * rope = nodes_.rope_k;
     return op_rope_attention_supported(rope_params_of(rope), operand(rope->src[1]),
                                        optional_operand(rope->src[2]).get(), nodes_.params(),
                                        attention_operands(attention_).params());
-}
-
-// Does the attention read the rotated query, and is it alone in that, the views between them included?
-bool fused_rope_attention::is_only_query(const ggml_cgraph * graph, int rope_q) const {
-    if (source_of_views(attention_->src[0]) != nodes_.rope_q || !ggml_node_has_n_uses(graph, rope_q, 1)) {
-        return false;
-    }
-    ggml_tensor ** const end = graph->nodes + graph->n_nodes;
-    for (const ggml_tensor * t = attention_->src[0]; t != nodes_.rope_q; t = t->src[0]) {
-        ggml_tensor ** const at = std::find(graph->nodes + rope_q, end, t);
-        if (at == end || ggml_node_get_use_count(graph, static_cast<int>(at - graph->nodes)) != 1) {
-            return false;
-        }
-    }
-    return true;
 }
 
 // The kernel reads positions, frequency factors, mask and row numbers before the kernels ahead of it end.

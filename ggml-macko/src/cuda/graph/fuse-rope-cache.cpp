@@ -13,36 +13,12 @@
 
 #include "cuda/graph/adapters.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace macko::cuda {
 
 namespace {
-
-bool same_rope(const ggml_tensor * a, const ggml_tensor * b) {
-    return !memcmp(a->op_params, b->op_params, sizeof(a->op_params)) && a->src[1] == b->src[1] &&
-           a->src[2] == b->src[2];
-}
-
-// Are `rows`, which set_k stores, a view of all of rope_k as whole rows of the cache?
-bool is_rope_as_rows(const ggml_tensor * rows, const ggml_tensor * rope_k) {
-    const bool same_elements = ggml_nelements(rows) == ggml_nelements(rope_k) && rows->view_offs == rope_k->view_offs &&
-                               ggml_is_contiguous(rows) && ggml_is_contiguous(rope_k);
-    return source_of_views(rows) == rope_k && same_elements && rows->ne[0] == rope_k->ne[0] * rope_k->ne[1] &&
-           rows->ne[1] == rope_k->ne[2];
-}
-
-// Is the view `rows` between nodes rope_k and set_k used by anybody but set_k?
-bool has_other_uses(const ggml_cgraph * graph, int rope_k, int set_k, const ggml_tensor * rows) {
-    for (int j = rope_k + 1; j < set_k; j++) {
-        if (graph->nodes[j] == rows && ggml_node_get_use_count(graph, j) != 1) {
-            return true;
-        }
-    }
-    return false;
-}
-
-bool are_row_numbers(const ggml_tensor * ids) { return ids->type == GGML_TYPE_I64 && ggml_is_contiguous(ids); }
 
 class fused_rope_cache : public fused_pattern {
 public:
@@ -81,6 +57,33 @@ const ggml_tensor * source_of_views(const ggml_tensor * t) {
     return t;
 }
 
+bool is_only_use(const ggml_cgraph * graph, int i, const ggml_tensor * t) {
+    if (source_of_views(t) != graph->nodes[i] || !ggml_node_has_n_uses(graph, i, 1)) {
+        return false;
+    }
+    ggml_tensor ** const end = graph->nodes + graph->n_nodes;
+    for (; t != graph->nodes[i]; t = t->src[0]) {
+        ggml_tensor ** const at = std::find(graph->nodes + i, end, t);
+        if (at == end || ggml_node_get_use_count(graph, static_cast<int>(at - graph->nodes)) != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool same_rope(const ggml_tensor * a, const ggml_tensor * b) {
+    return !memcmp(a->op_params, b->op_params, sizeof(a->op_params)) && a->src[1] == b->src[1] &&
+           a->src[2] == b->src[2];
+}
+
+bool are_rows_of(const ggml_tensor * rows, const ggml_tensor * x, int64_t n_tokens) {
+    const bool same_elements = ggml_nelements(rows) == ggml_nelements(x) && rows->view_offs == x->view_offs &&
+                               ggml_is_contiguous(rows) && ggml_is_contiguous(x);
+    return source_of_views(rows) == x && same_elements && rows->ne[1] == n_tokens && ggml_nrows(rows) == n_tokens;
+}
+
+bool are_row_numbers(const ggml_tensor * ids) { return ids->type == GGML_TYPE_I64 && ggml_is_contiguous(ids); }
+
 bool rope_cache_nodes::match(const ggml_cgraph * graph, int i) {
     *this = rope_cache_nodes();
     if (op_of(graph->nodes[i]) != GGML_OP_ROPE) {
@@ -95,7 +98,7 @@ bool rope_cache_nodes::match(const ggml_cgraph * graph, int i) {
     }
     const int k_set = next_node(graph, k), v_set = next_node(graph, k_set);
     if (v_set >= graph->n_nodes || op_of(graph->nodes[k_set]) != GGML_OP_SET_ROWS ||
-        op_of(graph->nodes[v_set]) != GGML_OP_SET_ROWS || !ggml_node_has_n_uses(graph, k, 1)) {
+        op_of(graph->nodes[v_set]) != GGML_OP_SET_ROWS) {
         return false;
     }
     rope_k = graph->nodes[k];
@@ -104,7 +107,7 @@ bool rope_cache_nodes::match(const ggml_cgraph * graph, int i) {
     last   = v_set;
 
     const ggml_tensor * rows = set_k->src[0];
-    if (has_other_uses(graph, k, k_set, rows) || !is_rope_as_rows(rows, rope_k) ||
+    if (!is_only_use(graph, k, rows) || !are_rows_of(rows, rope_k, rope_k->ne[2]) ||
         source_of_views(set_v->src[0]) == rope_k) {
         return false;
     }

@@ -35,6 +35,7 @@ std::unique_ptr<fused_pattern> make_fused_sparse_products();
 std::unique_ptr<fused_pattern> make_fused_rms_norm();
 std::unique_ptr<fused_pattern> make_fused_rope_attention();
 std::unique_ptr<fused_pattern> make_fused_rope_cache();
+std::unique_ptr<fused_pattern> make_fused_rope_hadamard_cache();
 
 // All patterns, in the order in which they are tried. Made once per walk over a graph; matching allocates nothing.
 class fused_patterns {
@@ -50,11 +51,10 @@ public:
     }
 
 private:
-    std::array<std::unique_ptr<fused_pattern>, 4> patterns_ = {
-        make_fused_sparse_products(),
-        make_fused_rms_norm(),
+    std::array<std::unique_ptr<fused_pattern>, 5> patterns_ = {
+        make_fused_sparse_products(), make_fused_rms_norm(),
         make_fused_rope_attention(), // a rope cache with attention behind it: before the one without
-        make_fused_rope_cache(),
+        make_fused_rope_cache(),      make_fused_rope_hadamard_cache(),
     };
 };
 

@@ -50,9 +50,34 @@ int gather_biases(ggml_cgraph * graph, int i, int end) {
     return sums;
 }
 
+bool depends_on(const ggml_tensor * node, ggml_tensor * const * begin, ggml_tensor * const * end) {
+    const auto is_among = [&](const ggml_tensor * t) { return t && std::find(begin, end, t) != end; };
+    return is_among(node->view_src) || std::any_of(std::begin(node->src), std::end(node->src), is_among);
+}
+
+// Norms of keys lie between the rotations of queries and keys. Moves those behind the rotation at i in front of it, so
+// that rotations are neighbours. Returns its new place.
+int move_norms_up(ggml_cgraph * graph, int i) {
+    for (int k = i + 1; k < std::min(graph->n_nodes, i + REACH); k++) {
+        const ggml_tensor * node = graph->nodes[k];
+        const ggml_op       op   = op_of(node);
+        if (op == GGML_OP_SET_ROWS || op == GGML_OP_FLASH_ATTN_EXT) {
+            break;
+        }
+        const bool is_of_norm = op == GGML_OP_RMS_NORM || op == GGML_OP_MUL || ggml_op_is_empty(op);
+        if (is_of_norm && !depends_on(node, graph->nodes + i, graph->nodes + k)) {
+            move_up(graph, k, i++);
+        }
+    }
+    return i;
+}
+
 void gather(ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
+        if (op_of(node) == GGML_OP_ROPE) {
+            i = move_norms_up(graph, i);
+        }
         if (op_of(node) != GGML_OP_MUL_MAT || !is_weight_product(node, node->src[1])) {
             continue;
         }

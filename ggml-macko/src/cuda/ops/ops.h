@@ -220,6 +220,13 @@ bool        op_rope_cache_supported(const rope_params & r, const op_tensor & pos
                                     const rope_cache_params & p);
 cudaError_t op_rope_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
                           const op_tensor * factors, const rope_cache_params & p);
+// The same for quantized caches, with products with Hadamard matrices (op_hadamard): of each head of q and k, rotated,
+// and of each v_size elements of v. q is stored, k and v are quantized. v: [head_dim, heads, tokens], heads as large as
+// k's. No kernel on the stream writes pos or factors.
+bool        op_rope_hadamard_cache_supported(const rope_params & r, const op_tensor & pos, const op_tensor * factors,
+                                             const rope_cache_params & p, int64_t v_size);
+cudaError_t op_rope_hadamard_cache(const op_context & ctx, const rope_params & r, const op_tensor & pos,
+                                   const op_tensor * factors, const rope_cache_params & p, int64_t v_size);
 
 // ---- products with a Hadamard matrix (hadamard.cu) ----
 

@@ -1,5 +1,6 @@
-// Rows of tables, copies and casts. A thread has one piece: a value of a plain type or a block of a quantized type. It
-// reads the elements as floats and writes them in the other type.
+// Rows of tables, copies and casts. A thread has one piece: a value of a plain type, a block of a quantized type that
+// it reads, or an eighth of a block that it writes with seven others. It reads the elements as floats and writes them
+// in the other type.
 #include "cuda/ops/common.cuh"
 
 namespace macko::cuda {
@@ -29,11 +30,11 @@ __device__ __forceinline__ void write_piece(char * row, int64_t i, int64_t nb0, 
             *reinterpret_cast<typename T::block *>(row + (i + k) * nb0) = T::from_float(x[k]);
         }
     } else {
-        T::store(reinterpret_cast<typename T::block *>(row) + i / T::BLOCK, x);
+        T::store(reinterpret_cast<typename T::block *>(row) + i / T::BLOCK, x, block_lanes());
     }
 }
 
-template <typename S, typename D> constexpr int piece_size() { return S::BLOCK > D::BLOCK ? S::BLOCK : D::BLOCK; }
+template <typename S, typename D> constexpr int piece_size() { return D::IS_PLAIN ? S::BLOCK : D::BLOCK / 8; }
 
 // element e of a tensor with rows of ne0: the address of its row, and its index in the row
 __device__ __forceinline__ char * find_row(const op_tensor & t, int64_t e, int64_t * i0) {
@@ -229,8 +230,8 @@ cudaError_t op_copy(const op_context & ctx, const op_tensor & src, const op_tens
     if (src.type == TYPE_F32) {
         return with_type(dst.type, [&](auto d) {
             if constexpr (decltype(d)::CAN_STORE) {
-                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / decltype(d)::BLOCK), THREADS, 0, src,
-                              dst, n);
+                return launch(ctx, copy_kernel<f32, decltype(d)>, blocks_for(n / piece_size<f32, decltype(d)>()),
+                              THREADS, 0, src, dst, n);
             } else {
                 return cudaErrorInvalidValue;
             }
@@ -279,7 +280,7 @@ cudaError_t op_set_rows(const op_context & ctx, const op_tensor & src, const op_
     return with_type(dst.type, [&](auto d) {
         using D = decltype(d);
         if constexpr (D::CAN_STORE) {
-            const unsigned blocks = blocks_for(n / D::BLOCK);
+            const unsigned blocks = blocks_for(n / piece_size<value_type<TYPE_F32>, D>());
             if constexpr (D::IS_PLAIN) {
                 if (src.type == TYPE_F16) {
                     using S = value_type<TYPE_F16>;

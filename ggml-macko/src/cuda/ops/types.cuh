@@ -1,6 +1,7 @@
 // The value types of dense tensors on the GPU. Each type states its block and how 8 neighbouring elements are read as
 // floats (load8, at a multiple of 8: every kernel that reads weights reads 8 elements at a time). Types that a KV cache
-// can have also state how a block is written (store). Layouts are those of ggml-common.h of llama.cpp.
+// can have also state how a block is written (store, by eight lanes together). Layouts are those of ggml-common.h of
+// llama.cpp.
 #pragma once
 
 #include "cuda/ops/ops.h"
@@ -143,6 +144,72 @@ template <> struct value_type<TYPE_BF16> : plain_type<__nv_bfloat16> {
     }
 };
 
+// ---- writing blocks of 32 ----
+
+// Eight lanes of a warp that write a block together: lane i has elements 4i ... 4i + 3. They are neighbours and the
+// first one's threadIdx.x is a multiple of 8; other lanes of the warp may be elsewhere.
+struct block_lanes {
+    int      lane = static_cast<int>(threadIdx.x % 8);
+    unsigned mask = 0xffu << (threadIdx.x & 24);
+
+    template <typename T, typename F> __device__ __forceinline__ T reduce(T x, F && f) const {
+#pragma unroll
+        for (int bit = 1; bit < 8; bit *= 2) {
+            x = f(x, __shfl_xor_sync(mask, x, bit));
+        }
+        return x;
+    }
+    __device__ __forceinline__ float sum(float x) const {
+        return reduce(x, [](float a, float b) { return a + b; });
+    }
+    __device__ __forceinline__ float min_of(const float * x) const {
+        return reduce(fminf(fminf(x[0], x[1]), fminf(x[2], x[3])), [](float a, float b) { return fminf(a, b); });
+    }
+    __device__ __forceinline__ float max_of(const float * x) const {
+        return reduce(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), [](float a, float b) { return fmaxf(a, b); });
+    }
+    // the first of the elements with the largest magnitude
+    __device__ __forceinline__ float extreme_of(const float * x) const {
+        float extreme = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            extreme = fabsf(x[k]) > fabsf(extreme) ? x[k] : extreme;
+        }
+#pragma unroll
+        for (int bit = 1; bit < 8; bit *= 2) {
+            const float other  = __shfl_xor_sync(mask, extreme, bit);
+            const bool  larger = fabsf(other) > fabsf(extreme), first = (lane & bit) && fabsf(other) == fabsf(extreme);
+            extreme = larger || first ? other : extreme;
+        }
+        return extreme;
+    }
+    // the low four bits of q[k] as nibbles of the block; the others are ignored
+    __device__ __forceinline__ void store_nibbles(uint8_t * qs, const int * q) const {
+        const uint32_t mine = (q[0] & 15) | (q[1] & 15) << 8 | (q[2] & 15) << 16 | (q[3] & 15) << 24,
+                       high = __shfl_xor_sync(mask, mine, 4);
+        if (lane < 4) {
+            store_u32(qs + 4 * lane, mine | high << 4);
+        }
+    }
+    // bit 4 of q[k] as a bit of the block
+    __device__ __forceinline__ void store_fifth_bits(uint8_t * qh, const int * q) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            bits |= static_cast<uint32_t>(q[k] >> 4 & 1) << (4 * lane + k);
+        }
+        bits = reduce(bits, [](uint32_t a, uint32_t b) { return a | b; });
+        if (lane == 0) {
+            store_u32(qh, bits);
+        }
+    }
+    static __device__ __forceinline__ void store_u32(uint8_t * p, uint32_t x) { // p aligned to 2 bytes at least
+        uint16_t * h = reinterpret_cast<uint16_t *>(p);
+        h[0]         = static_cast<uint16_t>(x);
+        h[1]         = static_cast<uint16_t>(x >> 16);
+    }
+};
+
 // ---- blocks of 32: element j < 16 in the low nibble of byte j, element 16 + j in the high one ----
 template <typename B> struct block_type {
     using block                          = B;
@@ -180,21 +247,17 @@ template <> struct value_type<TYPE_Q4_0> : block_type<block_q4_0> {
             out[k] = d * (q[k] - 8);
         }
     }
-    static __device__ void store(block * b, const float * x) {
-        float max = 0, amax = 0;
-        for (int j = 0; j < 32; j++) {
-            if (fabsf(x[j]) > amax) {
-                amax = fabsf(x[j]);
-                max  = x[j];
-            }
-        }
-        const float d  = max / -8;
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float d  = lanes.extreme_of(x) / -8;
         const float id = d != 0 ? 1 / d : 0;
-        b->d           = __float2half_rn(d);
-        for (int j = 0; j < 16; j++) {
-            const int lo = min(15, static_cast<int>(x[j] * id + 8.5f));
-            const int hi = min(15, static_cast<int>(x[j + 16] * id + 8.5f));
-            b->qs[j]     = static_cast<uint8_t>(lo | hi << 4);
+        int         q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q[k] = min(15, static_cast<int>(x[k] * id + 8.5f));
+        }
+        lanes.store_nibbles(b->qs, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(d);
         }
     }
 };
@@ -212,20 +275,18 @@ template <> struct value_type<TYPE_Q4_1> : block_type<block_q4_1> {
             out[k] = d * q[k] + m;
         }
     }
-    static __device__ void store(block * b, const float * x) {
-        float lo = x[0], hi = x[0];
-        for (int j = 1; j < 32; j++) {
-            lo = fminf(lo, x[j]);
-            hi = fmaxf(hi, x[j]);
-        }
-        const float d  = (hi - lo) / 15;
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float lo = lanes.min_of(x), d = (lanes.max_of(x) - lo) / 15;
         const float id = d != 0 ? 1 / d : 0;
-        b->d           = __float2half_rn(d);
-        b->m           = __float2half_rn(lo);
-        for (int j = 0; j < 16; j++) {
-            const int q0 = min(15, static_cast<int>((x[j] - lo) * id + 0.5f));
-            const int q1 = min(15, static_cast<int>((x[j + 16] - lo) * id + 0.5f));
-            b->qs[j]     = static_cast<uint8_t>(q0 | q1 << 4);
+        int         q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q[k] = min(15, static_cast<int>((x[k] - lo) * id + 0.5f));
+        }
+        lanes.store_nibbles(b->qs, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(d);
+            b->m = __float2half_rn(lo);
         }
     }
 };
@@ -244,26 +305,18 @@ template <> struct value_type<TYPE_Q5_0> : block_type<block_q5_0> {
             out[k] = d * (static_cast<int>(q[k] | ((qh >> k) & 1) << 4) - 16);
         }
     }
-    static __device__ void store(block * b, const float * x) {
-        float max = 0, amax = 0;
-        for (int j = 0; j < 32; j++) {
-            if (fabsf(x[j]) > amax) {
-                amax = fabsf(x[j]);
-                max  = x[j];
-            }
-        }
-        const float d  = max / -16;
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float d  = lanes.extreme_of(x) / -16;
         const float id = d != 0 ? 1 / d : 0;
-        b->d           = __float2half_rn(d);
-        uint32_t qh    = 0;
-        for (int j = 0; j < 16; j++) {
-            const uint32_t q0 = static_cast<uint32_t>(min(31, static_cast<int>(x[j] * id + 16.5f)));
-            const uint32_t q1 = static_cast<uint32_t>(min(31, static_cast<int>(x[j + 16] * id + 16.5f)));
-            b->qs[j]          = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
-            qh |= (q0 >> 4) << j | (q1 >> 4) << (j + 16);
+        int         q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q[k] = min(31, static_cast<int>(x[k] * id + 16.5f));
         }
-        for (int j = 0; j < 4; j++) {
-            b->qh[j] = static_cast<uint8_t>(qh >> (8 * j));
+        lanes.store_nibbles(b->qs, q);
+        lanes.store_fifth_bits(b->qh, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(d);
         }
     }
 };
@@ -282,25 +335,19 @@ template <> struct value_type<TYPE_Q5_1> : block_type<block_q5_1> {
             out[k] = d * static_cast<int>(q[k] | ((qh >> k) & 1) << 4) + m;
         }
     }
-    static __device__ void store(block * b, const float * x) {
-        float lo = x[0], hi = x[0];
-        for (int j = 1; j < 32; j++) {
-            lo = fminf(lo, x[j]);
-            hi = fmaxf(hi, x[j]);
-        }
-        const float d  = (hi - lo) / 31;
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float lo = lanes.min_of(x), d = (lanes.max_of(x) - lo) / 31;
         const float id = d != 0 ? 1 / d : 0;
-        b->d           = __float2half_rn(d);
-        b->m           = __float2half_rn(lo);
-        uint32_t qh    = 0;
-        for (int j = 0; j < 16; j++) {
-            const uint32_t q0 = static_cast<uint32_t>((x[j] - lo) * id + 0.5f);
-            const uint32_t q1 = static_cast<uint32_t>((x[j + 16] - lo) * id + 0.5f);
-            b->qs[j]          = static_cast<uint8_t>((q0 & 15) | (q1 & 15) << 4);
-            qh |= ((q0 >> 4) & 1) << j | ((q1 >> 4) & 1) << (j + 16);
+        int         q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q[k] = min(31, static_cast<int>((x[k] - lo) * id + 0.5f));
         }
-        for (int j = 0; j < 4; j++) {
-            b->qh[j] = static_cast<uint8_t>(qh >> (8 * j));
+        lanes.store_nibbles(b->qs, q);
+        lanes.store_fifth_bits(b->qh, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(d);
+            b->m = __float2half_rn(lo);
         }
     }
 };
@@ -320,16 +367,17 @@ template <> struct value_type<TYPE_Q8_0> : block_type<block_q8_0> {
             out[2 * k + 1] = d * static_cast<int8_t>(two >> 8);
         }
     }
-    static __device__ void store(block * b, const float * x) {
-        float amax = 0;
-        for (int j = 0; j < 32; j++) {
-            amax = fmaxf(amax, fabsf(x[j]));
-        }
-        const float d  = amax / 127;
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float d  = fabsf(lanes.extreme_of(x)) / 127;
         const float id = d != 0 ? 1 / d : 0;
-        b->d           = __float2half_rn(d);
-        for (int j = 0; j < 32; j++) {
-            b->qs[j] = static_cast<int8_t>(roundf(x[j] * id));
+        uint32_t    q  = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q |= static_cast<uint32_t>(static_cast<uint8_t>(static_cast<int>(roundf(x[k] * id)))) << 8 * k;
+        }
+        lanes.store_u32(reinterpret_cast<uint8_t *>(b->qs) + 4 * lanes.lane, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(d);
         }
     }
 };
@@ -356,26 +404,23 @@ template <> struct value_type<TYPE_IQ4_NL> : block_type<block_q4_0> {
         }
         return best;
     }
-    static __device__ void store(block * b, const float * x) {
-        float max = 0, amax = 0;
-        for (int j = 0; j < 32; j++) {
-            if (fabsf(x[j]) > amax) {
-                amax = fabsf(x[j]);
-                max  = x[j];
-            }
-        }
-        const float d      = max / iq4_nl_values[0];
+    static __device__ void store(block * b, const float * x, const block_lanes & lanes) {
+        const float d      = lanes.extreme_of(x) / iq4_nl_values[0];
         const float id     = d != 0 ? 1 / d : 0;
         float       sum_qx = 0, sum_q2 = 0; // least squares for the scale, weighted by x^2
-        for (int j = 0; j < 16; j++) {
-            const int q0 = nearest(x[j] * id), q1 = nearest(x[j + 16] * id);
-            b->qs[j]       = static_cast<uint8_t>(q0 | q1 << 4);
-            const float v0 = iq4_nl_values[q0], v1 = iq4_nl_values[q1];
-            const float w0 = x[j] * x[j], w1 = x[j + 16] * x[j + 16];
-            sum_qx += w0 * v0 * x[j] + w1 * v1 * x[j + 16];
-            sum_q2 += w0 * v0 * v0 + w1 * v1 * v1;
+        int         q[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            q[k]              = nearest(x[k] * id);
+            const float value = iq4_nl_values[q[k]], weight = x[k] * x[k];
+            sum_qx += weight * value * x[k];
+            sum_q2 += weight * value * value;
         }
-        b->d = __float2half_rn(sum_q2 > 0 ? sum_qx / sum_q2 : d);
+        sum_qx = lanes.sum(sum_qx), sum_q2 = lanes.sum(sum_q2);
+        lanes.store_nibbles(b->qs, q);
+        if (lanes.lane == 0) {
+            b->d = __float2half_rn(sum_q2 > 0 ? sum_qx / sum_q2 : d);
+        }
     }
 };
 

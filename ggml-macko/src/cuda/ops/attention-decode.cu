@@ -49,13 +49,6 @@ __device__ __forceinline__ uint32_t word(const uint4 & v, int i) {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// 0 below 2^-126 and for -INFINITY
-__device__ __forceinline__ float fast_exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // makes the compiler compute x here, ahead of a wait, and not where it is used first
 __device__ __forceinline__ void compute_now(int & x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void compute_now(const float *& x) { asm volatile("" : "+l"(x)); }

@@ -20,9 +20,6 @@ constexpr int CONVERT_THREADS = 256;
 
 // row stride in shared memory: ldmatrix without bank conflicts
 template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; }
-template <int HEAD_DIM> constexpr int tile_shared_nbytes(int stages) {
-    return (1 + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
-}
 
 // Copies rows of K or V to shared memory; complete after wait_for_copies() and a barrier. Rows behind the last position
 // are zeros.
@@ -40,15 +37,50 @@ __device__ __forceinline__ void load_tile(__half * tile, const char * base, int6
     }
 }
 
+// Does a warp keep its part of Q in registers? Then Q passes through the memory of the first tile.
+template <int HEAD_DIM> constexpr bool keeps_q() { return HEAD_DIM <= 128; }
+template <int HEAD_DIM> constexpr int  tile_shared_nbytes(int stages) {
+    return ((keeps_q<HEAD_DIM>() ? 0 : 1) + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
+}
+
+// The mask of a tile, as the pairs of positions of a lane: rows g, g + 8, columns 2t, 2t + 1 of each 8.
+struct tile_mask {
+    __half2 bias[TILE / 8][2];
+
+    __device__ __forceinline__ static uint32_t bits(const __half2 & pair) {
+        return *reinterpret_cast<const uint32_t *>(&pair);
+    }
+    // does this lane see a position?
+    __device__ __forceinline__ bool sees() const {
+        bool any = false;
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+            any |= bits(bias[j][0]) != 0xfc00fc00u || bits(bias[j][1]) != 0xfc00fc00u;
+        }
+        return any;
+    }
+    // does the warp see all positions, and adds nothing to their scores?
+    __device__ __forceinline__ bool is_empty() const {
+        uint32_t all = 0;
+#pragma unroll
+        for (int j = 0; j < TILE / 8; j++) {
+            all |= bits(bias[j][0]) | bits(bias[j][1]);
+        }
+        return !__any_sync(FULL_WARP, all != 0);
+    }
+};
+
 // STAGES 2: the next tile is loaded while this one is multiplied; 1 where shared memory is short
 template <int HEAD_DIM, int STAGES>
 __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
     wait_for_previous();
     extern __shared__ __align__(16) __half shared_tiles[];
+    constexpr bool                         KEEPS_Q   = keeps_q<HEAD_DIM>();
     constexpr int                          LD        = tile_ld<HEAD_DIM>();
     __half *                               q_tile    = shared_tiles;
-    const auto                             k_tile_of = [&](int stage) { return q_tile + (1 + 2 * stage) * TILE * LD; };
-    const auto                             v_tile_of = [&](int stage) { return q_tile + (2 + 2 * stage) * TILE * LD; };
+    __half *                               kv_tiles  = KEEPS_Q ? shared_tiles : shared_tiles + TILE * LD;
+    const auto                             k_tile_of = [&](int stage) { return kv_tiles + 2 * stage * TILE * LD; };
+    const auto v_tile_of = [&](int stage) { return kv_tiles + (2 * stage + 1) * TILE * LD; };
 
     const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]),
               n_kv = static_cast<int>(p.k.ne[1]);
@@ -70,6 +102,18 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         }
         *reinterpret_cast<uint4 *>(q_tile + row * LD + e) = pack8<__half>(f);
     }
+    const auto load_q = [&](uint32_t * a, int e) {
+        load_matrices(a, q_tile + (warp * 16 + lane % 16) * LD + e + lane / 16 * 8);
+    };
+    uint32_t kept_q[KEEPS_Q ? HEAD_DIM / 16 : 1][4];
+    if constexpr (KEEPS_Q) {
+        __syncthreads();
+#pragma unroll
+        for (int e = 0; e < HEAD_DIM; e += 16) {
+            load_q(kept_q[e / 16], e);
+        }
+        __syncthreads();
+    }
 
     // this lane's two tokens: rows g and g + 8 of the warp's 16
     const __half * mask_row[2] = {};
@@ -84,34 +128,31 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
     float out[HEAD_DIM / 8][4] = {};
     float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
 
-    // the mask of a tile as the pairs of positions of this lane: rows g, g + 8, columns 2t, 2t + 1 of each 8
     const bool pairs =
         p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask_nb2 % 4 == 0 && p.mask_nb3 % 4 == 0;
-    __half2    bias[TILE / 8][2];
-    const auto load_bias = [&](int first) {
+    const auto request = [&](tile_mask & m, int first) {
         const __half hidden = __ushort_as_half(0xfc00), zero = __ushort_as_half(0);
-        bool         any = false;
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
             const int pos = first + j * 8 + 2 * t;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 if (pairs) {
-                    bias[j][h] = pos < n_kv ? *reinterpret_cast<const __half2 *>(mask_row[h] + pos)
-                                            : __halves2half2(hidden, hidden);
+                    m.bias[j][h] = pos < n_kv ? *reinterpret_cast<const __half2 *>(mask_row[h] + pos)
+                                              : __halves2half2(hidden, hidden);
                 } else {
-                    bias[j][h] = __halves2half2(pos < n_kv ? (p.has_mask ? mask_row[h][pos] : zero) : hidden,
-                                                pos + 1 < n_kv ? (p.has_mask ? mask_row[h][pos + 1] : zero) : hidden);
+                    m.bias[j][h] = __halves2half2(pos < n_kv ? (p.has_mask ? mask_row[h][pos] : zero) : hidden,
+                                                  pos + 1 < n_kv ? (p.has_mask ? mask_row[h][pos + 1] : zero) : hidden);
                 }
-                any |= *reinterpret_cast<const uint32_t *>(&bias[j][h]) != 0xfc00fc00u;
             }
         }
-        return any;
     };
-    // The next tile from `first` on that any token sees; its mask is in `bias`. Contains a barrier in any case.
-    const auto next_tile = [&](int first) {
-        while (first < n_kv && !__syncthreads_or(load_bias(first))) {
+    // The first tile from `first` on that any token sees, whose mask is in m then; m has been requested for `first`.
+    // Contains a barrier in any case.
+    const auto next_tile = [&](tile_mask & m, int first) {
+        while (!__syncthreads_or(first < n_kv && m.sees()) && first < n_kv) {
             first += TILE;
+            request(m, first);
         }
         return first;
     };
@@ -120,82 +161,108 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
         load_tile<HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
     };
 
-    int current = next_tile(0);
+    // The masks of this tile and of the one that may be next are in registers: that one is requested while this one's
+    // values are multiplied, and is known when the barrier in front of the next product has to be.
+    tile_mask mask, next_mask;
+    request(next_mask, 0);
+    int current = next_tile(next_mask, 0);
     if (current < n_kv) {
         start_tile(current, 0);
     }
+    mask = next_mask;
+    request(next_mask, current + TILE);
     for (int stage = 0; current < n_kv;) {
         const __half * k_tile = k_tile_of(stage);
         const __half * v_tile = v_tile_of(stage);
-        float          s[TILE / 8][4]; // scores, before that the mask
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const float2 b  = __half22float2(bias[j][h]);
-                s[j][2 * h]     = slope * b.x;
-                s[j][2 * h + 1] = slope * b.y;
-            }
-        }
         wait_for_copies();
-        __syncthreads();
         int next = current;
         if constexpr (STAGES == 2) { // all warps are past the barrier: the other buffer is free
-            next = next_tile(current + TILE);
+            next = next_tile(next_mask, current + TILE);
             if (next < n_kv) {
                 start_tile(next, stage ^ 1);
             }
             stage ^= 1;
+        } else {
+            __syncthreads();
         }
 
-        float dot[TILE / 8][4] = {};
+        float s[TILE / 8][4] = {}; // products, then scores, then weights
 #pragma unroll
         for (int e = 0; e < HEAD_DIM; e += 16) {
             uint32_t a[4];
-            load_matrices(a, q_tile + (warp * 16 + lane % 16) * LD + e + lane / 16 * 8);
+            if constexpr (!KEEPS_Q) {
+                load_q(a, e);
+            }
+            const uint32_t * q = KEEPS_Q ? kept_q[KEEPS_Q ? e / 16 : 0] : a;
 #pragma unroll
             for (int j = 0; j < TILE / 8; j += 2) {
                 uint32_t b[4];
                 load_matrices(b, k_tile + (j * 8 + lane % 8 + lane / 16 * 8) * LD + e + lane / 8 % 2 * 8);
-                multiply_add<__half>(dot[j], a, b[0], b[1]);
-                multiply_add<__half>(dot[j + 1], a, b[2], b[3]);
+                multiply_add<__half>(s[j], q, b[0], b[1]);
+                multiply_add<__half>(s[j + 1], q, b[2], b[3]);
             }
         }
-        float new_max[2] = { max[0], max[1] };
+        float scale      = 1; // of s, into the exponent of 2
+        float new_max[2] = { -INFINITY, -INFINITY };
+        if (p.softcap == 0 && p.scale > 0 && mask.is_empty()) {
+            scale = p.scale;
+        } else {
+#pragma unroll
+            for (int j = 0; j < TILE / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float bias = i % 2 ? __high2float(mask.bias[j][i / 2]) : __low2float(mask.bias[j][i / 2]);
+                    s[j][i]          = bias == -INFINITY ? -INFINITY : score_of(p, s[j][i]) + slope * bias;
+                }
+            }
+        }
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                s[j][i]        = s[j][i] == -INFINITY ? -INFINITY : score_of(p, dot[j][i]) + s[j][i];
                 new_max[i / 2] = fmaxf(new_max[i / 2], s[j][i]);
             }
         }
+        float old[2], base[2];
 #pragma unroll
         for (int h = 0; h < 2; h++) { // a row lies in four neighbouring lanes
-            new_max[h]      = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 1));
-            new_max[h]      = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 2));
-            const float old = rescale(max[h], new_max[h]);
-            max[h]          = new_max[h];
-            weight[h] *= old;
+            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 1));
+            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 2));
+            new_max[h] = fmaxf(max[h], scale * new_max[h]);
+            old[h]     = rescale(max[h], new_max[h]);
+            max[h]     = new_max[h];
+            base[h]    = new_max[h] == -INFINITY ? 0 : new_max[h];
+            weight[h] *= old[h];
+        }
+        if (__any_sync(FULL_WARP, old[0] != 1 || old[1] != 1)) {
 #pragma unroll
             for (int j = 0; j < HEAD_DIM / 8; j++) {
-                out[j][2 * h] *= old;
-                out[j][2 * h + 1] *= old;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    out[j][i] *= old[i / 2];
+                }
             }
         }
 #pragma unroll
         for (int j = 0; j < TILE / 8; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                s[j][i] = s[j][i] == -INFINITY ? 0.0f : exp2f(s[j][i] - max[i / 2]);
+                s[j][i] = fast_exp2(fmaf(s[j][i], scale, -base[i / 2]));
                 weight[i / 2] += s[j][i];
             }
         }
+        if constexpr (STAGES == 2) {
+            mask = next_mask;
+            request(next_mask, next + TILE);
+        }
+        const auto pair_of = [](float low, float high) { // weights are at most 1
+            const __half2 h = __floats2half2_rn(low, high);
+            return *reinterpret_cast<const uint32_t *>(&h);
+        };
 #pragma unroll
         for (int j = 0; j < TILE / 8; j += 2) { // 16 positions
-            const uint32_t a[4] = { pack_pair(__half(), s[j][0], s[j][1]), pack_pair(__half(), s[j][2], s[j][3]),
-                                    pack_pair(__half(), s[j + 1][0], s[j + 1][1]),
-                                    pack_pair(__half(), s[j + 1][2], s[j + 1][3]) };
+            const uint32_t a[4] = { pair_of(s[j][0], s[j][1]), pair_of(s[j][2], s[j][3]),
+                                    pair_of(s[j + 1][0], s[j + 1][1]), pair_of(s[j + 1][2], s[j + 1][3]) };
 #pragma unroll
             for (int e = 0; e < HEAD_DIM / 8; e += 2) {
                 uint32_t b[4];
@@ -206,11 +273,12 @@ __global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_
             }
         }
         if constexpr (STAGES == 1) {
-            __syncthreads(); // all warps are done with the tile
-            next = next_tile(current + TILE);
+            next = next_tile(next_mask, current + TILE); // all warps are done with the tile
             if (next < n_kv) {
                 start_tile(next, 0);
             }
+            mask = next_mask;
+            request(next_mask, next + TILE);
         }
         current = next;
     }

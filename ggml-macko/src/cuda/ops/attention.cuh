@@ -66,6 +66,13 @@ static __device__ __forceinline__ float score_of(const attention_args & p, float
     return p.softcap != 0 ? capped(p, p.scale * product) : p.scale * product;
 }
 
+// 0 below 2^-126 and for -INFINITY
+static __device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // factor for sums made against an older maximum; 0 if nothing was summed yet
 static __device__ __forceinline__ float rescale(float old_max, float new_max) {
     return old_max == -INFINITY ? 0.0f : exp2f(old_max - new_max);

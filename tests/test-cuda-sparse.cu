@@ -672,16 +672,21 @@ static void test_x_that_does_not_fit_shared_memory(cuda_sparse_uploader & upload
 
 // Products of many columns by tiles (tiles.cuh) of FUSED and CODED matrices: all widths of deltas, rows of all lengths,
 // any number of columns, more rows than one tile of each multiprocessor, from narrow matrices to those of which 8 rows
-// hardly fit shared memory.
+// leave no room for the sums in shared memory.
 static void test_products_by_tiles(cuda_sparse_uploader & uploader, int n_cases) {
-    const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824 };
+    const int64_t widths[] = { 64, 2048, 4096, 5120, 8192, 11008, 12288, 13824, 14336 };
     int           tiles[2] = {}; // FUSED, CODED
     for (int i = 0; i < 2 * n_cases; i++) {
-        const bool      coded = i % 2;
-        const uint64_t  seed  = 8000 + static_cast<uint64_t>(i);
-        rng             random(seed);
-        const bool      many = i / 2 % 16 == 8;
-        const int64_t   cols = many ? 2048 : widths[random.range(0, 7)], rows = many ? 6700 : random.range(1, 200);
+        const bool     coded = i % 2;
+        const uint64_t seed  = 8000 + static_cast<uint64_t>(i);
+        rng            random(seed);
+        const bool     many_wide = i / 2 % 16 == 7, many = many_wide || i / 2 % 16 == 8;
+        const int64_t  cols  = many_wide ? 14336
+                               : many    ? 2048
+                                         : widths[random.range(0, 8)],
+                      rows   = many_wide ? 1100
+                               : many    ? 6700
+                                         : random.range(1, 200);
         const int64_t   n    = many ? 9 : random.unit() < 0.2 ? random.range(33, 70) : random.range(9, 32);
         const int       type = coded ? TYPES[random.range(0, 1)] : GGML_MACKO_TYPE_F16;
         const structure s = random.unit() < 0.5 ? UNIFORM : static_cast<structure>(random.range(0, N_STRUCTURES - 1));

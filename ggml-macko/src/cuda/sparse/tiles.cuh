@@ -20,10 +20,11 @@
 namespace macko::cuda {
 
 struct tiles_launch {
-    sparse_launch p;      // its warp_rows are tiles
-    const uint4 * x16;    // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
-    int32_t       pitch;  // bytes of a row in shared memory
-    int32_t       shares; // warps that multiply: as many as there is room for the sums of
+    sparse_launch p;            // its warp_rows are tiles
+    const uint4 * x16;          // by 32 columns of W, then 16 of x: two operands, each by thread of a warp
+    int32_t       pitch;        // bytes of a row in shared memory
+    int32_t       shares;       // warps that multiply: as many as there is room for the sums of
+    bool          sums_in_tile; // the sums go where the rows were, because there is no room beside them
 };
 
 // launch of tiles_kernel: one function per .cu file
@@ -71,8 +72,8 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
     static_assert(TILE % ROWS == 0 && (TURNS == 1 || TILE == TURNS * WARPS * ROWS),
                   "all warps that have rows have as many");
     extern __shared__ __align__(128) uint8_t tile[];
-    const sparse_launch &                    p    = q.p;
-    float *                                  sums = reinterpret_cast<float *>(tile + TILE * q.pitch);
+    const sparse_launch &                    p = q.p;
+    float * sums = reinterpret_cast<float *>(q.sums_in_tile ? tile : tile + TILE * q.pitch);
 
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32, row_of_tile = warp * ROWS + threadIdx.x % 32 / LANES;
     const uint32_t x_period = static_cast<uint32_t>(p.modulus) * 2;
@@ -244,9 +245,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
             request(a[i], warp + i * q.shares);
         }
         __syncthreads();
+        float sum[BLOCKS][SETS][4] = {};
         if (warp < q.shares) {
-            float          sum[BLOCKS][SETS][4] = {};
-            const uint32_t rows_at              = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
+            const uint32_t rows_at = shared_address(tile) + l / 4 * q.pitch + l % 4 * 16;
 #pragma unroll X_AHEAD
             for (int k = warp; k <= last; k += q.shares) {
                 uint4 x[2 * SETS];
@@ -267,6 +268,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                     }
                 }
             }
+        }
+        if (q.sums_in_tile) {
+            __syncthreads();
+        }
+        if (warp < q.shares) {
 #pragma unroll
             for (int i = 0; i < SUMS; i++) {
                 sums[(warp * SUMS + i) * 32 + l] = sum[i / (4 * SETS)][i / 4 % SETS][i % 4];
@@ -291,6 +297,13 @@ __global__ void __launch_bounds__(WARPS * 32, 1) tiles_kernel(const __grid_const
                                    p.silu_mul ? sum_of(row, column) : 0.0f);
             }
         }
+        if (q.sums_in_tile) {
+            __syncthreads();
+            for (int i = threadIdx.x; i < q.shares * SUMS * 32; i += WARPS * 32) {
+                sums[i] = 0;
+            }
+            __syncthreads();
+        }
     }
 }
 
@@ -303,13 +316,14 @@ inline int64_t tile_pitch(int modulus) { return (modulus * 2 + 2 + 63) / 128 * 1
 constexpr int64_t sums_nbytes(int blocks, int sets) { return blocks * sets * 4 * 32 * 4; }
 
 constexpr int MAX_TILE_BLOCKS = 3;
-// the most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns
+// The most blocks of 8 rows that fit a tile, beside the sums of 8 warps for 32 columns. One block takes all if it has
+// to, with the sums in it.
 inline int most_tile_blocks(int modulus, int shared_nbytes) {
     int blocks = MAX_TILE_BLOCKS;
-    while (blocks > 0 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
+    while (blocks > 1 && blocks * 8 * tile_pitch(modulus) + 8 * sums_nbytes(blocks, 2) > shared_nbytes) {
         blocks--;
     }
-    return blocks;
+    return 8 * tile_pitch(modulus) <= shared_nbytes ? blocks : 0;
 }
 // the blocks with which all multiprocessors are done soonest
 inline int best_tile_blocks(const sparse_launch & p, const cuda_device_info & device) {
@@ -355,11 +369,13 @@ cudaError_t launch_tiles_config(tiles_launch & q, const cuda_device_info & devic
         p.m[i].first_warp_rows = p.n_warp_rows;
         p.n_warp_rows += i == 0 || !p.silu_mul ? (p.m[i].n_rows + rows - 1) / rows : 0;
     }
-    q.pitch  = static_cast<int32_t>(tile_pitch(p.modulus));
-    q.shares = static_cast<int32_t>(std::min<int64_t>(WARPS, (device.shared_nbytes - TILE * q.pitch) / SUMS_NBYTES));
+    q.pitch              = static_cast<int32_t>(tile_pitch(p.modulus));
+    const int64_t nbytes = TILE * q.pitch, room = (device.shared_nbytes - nbytes) / SUMS_NBYTES;
+    q.sums_in_tile = room < 8 && nbytes >= WARPS * SUMS_NBYTES;
+    q.shares       = static_cast<int32_t>(q.sums_in_tile ? WARPS : std::min<int64_t>(WARPS, room));
     const dim3 grid(static_cast<unsigned>(std::min(device.multiprocessors, p.n_warp_rows)));
     return launch_kernel(tiles_kernel<T, BITS, LANES, BLOCKS, SETS, WARPS, DEPTH>, q, grid, WARPS * 32,
-                         TILE * q.pitch + q.shares * SUMS_NBYTES, p.programmatic, stream);
+                         nbytes + (q.sums_in_tile ? 0 : q.shares * SUMS_NBYTES), p.programmatic, stream);
 }
 template <typename T, int BITS, int LANES, int BLOCKS>
 cudaError_t launch_tiles_sets(tiles_launch & q, const cuda_device_info & device, cudaStream_t stream) {

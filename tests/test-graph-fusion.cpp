@@ -408,6 +408,46 @@ void test_products_of_one_input_are_brought_together() {
     check_launches("as optimised", b.graph, { "sparse q+k", "unary", "add" });
 }
 
+// a layer as llama.cpp builds it
+ggml_tensor * decoder_layer(graph_builder & b, const model_shape & s, const attention_inputs & in, ggml_tensor * x) {
+    const int64_t width   = s.head_dim * s.n_head_kv;
+    ggml_tensor * h       = norm(b, x);
+    const auto    project = [&](const char * name, int64_t rows) {
+        return ggml_mul_mat(b.ctx, b.sparse_weight(name, s.n_embd, rows), h);
+    };
+    ggml_tensor * q      = project("q", s.head_dim * s.n_head);
+    ggml_tensor * k      = project("k", width);
+    ggml_tensor * result = attention(b, s, q, k, project("v", width), in);
+    x = ggml_add(b.ctx, ggml_mul_mat(b.ctx, b.sparse_weight("o", s.head_dim * s.n_head, s.n_embd), result), x);
+    return ggml_add(b.ctx, swiglu(b, s, norm(b, x)), x);
+}
+
+void test_no_order_brings_a_node_in_front_of_its_operands() {
+    for (int k = 0; k < 8; k++) {
+        graph_builder b(2048);
+        model_shape   s;
+        s.norms = k & 1, s.cache = k & 2 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16, s.n_tokens = k & 4 ? 3 : 1;
+        const attention_inputs in(b, s);
+        ggml_tensor *          x = b.input(GGML_TYPE_F32, s.n_embd, s.n_tokens);
+        for (int i = 0; i < 3; i++) {
+            x = decoder_layer(b, s, in, x);
+        }
+        finish(b, x);
+        ggml_tensor **const begin = b.graph->nodes, **const end = begin + b.graph->n_nodes;
+        const std::vector<ggml_tensor *> built(begin, end);
+        graph_optimize(ctx, b.graph, nullptr);
+        CHECK(!std::equal(begin, end, built.begin()) && std::is_permutation(begin, end, built.begin()),
+              "the nodes are not the same in another order");
+        bool ok = true;
+        for (ggml_tensor ** node = begin; node < end; node++) {
+            const auto comes_later = [&](const ggml_tensor * t) { return t && std::find(node, end, t) != end; };
+            ok                     = ok && !comes_later((*node)->view_src) &&
+                 std::none_of(std::begin((*node)->src), std::end((*node)->src), comes_later);
+        }
+        CHECK(ok, "a node comes before its operands (case %d)", k);
+    }
+}
+
 void test_operands_of_a_launch_live_until_its_last_node() {
     graph_builder b;
     ggml_tensor * x = ggml_silu(b.ctx, b.input(GGML_TYPE_F32, 256));
@@ -562,6 +602,7 @@ int main() {
     test_attention_must_not_overlap_raw_keys();
     test_unsupported_shapes_are_not_fused();
     test_products_of_one_input_are_brought_together();
+    test_no_order_brings_a_node_in_front_of_its_operands();
     test_operands_of_a_launch_live_until_its_last_node();
     test_experts_are_one_launch_per_slot_or_token();
     test_a_hint_makes_a_product_a_transform();

@@ -13,6 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+DEPTH_BATCH = 512  # tokens of a batch in front of what is timed
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a model runs with; the defaults are llama_cpp.Llama's."""
+
+    gpu_layers: int = 0  # -1 is all
+    flash_attn: bool = False
+    type_k: int | None = None  # of the cache of keys and values, ggml's numbers; None: F16
+    type_v: int | None = None
+    depth: int = 0  # tokens in front of those that are timed
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -25,13 +38,13 @@ class Sample:
     gpu_memory: int | None  # bytes that the run took on the GPUs; None without layers there, or without a GPU
 
 
-def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int) -> Sample:
-    """Loads a model, then times n_prompt tokens in one batch and n_gen tokens one by one. gpu_layers: -1 is all."""
+def measure(model: str, n_prompt: int, n_gen: int, threads: int, context: Context) -> Sample:
+    """Loads a model, then times n_prompt tokens in one batch and n_gen tokens one by one."""
     from .. import system
     from ..llama import Llama
     from ..native import devices
 
-    on_gpu = bool(gpu_layers and devices.gpus())
+    on_gpu = bool(context.gpu_layers and devices.gpus())
 
     def gpu_free() -> int:
         return sum(gpu.free for gpu in devices.gpus()) if on_gpu else 0
@@ -40,17 +53,20 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
     begin = time.perf_counter()
     llama: Any = Llama(  # parts of llama_cpp are untyped
         model,
-        n_ctx=n_prompt + n_gen + 8,
-        n_batch=max(n_prompt, 1),
+        n_ctx=context.depth + n_prompt + n_gen + 8,
+        n_batch=max(n_prompt, DEPTH_BATCH if context.depth else 1),
         n_threads=threads,
         n_threads_batch=threads,
-        n_gpu_layers=gpu_layers,
+        n_gpu_layers=context.gpu_layers,
+        flash_attn=context.flash_attn,
+        type_k=context.type_k,
+        type_v=context.type_v,
         verbose=False,
     )
     load_s = time.perf_counter() - begin
     vocabulary = llama.n_vocab()
     # any tokens will do: time does not depend on them
-    tokens = [(7919 * i + 1009) % vocabulary for i in range(n_prompt + n_gen)]
+    tokens = [(7919 * i + 1009) % vocabulary for i in range(context.depth + n_prompt + n_gen)]
 
     def rate(batches: Sequence[Sequence[int]]) -> float:
         begin = time.perf_counter()
@@ -60,6 +76,8 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
 
     rate([tokens[: min(n_prompt, 8)], tokens[:1]])  # warms up: the first use of weights and threads
     llama.reset()
+    llama.eval(tokens[: context.depth])
+    tokens = tokens[context.depth :]
     prompt_tps = rate([tokens[:n_prompt]]) if n_prompt else None
     gen_tps = rate([[token] for token in tokens[n_prompt:]]) if n_gen else None
     return Sample(
@@ -72,4 +90,5 @@ def measure(model: str, n_prompt: int, n_gen: int, threads: int, gpu_layers: int
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(measure(**json.loads(sys.argv[1])))))
+    request = json.loads(sys.argv[1])
+    print(json.dumps(dataclasses.asdict(measure(**{**request, "context": Context(**request["context"])}))))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import console, errors
-from ..benchmark.bench_worker import Sample
+from ..benchmark.bench_worker import Context, Sample
 from ..conversion.restore import restore
 from ..gguf.files import Model
 from ..gguf.outputs import scratch_folder
@@ -48,10 +48,10 @@ def bench_models(
     n_prompt: int,
     n_gen: int,
     n_threads: int,
-    n_gpu_layers: int,
+    context: Context,
     repetitions: int,
 ) -> list[ModelResult]:
-    """Runs every model once per round. n_gpu_layers: -1 is all. Logs its progress.
+    """Runs every model once per round. Logs its progress.
 
     Raises MackoError with the last line of a run that failed.
     """
@@ -61,17 +61,17 @@ def bench_models(
         console.note(label)
         if not console.shows_progress():
             console.log(f"round {i + 1}/{repetitions}: {label}")
-        samples[label].append(_run(path, n_prompt, n_gen, n_threads, n_gpu_layers))
+        samples[label].append(_run(path, n_prompt, n_gen, n_threads, context))
     return [_summary(m, samples[m.label]) for m in models]
 
 
-def _run(model: Path, n_prompt: int, n_gen: int, n_threads: int, n_gpu_layers: int) -> Sample:
+def _run(model: Path, n_prompt: int, n_gen: int, n_threads: int, context: Context) -> Sample:
     request = {
         "model": str(model),
         "n_prompt": n_prompt,
         "n_gen": n_gen,
         "threads": n_threads,
-        "gpu_layers": n_gpu_layers,
+        "context": dataclasses.asdict(context),
     }
     done = subprocess.run(
         [sys.executable, "-m", "ggml_macko.benchmark.bench_worker", json.dumps(request)],

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .. import console, system
 from ..benchmark import plot
-from ..benchmark.bench_worker import Sample
+from ..benchmark.bench_worker import Context, Sample
 from ..benchmark.forms import Form, Forms, Recipe
 from ..benchmark.models import LabelledModel, ModelResult, bench_models
 from ..evaluation import likelihood
@@ -101,7 +101,7 @@ def report(
             n_prompt=n_prompt,
             n_gen=n_gen,
             n_threads=n_threads,
-            n_gpu_layers=n_gpu_layers,
+            context=Context(n_gpu_layers),
             repetitions=repetitions,
         )
         results = [_result(forms, *found) for found in zip(forms.list, estimates, speeds)]

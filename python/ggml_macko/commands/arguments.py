@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from .. import errors
+from ..conversion.model_memory import CACHE_TYPES, cache_type, is_quantized_cache
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,48 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep weights on the CPU in a file as they are in memory, and map it the next time, as GGML_MACKO_CACHE=1",
     )
+
+
+def add_cache_types(parser: argparse.ArgumentParser) -> None:
+    """llama.cpp's options for the types of the cache of keys and values."""
+    for letter, what in (("k", "keys"), ("v", "values")):
+        parser.add_argument(
+            f"-ct{letter}",
+            f"--cache-type-{letter}",
+            choices=CACHE_TYPES,
+            default="f16",
+            metavar="TYPE",
+            help=f"type of the cache of {what}: {', '.join(CACHE_TYPES)} (default: f16)",
+        )
+
+
+def add_attention(parser: argparse.ArgumentParser) -> None:
+    """Of commands that run a model: flash attention and the cache. See attention_arguments()."""
+    parser.add_argument(
+        "-fa",
+        "--flash-attn",
+        choices=("on", "off", "auto"),
+        default="auto",
+        help="flash attention; auto: on a GPU, and where the cache of values is quantized (default)",
+    )
+    add_cache_types(parser)
+
+
+def attention_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of Llama for the options of add_attention() and add_gpu_layers(). Raises UsageError."""
+    from ..native import devices
+
+    needs_flash = is_quantized_cache(args.cache_type_v)
+    if args.flash_attn == "off" and needs_flash:
+        raise errors.usage_error(f"-ctv {args.cache_type_v} needs flash attention, and -fa is off")
+    flash = args.flash_attn == "on" or (
+        args.flash_attn == "auto" and (needs_flash or bool(args.gpu_layers and devices.gpus()))
+    )
+    return {
+        "flash_attn": flash,
+        "type_k": int(cache_type(args.cache_type_k)),
+        "type_v": int(cache_type(args.cache_type_v)),
+    }
 
 
 def add_gpu_layers(parser: argparse.ArgumentParser) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 from .. import console, errors, system
 from ..benchmark import bench_gpu, plot
+from ..benchmark.bench_worker import Context
 from ..benchmark.matrices import DENSE_TYPES, MatrixResult, bench_matrices
 from ..benchmark.models import LabelledModel, ModelResult, as_json, bench_models, dense_twin
-from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
+from ..commands.arguments import add_attention, add_gpu_layers, add_load_options, add_quiet, attention_arguments
 from ..native import bindings, devices
 
 HELP = "measure speed on this machine"
@@ -54,7 +55,11 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="dense GGUF to compare with (default: the first sparse model, restored into a temporary file)",
     )
     add_speed_arguments(parser)
+    parser.add_argument(
+        "-d", "--n-depth", type=int, default=0, metavar="N", help="tokens in front of those that are timed (default: 0)"
+    )
     add_gpu_layers(parser)
+    add_attention(parser)
     add_load_options(parser)
 
 
@@ -111,8 +116,8 @@ def parse_densities(text: str) -> list[float]:
 
 def run(args: argparse.Namespace) -> int:
     threads = args.threads or system.available_cores()
-    if args.repetitions < 1 or args.n_prompt < 0 or args.n_gen < 0:
-        raise errors.usage_error("-r must be at least 1; -p and -n must not be negative")
+    if args.repetitions < 1 or min(args.n_prompt, args.n_gen, args.n_depth) < 0:
+        raise errors.usage_error("-r must be at least 1; -p, -n and -d must not be negative")
     if (args.plot or args.cusparse or args.values != "f16") and (args.model or not args.gpu):
         raise errors.usage_error("--plot, --cusparse and --values are for --gpu without -m")
     about: dict[str, Any] = {"threads": threads, "kernels": bindings.cpu_kernels(), "version": bindings.version()}
@@ -136,6 +141,7 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
     models = [LabelledModel(Path(m).name, Path(m)) for m in args.model]
     if len({m.label for m in models}) != len(models):
         raise errors.usage_error("two models have the same file name")
+    context = Context(args.gpu_layers, **attention_arguments(args), depth=args.n_depth)
     with contextlib.ExitStack() as stack:
         if args.dense:
             dense = Path(args.dense)
@@ -147,21 +153,22 @@ def _run_models(args: argparse.Namespace, about: dict[str, Any]) -> None:
             n_prompt=args.n_prompt,
             n_gen=args.n_gen,
             n_threads=about["threads"],
-            n_gpu_layers=args.gpu_layers,
+            context=context,
             repetitions=args.repetitions,
         )
     if args.json:
-        models_json = [as_json(r) for r in results]
-        console.print_json({**about, "n_prompt": args.n_prompt, "n_gen": args.n_gen, "models": models_json})
+        tokens = {"n_prompt": args.n_prompt, "n_gen": args.n_gen, "n_depth": args.n_depth}
+        cache = {"flash_attn": context.flash_attn, "type_k": args.cache_type_k, "type_v": args.cache_type_v}
+        console.print_json({**about, **tokens, **cache, "models": [as_json(r) for r in results]})
         return
-    print_models(results, args.n_prompt, args.n_gen)
+    print_models(results, args.n_prompt, args.n_gen, args.n_depth)
     print(
         f"\n{about['threads']} threads, kernels: {about['kernels']}; medians of {args.repetitions} interleaved runs, "
         "each in its own process"
     )
 
 
-def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int) -> None:
+def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int, n_depth: int = 0) -> None:
     """A table; the first model is the baseline of the ratios."""
     base = results[0]
 
@@ -187,7 +194,8 @@ def print_models(results: Sequence[ModelResult], n_prompt: int, n_gen: int) -> N
         for r in results
     ]
     gpu = ["GPU memory"] if with_gpu else []
-    headers = ["model", "file", "peak RSS", *gpu, "load s", f"pp{n_prompt} t/s", f"tg{n_gen} t/s"]
+    at = f" @ d{n_depth}" if n_depth else ""
+    headers = ["model", "file", "peak RSS", *gpu, "load s", f"pp{n_prompt}{at} t/s", f"tg{n_gen}{at} t/s"]
     print(console.table(rows, headers))
 
 

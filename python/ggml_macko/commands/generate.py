@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from .. import errors
-from .arguments import add_hub, add_model_arguments
+from .arguments import add_attention, add_hub, add_model_arguments, attention_arguments
 
 HELP = "write text with a model"
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="text to continue")
     prompt.add_argument("-f", "--file", metavar="FNAME", help="file with the text to continue")
     add_model_arguments(parser)
+    add_attention(parser)
     parser.add_argument(
         "-n", "--predict", "--n-predict", type=int, default=128, metavar="N", help="tokens to write (default: 128)"
     )
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         n_gpu_layers=args.gpu_layers,
         seed=args.seed & 0xFFFFFFFF,
         verbose=args.verbose,
+        **attention_arguments(args),
     )
     n_prompt = len(llama.tokenize(prompt.encode("utf-8"), special=True))
     if n_prompt >= llama.n_ctx():

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from .. import console
-from ..commands.arguments import add_quiet
+from ..commands.arguments import add_cache_types, add_quiet
 from ..conversion.advice import SAMPLE_WEIGHTS, ModelPlan, plan
 from ..conversion.measured_speed import PAGE
 
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="context length for the memory (default: 4096, or the model's own if that is less)",
     )
+    add_cache_types(parser)
     parser.add_argument("--all-rows", action="store_true", help="look at all weights of large tensors")
     parser.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="threads (default: all cores)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         args.model,
         types=[name for name in args.types.split(",") if name],
         n_ctx=args.ctx_size,
+        cache_type_k=args.cache_type_k,
+        cache_type_v=args.cache_type_v,
         all_rows=args.all_rows,
         n_threads=args.threads,
     )
@@ -72,9 +75,10 @@ def sections(p: ModelPlan) -> Iterator[str]:
         '"smaller than": at densities of random non-zeros below that'
     )
     if p.context is not None:
+        types = " and ".join(dict.fromkeys((p.context.type_k.upper(), p.context.type_v.upper())))
         yield (
-            f"memory: weights, {console.size(p.context.kv_cache)} of keys and values (F16, {p.context.n_ctx} tokens) "
-            f"and about {console.size(p.context.compute)} to compute in"
+            f"memory: weights, {console.size(p.context.kv_cache)} of keys and values ({types}, {p.context.n_ctx} "
+            f"tokens) and about {console.size(p.context.compute)} to compute in"
         )
     if p.advice:
         yield "\n" + "\n".join(f"* {line}" for line in p.advice)

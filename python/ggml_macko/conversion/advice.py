@@ -100,6 +100,8 @@ def plan(
     *,
     types: Sequence[str] = (),
     n_ctx: int = 0,
+    cache_type_k: str = "f16",
+    cache_type_v: str = "f16",
     all_rows: bool = False,
     n_threads: int = 0,
 ) -> ModelPlan:
@@ -107,7 +109,8 @@ def plan(
 
     model: dense or sparse; the first file of a split one. types: TYPEs of convert() to look at; by default all but
     ec-csr and auto. n_ctx: tokens of the context that memory is estimated for; 0: 4096, or the model's own length if
-    that is less. all_rows: look at all weights, not at a sample of those of large tensors. n_threads: 0 uses all cores.
+    that is less. cache_type_k, cache_type_v: of its cache of keys and values, as llama.cpp names them. all_rows: look
+    at all weights, not at a sample of those of large tensors. n_threads: 0 uses all cores.
 
     -0.0 counts as zero. Shows its progress. Raises MackoError for an unknown type or an invalid model, OSError if it
     cannot be read.
@@ -119,7 +122,7 @@ def plan(
             _look(t, names, frame, all_rows, n_threads)
             for t in console.tracked(file.tensors, "looking at weights", lambda t: t.nbytes_stored, "B")
         ]
-        context = model_memory.context_memory(file, n_ctx)
+        context = model_memory.context_memory(file, n_ctx, cache_type_k, cache_type_v)
         found = ModelPlan(
             path=str(file.path),
             n_parameters=sum(x.tensor.n_elements for x in looked),

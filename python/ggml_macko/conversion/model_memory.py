@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
+
 from .. import errors, system
 from ..gguf.files import Model
 from ..native import devices
 
 CTX_STEP = 256  # llama.cpp rounds the context up to a multiple of this
 UBATCH = 512  # tokens of a matrix product, llama.cpp's default
-_F16 = 2  # bytes of an element of the cache
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+"""What llama.cpp can keep keys and values in."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class ContextMemory:
     """Memory that a context takes, in bytes."""
 
     n_ctx: int
-    kv_cache: int  # in F16; at most, where the model's attention has windows
+    type_k: str  # of CACHE_TYPES
+    type_v: str
+    kv_cache: int  # at most, where the model's attention has windows
     compute: int  # an estimate
 
 
@@ -35,9 +40,25 @@ class DeviceMemory:
     total: int
 
 
-def context_memory(model: Model, n_ctx: int) -> ContextMemory | None:
-    """Of a context of n_ctx tokens; 0: 4096, or what the model was trained with if that is less. None if the metadata
-    do not tell.
+def cache_type(name: str) -> gguf.GGMLQuantizationType:
+    """ggml's type of one of CACHE_TYPES. Raises MackoError for another name."""
+    if name not in CACHE_TYPES:
+        raise errors.error(errors.BAD_ARGUMENT, f"{name} is no type of a cache: {', '.join(CACHE_TYPES)}")
+    return gguf.GGMLQuantizationType[name.upper()]
+
+
+def is_quantized_cache(name: str) -> bool:
+    return bool(gguf.GGML_QUANT_SIZES[cache_type(name)][0] > 1)
+
+
+def _cache_nbytes(n_elements: int, name: str) -> int:
+    block, nbytes = gguf.GGML_QUANT_SIZES[cache_type(name)]
+    return int(-(-n_elements // block) * nbytes)
+
+
+def context_memory(model: Model, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> ContextMemory | None:
+    """Of a context of n_ctx tokens; 0: 4096, or what the model was trained with if that is less. type_k, type_v: of the
+    cache. None if the metadata do not tell. Raises MackoError for a type that a cache cannot have.
     """
     keys = {k.name: k for k in model.keys}
 
@@ -61,12 +82,14 @@ def context_memory(model: Model, n_ctx: int) -> ContextMemory | None:
     n_ctx = n_ctx or min(4096, number("context_length", 4096))
     n_ctx = -(-n_ctx // CTX_STEP) * CTX_STEP
     head = n_embd // max(heads)
-    width = number("attention.key_length", head) + number("attention.value_length", head)
+    rows = n_ctx * sum(heads_kv)
+    kv_cache = _cache_nbytes(rows * number("attention.key_length", head), type_k)
+    kv_cache += _cache_nbytes(rows * number("attention.value_length", head), type_v)
     n_ff = max(_per_layer(read("feed_forward_length", 0), n_layer) or [0])
     n_vocab = next((t.rows for t in model.tensors if t.name in ("output.weight", "token_embd.weight")), 0)
     # logits of a micro-batch or the inner results of a block, whichever is more, and the mask of attention
     compute = UBATCH * (4 * max(n_vocab + n_embd, 2 * n_ff + 3 * n_embd) + 4 * n_ctx)
-    return ContextMemory(n_ctx, n_ctx * sum(heads_kv) * width * _F16, compute)
+    return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute)
 
 
 def _per_layer(value: Any, n_layer: int) -> Sequence[int] | None:

@@ -73,7 +73,7 @@ def test_first_minutes_show_what_there_is(sh):
     ("line", "code", "message"),
     [
         # options of llama.cpp's programs that macko does not have must not be taken for -h, -c or -f
-        ("macko generate -m pruned.gguf -p hi -fa on", 2, "unknown option -fa"),
+        ("macko generate -m pruned.gguf -p hi -fit off", 2, "unknown option -fit"),
         ("macko -hf org/model", 2, "unknown option -hf"),
         ("macko generate -m pruned.gguf -p hi -cnv", 2, "unknown option -cnv"),
         ("macko generate -m pruned.gguf -p hi -ngll 99", 2, "unknown option -ngll; did you mean -ngl?"),

@@ -18,11 +18,7 @@ template <int N> __global__ void __launch_bounds__(THREADS) hadamard_kernel(op_t
     const row_index row  = split_row(i_row < n_rows ? i_row : n_rows - 1, dst.ne[1], dst.ne[2]);
     const float *   from = reinterpret_cast<const float *>(row_of(x, row));
     hadamard        r;
-#pragma unroll
-    for (int k = 0; k < hadamard::PIECES; k++) {
-        const float4 four = *reinterpret_cast<const float4 *>(from + hadamard::element(k, lane));
-        r.v[k][0] = four.x, r.v[k][1] = four.y, r.v[k][2] = four.z, r.v[k][3] = four.w;
-    }
+    r.load(from, lane);
     r.transform(lane);
     if (i_row < n_rows) {
         r.store(reinterpret_cast<float *>(row_of(dst, row)), lane);

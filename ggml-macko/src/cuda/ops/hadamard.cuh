@@ -13,6 +13,14 @@ template <int N> struct hadamard_row {
 
     static __device__ __forceinline__ int element(int k, int lane) { return 4 * (k * LANES + lane); }
 
+    __device__ __forceinline__ void load(const float * row, int lane) { // row aligned to 16 bytes
+#pragma unroll
+        for (int k = 0; k < PIECES; k++) {
+            const float4 four = *reinterpret_cast<const float4 *>(row + element(k, lane));
+            v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
+        }
+    }
+
     // Multiplies each n elements by Sylvester's Hadamard matrix of that size, divided by the root of n. n: a power of
     // two, 4 to N. Called by whole warps.
     __device__ __forceinline__ void transform(int lane, int n = N) {

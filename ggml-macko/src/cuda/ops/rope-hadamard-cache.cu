@@ -92,11 +92,7 @@ __global__ void __launch_bounds__(THREADS) rope_hadamard_cache_kernel(rope_args 
         const int         head = i < n_q ? i : i < n_rotated ? i - n_q : i - n_rotated;
         const float *     row  = reinterpret_cast<const float *>(x.data + head * x.nb[1] + t * x.nb[2]);
         hadamard          r;
-#pragma unroll
-        for (int k = 0; k < hadamard::PIECES; k++) {
-            const float4 four = *reinterpret_cast<const float4 *>(row + hadamard::element(k, lane));
-            r.v[k][0] = four.x, r.v[k][1] = four.y, r.v[k][2] = four.z, r.v[k][3] = four.w;
-        }
+        r.load(row, lane);
         if (i < n_rotated) {
             angles.apply(r, row);
         }

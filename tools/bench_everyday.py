@@ -150,7 +150,7 @@ def main() -> None:
         print(" | ".join(table[-1]), file=sys.stderr, flush=True)
         if args.json:
             with args.json.open("a") as out:
-                print(json.dumps({"row": table[-1][0], **dict(zip((m.name for m in models), cells))}), file=out)
+                print(json.dumps({"row": name, **dict(zip((m.name for m in models), cells))}), file=out)
     print(tabulate(table, ["", *(m.name for m in models)], tablefmt="pipe", disable_numparse=True))
 
 

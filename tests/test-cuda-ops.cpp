@@ -1146,11 +1146,24 @@ struct attention_case {
           window(visible > 0 ? std::max(visible, tokens) : 0) {
         make_operands(k);
     }
+    // many tokens, which see what lies before them, or nothing but the last `visible` positions and what they add
+    attention_case(int k, tensor_type of, int64_t dim, int64_t n_tokens, int64_t depth, int64_t visible)
+        : type(of),
+          head_dim(dim),
+          kv_heads(1),
+          group(k % 3 + 1),
+          heads(group),
+          tokens(n_tokens),
+          streams(k % 4 == 1 ? 2 : 1),
+          n_kv(depth),
+          window(visible > 0 ? std::max(visible, tokens) : 0) {
+        make_operands(k);
+    }
     void make_operands(int k) {
         q      = make(TYPE_F32, { head_dim, tokens, heads, streams }, 0, true);
         keys   = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
         values = make_weight(type, { head_dim, n_kv, kv_heads, streams }, 0);
-        mask = make(TYPE_F16, { n_kv, tokens, 1, streams }), sinks = make(TYPE_F32, { heads });
+        mask = make(TYPE_F16, { n_kv, tokens, k % 5 == 4 ? heads : 1, streams }), sinks = make(TYPE_F32, { heads });
         dst = make(TYPE_F32, { head_dim, heads, tokens, streams });
         q->random(), sinks->random();
         make_mask(k);
@@ -1191,7 +1204,8 @@ struct attention_case {
             if (p.softcap != 0) {
                 dot = static_cast<double>(p.softcap) * std::tanh(dot / static_cast<double>(p.softcap));
             }
-            const double score             = dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, 0, s) : 0);
+            const double score =
+                dot + (p.mask ? slope(static_cast<double>(h)) * mask->get(i, t, h % mask->t.ne[2], s) : 0);
             max                            = std::max(max, score);
             weight[static_cast<size_t>(i)] = score;
         }
@@ -1279,6 +1293,36 @@ void test_attention_over_deep_caches() {
             }
         }
     }
+}
+
+// Tiles that are hidden, seen by all tokens, or neither; tiles and splits that end early; every size of heads that has
+// a kernel of tiles, and both numbers of groups.
+void test_attention_of_many_tokens() {
+    int k = 0;
+    for (const int64_t head_dim : { 64, 80, 96, 112, 128, 256 }) {
+        for (const auto & [tokens, n_kv] : std::vector<std::pair<int64_t, int64_t>>{ { 9, 64 },
+                                                                                     { 16, 4098 },
+                                                                                     { 33, 2304 },
+                                                                                     { 64, 1000 },
+                                                                                     { 65, 66 },
+                                                                                     { 128, 256 },
+                                                                                     { 130, 513 },
+                                                                                     { 200, 456 } }) {
+            for (const int64_t visible : { int64_t(0), n_kv, n_kv / 3 }) {
+                const tensor_type type =
+                    k % 3 || head_dim % 32 ? TYPE_F16 : QUANTIZED_CACHES[k / 3 % std::size(QUANTIZED_CACHES)];
+                check_attention(attention_case(k++, type, head_dim, tokens, n_kv, visible));
+            }
+        }
+    }
+    const int all = ctx.shared_nbytes;
+    for (const int nbytes : { 64 << 10, 99 << 10 }) { // of compute capabilities 7.5, and 8.6, 8.9 and 12.0
+        ctx.shared_nbytes = std::min(all, nbytes);
+        for (const int64_t head_dim : { 64, 96, 128, 256 }) {
+            check_attention(attention_case(k++, TYPE_F16, head_dim, 70, 320, 320));
+        }
+    }
+    ctx.shared_nbytes = all;
 }
 
 // Rows that the mask hides from a token may hold anything, even NaN, and must not be multiplied, not even by 0. A mask
@@ -1569,6 +1613,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "rope-hadamard-cache", test_rotated_and_turned_rows_in_one_launch },
         { "attention", test_attention_masks_groups_and_splits },
         { "deep-attention", test_attention_over_deep_caches },
+        { "attention-tiles", test_attention_of_many_tokens },
         { "hidden-rows", test_attention_does_not_read_hidden_rows },
         { "fused-attention", test_rope_and_attention_in_one_launch },
         { "new-row-numbers", test_row_numbers_of_new_keys_stay_inside_the_cache },

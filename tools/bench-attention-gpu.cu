@@ -3,12 +3,12 @@
 // quantized, the products with Hadamard matrices that llama.cpp adds.
 //
 //   bench-attention-gpu [--types f16,q8_0,q5_0,q4_0] [--tokens 1,2,4,8] [--depths 256,512,4096,16384]
-//                       [--prompts 512,512@4096]
+//                       [--prompts 512,512@4096] [--heads 32x128x32,32x64x8]
 //
-// 512@4096: 512 tokens over 4096 positions, of which the mask hides none. A time is the median over replays of a graph
-// of several layers with a cache of their own each, too many for L2. Bytes are those of the used rows of K and V; the
-// percentage is that of the bandwidth of a kernel that only reads, for attention alone. The first lines are for
-// products with Hadamard matrices.
+// 512@4096: 512 tokens over 4096 positions, of which the mask hides none. 32x64x8: 32 heads of 64 elements on 8 of K
+// and V. A time is the median over replays of a graph of several layers with a cache of their own each, too many for
+// L2. Bytes are those of the used rows of K and V; the percentage is that of the bandwidth of a kernel that only reads,
+// for attention alone. The first lines are for products with Hadamard matrices.
 #include "cuda/lib/common.cuh"
 #include "cuda/ops/ops.h"
 
@@ -239,12 +239,14 @@ std::vector<std::string> split_list(const std::string & text) {
 
 int main(int argc, char ** argv) {
     using namespace macko::cuda;
-    std::string types = "f16,q8_0,q5_0,q4_0", tokens = "1,2,4,8", depths = "256,512,4096,16384", prompts = "512";
+    std::string types = "f16,q8_0,q5_0,q4_0", tokens = "1,2,4,8", depths = "256,512,4096,16384", prompts = "512",
+                heads = "32x128x32,32x64x8";
     for (int i = 1; i + 1 < argc; i += 2) {
-        const std::string option           = argv[i];
+        const std::string option          = argv[i];
         (option == "--types"    ? types
          : option == "--tokens" ? tokens
          : option == "--depths" ? depths
+         : option == "--heads"  ? heads
                                 : prompts) = argv[i + 1];
     }
     cudaDeviceProp prop;
@@ -284,8 +286,14 @@ int main(int argc, char ** argv) {
                                  : name == "q8_0" ? TYPE_Q8_0
                                  : name == "q5_0" ? TYPE_Q5_0
                                                   : TYPE_Q4_0;
-        for (const bool grouped : { false, true }) {
-            const shape s = { type, grouped ? 64 : 128, 32, grouped ? 8 : 32, 0, 1 };
+        for (const std::string & of_heads : split_list(heads)) {
+            int n_heads = 0, dim = 0, kv_heads = 0;
+            if (sscanf(of_heads.c_str(), "%dx%dx%d", &n_heads, &dim, &kv_heads) != 3 || kv_heads < 1 || dim < 1) {
+                fprintf(stderr, "bench-attention-gpu: --heads %s: expected HEADSxELEMENTSxHEADS_OF_K\n",
+                        of_heads.c_str());
+                return 1;
+            }
+            const shape s = { type, dim, n_heads, kv_heads, 0, 1 };
             for (const std::string & t : split_list(tokens)) {
                 for (const std::string & d : split_list(depths)) {
                     shape of  = s;

@@ -10,16 +10,16 @@
 
 namespace macko::cuda {
 
-// four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8
-static __device__ __forceinline__ void load_matrices(uint32_t r[4], const void * row) {
+// Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8 in shared memory.
+static __device__ __forceinline__ void load_matrices(uint32_t r[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
 }
-static __device__ __forceinline__ void load_matrices_transposed(uint32_t r[4], const void * row) {
+static __device__ __forceinline__ void load_matrices_transposed(uint32_t r[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(shared_address(row)));
+                 : "r"(row));
 }
 
 // 8 x 8 matrix of 16-bit values; lane i holds columns 2 (i % 4) and 2 (i % 4) + 1 of row i / 4

@@ -1,11 +1,22 @@
-// Attention of many tokens (prefill) on tensor cores, in tiles of 64 tokens x 64 positions.
+// Attention of many tokens (prefill) on tensor cores, in tiles of 128 tokens (64 where heads have 256 elements) and 64
+// positions.
 //
-//   scores   Q (64 tokens x head_dim) times K (64 positions x head_dim) transposed, both in F16
+//   classes  what the mask does to each tile, once for all heads: it hides the tile, does nothing to it, or neither
+//   scores   Q times K transposed, both in F16
 //   sums     probabilities in F16 times V, in float32, rescaled when a tile raises the maximum (online softmax)
 //
-// A warp has 16 tokens. Tiles that the mask hides completely are skipped, so causal prefill costs half. Blocks of many
-// tokens read the same K and V, so those of a quantized cache are made F16 once, before.
+// A block has one tile of tokens and two groups of four warps. The groups take its tiles of positions by turns, each
+// with buffers and sums of its own; in the end the sums of the second are added to those of the first. So one warp
+// multiplies while another one waits, also where there are no more blocks than multiprocessors. A warp has 32 tokens
+// (16), because what it reads of K and V from shared memory, which is the bottleneck, then serves twice as many.
+// Tiles that the mask hides are skipped, so causal prefill costs half. Where there are few tokens, blocks share the
+// positions (splits), and the last of them combines their sums.
+//
+// Blocks of many tokens read the same K and V, so those of a quantized cache are made F16 once, before.
 #include "cuda/ops/attention.cuh"
+
+#include <algorithm>
+#include <type_traits>
 
 namespace macko::cuda {
 
@@ -13,329 +24,546 @@ namespace {
 
 constexpr int TILE_MIN_TOKENS = 9; // of fewer, a tile would be mostly empty
 
-constexpr int TILE         = 64;  // tokens, and positions
-constexpr int TILE_THREADS = 128; // 4 warps, 16 tokens each
-
+constexpr int TILE          = 64;  // positions
+constexpr int GROUP_THREADS = 128; // 4 warps
+constexpr int TILE_BLOCKS   = 128; // with fewer, positions are split; a constant, so that results are the same anywhere
+constexpr int CLASS_THREADS = 256;
+constexpr int CLASS_POSITIONS = 256; // of a block: 8 of a lane
 constexpr int CONVERT_THREADS = 256;
 
-// row stride in shared memory: ldmatrix without bank conflicts
-template <int HEAD_DIM> constexpr int tile_ld() { return HEAD_DIM + 8; }
-
-// Copies rows of K or V to shared memory; complete after wait_for_copies() and a barrier. Rows behind the last position
-// are zeros.
-template <int HEAD_DIM>
-__device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
-    for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
-        const int    row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
-        __half *     place  = tile + row * tile_ld<HEAD_DIM>() + e;
-        const char * source = base + (first + row) * nb1;
-        if (first + row >= n) {
-            *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
-        } else {
-            copy_16(place, source + e * 2);
-        }
-    }
-}
-
-// Does a warp keep its part of Q in registers? Then Q passes through the memory of the first tile.
-template <int HEAD_DIM> constexpr bool keeps_q() { return HEAD_DIM <= 128; }
-template <int HEAD_DIM> constexpr int  tile_shared_nbytes(int stages) {
-    return ((keeps_q<HEAD_DIM>() ? 0 : 1) + 2 * stages) * TILE * tile_ld<HEAD_DIM>() * 2;
-}
-
-// The mask of a tile, as the pairs of positions of a lane: rows g, g + 8, columns 2t, 2t + 1 of each 8.
-struct tile_mask {
-    __half2 bias[TILE / 8][2];
-
-    __device__ __forceinline__ static uint32_t bits(const __half2 & pair) {
-        return *reinterpret_cast<const uint32_t *>(&pair);
-    }
-    // does this lane see a position?
-    __device__ __forceinline__ bool sees() const {
-        bool any = false;
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-            any |= bits(bias[j][0]) != 0xfc00fc00u || bits(bias[j][1]) != 0xfc00fc00u;
-        }
-        return any;
-    }
-    // does the warp see all positions, and adds nothing to their scores?
-    __device__ __forceinline__ bool is_empty() const {
-        uint32_t all = 0;
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-            all |= bits(bias[j][0]) | bits(bias[j][1]);
-        }
-        return !__any_sync(FULL_WARP, all != 0);
-    }
+enum tile_class : unsigned char {
+    TILE_HIDDEN, // no token sees a position
+    TILE_PLAIN,  // every token sees every position, and nothing is added to the scores
+    TILE_MIXED,
 };
 
-// STAGES 2: the next tile is loaded while this one is multiplied; 1 where shared memory is short
-template <int HEAD_DIM, int STAGES>
-__global__ void __launch_bounds__(TILE_THREADS) attention_tile_kernel(attention_args p) {
+template <int HEAD_DIM> struct tile_config {
+    static constexpr int M      = HEAD_DIM <= 128 ? 2 : 1; // times 16 tokens of a warp
+    static constexpr int TOKENS = GROUP_THREADS / WARP * 16 * M;
+    static constexpr int CHUNKS = HEAD_DIM / 8; // of 16 bytes, in a row
+    // Rows in shared memory, so that eight chunks in a column lie in different banks: chunks change places within
+    // eight neighbours (exclusive or with the row's number), or a row has an odd number of chunks.
+    static constexpr bool SWIZZLED = CHUNKS % 8 == 0;
+    static constexpr int  STRIDE   = (SWIZZLED ? CHUNKS : CHUNKS | 1) * 8;
+    static constexpr bool KEEPS_Q  = HEAD_DIM <= 80; // in registers
+
+    __device__ __forceinline__ static int place(int row, int chunk) {
+        return row * STRIDE + (SWIZZLED ? chunk ^ (row & 7) : chunk) * 8;
+    }
+    // The address of a place in two steps, chunk = even + odd: what differs from lane to lane, and what is constant.
+    __device__ __forceinline__ static uint32_t lane_address(const __half * tile, int row, int odd) {
+        return shared_address(tile + place(row, odd));
+    }
+    __device__ __forceinline__ static uint32_t chunk_address(uint32_t of_lane, int even) {
+        return SWIZZLED ? (of_lane ^ (even & 6) * 16) + (even & ~7) * 16 : of_lane + even * 16;
+    }
+    static constexpr int shared_nbytes(int groups) { return (TOKENS + groups * 2 * TILE) * STRIDE * 2; }
+};
+
+__device__ __forceinline__ void sync_group(int group) { // 0 is __syncthreads()
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+}
+
+// A group of threads copies rows of K or V to shared memory, each thread a chunk of every so many rows; complete after
+// a wait for copies and a barrier. Rows behind the last position are zeros.
+template <int HEAD_DIM>
+__device__ __forceinline__ void load_tile(__half * tile, const char * base, int64_t nb1, int first, int n) {
+    using config         = tile_config<HEAD_DIM>;
+    constexpr int ROWS   = GROUP_THREADS / config::CHUNKS; // at a time
+    const int     thread = static_cast<int>(threadIdx.x % GROUP_THREADS);
+    const int     row = thread / config::CHUNKS, chunk = thread % config::CHUNKS;
+    const char *  source = base + (first + row) * nb1 + chunk * 16;
+    if (ROWS * config::CHUNKS < GROUP_THREADS && row >= ROWS) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < TILE; i += ROWS, source += ROWS * nb1) {
+        if (TILE % ROWS && row + i >= TILE) {
+            break;
+        }
+        __half * place = tile + config::place(row + i, chunk);
+        if (first + row + i < n) {
+            copy_16(place, source);
+        } else {
+            *reinterpret_cast<uint4 *>(place) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+// classes[mask][tile of tokens][tile of positions]
+__global__ void __launch_bounds__(CLASS_THREADS)
+    mask_classes_kernel(const __grid_constant__ op_tensor mask, unsigned char * classes, int tile_tokens, int n_tokens,
+                        int n_kv) {
     wait_for_previous();
-    extern __shared__ __align__(16) __half shared_tiles[];
-    constexpr bool                         KEEPS_Q   = keeps_q<HEAD_DIM>();
-    constexpr int                          LD        = tile_ld<HEAD_DIM>();
-    __half *                               q_tile    = shared_tiles;
-    __half *                               kv_tiles  = KEEPS_Q ? shared_tiles : shared_tiles + TILE * LD;
-    const auto                             k_tile_of = [&](int stage) { return kv_tiles + 2 * stage * TILE * LD; };
-    const auto v_tile_of = [&](int stage) { return kv_tiles + (2 * stage + 1) * TILE * LD; };
+    constexpr int       WARPS = CLASS_THREADS / WARP, TILES = CLASS_POSITIONS / TILE;
+    __shared__ unsigned found[WARPS][TILES];
+    const int           warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
+    const int           pos    = static_cast<int>(blockIdx.x) * CLASS_POSITIONS + lane * 8;
+    const int           token0 = static_cast<int>(blockIdx.y) * tile_tokens;
+    const int           i2     = static_cast<int>(blockIdx.z % static_cast<unsigned>(mask.ne[2]));
+    const int           i3     = static_cast<int>(blockIdx.z / static_cast<unsigned>(mask.ne[2]));
+    const char *        base   = mask.data + i2 * mask.nb[2] + i3 * mask.nb[3];
+    const bool          whole  = pos + 8 <= n_kv && (reinterpret_cast<uintptr_t>(base) | mask.nb[1]) % 16 == 0;
+    constexpr unsigned  HIDDEN = 0xfc00; // -INFINITY
+    unsigned            bits   = 0;      // of all values
+    bool                sees   = false;
+#pragma unroll 4
+    for (int token = token0 + warp; token < min(token0 + tile_tokens, n_tokens); token += WARPS) {
+        const char * row = base + token * mask.nb[1];
+        if (whole) {
+            const uint4        v    = *reinterpret_cast<const uint4 *>(row + pos * 2);
+            constexpr unsigned PAIR = HIDDEN << 16 | HIDDEN;
+            bits |= v.x | v.y | v.z | v.w;
+            sees |= v.x != PAIR || v.y != PAIR || v.z != PAIR || v.w != PAIR;
+        } else {
+            for (int i = pos; i < pos + 8; i++) {
+                const unsigned v = i < n_kv ? reinterpret_cast<const unsigned short *>(row)[i] : HIDDEN;
+                bits |= v;
+                sees |= v != HIDDEN;
+            }
+        }
+    }
+    unsigned mine = (bits != 0 ? 1u : 0u) | (sees ? 2u : 0u);
+#pragma unroll
+    for (int offset = 1; offset < TILE / 8; offset *= 2) {
+        mine |= __shfl_xor_sync(FULL_WARP, mine, offset);
+    }
+    if (lane % (TILE / 8) == 0) {
+        found[warp][lane / (TILE / 8)] = mine;
+    }
+    __syncthreads();
+    const int n_tiles = (n_kv + TILE - 1) / TILE, tile = static_cast<int>(blockIdx.x) * TILES + lane;
+    if (warp == 0 && lane < TILES && tile < n_tiles) {
+        unsigned all = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            all |= found[w][lane];
+        }
+        classes[(static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * n_tiles + tile] =
+            (all & 2) == 0   ? TILE_HIDDEN
+            : (all & 1) == 0 ? TILE_PLAIN
+                             : TILE_MIXED;
+    }
+}
+
+// Combines the splits of a block's rows in their order, in the block that comes last. is_last: in shared memory; memory
+// that is declared here would not fit beside the tiles where a block has 64 KB.
+template <int HEAD_DIM, int THREADS>
+__device__ __forceinline__ void combine_tile_splits(const attention_args & p, int token0, int n_rows, int head,
+                                                    int64_t first_row, unsigned * counter, bool * is_last) {
+    __syncthreads();
+    if (threadIdx.x == 0) { // with the barriers, it releases and acquires what the other blocks wrote
+        unsigned before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        *is_last = before == static_cast<unsigned>(p.n_splits - 1);
+        if (*is_last) {
+            *counter = 0;
+        }
+    }
+    __syncthreads();
+    if (!*is_last) {
+        return;
+    }
+    constexpr int LD   = HEAD_DIM + 2;
+    const float   sink = p.sinks ? p.sinks[head] * LOG2_E : -INFINITY;
+    for (int r = static_cast<int>(threadIdx.x) / WARP; r < n_rows; r += THREADS / WARP) {
+        const int64_t row  = first_row + static_cast<int64_t>(token0 + r) * p.q.ne[2];
+        const float * part = p.partial + row * p.n_splits * LD;
+        float         max  = sink;
+        for (int j = 0; j < p.n_splits; j++) {
+            max = fmaxf(max, __ldcg(part + j * LD + HEAD_DIM));
+        }
+        for (int e = static_cast<int>(threadIdx.x) % WARP; e < HEAD_DIM; e += WARP) {
+            float sum = 0, weight = p.sinks ? exp2f(sink - max) : 0.0f;
+#pragma unroll 4
+            for (int j = 0; j < p.n_splits; j++) {
+                const float f = rescale(__ldcg(part + j * LD + HEAD_DIM), max);
+                sum += f * __ldcg(part + j * LD + e);
+                weight += f * __ldcg(part + j * LD + HEAD_DIM + 1);
+            }
+            reinterpret_cast<float *>(p.dst.data)[row * HEAD_DIM + e] = weight > 0 ? __fdividef(sum, weight) : 0;
+        }
+    }
+}
+
+// GROUPS 1 where shared memory is short
+template <int HEAD_DIM, int GROUPS>
+__global__ void __launch_bounds__(GROUPS * GROUP_THREADS)
+    attention_tile_kernel(const __grid_constant__ attention_args p) {
+    wait_for_previous();
+    using config        = tile_config<HEAD_DIM>;
+    constexpr int     M = config::M, TOKENS = config::TOKENS;
+    extern __shared__ __align__(128) __half shared_tiles[];
+    const int group = static_cast<int>(threadIdx.x / GROUP_THREADS), warp = static_cast<int>(threadIdx.x / WARP % 4);
+    const int lane = static_cast<int>(threadIdx.x % WARP), g = static_cast<int>(threadIdx.x / 4 % 8),
+              t       = static_cast<int>(threadIdx.x % 4);
+    __half * q_tile   = shared_tiles;
+    __half * kv_tiles = shared_tiles + TOKENS * config::STRIDE; // K and V of each group; in the end sums
+    __half * k_tile   = kv_tiles + group * 2 * TILE * config::STRIDE;
+    __half * v_tile   = k_tile + TILE * config::STRIDE;
 
     const int n_tokens = static_cast<int>(p.q.ne[1]), n_heads = static_cast<int>(p.q.ne[2]),
               n_kv = static_cast<int>(p.k.ne[1]);
     // the last tokens see the most positions: start them first
-    const int    token0 = (static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x)) * TILE;
-    const int    head = static_cast<int>(blockIdx.y), stream = static_cast<int>(blockIdx.z);
-    const int    warp = static_cast<int>(threadIdx.x) / WARP, lane = static_cast<int>(threadIdx.x) % WARP;
-    const int    g = lane / 4, t = lane % 4;
+    const int    token_tile = static_cast<int>(gridDim.x) - 1 - static_cast<int>(blockIdx.x);
+    const int    token0 = token_tile * TOKENS, head = static_cast<int>(blockIdx.y);
+    const int    stream = static_cast<int>(blockIdx.z) / p.n_splits, split = static_cast<int>(blockIdx.z) % p.n_splits;
     const char * k_base = p.k.data + head / p.group * p.k.nb[2] + stream / p.k_streams * p.k.nb[3];
     const char * v_base = p.v.data + head / p.group * p.v.nb[2] + stream / p.v_streams * p.v.nb[3];
     const char * q_base = p.q.data + head * p.q.nb[2] + stream * p.q.nb[3];
-    const float  slope  = slope_of(p, head);
 
-    for (int i = static_cast<int>(threadIdx.x); i < TILE * HEAD_DIM / 8; i += TILE_THREADS) {
-        const int row = i / (HEAD_DIM / 8), e = i % (HEAD_DIM / 8) * 8;
-        float     f[8] = {};
-        if (token0 + row < n_tokens) {
-            value_type<TYPE_F32>::load8(q_base + (token0 + row) * p.q.nb[1], e, f);
-        }
-        *reinterpret_cast<uint4 *>(q_tile + row * LD + e) = pack8<__half>(f);
-    }
-    const auto load_q = [&](uint32_t * a, int e) {
-        load_matrices(a, q_tile + (warp * 16 + lane % 16) * LD + e + lane / 16 * 8);
+    const int row0 = warp * 16 * M; // of the warp
+    // this lane's tokens: rows g and g + 8 of each 16
+    const auto mask_row = [&](int m, int h) {
+        const int token = min(token0 + row0 + m * 16 + g + h * 8, n_tokens - 1);
+        return reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 +
+                                                stream * p.mask_nb3);
     };
-    uint32_t kept_q[KEEPS_Q ? HEAD_DIM / 16 : 1][4];
-    if constexpr (KEEPS_Q) {
-        __syncthreads();
+    // positions pos (even) and pos + 1 of a row of the mask, if there is one
+    const auto bias_of = [&](const __half * row, int pos) {
+        if (p.has_mask && pos < n_kv) {
+            return __half22float2(*reinterpret_cast<const __half2 *>(row + pos));
+        }
+        return make_float2(pos < n_kv ? 0 : -INFINITY, pos + 1 < n_kv ? 0 : -INFINITY);
+    };
+
+    // Tiles of positions of this block, of which the group has every GROUPS-th.
+    const int n_tiles = (n_kv + TILE - 1) / TILE, begin = split * (p.split_size / TILE),
+              end                 = min(n_tiles, begin + p.split_size / TILE);
+    const unsigned char * classes = nullptr;
+    if (p.has_mask) {
+        const int64_t of_mask = (p.mask.ne[3] == 1 ? 0 : stream) * p.mask.ne[2] + (p.mask.ne[2] == 1 ? 0 : head);
+        classes               = p.classes + (of_mask * gridDim.x + token_tile) * n_tiles;
+    }
+    // the group's first tile from `first` on that any token sees, and its class; `end` or more if there is none
+    const auto next_tile = [&](int first, int & tile_class) {
+        for (; first < end; first += GROUPS * WARP) {
+            const int      tile = first + GROUPS * lane;
+            const int      mine = tile >= end          ? TILE_HIDDEN
+                                  : classes            ? classes[tile]
+                                  : tile < n_kv / TILE ? TILE_PLAIN
+                                                       : TILE_MIXED;
+            const unsigned seen = __ballot_sync(FULL_WARP, mine != TILE_HIDDEN);
+            if (seen != 0) {
+                const int nearest = __ffs(static_cast<int>(seen)) - 1;
+                tile_class        = __shfl_sync(FULL_WARP, mine, nearest);
+                return first + GROUPS * nearest;
+            }
+        }
+        return end;
+    };
+
+    int current_class = TILE_HIDDEN, current = next_tile(begin + group, current_class);
+    if (current < end) {
+        load_tile<HEAD_DIM>(k_tile, k_base, p.k.nb[1], current * TILE, n_kv);
+    }
+    commit_copies();
+
+    // several rows at a time; those of tokens that are not there are read again from the last one, and are not used
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < TOKENS * config::CHUNKS; i += GROUPS * GROUP_THREADS) {
+        const int row = i / config::CHUNKS, chunk = i % config::CHUNKS;
+        float     f[8];
+        value_type<TYPE_F32>::load8(q_base + min(token0 + row, n_tokens - 1) * p.q.nb[1], chunk * 8, f);
+        *reinterpret_cast<uint4 *>(q_tile + config::place(row, chunk)) = pack8<__half>(f);
+    }
+    __syncthreads();
+    const uint32_t q_at   = config::lane_address(q_tile, row0 + lane % 16, lane / 16);
+    const uint32_t k_at   = config::lane_address(k_tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const uint32_t v_at   = config::lane_address(v_tile, lane % 16, lane / 16);
+    const auto     load_q = [&](uint32_t * a, int m, int e) {
+        load_matrices(a, config::chunk_address(q_at, e / 8) + m * 16 * config::STRIDE * 2);
+    };
+    uint32_t kept_q[config::KEEPS_Q ? HEAD_DIM / 16 : 1][M][4];
+    if constexpr (config::KEEPS_Q) {
 #pragma unroll
         for (int e = 0; e < HEAD_DIM; e += 16) {
-            load_q(kept_q[e / 16], e);
-        }
-        __syncthreads();
-    }
-
-    // this lane's two tokens: rows g and g + 8 of the warp's 16
-    const __half * mask_row[2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        if (p.has_mask) {
-            const int token = min(token0 + warp * 16 + g + h * 8, n_tokens - 1);
-            mask_row[h]     = reinterpret_cast<const __half *>(p.mask.data + token * p.mask.nb[1] + head * p.mask_nb2 +
-                                                               stream * p.mask_nb3);
+            for (int m = 0; m < M; m++) {
+                load_q(kept_q[e / 16][m], m, e);
+            }
         }
     }
-    float out[HEAD_DIM / 8][4] = {};
-    float max[2] = { -INFINITY, -INFINITY }, weight[2] = {};
 
-    const bool pairs =
-        p.has_mask && n_kv % 2 == 0 && p.mask.nb[1] % 4 == 0 && p.mask_nb2 % 4 == 0 && p.mask_nb3 % 4 == 0;
-    const auto request = [&](tile_mask & m, int first) {
-        const __half hidden = __ushort_as_half(0xfc00), zero = __ushort_as_half(0);
+    float      out[M][HEAD_DIM / 8][4] = {};
+    float      max[M][2], weight[M][2] = {};
+    const bool has_tokens = token0 + row0 < n_tokens;
 #pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-            const int pos = first + j * 8 + 2 * t;
+    for (int m = 0; m < M; m++) {
+        max[m][0] = max[m][1] = -INFINITY;
+    }
+    while (current < end) {
+        wait_for_committed_copies<0>();
+        sync_group(group); // K is here, and V of the tile before is not needed any more
+        load_tile<HEAD_DIM>(v_tile, v_base, p.v.nb[1], current * TILE, n_kv);
+        commit_copies();
+        int       next_class = TILE_HIDDEN;
+        const int next       = next_tile(current + GROUPS, next_class);
+
+        float s[M][TILE / 8][4] = {}; // products, then scores, then weights
+        if (has_tokens) {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (pairs) {
-                    m.bias[j][h] = pos < n_kv ? *reinterpret_cast<const __half2 *>(mask_row[h] + pos)
-                                              : __halves2half2(hidden, hidden);
-                } else {
-                    m.bias[j][h] = __halves2half2(pos < n_kv ? (p.has_mask ? mask_row[h][pos] : zero) : hidden,
-                                                  pos + 1 < n_kv ? (p.has_mask ? mask_row[h][pos + 1] : zero) : hidden);
+            for (int e = 0; e < HEAD_DIM; e += 16) {
+                uint32_t a[M][4];
+                if constexpr (!config::KEEPS_Q) {
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        load_q(a[m], m, e);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < TILE / 8; j += 2) {
+                    uint32_t b[4];
+                    load_matrices(b, config::chunk_address(k_at, e / 8) + j * 8 * config::STRIDE * 2);
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        const uint32_t * q = config::KEEPS_Q ? kept_q[config::KEEPS_Q ? e / 16 : 0][m] : a[m];
+                        multiply_add<__half>(s[m][j], q, b[0], b[1]);
+                        multiply_add<__half>(s[m][j + 1], q, b[2], b[3]);
+                    }
                 }
             }
         }
-    };
-    // The first tile from `first` on that any token sees, whose mask is in m then; m has been requested for `first`.
-    // Contains a barrier in any case.
-    const auto next_tile = [&](tile_mask & m, int first) {
-        while (!__syncthreads_or(first < n_kv && m.sees()) && first < n_kv) {
-            first += TILE;
-            request(m, first);
+        sync_group(group); // K is not needed any more
+        if (next < end) {
+            load_tile<HEAD_DIM>(k_tile, k_base, p.k.nb[1], next * TILE, n_kv);
         }
-        return first;
-    };
-    const auto start_tile = [&](int first, int stage) {
-        load_tile<HEAD_DIM>(k_tile_of(stage), k_base, p.k.nb[1], first, n_kv);
-        load_tile<HEAD_DIM>(v_tile_of(stage), v_base, p.v.nb[1], first, n_kv);
-    };
+        commit_copies();
 
-    // The masks of this tile and of the one that may be next are in registers: that one is requested while this one's
-    // values are multiplied, and is known when the barrier in front of the next product has to be.
-    tile_mask mask, next_mask;
-    request(next_mask, 0);
-    int current = next_tile(next_mask, 0);
-    if (current < n_kv) {
-        start_tile(current, 0);
-    }
-    mask = next_mask;
-    request(next_mask, current + TILE);
-    for (int stage = 0; current < n_kv;) {
-        const __half * k_tile = k_tile_of(stage);
-        const __half * v_tile = v_tile_of(stage);
-        wait_for_copies();
-        int next = current;
-        if constexpr (STAGES == 2) { // all warps are past the barrier: the other buffer is free
-            next = next_tile(next_mask, current + TILE);
-            if (next < n_kv) {
-                start_tile(next, stage ^ 1);
-            }
-            stage ^= 1;
-        } else {
-            __syncthreads();
-        }
-
-        float s[TILE / 8][4] = {}; // products, then scores, then weights
+        if (has_tokens) {
+            float scale = 1; // of s, into the exponent of 2
+            if (current_class == TILE_PLAIN && p.softcap == 0 && p.scale > 0) {
+                scale = p.scale;
+            } else {
 #pragma unroll
-        for (int e = 0; e < HEAD_DIM; e += 16) {
-            uint32_t a[4];
-            if constexpr (!KEEPS_Q) {
-                load_q(a, e);
-            }
-            const uint32_t * q = KEEPS_Q ? kept_q[KEEPS_Q ? e / 16 : 0] : a;
+                for (int m = 0; m < M; m++) {
 #pragma unroll
-            for (int j = 0; j < TILE / 8; j += 2) {
-                uint32_t b[4];
-                load_matrices(b, k_tile + (j * 8 + lane % 8 + lane / 16 * 8) * LD + e + lane / 8 % 2 * 8);
-                multiply_add<__half>(s[j], q, b[0], b[1]);
-                multiply_add<__half>(s[j + 1], q, b[2], b[3]);
+                    for (int i = 0; i < TILE / 2; i++) {
+                        s[m][i / 4][i % 4] = score_of(p, s[m][i / 4][i % 4]);
+                    }
+                }
             }
-        }
-        float scale      = 1; // of s, into the exponent of 2
-        float new_max[2] = { -INFINITY, -INFINITY };
-        if (p.softcap == 0 && p.scale > 0 && mask.is_empty()) {
-            scale = p.scale;
-        } else {
+            if (current_class == TILE_MIXED) {
+                const float slope = slope_of(p, head);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const __half * row = mask_row(m, h);
+#pragma unroll
+                        for (int j = 0; j < TILE / 8; j++) {
+                            const float2 bias = bias_of(row, current * TILE + j * 8 + 2 * t);
+                            float *      pair = s[m][j] + 2 * h;
+                            pair[0]           = bias.x == -INFINITY ? -INFINITY : pair[0] + slope * bias.x;
+                            pair[1]           = bias.y == -INFINITY ? -INFINITY : pair[1] + slope * bias.y;
+                        }
+                        __syncwarp(); // the compiler would request all of the mask at once, which takes registers
+                    }
+                }
+            }
+            // All rows together, and several sums and maxima of each, so that instructions do not wait for each other.
+            float part[M][4], old[M][2], base[M][2];
 #pragma unroll
             for (int j = 0; j < TILE / 8; j++) {
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float bias = i % 2 ? __high2float(mask.bias[j][i / 2]) : __low2float(mask.bias[j][i / 2]);
-                    s[j][i]          = bias == -INFINITY ? -INFINITY : score_of(p, s[j][i]) + slope * bias;
+                for (int i = 0; i < M * 4; i++) {
+                    part[i / 4][i % 4] = j ? fmaxf(part[i / 4][i % 4], s[i / 4][j][i % 4]) : s[i / 4][0][i % 4];
+                }
+            }
+            bool same = true;
+#pragma unroll
+            for (int i = 0; i < M * 2; i++) { // a row lies in four neighbouring lanes
+                const int m = i / 2, h = i % 2;
+                float     new_max = fmaxf(part[m][2 * h], part[m][2 * h + 1]);
+                new_max           = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, 1));
+                new_max           = fmaxf(new_max, __shfl_xor_sync(FULL_WARP, new_max, 2));
+                new_max           = fmaxf(max[m][h], scale * new_max);
+                old[m][h]         = max[m][h] == -INFINITY ? 0 : fast_exp2(max[m][h] - new_max);
+                base[m][h]        = new_max == -INFINITY ? 0 : new_max;
+                max[m][h]         = new_max;
+                same              = same && old[m][h] == 1;
+                weight[m][h] *= old[m][h];
+            }
+            if (!__all_sync(FULL_WARP, same)) {
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+#pragma unroll
+                    for (int i = 0; i < HEAD_DIM / 2; i++) {
+                        out[m][i / 4][i % 4] *= old[m][i % 4 / 2];
+                    }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < TILE / 8; j++) {
+#pragma unroll
+                for (int i = 0; i < M * 4; i++) {
+                    float & score      = s[i / 4][j][i % 4];
+                    score              = fast_exp2(fmaf(score, scale, -base[i / 4][i % 4 / 2]));
+                    part[i / 4][i % 4] = j ? part[i / 4][i % 4] + score : score;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < M * 2; i++) {
+                weight[i / 2][i % 2] += part[i / 2][i % 2 * 2] + part[i / 2][i % 2 * 2 + 1];
+            }
+        }
+        wait_for_committed_copies<1>();
+        sync_group(group); // V is here
+        if (has_tokens) {
+            const auto pair_of = [](float low, float high) { // weights are at most 1
+                const __half2 h = __floats2half2_rn(low, high);
+                return *reinterpret_cast<const uint32_t *>(&h);
+            };
+#pragma unroll
+            for (int j = 0; j < TILE / 8; j += 2) { // 16 positions
+                uint32_t a[M][4];
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const float * pair = s[m][j + i / 2] + i % 2 * 2;
+                        a[m][i]            = pair_of(pair[0], pair[1]);
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < HEAD_DIM / 8; e += 2) {
+                    uint32_t b[4];
+                    load_matrices_transposed(b, config::chunk_address(v_at, e) + j * 8 * config::STRIDE * 2);
+#pragma unroll
+                    for (int m = 0; m < M; m++) {
+                        multiply_add<__half>(out[m][e], a[m], b[0], b[1]);
+                        multiply_add<__half>(out[m][e + 1], a[m], b[2], b[3]);
+                    }
                 }
             }
         }
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                new_max[i / 2] = fmaxf(new_max[i / 2], s[j][i]);
-            }
-        }
-        float old[2], base[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) { // a row lies in four neighbouring lanes
-            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 1));
-            new_max[h] = fmaxf(new_max[h], __shfl_xor_sync(FULL_WARP, new_max[h], 2));
-            new_max[h] = fmaxf(max[h], scale * new_max[h]);
-            old[h]     = rescale(max[h], new_max[h]);
-            max[h]     = new_max[h];
-            base[h]    = new_max[h] == -INFINITY ? 0 : new_max[h];
-            weight[h] *= old[h];
-        }
-        if (__any_sync(FULL_WARP, old[0] != 1 || old[1] != 1)) {
-#pragma unroll
-            for (int j = 0; j < HEAD_DIM / 8; j++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    out[j][i] *= old[i / 2];
-                }
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[j][i] = fast_exp2(fmaf(s[j][i], scale, -base[i / 2]));
-                weight[i / 2] += s[j][i];
-            }
-        }
-        if constexpr (STAGES == 2) {
-            mask = next_mask;
-            request(next_mask, next + TILE);
-        }
-        const auto pair_of = [](float low, float high) { // weights are at most 1
-            const __half2 h = __floats2half2_rn(low, high);
-            return *reinterpret_cast<const uint32_t *>(&h);
-        };
-#pragma unroll
-        for (int j = 0; j < TILE / 8; j += 2) { // 16 positions
-            const uint32_t a[4] = { pair_of(s[j][0], s[j][1]), pair_of(s[j][2], s[j][3]),
-                                    pair_of(s[j + 1][0], s[j + 1][1]), pair_of(s[j + 1][2], s[j + 1][3]) };
-#pragma unroll
-            for (int e = 0; e < HEAD_DIM / 8; e += 2) {
-                uint32_t b[4];
-                load_matrices_transposed(b,
-                                         v_tile + (j * 8 + lane % 8 + lane / 8 % 2 * 8) * LD + e * 8 + lane / 16 * 8);
-                multiply_add<__half>(out[e], a, b[0], b[1]);
-                multiply_add<__half>(out[e + 1], a, b[2], b[3]);
-            }
-        }
-        if constexpr (STAGES == 1) {
-            next = next_tile(next_mask, current + TILE); // all warps are done with the tile
-            if (next < n_kv) {
-                start_tile(next, 0);
-            }
-            mask = next_mask;
-            request(next_mask, next + TILE);
-        }
-        current = next;
+        current = next, current_class = next_class;
     }
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        weight[h] += __shfl_xor_sync(FULL_WARP, weight[h], 1);
-        weight[h] += __shfl_xor_sync(FULL_WARP, weight[h], 2);
-        float factor = 1;
-        if (p.sinks) {
-            const float sink = p.sinks[head] * LOG2_E, with_sink = fmaxf(max[h], sink);
-            factor    = rescale(max[h], with_sink);
-            weight[h] = weight[h] * factor + exp2f(sink - with_sink);
-        }
-        factor          = weight[h] > 0 ? factor / weight[h] : 0;
-        const int token = token0 + warp * 16 + g + h * 8;
-        if (token < n_tokens) {
-            float * row = reinterpret_cast<float *>(p.dst.data) +
-                          ((static_cast<int64_t>(stream) * n_tokens + token) * n_heads + head) * HEAD_DIM;
+    for (int m = 0; m < M; m++) {
 #pragma unroll
-            for (int e = 0; e < HEAD_DIM / 8; e++) {
-                *reinterpret_cast<float2 *>(row + e * 8 + 2 * t) =
-                    make_float2(out[e][2 * h] * factor, out[e][2 * h + 1] * factor);
+        for (int h = 0; h < 2; h++) {
+            weight[m][h] += __shfl_xor_sync(FULL_WARP, weight[m][h], 1);
+            weight[m][h] += __shfl_xor_sync(FULL_WARP, weight[m][h], 2);
+        }
+    }
+    if constexpr (GROUPS == 2) { // the second group passes its sums through the memory of the tiles
+        float4 *  sums   = reinterpret_cast<float4 *>(kv_tiles);
+        float4 *  rows   = reinterpret_cast<float4 *>(q_tile);
+        const int thread = static_cast<int>(threadIdx.x) % GROUP_THREADS;
+        __syncthreads();
+        if (group == 1) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                rows[m * GROUP_THREADS + thread] = make_float4(max[m][0], max[m][1], weight[m][0], weight[m][1]);
+#pragma unroll
+                for (int e = 0; e < HEAD_DIM / 8; e++) {
+                    sums[(m * HEAD_DIM / 8 + e) * GROUP_THREADS + thread] =
+                        make_float4(out[m][e][0], out[m][e][1], out[m][e][2], out[m][e][3]);
+                }
             }
         }
+        __syncthreads();
+        if (group == 0) {
+#pragma unroll
+            for (int m = 0; m < M; m++) {
+                const float4 other        = rows[m * GROUP_THREADS + thread];
+                const float  other_max[2] = { other.x, other.y }, other_weight[2] = { other.z, other.w };
+                float        mine[2], theirs[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float both = fmaxf(max[m][h], other_max[h]);
+                    mine[h] = rescale(max[m][h], both), theirs[h] = rescale(other_max[h], both);
+                    max[m][h]    = both;
+                    weight[m][h] = weight[m][h] * mine[h] + other_weight[h] * theirs[h];
+                }
+#pragma unroll
+                for (int e = 0; e < HEAD_DIM / 8; e++) {
+                    const float4 v      = sums[(m * HEAD_DIM / 8 + e) * GROUP_THREADS + thread];
+                    const float  sum[4] = { v.x, v.y, v.z, v.w };
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        out[m][e][i] = out[m][e][i] * mine[i / 2] + sum[i] * theirs[i / 2];
+                    }
+                }
+            }
+        }
+    }
+    const int64_t first_row = static_cast<int64_t>(stream) * n_tokens * n_heads + head; // of dst, of token 0
+    if (group == 0) {
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int token = token0 + row0 + m * 16 + g + h * 8;
+                if (token >= n_tokens) {
+                    continue;
+                }
+                const int64_t row    = first_row + static_cast<int64_t>(token) * n_heads;
+                float *       to     = reinterpret_cast<float *>(p.dst.data) + row * HEAD_DIM;
+                float         factor = 1;
+                if (p.n_splits > 1) {
+                    to = p.partial + (row * p.n_splits + split) * (HEAD_DIM + 2);
+                    if (t == 0) {
+                        to[HEAD_DIM]     = max[m][h];
+                        to[HEAD_DIM + 1] = weight[m][h];
+                    }
+                } else {
+                    if (p.sinks) {
+                        const float sink = p.sinks[head] * LOG2_E, with_sink = fmaxf(max[m][h], sink);
+                        factor       = rescale(max[m][h], with_sink);
+                        weight[m][h] = weight[m][h] * factor + exp2f(sink - with_sink);
+                    }
+                    factor = weight[m][h] > 0 ? factor / weight[m][h] : 0;
+                }
+#pragma unroll
+                for (int e = 0; e < HEAD_DIM / 8; e++) {
+                    *reinterpret_cast<float2 *>(to + e * 8 + 2 * t) =
+                        make_float2(out[m][e][2 * h] * factor, out[m][e][2 * h + 1] * factor);
+                }
+            }
+        }
+    }
+    if (p.n_splits > 1) {
+        unsigned * counter =
+            p.counters + (static_cast<unsigned>(stream) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+        combine_tile_splits<HEAD_DIM, GROUPS * GROUP_THREADS>(p, token0, min(TOKENS, n_tokens - token0), head,
+                                                              first_row, counter, reinterpret_cast<bool *>(q_tile));
     }
 }
 
-int tile_shared_nbytes_of(int64_t head_dim, int stages) {
+// calls f with the configuration of heads of this size, if there is one
+template <typename F, typename R> R with_tile_config(int64_t head_dim, F && f, R otherwise) {
     switch (head_dim) {
-        case 64:  return tile_shared_nbytes<64>(stages);
-        case 80:  return tile_shared_nbytes<80>(stages);
-        case 96:  return tile_shared_nbytes<96>(stages);
-        case 112: return tile_shared_nbytes<112>(stages);
-        case 128: return tile_shared_nbytes<128>(stages);
-        case 256: return tile_shared_nbytes<256>(stages);
-        default:  return 0;
+        case 64:  return f(std::integral_constant<int, 64>());
+        case 80:  return f(std::integral_constant<int, 80>());
+        case 96:  return f(std::integral_constant<int, 96>());
+        case 112: return f(std::integral_constant<int, 112>());
+        case 128: return f(std::integral_constant<int, 128>());
+        case 256: return f(std::integral_constant<int, 256>());
+        default:  return otherwise;
     }
 }
 
-template <int HEAD_DIM, int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
-    constexpr int nbytes = tile_shared_nbytes<HEAD_DIM>(STAGES);
-    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<HEAD_DIM, STAGES>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+// tokens of a tile; 0: no kernel has heads of this size
+int tile_tokens(int64_t head_dim) {
+    return with_tile_config(head_dim, [](auto dim) { return tile_config<dim.value>::TOKENS; }, 0);
+}
+
+int64_t token_tile_count(const attention_params & p) {
+    const int64_t tokens = tile_tokens(p.k.ne[0]);
+    return (p.q.ne[1] + tokens - 1) / tokens;
+}
+int64_t position_tile_count(const attention_params & p) { return (p.k.ne[1] + TILE - 1) / TILE; }
+
+template <int HEAD_DIM, int GROUPS> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
+    using config         = tile_config<HEAD_DIM>;
+    constexpr int nbytes = config::shared_nbytes(GROUPS);
+    CUDA_TRY((cudaFuncSetAttribute(attention_tile_kernel<HEAD_DIM, GROUPS>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    nbytes)));
-    const dim3 grid(static_cast<unsigned>((a.q.ne[1] + TILE - 1) / TILE), static_cast<unsigned>(a.q.ne[2]),
-                    static_cast<unsigned>(a.q.ne[3]));
-    return launch(ctx, attention_tile_kernel<HEAD_DIM, STAGES>, grid, TILE_THREADS, nbytes, a);
-}
-
-template <int STAGES> cudaError_t launch_tiles(const op_context & ctx, const attention_args & a) {
-    switch (a.k.ne[0]) {
-        case 64:  return launch_tiles<64, STAGES>(ctx, a);
-        case 80:  return launch_tiles<80, STAGES>(ctx, a);
-        case 96:  return launch_tiles<96, STAGES>(ctx, a);
-        case 112: return launch_tiles<112, STAGES>(ctx, a);
-        case 128: return launch_tiles<128, STAGES>(ctx, a);
-        default:  return launch_tiles<256, STAGES>(ctx, a);
-    }
+    const dim3 grid(static_cast<unsigned>((a.q.ne[1] + config::TOKENS - 1) / config::TOKENS),
+                    static_cast<unsigned>(a.q.ne[2]), static_cast<unsigned>(a.q.ne[3] * a.n_splits));
+    return launch(ctx, attention_tile_kernel<HEAD_DIM, GROUPS>, grid, GROUPS * GROUP_THREADS, nbytes, a);
 }
 
 // to = from, n elements each of K (blockIdx.y = 0) and V; a thread has 8
@@ -361,21 +589,52 @@ __global__ void __launch_bounds__(CONVERT_THREADS)
 
 bool attention_tile_supported(const attention_params & p) {
     const bool type_ok = p.k.type == TYPE_F16 || type_block_size(p.k.type) > 1;
-    return p.q.ne[1] >= TILE_MIN_TOKENS && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] &&
-           tile_shared_nbytes_of(p.k.ne[0], 1) != 0;
+    // the mask is read in pairs of positions
+    const bool mask_ok =
+        !p.mask || (p.k.ne[1] % 2 == 0 && is_aligned(*p.mask, 4) && p.mask->ne[2] * p.mask->ne[3] <= 65535);
+    return p.q.ne[1] >= TILE_MIN_TOKENS && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] && mask_ok &&
+           tile_tokens(p.k.ne[0]) != 0;
 }
 
-int attention_tile_stages(const op_context & ctx, const attention_params & p) {
+int attention_tile_groups(const op_context & ctx, const attention_params & p) {
     if (!attention_tile_supported(p)) {
         return 0;
     }
-    return tile_shared_nbytes_of(p.k.ne[0], 2) <= ctx.shared_nbytes   ? 2
-           : tile_shared_nbytes_of(p.k.ne[0], 1) <= ctx.shared_nbytes ? 1
-                                                                      : 0;
+    const auto nbytes = [&](int groups) {
+        return with_tile_config(p.k.ne[0], [&](auto dim) { return tile_config<dim.value>::shared_nbytes(groups); }, 0);
+    };
+    return nbytes(2) <= ctx.shared_nbytes ? 2 : nbytes(1) <= ctx.shared_nbytes ? 1 : 0;
 }
 
-cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages) {
-    return stages == 2 ? launch_tiles<2>(ctx, a) : launch_tiles<1>(ctx, a);
+int attention_tile_split_size(const attention_params & p) {
+    const int64_t blocks = token_tile_count(p) * p.q.ne[2] * p.q.ne[3], n_tiles = position_tile_count(p);
+    if (blocks == 0 || blocks > N_COUNTERS) {
+        return static_cast<int>(n_tiles * TILE);
+    }
+    // each of the groups of a block has four tiles or more
+    const int64_t wanted = std::clamp<int64_t>(std::min(TILE_BLOCKS / blocks, n_tiles / 8), 1, MAX_SPLITS);
+    return static_cast<int>((n_tiles + wanted - 1) / wanted * TILE);
+}
+
+size_t mask_classes_nbytes(const attention_params & p) {
+    return p.mask && attention_tile_supported(p)
+               ? static_cast<size_t>(p.mask->ne[2] * p.mask->ne[3] * token_tile_count(p) * position_tile_count(p))
+               : 0;
+}
+
+cudaError_t launch_mask_classes(const op_context & ctx, const attention_params & p, unsigned char * classes) {
+    const op_tensor & mask = *p.mask;
+    const dim3        grid(static_cast<unsigned>((p.k.ne[1] + CLASS_POSITIONS - 1) / CLASS_POSITIONS),
+                           static_cast<unsigned>(token_tile_count(p)), static_cast<unsigned>(mask.ne[2] * mask.ne[3]));
+    return launch(ctx, mask_classes_kernel, grid, CLASS_THREADS, 0, mask, classes, tile_tokens(p.k.ne[0]),
+                  static_cast<int>(p.q.ne[1]), static_cast<int>(p.k.ne[1]));
+}
+
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int groups) {
+    return with_tile_config(
+        a.k.ne[0],
+        [&](auto dim) { return groups == 2 ? launch_tiles<dim.value, 2>(ctx, a) : launch_tiles<dim.value, 1>(ctx, a); },
+        cudaErrorInvalidValue);
 }
 
 cudaError_t launch_cache_to_f16(const op_context & ctx, const cache_pair & from, const cache_pair & to) {

@@ -59,9 +59,12 @@ int split_size(const attention_params & p, bool decode) {
     return static_cast<int>((rounds + wanted - 1) / wanted * DECODE_ROUND);
 }
 
-int split_count(const attention_params & p, bool decode) {
-    const int size = split_size(p, decode);
-    return static_cast<int>((p.k.ne[1] + size - 1) / size);
+int split_count(const attention_params & p, int size) { return static_cast<int>((p.k.ne[1] + size - 1) / size); }
+
+size_t partial_nbytes(const attention_params & p, int n_splits) {
+    return n_splits == 1 ? 0
+                         : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) *
+                               static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
 }
 
 bool can_read(tensor_type type) {
@@ -76,11 +79,23 @@ op_tensor as_f16(const op_tensor & t, char * data) { // in the order of a cache:
     return f16;
 }
 
-// of a quantized cache that attention_tile_kernel reads
-size_t f16_cache_nbytes(const attention_params & p) {
-    return attention_tile_supported(p) && type_block_size(p.k.type) > 1
-               ? static_cast<size_t>(p.k.n_elements() + p.v.n_elements()) * 2
-               : 0;
+// What attention_tile_kernel needs in scratch memory, in bytes from its start: sums of splits, K and V of a quantized
+// cache in F16, classes of the mask's tiles.
+struct tile_scratch {
+    size_t k, v, classes, nbytes;
+};
+tile_scratch tile_scratch_of(const attention_params & p) {
+    if (!attention_tile_supported(p) || p.k.ne[1] == 0) {
+        return {};
+    }
+    const bool   quantized = type_block_size(p.k.type) > 1;
+    const size_t partial   = partial_nbytes(p, split_count(p, attention_tile_split_size(p)));
+    tile_scratch s         = {};
+    s.k                    = (partial + 15) / 16 * 16;
+    s.v                    = s.k + (quantized ? static_cast<size_t>(p.k.n_elements()) * 2 : 0);
+    s.classes              = s.v + (quantized ? static_cast<size_t>(p.v.n_elements()) * 2 : 0);
+    s.nbytes               = s.classes + mask_classes_nbytes(p);
+    return s;
 }
 
 } // namespace
@@ -120,15 +135,14 @@ bool op_attention_supported(const attention_params & p) {
 }
 
 size_t op_attention_scratch_nbytes(const attention_params & p) {
-    const bool   decode   = attention_decode_supported(p);
-    const int    n_splits = p.q.n_elements() == 0 || p.k.ne[1] == 0 ? 1
-                            : decode && p.k.type != TYPE_F16 // it may not fit the GPU
-                                ? std::max(split_count(p, true), split_count(p, false))
-                                : split_count(p, decode);
-    const size_t partial  = n_splits == 1 ? 0
-                                          : static_cast<size_t>(p.q.n_rows()) * static_cast<size_t>(n_splits) *
-                                               static_cast<size_t>(p.v.ne[0] + 2) * sizeof(float);
-    return std::max(partial, f16_cache_nbytes(p));
+    if (p.q.n_elements() == 0 || p.k.ne[1] == 0) {
+        return 0;
+    }
+    const bool decode   = attention_decode_supported(p);
+    const int  n_splits = decode && p.k.type != TYPE_F16 // it may not fit the GPU
+                              ? std::max(split_count(p, split_size(p, true)), split_count(p, split_size(p, false)))
+                              : split_count(p, split_size(p, decode));
+    return std::max(partial_nbytes(p, n_splits), tile_scratch_of(p).nbytes);
 }
 
 static bool uses_decode(const op_context & ctx, const attention_params & p) {
@@ -153,8 +167,8 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
     a.mask_nb2        = a.mask.ne[2] == 1 ? 0 : a.mask.nb[2];
     a.mask_nb3        = a.mask.ne[3] == 1 ? 0 : a.mask.nb[3];
     a.ranks           = cluster_size(ctx, p);
-    a.n_splits        = a.ranks > 1 ? 1 : split_count(p, uses_decode(ctx, p));
     a.split_size      = a.ranks > 1 ? static_cast<int>(p.k.ne[1]) : split_size(p, uses_decode(ctx, p));
+    a.n_splits        = split_count(p, a.split_size);
     a.partial         = reinterpret_cast<float *>(scratch);
     a.counters        = ctx.counters;
     return a;
@@ -162,12 +176,20 @@ static attention_args make_attention_args(const op_context & ctx, const attentio
 
 cudaError_t op_attention(const op_context & ctx, const attention_params & p, char * scratch) {
     attention_args a = make_attention_args(ctx, p, scratch);
-    if (const int stages = attention_tile_stages(ctx, p)) {
+    if (const int groups = attention_tile_groups(ctx, p)) {
+        const tile_scratch at = tile_scratch_of(p);
+        a.split_size          = attention_tile_split_size(p);
+        a.n_splits            = split_count(p, a.split_size);
         if (p.k.type != TYPE_F16) {
-            a.k = as_f16(p.k, scratch), a.v = as_f16(p.v, scratch + p.k.n_elements() * 2);
+            a.k = as_f16(p.k, scratch + at.k), a.v = as_f16(p.v, scratch + at.v);
             CUDA_TRY(launch_cache_to_f16(ctx, { p.k, p.v }, { a.k, a.v }));
         }
-        return launch_attention_tile(ctx, a, stages);
+        if (p.mask) {
+            unsigned char * classes = reinterpret_cast<unsigned char *>(scratch + at.classes);
+            CUDA_TRY(launch_mask_classes(ctx, p, classes));
+            a.classes = classes;
+        }
+        return launch_attention_tile(ctx, a, groups);
     }
     if (uses_decode(ctx, p)) {
         return launch_attention_decode(ctx, a, nullptr);

@@ -28,11 +28,13 @@ struct attention_args {
     int     k_streams, v_streams; // consecutive streams of q that share one of K, V
     int64_t mask_nb2, mask_nb3;   // 0 where the mask is shared
     // blocks of a cluster, which share the positions of the only split (attention_decode_kernel); or 1
-    int        ranks;
-    int        n_splits, split_size; // positions
-    float *    partial;              // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
-    unsigned * counters;
-    op_tensor  dst, q, k, v, mask;
+    int     ranks;
+    int     n_splits, split_size; // positions
+    float * partial;              // [token, head][split][head_dim_v + 2]: sums, then maximum and sum of weights
+    // attention_tile_kernel: what the mask does to [mask][tile of tokens][tile of positions]
+    const unsigned char * classes;
+    unsigned *            counters;
+    op_tensor             dst, q, k, v, mask;
 };
 
 // what a kernel needs to rotate: q, k and v of one token as computed, and the cache rows that k and v go to
@@ -182,9 +184,14 @@ cudaError_t launch_attention_vec_rope(const op_context & ctx, const attention_ar
 
 // ---- many tokens (attention-tile.cu) ----
 bool attention_tile_supported(const attention_params & p); // on a GPU whose shared memory suffices
-// how many tiles of K and V fit shared memory, at most 2; 0: not a case for this kernel
-int         attention_tile_stages(const op_context & ctx, const attention_params & p);
-cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int stages); // K and V in F16
+// groups of warps for which shared memory has room, at most 2; 0: not a case for this kernel
+int attention_tile_groups(const op_context & ctx, const attention_params & p);
+int attention_tile_split_size(const attention_params & p); // positions
+// K and V in F16; with a mask a.classes have been computed
+cudaError_t launch_attention_tile(const op_context & ctx, const attention_args & a, int groups);
+
+size_t      mask_classes_nbytes(const attention_params & p); // 0 without a mask
+cudaError_t launch_mask_classes(const op_context & ctx, const attention_params & p, unsigned char * classes);
 
 struct cache_pair {
     op_tensor k, v;

@@ -264,12 +264,13 @@ __global__ void __launch_bounds__(GEMM_THREADS) gemm_kernel(mul_mat_args p) {
             uint32_t a[2][4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                load_matrices(a[i], w_tile + (wm + i * 16 + lane % 16) * TILE_LD + k + lane / 16 * 8);
+                load_matrices(a[i], shared_address(w_tile + (wm + i * 16 + lane % 16) * TILE_LD + k + lane / 16 * 8));
             }
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
                 uint32_t b[4];
-                load_matrices(b, x_tile + (wn + j * 8 + lane % 8 + lane / 16 * 8) * TILE_LD + k + lane / 8 % 2 * 8);
+                load_matrices(b, shared_address(x_tile + (wn + j * 8 + lane % 8 + lane / 16 * 8) * TILE_LD + k +
+                                                lane / 8 % 2 * 8));
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     multiply_add<H>(acc[i][j], a[i], b[0], b[1]);

@@ -7,7 +7,6 @@
 #include "host/offload.h"
 #include "host/planned-buffer.h"
 
-#include <algorithm>
 #include <cstdio>
 
 namespace macko::cuda {
@@ -15,10 +14,6 @@ namespace macko::cuda {
 namespace {
 
 constexpr int MIN_COMPUTE_CAPABILITY = 75;
-// of one panel of a sparse matrix made dense: whole matrices of common models, so that their product's tiles fill the
-// GPU as they do for dense weights; and at most 1/512 of the GPU's memory
-constexpr size_t MAX_PANEL_NBYTES = size_t(96) << 20;
-constexpr size_t MAX_PANEL_SHARE  = 512;
 
 const char * device_get_name(ggml_backend_dev_t dev) { return gpu_of(dev).name.c_str(); }
 
@@ -144,7 +139,7 @@ ggml_backend_dev_t make_device(ggml_backend_reg_t reg, int id, const cudaDeviceP
     device->pci_id           = pci;
     device->n_sm             = prop.multiProcessorCount;
     device->shared_nbytes    = static_cast<int>(prop.sharedMemPerBlockOptin);
-    device->max_panel_nbytes = std::min(MAX_PANEL_NBYTES, prop.totalGlobalMem / MAX_PANEL_SHARE);
+    device->max_panel_nbytes = op_mul_mat_max_panel_nbytes(prop.totalGlobalMem);
     auto * dev               = new ggml_backend_device{ device_iface, reg, device };
     device->buft             = { buffer_type_iface, dev, device };
     device->host_buft        = { host_buffer_type_iface, dev, device };

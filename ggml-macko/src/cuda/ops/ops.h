@@ -264,6 +264,12 @@ cudaError_t op_mul_mat_16(const op_context & ctx, tensor_type type, char * w, in
 bool op_mul_mat_has_units(const op_context & ctx, tensor_type type);
 // Does op_mul_mat read x16?
 bool op_mul_mat_wants_x16(const op_context & ctx, const op_tensor & w, const op_tensor & x);
+// The most bytes of a panel on a GPU with so many bytes of memory: whole matrices of common models, so that their
+// product's tiles fill the GPU as they do for dense weights; and at most 1/512 of the memory.
+constexpr size_t op_mul_mat_max_panel_nbytes(size_t memory_nbytes) {
+    constexpr size_t MOST = size_t(96) << 20, SHARE = 512;
+    return memory_nbytes / SHARE < MOST ? memory_nbytes / SHARE : MOST;
+}
 // rows of a panel of at most panel_nbytes; all panels of a matrix are of equal size
 int64_t op_mul_mat_panel_rows(int64_t rows, int64_t cols, int64_t panel_nbytes);
 // dst[:, u, t] = w[ids[u, t]] x[:, u % x.ne[1], t]

@@ -4,13 +4,15 @@
 // rounding them to 16-bit types changes nothing. Quantized values: the same matrices, packed (FORMAT.md section 7).
 //
 //   [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] [--columns 1,4] [--values f16,pruned,...] [--csr]
-//   [--unpack] [--layer] [--json FILE]
+//   [--unpack] [--layer] [--tune] [--json FILE]
 // Values are normal numbers: f16, q8_0 and q4_0 at random places, as in the MACKO paper; pruned are F16 ones of which
 // magnitude pruning left the largest; f16-8 and pruned-8 are the same with 8 significant bits, as in models trained in
 // BF16.
 //
 //   --ec-csr MASK,... [--variants 4,8] [--types f16,f32] [--shapes ...] [--densities ...] [--json FILE]: see
 //   bench-ec-csr.cuh
+//
+//   --tune [--shapes ...] [--densities ...] [--columns ...] [--values ...] [--json FILE]: see bench-tune-gpu.cuh
 //
 // A time is the median over replays of a graph that runs the product once per copy of the matrix; there are enough
 // copies that none is in the L2 cache when its turn comes. "chained": each launch may start before the one ahead of it
@@ -22,12 +24,15 @@
 #include "codec/ec-csr/extract.h"
 #include "codec/macko/encode.h"
 #include "cuda/lib/common.cuh"
+#include "cuda/lib/cublas.h"
+#include "cuda/ops/ops.h"
 #include "cuda/sparse/ec-csr/upload.h"
 #include "cuda/sparse/mul-mat.cuh"
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -222,14 +227,14 @@ struct reference {
         y[static_cast<size_t>(row)]     = sum;
         bound[static_cast<size_t>(row)] = 3e-6 * magnitude + more;
     }
-    // ends the program with the first row of the product on the GPU that is not within its bound
-    void compare(const float * device_y, const char * what) const {
+    // ends the program with the first row of the product on the GPU that is off by more than its bound, times `slack`
+    void compare(const float * device_y, const char * what, double slack = 1) const {
         std::vector<float> got(y.size());
         CHECKED(cudaMemcpy(got.data(), device_y, got.size() * 4, cudaMemcpyDeviceToHost));
         for (size_t r = 0; r < y.size(); r++) {
-            if (!(std::fabs(static_cast<double>(got[r]) - y[r]) <= bound[r])) {
+            if (!(std::fabs(static_cast<double>(got[r]) - y[r]) <= slack * bound[r])) {
                 fprintf(stderr, "bench-spmv-gpu: %s: row %zu is %.9g, should be %.9g, at most %.3g off\n", what, r,
-                        static_cast<double>(got[r]), y[r], bound[r]);
+                        static_cast<double>(got[r]), y[r], slack * bound[r]);
                 exit(1);
             }
         }
@@ -254,6 +259,11 @@ reference reference_of(const random_matrix & m, const float * x) {
 }
 
 // ---- a matrix as the file has it, and as the device gets it ----
+
+// a layout that is asked for (enum cuda_sparse_layout), and runs per row
+struct layout_choice {
+    int32_t layout, lanes;
+};
 
 struct file_matrix {
     random_matrix   m;
@@ -289,15 +299,21 @@ struct file_matrix {
                    ? static_cast<int64_t>(packed.values.size() + packed.index.size() + packed.row_ptr.size() * 4)
                    : m.file_nbytes();
     }
-    int64_t nbytes() const {
-        return quantized()
-                   ? cuda_quantized_bind(packed.desc, shape, cuda_quantized_max_outliers(packed.desc, shape), nullptr)
-                         .nbytes
-                   : cuda_sparse_nbytes(m.desc, m.padded);
+    // Bytes that upload() takes. choice: more lanes than a matrix would get by itself take more.
+    int64_t nbytes(const layout_choice * choice = nullptr) const {
+        if (quantized()) {
+            return cuda_quantized_bind(packed.desc, shape, cuda_quantized_max_outliers(packed.desc, shape), nullptr)
+                .nbytes;
+        }
+        const int64_t any = cuda_sparse_nbytes(m.desc, m.padded);
+        return choice ? std::max(any, cuda_sparse_bind(m.desc, m.padded, choice->layout, choice->lanes, nullptr).nbytes)
+                      : any;
     }
 
-    // milliseconds on the host, and until the matrix is complete
-    void upload(cuda_sparse_uploader & uploader, void * dst, cuda_sparse_matrix * out, double ms[2]) const {
+    // Makes the matrix in dst, in the layout that the plugin chooses or in another (choice; not of quantized values).
+    // false: the matrix cannot have that choice. ms: milliseconds on the host, and until the matrix is complete.
+    bool upload(cuda_sparse_uploader & uploader, void * dst, cuda_sparse_matrix * out, double ms[2],
+                const layout_choice * choice = nullptr) const {
         const auto now = [] {
             return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch())
                 .count();
@@ -317,11 +333,16 @@ struct file_matrix {
             check_status(validate(all, &checked));
             check_status(uploader.begin(m.desc, m.padded, dst));
             check_status(uploader.rows(checked));
-            t1 = now();
-            check_status(uploader.finish(out));
+            t1               = now();
+            const int status = choice ? uploader.finish(out, choice->layout, choice->lanes) : uploader.finish(out);
+            if (choice && status == GGML_MACKO_STATUS_BAD_ARGUMENT) {
+                return false;
+            }
+            check_status(status);
         }
         ms[0] = t1 - t0;
         ms[1] = now() - t1;
+        return true;
     }
 
     reference product(const float * x) const {
@@ -754,7 +775,7 @@ struct bench_options {
     std::vector<double>     densities = { 0.5, 0.3, 0.1 };
     std::vector<int64_t>    columns   = { 1 };
     std::vector<value_type> types     = { VALUE_TYPES[0] };
-    bool                    csr = false, densify = false, layer = false;
+    bool                    csr = false, densify = false, layer = false, tune = false;
     const char *            ec_csr = nullptr, *variants = "4,8", *ec_csr_types = "f16";
     FILE *                  json = nullptr;
 
@@ -817,6 +838,8 @@ struct bench_options {
                 layer = true;
             } else if (!strcmp(argv[i], "--unpack")) {
                 densify = true;
+            } else if (!strcmp(argv[i], "--tune")) {
+                tune = true;
             } else if (i + 1 < argc && set(argv[i], argv[i + 1])) {
                 i++;
             } else {
@@ -836,6 +859,7 @@ struct spmv_bench {
     int64_t                               shared_nbytes = 0;
     double                                bandwidth     = 0; // bytes per microsecond
     char                                  date[32]      = {};
+    std::string                           driver, runtime; // versions of CUDA
     std::unique_ptr<cuda_sparse_uploader> uploader;
     dense_product                         dense;
     csr_product                           sparse;
@@ -846,20 +870,32 @@ struct spmv_bench {
         CHECKED(cudaStreamCreate(&stream));
         CHECKED(cudaGetDeviceProperties(&device, 0));
         shared_nbytes = static_cast<int64_t>(device.sharedMemPerBlockOptin);
-        int driver = 0, runtime = 0;
-        CHECKED(cudaDriverGetVersion(&driver));
-        CHECKED(cudaRuntimeGetVersion(&runtime));
+        int version   = 0;
+        CHECKED(cudaDriverGetVersion(&version));
+        driver = cuda_version(version);
+        CHECKED(cudaRuntimeGetVersion(&version));
+        runtime          = cuda_version(version);
         bandwidth        = read_bandwidth(stream);
         const time_t now = time(nullptr);
         strftime(date, sizeof(date), "%Y-%m-%d", gmtime(&now));
-        printf("%s, driver %d.%d, toolkit %d.%d, %s, read bandwidth %.2f TB/s\n", device.name, driver / 1000,
-               driver % 100 / 10, runtime / 1000, runtime % 100 / 10, date, bandwidth * 1e-6);
-        printf("%14s %8s %7s %3s %4s %-14s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n",
-               "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+        printf("%s, driver %s, toolkit %s, %s, read bandwidth %.2f TB/s\n", device.name, driver.c_str(),
+               runtime.c_str(), date, bandwidth * 1e-6);
+        if (!options.tune) {
+            print_headers();
+        }
         check_status(cuda_sparse_uploader::create(0, &uploader));
     }
 
-    // copies of one matrix, enough of them that none is in the L2 cache when its turn comes
+    static std::string cuda_version(int version) {
+        return std::to_string(version / 1000) + "." + std::to_string(version % 100 / 10);
+    }
+    static void print_headers() {
+        printf("%14s %8s %7s %3s %4s %-14s %8s %7s %9s %9s %9s %9s %9s %8s\n", "shape", "values", "density", "n",
+               "bits", "layout", "MB", "/ file", "dense us", "csr us", "us", "chained", "speedup", "of bw");
+    }
+
+    // Copies of one matrix, enough of them that none is in the L2 cache when its turn comes. None (w is empty) if the
+    // matrix cannot have the layout that is asked for.
     struct copies {
         const file_matrix &             file;
         shape                           s;
@@ -870,12 +906,15 @@ struct spmv_bench {
         std::vector<cuda_sparse_matrix> w;
         double                          read = 0, csr_us = 0, upload_ms[2] = {};
 
-        copies(const file_matrix & f, shape s, const char * type, double density, cuda_sparse_uploader & uploader)
-            : file(f), s(s), type(type), density(density), nbytes(f.nbytes()) {
+        copies(const file_matrix & f, shape s, const char * type, double density, cuda_sparse_uploader & uploader,
+               const layout_choice * choice = nullptr)
+            : file(f), s(s), type(type), density(density), nbytes(f.nbytes(choice)) {
             const int n = n_copies(static_cast<double>(nbytes));
             CHECKED(cudaMalloc(&memory, static_cast<size_t>(nbytes * n)));
             cuda_sparse_matrix first;
-            file.upload(uploader, memory, &first, upload_ms);
+            if (!file.upload(uploader, memory, &first, upload_ms, choice)) {
+                return;
+            }
             for (int i = 0; i < n; i++) {
                 if (i) {
                     CHECKED(
@@ -890,13 +929,73 @@ struct spmv_bench {
 
         int         count() const { return static_cast<int>(w.size()); }
         std::string shape_name() const { return std::to_string(s.rows) + "x" + std::to_string(s.cols); }
+        std::string name() const {
+            char text[96];
+            snprintf(text, sizeof(text), "%s %s density %.2f", shape_name().c_str(), type, density);
+            return text;
+        }
     };
 
-    // the upload, and back to dense, a panel of at most 96 MiB at a time, as for products with many columns
+    // n columns of x and of y on the device, and what the last column of the product of a matrix is
+    struct operands {
+        const file_matrix & file;
+        int64_t             rows, cols, n;
+        float *             x = nullptr, *y = nullptr;
+        void *              x16 = nullptr;
+        reference           want;
+
+        operands(const file_matrix & f, int64_t n) : file(f), rows(f.m.desc.rows), cols(f.m.desc.cols), n(n), want(0) {
+            std::vector<float> host(static_cast<size_t>(cols * n));
+            for (size_t i = 0; i < host.size(); i++) {
+                host[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
+            }
+            want = file.product(host.data() + (n - 1) * cols);
+            CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
+            CHECKED(cudaMalloc(&x, host.size() * 4));
+            CHECKED(cudaMalloc(&y, static_cast<size_t>(rows * n * 4)));
+            CHECKED(cudaMemcpy(x, host.data(), host.size() * 4, cudaMemcpyHostToDevice));
+        }
+        ~operands() {
+            CHECKED(cudaFree(x));
+            CHECKED(cudaFree(y));
+            CHECKED(cudaFree(x16));
+        }
+        operands(const operands &) = delete;
+
+        // of a matrix that params.w[0] is set to
+        cuda_sparse_mul_mat_params params() const {
+            cuda_sparse_mul_mat_params p = {};
+            p.n_matrices                 = 1;
+            p.y[0]                       = y;
+            p.ldy[0]                     = rows;
+            p.row_end[0]                 = rows;
+            p.x                          = x;
+            p.ldx                        = cols;
+            p.n                          = n;
+            p.x16                        = x16;
+            return p;
+        }
+        // Ends the program if the product that multiply() queues is not right. slack: see reference::compare
+        template <typename F>
+        void compare(cudaStream_t stream, const copies & m, F && multiply, double slack = 1) const {
+            CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(rows * n * 4)));
+            multiply();
+            CHECKED(cudaStreamSynchronize(stream));
+            const std::string what = m.name() + ", column " + std::to_string(n);
+            want.compare(y + (n - 1) * rows, what.c_str(), slack);
+        }
+    };
+
+    int64_t panel_rows(shape s) const {
+        const size_t nbytes = op_mul_mat_max_panel_nbytes(device.totalGlobalMem);
+        return op_mul_mat_panel_rows(s.rows, s.cols, static_cast<int64_t>(nbytes));
+    }
+
+    // the upload, and back to dense, a panel at a time, as for products with many columns
     void time_densify(const copies & m) {
-        printf("%s %s density %.2f: %.1f ms to copy from one thread, %.1f ms to repack\n", m.shape_name().c_str(),
-               m.type, m.density, m.upload_ms[0], m.upload_ms[1]);
-        const int64_t panel = std::max<int64_t>(1, std::min(m.s.rows, (int64_t(48) << 20) / m.s.cols));
+        printf("%s: %.1f ms to copy from one thread, %.1f ms to repack\n", m.name().c_str(), m.upload_ms[0],
+               m.upload_ms[1]);
+        const int64_t panel = panel_rows(m.s);
         uint16_t *    dst;
         CHECKED(cudaMalloc(&dst, static_cast<size_t>(panel * m.s.cols * 2)));
         const double t = time_us(stream, m.count(), [&](int i) {
@@ -905,7 +1004,7 @@ struct spmv_bench {
                                             m.s.cols, stream));
             }
         });
-        printf("%s %s density %.2f: unpack %.1f us, %.0f G elements/s\n", m.shape_name().c_str(), m.type, m.density, t,
+        printf("%s: unpack %.1f us, %.0f G elements/s\n", m.name().c_str(), t,
                static_cast<double>(m.s.rows * m.s.cols) / t * 1e-3);
         CHECKED(cudaFree(dst));
     }
@@ -941,42 +1040,16 @@ struct spmv_bench {
 
     // a product with n columns of x, checked and timed
     product_times time_product(const copies & m, int64_t n, double dense_us) {
-        std::vector<float> x(static_cast<size_t>(m.s.cols * n));
-        for (size_t i = 0; i < x.size(); i++) {
-            x[i] = static_cast<float>(static_cast<int>((i * 2654435761u & 0xffffffffu) >> 24) - 128) / 64.0f;
-        }
-        float *device_x, *y;
-        void * x16;
-        CHECKED(cudaMalloc(&x16, CUDA_SPARSE_X16_NBYTES));
-        CHECKED(cudaMalloc(&device_x, x.size() * 4));
-        CHECKED(cudaMalloc(&y, static_cast<size_t>(m.s.rows * n * 4)));
-        CHECKED(cudaMemcpy(device_x, x.data(), x.size() * 4, cudaMemcpyHostToDevice));
-        CHECKED(cudaMemset(y, 0xff, static_cast<size_t>(m.s.rows * n * 4)));
-        cuda_sparse_mul_mat_params p = {};
-        p.n_matrices                 = 1;
-        p.y[0]                       = y;
-        p.ldy[0]                     = m.s.rows;
-        p.row_end[0]                 = m.s.rows;
-        p.x                          = device_x;
-        p.ldx                        = m.s.cols;
-        p.n                          = n;
-        p.x16                        = x16;
-        const auto run               = [&](int i) {
+        const operands             o(m.file, n);
+        cuda_sparse_mul_mat_params p   = o.params();
+        const auto                 run = [&](int i) {
             p.w[0] = &m.w[static_cast<size_t>(i)];
             CHECKED(cuda_sparse_mul_mat(p, stream));
         };
-        run(m.count() - 1);
-        CHECKED(cudaStreamSynchronize(stream));
-        char what[96];
-        snprintf(what, sizeof(what), "%s %s density %.2f, column %lld", m.shape_name().c_str(), m.type, m.density,
-                 static_cast<long long>(n));
-        m.file.product(x.data() + (n - 1) * m.s.cols).compare(y + (n - 1) * m.s.rows, what);
+        o.compare(stream, m, [&] { run(m.count() - 1); });
         product_times t = { dense_us, time_us(stream, m.count(), run), 0 };
         p.programmatic  = true;
         t.chained       = time_us(stream, m.count(), run);
-        CHECKED(cudaFree(device_x));
-        CHECKED(cudaFree(y));
-        CHECKED(cudaFree(x16));
         return t;
     }
 
@@ -1015,6 +1088,8 @@ struct spmv_bench {
     }
 };
 
+#include "bench-tune-gpu.cuh"
+
 // ---- entry ----
 
 int bench_spmv_gpu(int argc, char ** argv) {
@@ -1022,7 +1097,7 @@ int bench_spmv_gpu(int argc, char ** argv) {
     if (!options.parse(argc, argv)) {
         fprintf(stderr, "usage: bench-spmv-gpu [--shapes paper|acceptance|ROWSxCOLS,...] [--densities .5,.3,.1] "
                         "[--columns 1,4] [--values f16,pruned,pruned-8,q8_0,q4_0] [--csr] [--unpack] [--layer] "
-                        "[--json FILE]\n");
+                        "[--tune] [--json FILE]\n");
         return 2;
     }
 
@@ -1030,6 +1105,8 @@ int bench_spmv_gpu(int argc, char ** argv) {
     if (options.ec_csr) {
         bench_ec_csr(bench.stream, *bench.uploader, options.shapes, options.densities, split(options.ec_csr),
                      split(options.variants), split(options.ec_csr_types), bench.bandwidth, options.json);
+    } else if (options.tune) {
+        tune_bench(bench).run();
     } else if (options.layer) {
         for (const double d : options.densities) {
             for (const value_type & t : options.types) {

@@ -18,7 +18,7 @@ import generators
 import gguf_bytes
 import lora_files
 import tiny_models
-from ggml_macko.benchmark import bench_gpu
+from ggml_macko.benchmark import bench_gpu, tuning
 from ggml_macko.native import devices
 from llama_logits import logits, logits_one_by_one
 
@@ -494,3 +494,27 @@ def test_bench_reports_matrices_and_models(demo, tmp_path, macko):
     assert done.code == 0, done.err
     dense, sparse = json.loads(done.out)["models"]
     assert sparse["gpu_memory"] > 0 and dense["gpu_memory"] > 0 and sparse["gen_tps"] > 0
+
+
+def test_bench_writes_a_tuning_report(tmp_path, macko):
+    if not bench_gpu.is_built():
+        pytest.skip("the plugin was built without CUDA")
+    options = ("--shapes", "512x2048", "--densities", "0.5", "--json", "-o", tmp_path / "report.json")
+    done = macko("bench", "--gpu", "--tune", *options)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    device, *records = report["tuning"]
+    assert device["record"] == "device" and device["read_bandwidth"] > 0 and device["shared_nbytes"] >= 48 << 10
+    for matrix in tuning.by_matrix(records):
+        own, *others = matrix
+        assert own["chosen"] and not any(r["chosen"] for r in others)
+        assert {"file", "interleaved", "fused"} <= {r["layout"] for r in matrix}
+        assert len({tuning.layout_name(r) for r in matrix}) == len(matrix)
+        assert all(r["us"] > 0 and 32 <= r["threads"] <= 1024 and r["blocks"] > 0 for r in matrix)
+    columns = [r for r in records if r["record"] == "columns"]
+    assert [r["n"] for r in columns] == [4, 8, 16, 32, 64] * 2
+    assert all(r["passes_us"] > 0 and r["dense_rows_us"] > 0 for r in columns)
+    assert all((r["tiles_us"] > 0) == (r["n"] > 8) for r in columns)
+    assert all(r["chosen"] in tuning.ways(r) for r in columns)
+    assert "lanes per row" in " ".join(report["summary"]) and tuning.report(report["tuning"], "0").startswith("# Tu")

@@ -22,6 +22,13 @@ from ..native import bindings
 
 DENSITIES = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2,0.1,0.05"
 VALUES = ("f16", "q8_0", "q4_0")
+
+TUNE_SHAPES = "4096x4096,11008x4096,4096x11008,4096x14336,32000x4096"
+TUNE_DENSITIES = "0.5,0.3"
+_TUNE_VALUES = "f16,pruned-8"
+"""F16 at random places, and with 8 significant bits, pruned by magnitude: what the two main layouts are for."""
+_TUNE_COLUMNS = "4,8,16,32,64"
+
 ERROR = "bench-spmv-gpu: "
 """What a line of the measurement begins with that says why it ends."""
 
@@ -55,12 +62,25 @@ def bench_matrices(shapes: str, densities: str, cusparse: bool, values: str = "f
     cols, density, times in microseconds, bytes, bandwidths in bytes per second. Raises LoadError if it fails, with what
     the measurement said of that, or with the signal that ended it.
     """
+    options = ["--shapes", shapes, "--densities", densities, "--values", values]
+    return _measure([*options, "--csr"] if cusparse else options)
+
+
+def tune(shapes: str = TUNE_SHAPES, densities: str = TUNE_DENSITIES) -> list[dict[str, Any]]:
+    """Measures every choice of the plugin for every shape and density, in a child process.
+
+    Returns the lines that tools/bench-tune-gpu.cuh describes. Raises LoadError as bench_matrices() does.
+    """
+    options = ["--shapes", shapes, "--densities", densities, "--values", _TUNE_VALUES, "--columns", _TUNE_COLUMNS]
+    return _measure(["--tune", *options])
+
+
+def _measure(options: list[str]) -> list[dict[str, Any]]:
+    """The lines of the --json file of a measurement with these options. Raises LoadError; see bench_matrices()."""
     _require_built()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
-        command = [sys.executable, "-m", __name__, "--shapes", shapes, "--densities", densities]
-        command += ["--values", values, "--json", str(out)]
-        command += ["--csr"] if cusparse else []
+        command = [sys.executable, "-m", __name__, *options, "--json", str(out)]
         problem = ""
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
             assert program.stdout is not None

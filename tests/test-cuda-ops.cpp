@@ -446,6 +446,8 @@ const std::vector<tensor_type> CACHE_BLOCKS = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1,
 constexpr int                  IQ4_NL[] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
 
 double rounded_to_f16(double x) { return from_f16(to_f16(static_cast<float>(x))); }
+// whether float32 arithmetic that leads to x may round it to the next F16 number
+bool is_f16_tie(double x) { return rounded_to_f16(x * (1 - 0x1p-22)) != rounded_to_f16(x * (1 + 0x1p-22)); }
 
 // What a block of 32 elements decodes to after ggml's rule for a type has written it. error: of each element of x.
 class written_block {
@@ -478,7 +480,7 @@ public:
     std::pair<double, double> operator[](int i) const {
         const rounding r     = round(i);
         const double   value = r.q * rounded_to_f16(scale_) + rounded_to_f16(offset_);
-        const double   f16   = 2 * U_F16 * (error_ > 0 || values_ ? 1 : 1e-3);
+        const double   f16   = 2 * U_F16 * (error_ > 0 || values_ || is_f16_tie(scale_) ? 1 : 1e-3);
         double         bound = (std::fabs(r.q * scale_) + std::fabs(offset_)) * f16 + error_ + 0x1p-24;
         if (r.is_tie) {
             bound += r.gap * std::max(std::fabs(step_), std::fabs(scale_)) * 1.001;

@@ -55,7 +55,7 @@ def demo(tmp_path_factory):
     """Paths of the bundled model by kind: dense, sparse, and each quantized kind."""
     folder = tmp_path_factory.mktemp("demo")
     models = {"dense": generators.DEMO, "sparse": folder / "sparse.gguf"}
-    run_macko("convert", generators.DEMO, models["sparse"])
+    run_macko("convert", generators.DEMO, models["sparse"], "macko")
     for kind in QUANTIZED:
         models[kind] = folder / f"{kind}.gguf"
         run_macko("convert", generators.DEMO, models[kind], kind)
@@ -87,7 +87,7 @@ def experts(tmp_path_factory, request):
         check=True,
         capture_output=True,
     )
-    run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf")
+    run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf", "macko")
     run_macko("convert", folder / "dense.gguf", folder / "macko-q8_0.gguf", "macko-q8_0")
     return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "macko-q8_0")}
 
@@ -146,7 +146,7 @@ def test_logits_of_a_wide_model_are_those_of_the_cpu_for_any_batch(tmp_path, den
     subprocess.run(
         [sys.executable, str(MAKE), *shape, "--density", density, str(dense)], check=True, capture_output=True
     )
-    run_macko("convert", dense, sparse)
+    run_macko("convert", dense, sparse, "macko")
     cpu, gpu = (open_model(sparse, layers, n_ctx=128, logits_all=True, flash_attn=True) for layers in (0, -1))
     for n in (1, 4, 8, 9, 16, 17, 20, 32, 33, 45):
         tokens = [(37 * i + n) % 400 + 50 for i in range(n)]
@@ -157,7 +157,7 @@ def test_logits_of_a_wide_model_are_those_of_the_cpu_for_any_batch(tmp_path, den
 def test_architecture_has_the_logits_of_the_cpu(tmp_path, name):
     dense, sparse = tmp_path / "dense.gguf", tmp_path / "sparse.gguf"
     dense.write_bytes(gguf_bytes.write(tiny_models.make(name)))
-    run_macko("convert", dense, sparse)
+    run_macko("convert", dense, sparse, "macko")
     tokens = [(37 * i + 5) % 90 + 3 for i in range(40)]  # longer than the sliding windows
     for path in (dense, sparse):
         for flash in (False, True):

@@ -120,7 +120,7 @@ def test_generate_writes_the_same_text_dense_and_sparse(tmp_path, macko):
 def test_broken_sparse_file_never_reaches_llama_cpp(tmp_path, macko):
     """One line with file and reason, as MackoError and as the ValueError that llama_cpp users catch."""
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", generators.DEMO, sparse).code == 0
+    assert macko("convert", generators.DEMO, sparse, "macko").code == 0
     data = sparse.read_bytes()
     with bindings.File(sparse) as f:
         row_ptr = next(t for t in f.tensors() if t.name.endswith("attn_q.weight.row_ptr"))

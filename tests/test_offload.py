@@ -54,7 +54,7 @@ def make_models(folder, *options, types=("f16",), kinds=()):
             check=True,
             capture_output=True,
         )
-        run_macko("convert", dense, sparse)
+        run_macko("convert", dense, sparse, "macko")
         models[f"{value_type} dense"], models[f"{value_type} sparse"] = dense, sparse
     for kind in kinds:
         models[kind] = folder / f"{kind}.gguf"

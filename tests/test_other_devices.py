@@ -95,9 +95,11 @@ def test_sparse_only_accepts_the_plugins_device(sparse):
     assert np.isfinite(logits_of(sparse, sparse_only=True)).all()
 
 
-def test_damaged_weights_are_refused_there_too(sparse, tmp_path):
+def test_damaged_weights_are_refused_there_too(macko, tmp_path):
     import gguf
 
+    sparse = tmp_path / "sparse.gguf"
+    assert macko("convert", generators.DEMO, sparse, "macko").code == 0
     reader = gguf.GGUFReader(sparse)
     values = next(t for t in reader.tensors if t.name == "blk.1.ffn_up.weight.values")
     data = bytearray(sparse.read_bytes())

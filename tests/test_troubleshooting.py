@@ -52,11 +52,11 @@ def with_marks(message: str):
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
-    """The bundled model as a sparse file; tests that break it copy it."""
+    """The bundled model as a file of MACKO rows; tests that break it copy it."""
     from ggml_macko.commands import cli
 
     path = tmp_path_factory.mktemp("sparse") / "sparse.gguf"
-    assert cli.main(["convert", str(generators.DEMO), str(path)]) == 0
+    assert cli.main(["convert", str(generators.DEMO), str(path), "macko"]) == 0
     return path
 
 

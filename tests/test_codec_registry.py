@@ -180,8 +180,15 @@ def test_names_of_codecs_and_types_are_unique():
     types = [list(c.types()) for c in registry.CODECS]
     assert len(set(itertools.chain(*types))) == sum(map(len, types))
     assert registry.AUTO not in itertools.chain(*types)
-    assert registry.default_type() in registry.types()
     assert set(registry.mixed_types()) <= set(registry.types())
+
+
+def test_default_type_is_lossless_and_takes_no_search():
+    choices = registry.types()[registry.AUTO]
+    assert {c.codec.name for c in choices} == {"macko", "packed"}
+    assert not any(c.is_lossy or c.codec.note for c in (*choices, *registry.types()["sparse-lossless"]))
+    for name in ("macko", "packed", "sparse-lossless"):
+        assert set(registry.types()[name]) <= set(choices)
 
 
 @pytest.mark.parametrize("alias, name", sorted(registry.aliases().items()))

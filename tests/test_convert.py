@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import generators
+import ggml_macko
 from ggml_macko.codecs import macko as macko_codec
 from ggml_macko.conversion import plan
 from ggml_macko.gguf.files import Model
@@ -48,7 +49,7 @@ def test_round_trip_keeps_every_bit(tmp_path, tiny, macko, kind):
 def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
     """Read with gguf-py and decoded with the NumPy twin: nothing of the C library."""
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", tiny, sparse, "--keep-negative-zeros").code == 0
+    assert macko("convert", tiny, sparse, "macko", "--keep-negative-zeros").code == 0
     reader = gguf.GGUFReader(sparse)
     keys = {name: field.contents() for name, field in reader.fields.items() if name.startswith("macko.")}
     assert keys["macko.version"] == keys["macko.min_reader_version"] == 1
@@ -75,14 +76,47 @@ def test_file_is_what_the_specification_says(tmp_path, tiny, macko):
         assert macko_codec.decode(m).tobytes() == dense[name][2], name
 
 
-def test_converting_a_sparse_file_again_gives_the_same_file(tmp_path, tiny, macko):
+@pytest.mark.parametrize("kind", ["macko", "auto"])
+def test_converting_a_sparse_file_again_gives_the_same_file(tmp_path, tiny, macko, kind):
     first, second, other, back = (tmp_path / f"{i}.gguf" for i in range(4))
-    assert macko("convert", tiny, first).code == 0
-    assert macko("convert", first, second).code == 0
+    assert macko("convert", tiny, first, kind).code == 0
+    assert macko("convert", first, second, kind).code == 0
     assert second.read_bytes() == first.read_bytes()
     assert macko("convert", first, other, "macko-d8").code == 0
-    assert macko("convert", other, back, "macko").code == 0
+    assert macko("convert", other, back, kind).code == 0
     assert back.read_bytes() == first.read_bytes()
+
+
+def test_without_a_type_each_tensor_has_its_smallest_lossless_one(tmp_path, macko):
+    """A tensor for each of the three, and one of rows with the same zeros, for which EC-CSR would be smaller."""
+    rng = np.random.default_rng(8)
+    normal = np.where(rng.random((64, 512)) < 0.5, rng.standard_normal((64, 512)), 0).astype(np.float32)
+    regular = np.where(np.arange(512) % 2, rng.standard_normal((64, 512)), 0).astype(np.float32)
+    alike = np.where(rng.random(8192) < 0.3, rng.standard_normal((16, 8192)), 0).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.weight": (normal.astype(np.float16).view(np.uint16), TYPE_F16),
+        "blk.0.attn_k.weight": (normal.view(np.uint32), TYPE_F32),
+        "blk.0.attn_v.weight": (regular.view(np.uint32), TYPE_F32),
+        "blk.0.ffn_up.weight": (alike.view(np.uint32), TYPE_F32),
+    }
+    dense = generators.write_gguf(tmp_path / "dense.gguf", tensors)
+    path = tmp_path / "sparse.gguf"
+    done = macko("convert", dense, path)
+    assert done.code == 0 and "looking for blocks" not in done.err
+    assert macko("verify", dense, path).out.startswith("identical")
+    found = {t["name"]: t for t in json.loads(macko("inspect", path, "--json").out)["tensors"]}
+    assert [found[name]["storage"] for name in tensors] == [
+        "sparse-lossless-bitmap", "packed-bitmap", "macko-d1", "packed-gaps2"
+    ]  # fmt: skip
+    nbytes = {}
+    for kind in ("macko", "packed", "sparse-lossless", "ec-csr"):
+        for t in ggml_macko.convert(dense, None, kind).tensors:
+            nbytes[t.name, kind] = t.nbytes
+    for name in tensors:
+        assert found[name]["nbytes"] <= min(nbytes[name, kind] for kind in ("macko", "packed", "sparse-lossless"))
+    assert nbytes["blk.0.ffn_up.weight", "ec-csr"] < nbytes["blk.0.ffn_up.weight", "packed"]
+    assert ggml_macko.convert(dense, tmp_path / "named.gguf", "auto").nbytes == path.stat().st_size
+    assert (tmp_path / "named.gguf").read_bytes() == path.read_bytes()
 
 
 def test_odd_metadata_is_kept(tmp_path, macko):
@@ -203,30 +237,32 @@ def test_bad_argument_is_one_line_and_no_file(tmp_path, tiny, macko, args, messa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny.gguf"]
 
 
-def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko):
-    real = macko("convert", tiny, tmp_path / "s.gguf")
+@pytest.mark.parametrize("kind", ["macko", "auto"])
+def test_dry_run_prints_what_the_real_run_does(tmp_path, tiny, macko, kind):
+    named = [] if kind == "auto" else [kind]
+    real = macko("convert", tiny, tmp_path / "s.gguf", *named)
     files = sorted(tmp_path.iterdir())
-    for args in (["--dry-run"], [tmp_path / "x.gguf", "--dry-run"], ["macko", "--dry-run"]):
-        dry = macko("convert", tiny, *args)
+    for args in (named, [tmp_path / "x.gguf", *named], [kind]):
+        dry = macko("convert", tiny, *args, "--dry-run")
         assert dry.code == 0 and sorted(tmp_path.iterdir()) == files
         assert [line for line in dry.out.splitlines() if " size " in line and "=" in line] == real.out.splitlines()
     n = sum(int(np.prod(t.shape)) for t in gguf.GGUFReader(tiny).tensors)
     size = (tmp_path / "s.gguf").stat().st_size
     assert f"macko size  = {size / 2**20:8.2f} MiB ({size * 8 / n:.2f} BPW)" in real.out
     with Model(tiny) as model:
-        plans = plan.plan_model(model, plan.Options(), plan.Spool(None))
+        plans = plan.plan_model(model, plan.Options(kind), plan.Spool(None))
         assert plan.output_nbytes(model, plans) == size
     real_types = dict(re.findall(r"(\S+) +- \[.*converting to (\S+) ", real.err))
     header, *rows = (re.split(r" *\| *", line)[1:-1] for line in dry.out.splitlines() if line.startswith("|"))
     planned = {row[0]: dict(zip(header, row)) for row in rows}
     assert set(real_types) == SPARSE
-    for name, kind in real_types.items():
+    for name, stored in real_types.items():
         row = planned[name]
-        assert row["new type"] == kind
+        assert row["new type"] == stored
         cols, bits = int(row["shape"].split("x")[0]), 32 if row["type"] == "f32" else 16
-        assert float(row["break-even density"]) == pytest.approx(
-            macko_codec.break_even_density(cols, int(kind[-1]), bits), abs=1e-4
-        )
+        bitmap = (bits - 1 - 32 / cols) / bits
+        even = macko_codec.break_even_density(cols, int(stored[-1]), bits) if kind == "macko" else bitmap
+        assert float(row["break-even density"]) == pytest.approx(even, abs=1e-4)
 
 
 # ---- refusals that all writers share ----
@@ -386,7 +422,7 @@ def test_first_difference_is_named(tmp_path, macko):
 
 def test_inspect_prints_true_numbers(tmp_path, tiny, macko):
     sparse = tmp_path / "s.gguf"
-    assert macko("convert", tiny, sparse, "--keep-negative-zeros").code == 0
+    assert macko("convert", tiny, sparse, "macko", "--keep-negative-zeros").code == 0
     done = macko("inspect", sparse, "--json")
     report = json.loads(done.out)
     assert (

@@ -103,7 +103,7 @@ def test_report_has_no_line_for_each_tensor(files, tmp_path, macko):
     pruning = f"--method sparsegpt --sparsity 0.5 -f {text} -c 32 --chunks 4"
     speed = ["-c", 32, "-p", 8, "-n", 4, "-r", 1, "-t", 2]
     done = macko("report", model, pruned, "-f", text, "--types", "", "--prune", pruning, *speed)
-    assert done.code == 0 and "converting pruned to macko" in done.err
+    assert done.code == 0 and "converting pruned to auto" in done.err
     assert "blk.0." not in done.err and len(done.err.splitlines()) < 20, done.err
 
 

@@ -215,11 +215,11 @@ def test_metadata_that_lies_about_the_weights_is_refused(sparse, tmp_path):
 def test_dump_shows_components(sparse):
     out = gguf_tool("gguf_dump", sparse)
     for text in (
-        "macko.version = 1",
+        "macko.version = 6",
         "macko.tensor.delta_bits",
         "macko.tensor.nnz",
         "blk.0.attn_q.weight.values",
-        "blk.0.attn_q.weight.deltas",
+        "blk.0.attn_q.weight.index",
         "blk.0.attn_q.weight.row_ptr",
     ):
         assert text in out

@@ -47,7 +47,7 @@ class SparseMatrix:
         delta_bits: int | None = None,
         bf16: bool = False,
         n_threads: int = 0,
-        format: str = registry.default_type(),
+        format: str = registry.AUTO,
         options: Mapping[str, int] | None = None,
         keep_negative_zeros: bool = False,
     ) -> SparseMatrix:
@@ -57,11 +57,13 @@ class SparseMatrix:
         patterns of BF16. float16 and float32 are kept bit for bit, but for -0.0. float64 becomes float32, rounded to
         nearest, ties to even. Integers and booleans become float32 if it holds all of them exactly (each up to 2^24
         is).
-        delta_bits: width of the deltas; None takes what makes the matrix smallest. n_threads: 0 uses all cores.
-        format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "ec-csr" (EC-SpMV paper, section 6),
-        "packed", "sparse-lossless" (packed, its values coded bit for bit where that is smaller), "auto" for the
-        smallest of these, or with quantized values "sparse-q8_0", "sparse-q5_0", "sparse-q4_nl" or "sparse-q4_0" (the
-        scale of a block follows from its largest value; that of "sparse-q4_nl" is searched).
+        delta_bits: width of the deltas, of a format that has some; None takes what makes the matrix smallest.
+        n_threads: 0 uses all cores.
+        format: a TYPE of `macko convert`: "macko" (MACKO paper, section 4), "packed", "sparse-lossless" (packed, its
+        values coded bit for bit where that is smaller), "auto" for the smallest of these, "ec-csr" (EC-SpMV paper,
+        section 6; takes seconds for large matrices), or with quantized values "sparse-q8_0", "sparse-q5_0",
+        "sparse-q4_nl" or "sparse-q4_0" (the scale of a block follows from its largest value; that of "sparse-q4_nl"
+        is searched).
         options: of the codecs, by the names of the C API, for example {"max_granularity": 1}.
         keep_negative_zeros: -0.0 is a value like any other; else it counts as zero, and n_negative_zeros says how often
         (quantized, it always does).

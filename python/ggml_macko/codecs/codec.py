@@ -204,7 +204,11 @@ class Codec(ABC):
         """TYPE of `macko convert` -> what to choose from by real size."""
 
     def automatic(self) -> tuple[Choice, ...]:
-        """Its part in TYPE auto: lossless choices."""
+        """Its part in TYPE auto: lossless choices that take no search."""
+        return ()
+
+    def timed(self) -> tuple[Choice, ...]:
+        """Its part in `--optimize speed` besides: lossless choices that gpu_cost() knows."""
         return ()
 
     @abstractmethod
@@ -320,9 +324,9 @@ class DeltaCodec(Codec):
     """What the TYPE has in front of the width."""
 
     def types(self) -> Mapping[str, tuple[Choice, ...]]:
-        return {self.name: self.automatic(), **{self._type_of(b): (Choice(self, b),) for b in self.widths}}
+        return {self.name: self.each_width(), **{self._type_of(b): (Choice(self, b),) for b in self.widths}}
 
-    def automatic(self) -> tuple[Choice, ...]:
+    def each_width(self) -> tuple[Choice, ...]:
         return tuple(Choice(self, b) for b in self.widths)
 
     def storage_name(self, bits: int, value_type: int) -> str:

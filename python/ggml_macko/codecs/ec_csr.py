@@ -17,7 +17,7 @@ from .. import errors
 from ..native import codec as native_codec
 from ..native.codec import EncodedMatrix
 from ..values import EXPONENT, TYPE_I8, TYPE_I16, TYPE_I32, Array, bits_dtype, value_bits
-from .codec import DeltaCodec, GpuCost, Settings, Source, StoredArrays
+from .codec import Choice, DeltaCodec, GpuCost, Settings, Source, StoredArrays
 from .macko import break_even_density
 
 LANES = 32
@@ -321,6 +321,9 @@ class EcCsrCodec(DeltaCodec):
     options: ClassVar[tuple[str, ...]] = ("max_granularity", "min_columns", "clip", "seed")
     note: ClassVar[str | None] = "looking for blocks .."
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
+
+    def timed(self) -> tuple[Choice, ...]:
+        return self.each_width()
 
     def version(self, value_type: int) -> int:
         return 2

@@ -216,6 +216,9 @@ class MackoCodec(DeltaCodec):
     widths: ClassVar[tuple[int, ...]] = DELTA_BITS
     width_mark: ClassVar[str] = "d"
 
+    def automatic(self) -> tuple[Choice, ...]:
+        return self.each_width()
+
     def version(self, value_type: int) -> int:
         return 1
 

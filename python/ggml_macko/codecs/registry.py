@@ -12,10 +12,9 @@ from .macko import MackoCodec
 from .packed import PackedCodec
 
 CODECS: list[Codec] = [MackoCodec(), EcCsrCodec(), PackedCodec()]
-"""The first is the default."""
 
 AUTO = "auto"
-"""The TYPE that takes whatever is smallest of the lossless ones."""
+"""The default TYPE: for each tensor whatever is smallest of the lossless ones that take no search."""
 
 
 def codec(name: str) -> Codec:
@@ -30,10 +29,6 @@ def codec_of(m: EncodedMatrix) -> Codec:
     return codec(m.format)
 
 
-def default_type() -> str:
-    return next(iter(CODECS[0].types()))
-
-
 def types() -> dict[str, tuple[Choice, ...]]:
     """TYPE of `macko convert` -> what to choose from by real size."""
     out: dict[str, tuple[Choice, ...]] = {}
@@ -41,6 +36,17 @@ def types() -> dict[str, tuple[Choice, ...]]:
         out.update(c.types())
     out[AUTO] = tuple(choice for c in CODECS for choice in c.automatic())
     return out
+
+
+def timed_choices() -> tuple[Choice, ...]:
+    """What AUTO looks at besides where the time on a GPU decides."""
+    return tuple(choice for c in CODECS for choice in c.timed())
+
+
+def break_even_density(cols: int, type_id: int) -> float:
+    """Density of random non-zeros at which a matrix with rows of `cols` is as large as dense, in the default TYPE."""
+    choices = types()[AUTO]
+    return max(c.codec.break_even_density(cols, type_id, c.bits, c.value_type or type_id) for c in choices)
 
 
 def aliases() -> dict[str, str]:

@@ -19,8 +19,8 @@ HELP = "store a pruned model sparse"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes a sparse GGUF: weights of blocks (and output.weight) as MACKO or EC-CSR where that is smaller, "
-        "everything else as it is. Lossless, but for the quantized types: the result is read back and compared bit for "
+        "Writes a sparse GGUF: weights of blocks (and output.weight) sparse where that is smaller, everything else as "
+        "it is. Lossless, but for the quantized types: the result is read back and compared bit for "
         "bit (quantized: within the type's error, zeros kept) before it gets its name. A -0.0, as W * mask leaves it, "
         "becomes 0 in sparse tensors; a line says how many."
     )
@@ -36,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "type",
         metavar="TYPE",
         nargs="?",
-        default=registry.default_type(),
-        help="macko: the number of delta bits that makes each tensor smallest (default); "
-        "macko-d1, macko-d2, macko-d4, macko-d8: that many. ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share "
-        "columns, in the same way; takes seconds per tensor. packed: non-zeros without fillers behind a bitmap or gap "
-        "codes. sparse-lossless: packed, with the non-zeros coded in 10 to 14 bits, bit for bit, where that is "
-        "smaller. auto: whatever of these lossless types is smallest for each tensor. sparse-q8_0, sparse-q5_0, "
+        default=registry.AUTO,
+        help="auto (default): for each tensor whatever is smallest of macko, packed and sparse-lossless. macko: "
+        "non-zeros and the gaps between them, with the number of delta bits that makes each tensor smallest; macko-d1, "
+        "macko-d2, macko-d4, macko-d8: that many. packed: non-zeros without fillers behind a bitmap or gap codes. "
+        "sparse-lossless: packed, with the non-zeros coded in 10 to 14 bits, bit for bit, where that is smaller. "
+        "ec-csr, ec-csr-4, ec-csr-8: blocks of rows that share columns, with delta bits as macko; lossless, too, but "
+        "it takes seconds per tensor, so that auto leaves it out. sparse-q8_0, sparse-q5_0, "
         "sparse-q4_nl, sparse-q4_0: packed, with the non-zeros quantized (lossy), or dense in that type where there "
         "are next to no zeros; q4_nl is as large as q4_0, and loses less where zeros were pruned; elsewhere it is "
         "q4_0. The older names macko-q8_0 ... macko-q4_0 are accepted too",
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["size", "speed"],
         default="size",
         help="what auto looks at: size, the bytes really encoded (default); speed, the time of a product on a GPU by a "
-        "model that was fitted on an H200 (on a CPU MACKO and EC-CSR run alike)",
+        "model that was fitted on an H200, for which ec-csr is tried, too (on a CPU MACKO and EC-CSR run alike)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be written")
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
@@ -160,12 +161,12 @@ def split_override(text: str) -> tuple[str, str]:
 def shift_positional(args: argparse.Namespace) -> None:
     """With -hf there is no IN: the first argument is OUT, the second TYPE, the third the number of threads."""
     has_type = args.output is not None
-    if args.type != registry.default_type():
+    if args.type != registry.AUTO:
         try:
             args.nthreads = int(args.type)
         except ValueError:
             raise errors.usage_error(f"-hf stands for IN, and {args.type!r} is one argument too many") from None
-    args.input, args.output, args.type = None, args.input, args.output if has_type else registry.default_type()
+    args.input, args.output, args.type = None, args.input, args.output if has_type else registry.AUTO
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="GGUF model; the first file of a split one")
     parser.add_argument(
-        "--types", metavar="TYPE,...", default="", help="types of `macko convert` to look at (default: all but ec-csr)"
+        "--types",
+        metavar="TYPE,...",
+        default="",
+        help="types of `macko convert` to look at (default: all but ec-csr and auto)",
     )
     parser.add_argument(
         "-c",

@@ -15,6 +15,7 @@ from ..benchmark import card
 from ..benchmark.forms import Recipe
 from ..benchmark.models import as_json
 from ..benchmark.report import FormResult, report
+from ..codecs import registry
 from ..commands import convert as convert_command
 from ..commands import prune as prune_command
 from ..commands.arguments import add_gpu_layers, add_load_options, add_quiet
@@ -30,7 +31,7 @@ from ..pruning.prune import check_inputs, make_options, prune_with
 
 HELP = "compare dense, quantized and sparse forms of a model: quality, size, speed"
 
-DEFAULT_CONVERSION = "macko"
+DEFAULT_CONVERSION = registry.AUTO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -396,8 +396,11 @@ def _gpu_nbytes(name: str, sparse: int, is_lossy: bool, looked: Sequence[_Looked
     return round(sum(_lossless_gpu_nbytes(x, x.stored[name]) for x in looked if x.stored[name].is_sparse))
 
 
+_ROWS = next(c.name for c in registry.CODECS if c.keeps_rows)  # the TYPE whose rows a GPU keeps
+
+
 def _lossless_gpu_nbytes(x: _Looked, stored: _Stored) -> float:
-    rows = x.stored.get(registry.default_type(), stored)
+    rows = x.stored.get(_ROWS, stored)
     nbytes, coding = max(stored.nbytes_memory, rows.nbytes), stored.coding
     in_ten_bits = coding is not None and (coding.mantissa_bits, coding.exponents) == (7, 3)
     if in_ten_bits and x.tensor.cols >= _GPU_WIDE:

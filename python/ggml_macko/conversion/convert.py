@@ -87,7 +87,7 @@ class ConversionReport:
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
-    type: str = registry.default_type(),
+    type: str = registry.AUTO,
     *,
     overrides: Overrides = (),
     keep_negative_zeros: bool = False,
@@ -109,12 +109,12 @@ def convert(
     llama.cpp computes the same.
 
     source: a GGUF model, dense or sparse; the first file of a split one. output: the file to write; None is a dry run.
-    type: a TYPE of `macko convert`: macko (MACKO paper, section 4), ec-csr (EC-SpMV paper, section 6), packed,
-    sparse-lossless (packed, its values coded bit for bit where that is smaller), auto for the smallest of these, or
-    sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
+    type: a TYPE of `macko convert`: macko (MACKO paper, section 4), packed, sparse-lossless (packed, its values coded
+    bit for bit where that is smaller), auto for the smallest of these for each tensor, ec-csr (EC-SpMV paper, section
+    6; takes seconds per tensor), or sparse-q8_0, sparse-q5_0, sparse-q4_nl, sparse-q4_0 with quantized values.
     overrides: (regular expression, type or "dense") for tensors in whose name it is found; the first counts.
     keep_negative_zeros: -0.0 is stored like any other value, in more bytes.
-    optimize: what auto looks at, "size" or "speed" (on a GPU, by a model).
+    optimize: what auto looks at, "size" or "speed" (on a GPU, by a model; tries ec-csr, too).
     granularity, min_columns, seed: how ec-csr looks for blocks. imatrix: a file of activation statistics that weighs
     the errors of quantized values. target_bpw, with auto: the file's bits per weight at most, with the least error.
     output_tensor_type, token_embedding_type: a ggml type that quantizes these tensors, which stay dense.

@@ -145,5 +145,5 @@ def _break_even(t: Tensor) -> float | None:
     if t.codec is not None and t.sparse is not None:
         return t.codec.break_even_density(t.cols, t.type, t.sparse.bits, t.sparse.value_type)
     if tensor_rules.is_value_type(t.type) and tensor_rules.is_multiplied(t.name, len(t.ne)):
-        return registry.CODECS[0].break_even_density(t.cols, t.type, None, t.type)
+        return registry.break_even_density(t.cols, t.type)
     return None

@@ -50,7 +50,7 @@ class Override:
 class Options:
     """How to convert a model."""
 
-    type: str = registry.default_type()
+    type: str = registry.AUTO
     overrides: tuple[Override, ...] = ()  # the first whose pattern is found decides, else `type`
     keep_negative_zeros: bool = False  # store -0.0 like any other value, else it counts as zero
     settings: Settings = field(default_factory=Settings)
@@ -142,7 +142,7 @@ class TensorPlan:
     @property
     def break_even(self) -> float | None:
         """Density of random non-zeros at which this tensor would be as large as dense, in the format that was chosen or
-        else the default one.
+        else the default TYPE.
         """
         t = self.tensor
         if self.contents is None:
@@ -150,7 +150,7 @@ class TensorPlan:
         if isinstance(self.storage, StoredSparse):
             c = self.storage.candidate
             return c.codec.break_even_density(t.cols, t.type, c.bits, c.value_type)
-        return registry.CODECS[0].break_even_density(t.cols, t.type, None, t.type)
+        return registry.break_even_density(t.cols, t.type)
 
     def new_tensors(self) -> list[NewTensor]:
         """Its entries in the tensor table of the new file."""
@@ -239,7 +239,8 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
     reason = why_dense(t, asked, wanted)
     if reason is not None:
         return stay(reason)
-    choices = registry.types()[wanted]
+    by_speed = wanted == registry.AUTO and options.optimize == "speed"
+    choices = registry.types()[wanted] + (registry.timed_choices() if by_speed else ())
     is_lossy = any(choice.is_lossy for choice in choices)
     try:
         bits, n_negative_zeros = read_weights(t, options, is_lossy)
@@ -258,7 +259,7 @@ def plan_tensor(t: Tensor, options: Options, alignment: int, spool: Spool) -> Te
 
     chosen = min(found, key=lambda c: stored_nbytes(c, alignment))  # the first of equals
     why = _why_smallest(found, alignment) if wanted == registry.AUTO else ""
-    if wanted == registry.AUTO and options.optimize == "speed":
+    if by_speed:
         chosen, why = _fastest(found, alignment, options.n_threads)
     nbytes = stored_nbytes(chosen, alignment)
     used = max(nbytes, chosen.codec.nbytes_expanded(chosen, source))

@@ -101,7 +101,7 @@ def bench(label: str, models: dict[str, pathlib.Path], gpu: bool, n_gen: int = 6
 def compare(model: pathlib.Path, sparsity: float, per: str, label: str, gpu: bool) -> list[Row]:
     """Prunes and converts a model, checks that nothing else changes, and measures it dense and sparse."""
     stem = f"{model.stem}-{sparsity:.0%}".rstrip("%")
-    dense, sparse = OUT / f"{stem}.gguf", OUT / f"{stem}-macko.gguf"
+    dense, sparse = OUT / f"{stem}.gguf", OUT / f"{stem}-sparse.gguf"
     macko("prune", model, dense, "--sparsity", sparsity, "--per", per, "--force", quiet=True)
     macko("convert", dense, sparse, "--force", quiet=True)
     macko("verify", dense, sparse)

@@ -13,9 +13,9 @@ namespace macko {
 int weight_use(std::string_view name, int n_dims);
 
 // Fills sparse and tensor_sparse_index of a dense model with each multiplied weight of F16, BF16 or F32 that is finite
-// and takes fewer bytes as MACKO, with the best delta_bits for it, as `macko convert` chooses. A -0.0 counts as zero,
-// unless bit_exact. NOT_SPARSE if there is none. Reads all those weights once; a second call for a file that did not
-// change reuses the result of the first.
+// and takes fewer bytes as MACKO, with the best delta_bits for it, as `macko convert IN OUT macko` chooses. A -0.0
+// counts as zero, unless bit_exact. NOT_SPARSE if there is none. Reads all those weights once; a second call for a file
+// that did not change reuses the result of the first.
 [[nodiscard]] int compress_weights(model_file * file, bool bit_exact);
 
 } // namespace macko

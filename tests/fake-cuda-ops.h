@@ -6,6 +6,7 @@
 #include "cuda/sparse/mul-mat.cuh"
 
 #include <cstdarg>
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -20,6 +21,7 @@ inline std::vector<launch>                                            log;
 inline std::map<const macko::cuda::cuda_sparse_matrix *, std::string> matrix_names;
 inline int64_t                                                        sparse_max_n = 8;    // columns
 inline bool                                                           supports     = true; // all predicates
+inline std::vector<int>                                               expert_begin; // what op_mul_mat_id_sort makes
 
 __attribute__((format(printf, 1, 2))) inline std::string text(const char * format, ...) {
     char    buffer[1024];
@@ -78,6 +80,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
     return fake::add("wait", static_cast<const void *>(event), static_cast<const void *>(stream));
 }
 cudaError_t cudaFree(void *) { return cudaSuccess; }
+// the only copies are those of numbers of tokens by expert
+cudaError_t cudaMemcpyAsync(void * to, const void *, size_t nbytes, cudaMemcpyKind, cudaStream_t) {
+    memcpy(to, fake::expert_begin.data(), nbytes);
+    return fake::add("read", static_cast<int64_t>(nbytes));
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return fake::add("synchronize"); }
 }
 
 namespace macko::cuda {
@@ -262,6 +270,15 @@ cudaError_t op_mul_mat_id(const op_context &, const op_tensor & w, const op_tens
 }
 cudaError_t op_mul_mat_id_sort(const op_context &, int64_t n_experts, const op_tensor & ids, char * scratch) {
     return add("mul_mat_id_sort", n_experts, ids, address(scratch));
+}
+int64_t     op_expert_rows_ld(int64_t width) { return width; }
+cudaError_t op_gather_expert_rows(const op_context &, tensor_type, const op_tensor & x, const op_tensor & ids,
+                                  int64_t n_experts, const char * lists, int64_t max_f32, char * rows) {
+    return add("gather_expert_rows", x, ids, n_experts, address(lists), max_f32, address(rows));
+}
+cudaError_t op_scatter_expert_rows(const op_context &, const char * rows, const op_tensor & ids, int64_t n_experts,
+                                   const char * lists, const op_tensor & dst) {
+    return add("scatter_expert_rows", address(rows), ids, n_experts, address(lists), dst);
 }
 cudaError_t op_mul_mat_id_16(const op_context &, const op_tensor & w, int64_t first_expert, int64_t n_experts,
                              const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,

@@ -1116,6 +1116,75 @@ void test_rotated_and_turned_rows_in_one_launch() {
     }
 }
 
+// Rows of x by expert, in the order of entries, and results back to their places; ids that no expert has are left out.
+void test_rows_of_an_expert_are_side_by_side() {
+    for (int k = 0; k < 24; k++) {
+        const int64_t width = pick({ 7, 64, 1000 }), experts = 5, used = pick({ 1, 3 }), tokens = pick({ 2, 33, 70 }),
+                      n = used * tokens, ld = op_expert_rows_ld(width), max_f32 = pick({ 0, 8, 1000 });
+        const bool        shared = k % 2; // one x per token
+        const tensor_type type   = k % 3 ? TYPE_F16 : TYPE_BF16;
+        auto              x      = make(TYPE_F32, { width, shared ? 1 : used, tokens }, pick({ 0, 3 })),
+             ids = make(TYPE_I32, { used, tokens }, 2), rows = make(TYPE_F32, { ld, n }),
+             results = make(TYPE_F32, { width, n }), dst = make(TYPE_F32, { width, used, tokens }, pick({ 0, 5 }));
+        x->random(k % 5 ? 1 : 1e5), results->random();
+        std::vector<std::vector<int64_t>> of(static_cast<size_t>(experts)); // entries
+        for (int64_t e = 0; e < n; e++) {
+            const int64_t id =
+                random_source.range(0, 9) ? random_source.range(0, experts - 1) : pick({ -1, experts, 1 << 20 });
+            ids->set(static_cast<double>(id), e % used, e / used);
+            if (id >= 0 && id < experts) {
+                of[static_cast<size_t>(id)].push_back(e);
+            }
+        }
+        ids->upload();
+        op_tensor w  = {};
+        w.ne[2]      = experts;
+        char * lists = nullptr;
+        cuda_ok(cudaMalloc(&lists, op_mul_mat_id_scratch_nbytes(w, x->t, ids->t)), "lists");
+        CHECK(op_mul_mat_id_sort(ctx, experts, ids->t, lists) == cudaSuccess &&
+                  op_gather_expert_rows(ctx, type, x->t, ids->t, experts, lists, max_f32, rows->t.data) ==
+                      cudaSuccess &&
+                  op_scatter_expert_rows(ctx, results->t.data, ids->t, experts, lists, dst->t) == cudaSuccess,
+              "rows by expert");
+        rows->download("rows by expert"), dst->download("results by expert");
+        int64_t           j = 0, bad = 0;
+        std::vector<bool> written(static_cast<size_t>(n));
+        for (const auto & entries : of) {
+            const bool      f32   = static_cast<int64_t>(entries.size()) <= max_f32;
+            const uint8_t * begin = rows->host.data() + j * ld * 4;
+            for (size_t r = 0; r < entries.size(); r++, j++) {
+                const int64_t e = entries[r], token = e / used, slot = e % used;
+                written[static_cast<size_t>(e)] = true;
+                for (int64_t i = 0; i < width; i++) {
+                    const double    v    = x->get(i, shared ? 0 : slot, token);
+                    const uint8_t * at   = begin + (static_cast<int64_t>(r) * ld + i) * (f32 ? 4 : 2);
+                    float           got  = 0;
+                    uint16_t        half = 0;
+                    memcpy(f32 ? static_cast<void *>(&got) : &half, at, f32 ? 4 : 2);
+                    if (!f32) {
+                        const uint32_t bits = static_cast<uint32_t>(half) << 16;
+                        memcpy(&got, &bits, 4);
+                        got = type == TYPE_F16 ? static_cast<float>(from_f16(half)) : got;
+                    }
+                    const double most  = type == TYPE_F16 ? std::max(-65504.0, std::min(65504.0, v)) : v;
+                    const double error = f32 ? 0 : std::fabs(most) * (type == TYPE_F16 ? U_F16 : 0x1p-8) + 0x1p-25;
+                    bad += !(std::fabs(static_cast<double>(got) - (f32 ? v : most)) <= error);
+                    bad += dst->get(i, slot, token) != results->get(i, j);
+                }
+            }
+        }
+        CHECK(bad == 0, "rows by expert: %d elements differ, width %d, %d tokens", static_cast<int>(bad),
+              static_cast<int>(width), static_cast<int>(tokens));
+        for (int64_t e = 0; e < n; e++) {
+            const uint8_t * row = dst->host.data() + dst->at(0, e % used, e / used, 0);
+            CHECK(written[static_cast<size_t>(e)] ||
+                      std::all_of(row, row + width * 4, [](uint8_t b) { return b == POISON; }),
+                  "a result without an expert was written");
+        }
+        cudaFree(lists);
+    }
+}
+
 // ---- attention ----
 
 constexpr tensor_type QUANTIZED_CACHES[] = { TYPE_Q8_0, TYPE_Q4_0, TYPE_Q5_0, TYPE_IQ4_NL, TYPE_Q4_1, TYPE_Q5_1 };
@@ -1611,6 +1680,7 @@ int main(int argc, char ** argv) { // [NAME]: only this test
         { "nan", test_products_keep_nan_and_survive_infinities },
         { "range", test_products_of_bf16_keep_its_range },
         { "experts", test_expert_products_with_strided_ids },
+        { "expert-rows", test_rows_of_an_expert_are_side_by_side },
         { "hadamard", test_hadamard_is_the_product_with_its_matrix },
         { "rope-hadamard-cache", test_rotated_and_turned_rows_in_one_launch },
         { "attention", test_attention_masks_groups_and_splits },

@@ -485,6 +485,66 @@ void test_experts_are_one_launch_per_slot_or_token() {
     check_launches("two slots, one token", c.graph, { "sparse experts" });
 }
 
+// Of four large experts one has no token, one has few, and two have more than the sparse kernels are for. The host
+// waits for their numbers once, and makes no panel of what follows before it knows them.
+void test_large_experts_are_products_of_their_own() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
+    ggml_tensor * gate = ggml_mul_mat_id(b.ctx, b.sparse_weight("gate", 2048, 2048, 4), x, ids),
+                *up    = ggml_mul_mat_id(b.ctx, b.sparse_weight("up", 2048, 2048, 4), x, ids);
+    ggml_tensor * sum  = ggml_add(b.ctx, gate, up);
+    finish(b, ggml_mul_mat(b.ctx, b.sparse_weight("o", 2048, 256), ggml_reshape_2d(b.ctx, sum, 2048, 80)));
+    panels.nbytes      = size_t(8) << 20; // an expert
+    fake::expert_begin = { 0, 0, 5, 45, 80 };
+    check_launches("experts with several tokens", b.graph,
+                   { "mul_mat_id_sort",
+                     "read",
+                     "synchronize",
+                     "gather_expert_rows",
+                     "sparse gate", //
+                     "record",
+                     "wait",
+                     "densify gate",
+                     "record",
+                     "densify gate",
+                     "record", //
+                     "wait",
+                     "mul_mat_16",
+                     "record", //
+                     "wait",
+                     "mul_mat_16",
+                     "record",
+                     "scatter_expert_rows", //
+                     "mul_mat_id_sort",
+                     "gather_expert_rows",
+                     "sparse up", //
+                     "wait",
+                     "densify up",
+                     "record",
+                     "wait",
+                     "densify up",
+                     "record", //
+                     "wait",
+                     "mul_mat_16",
+                     "record", //
+                     "wait",
+                     "densify o",
+                     "record", //
+                     "wait",
+                     "mul_mat_16",
+                     "record",
+                     "scatter_expert_rows",
+                     "add", //
+                     "x16",
+                     "wait",
+                     "mul_mat_16",
+                     "record" });
+    const auto row_of = [](size_t i) { return fake::log[i].params; };
+    CHECK(row_of(7).rfind(" 4096 6144", 0) == 0 && row_of(9).rfind(" 6144 8192", 0) == 0,
+          "not the rows of experts 2 and 3: %s, %s", row_of(7).c_str(), row_of(9).c_str());
+    panels.nbytes = size_t(1) << 20;
+}
+
 // llama.cpp marks products with a Hadamard matrix
 void test_a_hint_makes_a_product_a_transform() {
     for (const bool marked : { false, true }) {
@@ -605,6 +665,7 @@ int main() {
     test_no_order_brings_a_node_in_front_of_its_operands();
     test_operands_of_a_launch_live_until_its_last_node();
     test_experts_are_one_launch_per_slot_or_token();
+    test_large_experts_are_products_of_their_own();
     test_a_hint_makes_a_product_a_transform();
     test_a_sparse_weight_is_for_products_only();
     test_no_op_writes_into_memory_of_another_device();

@@ -62,7 +62,8 @@ def demo(tmp_path_factory):
     return models
 
 
-@pytest.fixture(scope="module", params=["512", "96"])  # an expert fills a panel of dense rows; several share one
+# an expert fills a panel of dense rows; several share one; products are made expert by expert
+@pytest.fixture(scope="module", params=[("256", "512"), ("256", "96"), ("1024", "4096")])
 def experts(tmp_path_factory, request):
     """kind -> path of a random mixture of experts"""
     folder = tmp_path_factory.mktemp("experts")
@@ -70,9 +71,9 @@ def experts(tmp_path_factory, request):
         "--layers",
         "2",
         "--embd",
-        "256",
+        request.param[0],
         "--ff",
-        request.param,
+        request.param[1],
         "--heads",
         "8",
         "--kv-heads",
@@ -214,9 +215,9 @@ def test_quantized_weights_take_less_memory_than_f16(demo, capfd):
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "macko-q8_0"])
 def test_experts_have_the_logits_of_the_cpu(experts, kind):
-    tokens = [(7919 * i + 300) % 1000 for i in range(60)]
+    tokens = [(7919 * i + 300) % 1000 for i in range(200)]
     want, got = (open_model(experts[kind], layers, logits_all=True) for layers in (0, -1))
-    for n in (60, 7, 1):
+    for n in (200, 60, 7, 1):
         assert nmse(logits(got, tokens[:n]), logits(want, tokens[:n])) < NMSE, n
 
 

@@ -161,7 +161,8 @@ bool compute(backend_context & ctx, const ggml_cgraph * graph) {
         ctx.shared->panels.n_threads = device.n_threads;
     }
     // threads of the host take part in products with weights in its memory
-    if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph)) {
+    if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph) ||
+        graph_multiplies_by_expert(ctx.ops, graph)) {
         return enqueue_eagerly(ctx, graph);
     }
     if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may mean something else now

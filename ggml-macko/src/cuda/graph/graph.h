@@ -42,6 +42,9 @@ bool graph_supports_host_weight(const ggml_tensor * op, size_t panel_nbytes, int
 // whether the graph has such products
 bool graph_has_host_weights(const ggml_cgraph * graph);
 
+// whether the host has to wait for the GPU in the middle of it
+bool graph_multiplies_by_expert(const op_context & ctx, const ggml_cgraph * graph);
+
 // Before ggml allocates the graph: brings matrix products that share an input together, and keeps alive what fused
 // launches read.
 void graph_optimize(const op_context & ctx, ggml_cgraph * graph, ggml_backend_graph_optimize_params * params);

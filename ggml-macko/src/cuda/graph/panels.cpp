@@ -51,6 +51,27 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
            has_expert_products(ctx, node);
 }
 
+// Worth a launch for each expert, and enough tokens for the experts to have several.
+bool is_large_experts(const ggml_tensor * node) {
+    constexpr int64_t   LARGE = int64_t(1) << 22; // weights
+    const ggml_tensor * w     = node->src[0];
+    const ggml_tensor * ids   = node->src[2];
+    return w->ne[0] * w->ne[1] >= LARGE && ids->ne[1] > 1 && ids->ne[0] * ids->ne[1] >= 2 * w->ne[2];
+}
+
+// scratch memory of a product by expert: lists of tokens, rows of x, results
+struct expert_places {
+    size_t x, y, nbytes;
+};
+expert_places expert_memory(const ggml_tensor * node) {
+    const int64_t n_rows = node->src[2]->ne[0] * node->src[2]->ne[1];
+    expert_places at     = {};
+    at.x      = op_mul_mat_id_scratch_nbytes(operand(node->src[0]), operand(node->src[1]), operand(node->src[2]));
+    at.y      = at.x + GGML_PAD(static_cast<size_t>(n_rows * op_expert_rows_ld(node->src[1]->ne[0]) * 4), 256);
+    at.nbytes = at.y + static_cast<size_t>(n_rows * node->ne[0] * 4);
+    return at;
+}
+
 // f(first expert, experts, first row, rows) for each panel: several whole experts, or some rows of one
 template <typename F> cudaError_t for_each_expert_panel(const op_context & ctx, const ggml_tensor * w, F && f) {
     const int64_t n_experts = w->ne[2], rows = panel_rows(ctx, w);
@@ -81,6 +102,20 @@ bool densifies(const op_context & ctx, const ggml_tensor * node) {
                                           : densifies_experts(ctx, node);
 }
 
+bool multiplies_by_expert(const op_context & ctx, const ggml_tensor * node) {
+    return op_of(node) == GGML_OP_MUL_MAT_ID && is_sparse(node->src[0]) && is_large_experts(node) && ctx.panels &&
+           fits_panels(node->src[0], panel_nbytes(ctx)) && has_expert_products(ctx, node);
+}
+
+size_t by_expert_scratch_nbytes(const ggml_tensor * node) {
+    return is_large_experts(node) ? expert_memory(node).nbytes : 0;
+}
+
+bool graph_multiplies_by_expert(const op_context & ctx, const ggml_cgraph * graph) {
+    return std::any_of(graph->nodes, graph->nodes + graph->n_nodes,
+                       [&](const ggml_tensor * node) { return computes(node) && multiplies_by_expert(ctx, node); });
+}
+
 bool graph_supports_host_weight(const ggml_tensor * op, size_t panel_nbytes, int cc) {
     op_context ctx;
     ctx.cc = cc;
@@ -102,6 +137,10 @@ bool graph_has_host_weights(const ggml_cgraph * graph) {
 panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) : ctx(c) {
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
+        if (computes(node) && multiplies_by_expert(ctx, node)) {
+            panels_.push_back({ nullptr, 0, 0 });
+            continue;
+        }
         if (!computes(node) || !densifies(ctx, node)) {
             continue;
         }
@@ -160,7 +199,7 @@ cudaError_t panel_pipeline::make_panels() {
         CUDA_TRY(cudaEventRecord(b.begin, ctx.stream));
         CUDA_TRY(cudaStreamWaitEvent(b.stream, b.begin));
     }
-    for (; n_made_ < panels_.size() && n_made_ < n_used_ + panel_buffers::N; n_made_++) {
+    for (; n_made_ < panels_.size() && panels_[n_made_].w && n_made_ < n_used_ + panel_buffers::N; n_made_++) {
         const panel & p  = panels_[n_made_];
         const size_t  at = n_made_ % panel_buffers::N;
         if (n_made_ >= panel_buffers::N) {
@@ -212,6 +251,78 @@ cudaError_t panel_pipeline::enqueue_densified_experts(ggml_tensor * node) {
             return op_mul_mat_id_16(ctx, dense, first, n_experts, x, ids, y, row, scratch_of(ctx, node));
         });
     });
+}
+
+// How many tokens each expert has, from the lists that op_mul_mat_id_sort has queued. Products that choose the same
+// experts share the answer.
+cudaError_t panel_pipeline::read_expert_begin(const ggml_tensor * ids, int64_t n_experts, const char * lists) {
+    if (expert_ids_ == ids) {
+        return cudaSuccess;
+    }
+    expert_ids_ = nullptr;
+    expert_begin_.resize(static_cast<size_t>(n_experts + 1));
+    CUDA_TRY(cudaMemcpyAsync(expert_begin_.data(), lists, expert_begin_.size() * sizeof(int), cudaMemcpyDeviceToHost,
+                             ctx.stream));
+    CUDA_TRY(cudaStreamSynchronize(ctx.stream));
+    expert_ids_ = ids;
+    return cudaSuccess;
+}
+
+// the panels of experts with more than max_sparse tokens, in place of the one that stands for them
+void panel_pipeline::set_panels_by_expert(const ggml_tensor * node, int max_sparse) {
+    const ggml_tensor * w    = node->src[0];
+    const int64_t       rows = panel_rows(ctx, w);
+    std::vector<panel>  made;
+    for (int64_t expert = 0; expert < w->ne[2]; expert++) {
+        const auto    i     = static_cast<size_t>(expert);
+        const int64_t first = expert * w->ne[1];
+        for (int64_t row = 0; row < w->ne[1] && expert_begin_[i + 1] - expert_begin_[i] > max_sparse; row += rows) {
+            made.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
+        }
+    }
+    const auto at = panels_.begin() + static_cast<std::ptrdiff_t>(n_used_);
+    panels_.insert(panels_.erase(at), made.begin(), made.end());
+}
+
+cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
+    const ggml_tensor * w    = node->src[0];
+    const tensor_type   type = panel_type(w);
+    const op_tensor     x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
+    const expert_places at    = expert_memory(node);
+    char * const        lists = scratch_of(ctx, node);
+    const int64_t       ld = op_expert_rows_ld(w->ne[0]), rows = panel_rows(ctx, w);
+    const int max_sparse = stored(w) ? static_cast<int>(cuda_sparse_mul_mat_max_n(stored(w)->matrix, false)) : 0;
+    forget_x16();
+    CUDA_TRY(op_mul_mat_id_sort(ctx, w->ne[2], ids, lists));
+    CUDA_TRY(read_expert_begin(node->src[2], w->ne[2], lists));
+    set_panels_by_expert(node, max_sparse);
+    CUDA_TRY(op_gather_expert_rows(ctx, type, x, ids, w->ne[2], lists, max_sparse, lists + at.x));
+    for (int64_t expert = 0; expert < w->ne[2]; expert++) {
+        const int64_t begin  = expert_begin_[static_cast<size_t>(expert)],
+                      n      = expert_begin_[static_cast<size_t>(expert) + 1] - begin;
+        char * const  x_rows = lists + at.x + begin * ld * 4;
+        float * const y_rows = reinterpret_cast<float *>(lists + at.y) + begin * w->ne[1];
+        if (n > 0 && n <= max_sparse) {
+            cuda_sparse_mul_mat_params p =
+                sparse_mul_mat_params(ctx, *stored(w), reinterpret_cast<float *>(x_rows), y_rows, ld, w->ne[1], n);
+            p.row_begin[0] = expert * w->ne[1];
+            p.row_end[0]   = p.row_begin[0] + w->ne[1];
+            CUDA_TRY(cuda_sparse_mul_mat(p, ctx.stream));
+            continue;
+        }
+        const op_tensor x16 = { x_rows, type, { w->ne[0], n, 1, 1 }, { 2, ld * 2, n * ld * 2, n * ld * 2 } };
+        const op_tensor out = { reinterpret_cast<char *>(y_rows),
+                                TYPE_F32,
+                                { w->ne[1], n, 1, 1 },
+                                { 4, w->ne[1] * 4, n * w->ne[1] * 4, n * w->ne[1] * 4 } };
+        for (int64_t row = 0; n > 0 && row < w->ne[1]; row += rows) {
+            CUDA_TRY(use_panel([&](char * panel) {
+                return op_mul_mat_16(ctx, type, panel, panel_ld(w), std::min(rows, w->ne[1] - row), x16, x_rows, out,
+                                     row, lists);
+            }));
+        }
+    }
+    return op_scatter_expert_rows(ctx, lists + at.y, ids, w->ne[2], lists, y);
 }
 
 // Where the copy of node's x is (*is_made), or has to be made

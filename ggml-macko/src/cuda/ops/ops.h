@@ -284,6 +284,16 @@ cudaError_t op_mul_mat_id_sort(const op_context & ctx, int64_t n_experts, const 
 cudaError_t op_mul_mat_id_16(const op_context & ctx, const op_tensor & w, int64_t first_expert, int64_t n_experts,
                              const op_tensor & x, const op_tensor & ids, const op_tensor & dst, int64_t first_row,
                              const char * scratch);
+// The same expert by expert (expert-rows.cu), for whoever knows how many tokens each has, which are the first n_experts
+// + 1 numbers (int) that op_mul_mat_id_sort leaves in scratch, summed up (`lists`). gather: rows of x, those of an
+// expert side by side, op_expert_rows_ld(width) elements apart, the first at 4 bytes for each element in front of it.
+// They stay float32 where an expert has at most max_f32 of them, or else become `type` (F16, BF16). scatter: dst from
+// results in that order, dst.ne[0] floats each.
+int64_t     op_expert_rows_ld(int64_t width);
+cudaError_t op_gather_expert_rows(const op_context & ctx, tensor_type type, const op_tensor & x, const op_tensor & ids,
+                                  int64_t n_experts, const char * lists, int64_t max_f32, char * rows);
+cudaError_t op_scatter_expert_rows(const op_context & ctx, const char * rows, const op_tensor & ids, int64_t n_experts,
+                                   const char * lists, const op_tensor & dst);
 
 // ---- attention (attention.cu) ----
 

@@ -142,6 +142,18 @@ def test_what_does_not_fit_the_gpu_is_left_out(pruned, monkeypatch):
     assert "nothing fits" in " ".join(ggml_macko.plan(pruned, types=["packed"]).advice)
 
 
+def test_embeddings_take_no_gpu_memory_beside_a_head_of_their_own(tmp_path):
+    rng = np.random.default_rng(3)
+    weights = rng.normal(size=(512, 256)).astype(np.float16).view(np.uint16)
+    block = np.where(rng.random((256, 256)) < 0.3, 1, 0).astype(np.float16).view(np.uint16)
+    tensors = {"token_embd.weight": (weights, 1), "output.weight": (weights, 1), "blk.0.attn_q.weight": (block, 1)}
+    for names, shared in ((list(tensors), False), (["token_embd.weight", "blk.0.attn_q.weight"], True)):
+        path = generators.write_gguf(tmp_path / f"{len(names)}.gguf", {name: tensors[name] for name in names})
+        found = by_type(ggml_macko.plan(path, types=["packed"]))["packed"]
+        on_host = found.nbytes - found.nbytes_gpu
+        assert on_host == pytest.approx(0 if shared else weights.nbytes, abs=block.nbytes), names
+
+
 def test_values_in_ten_bits_stay_so_on_a_gpu_where_rows_are_wide(tmp_path):
     rng = np.random.default_rng(5)
     growth = {}

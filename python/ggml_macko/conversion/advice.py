@@ -371,7 +371,7 @@ def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan
         n_sparse=sum(x.stored[name].is_sparse for x in looked),
         nbytes=nbytes,
         nbytes_q6_k=nbytes - _saved_by_q6_k(name, looked),
-        nbytes_gpu=dense + _gpu_nbytes(name, sparse, is_lossy, looked),
+        nbytes_gpu=dense - _host_nbytes(name, looked) + _gpu_nbytes(name, sparse, is_lossy, looked),
         nbytes_cpu=dense + sparse,
         bits_per_weight=nbytes * 8 / n_parameters if n_parameters else 0.0,
         below=_break_evens(choices, looked, n_threads),
@@ -384,6 +384,14 @@ def _saved_by_q6_k(name: str, looked: Sequence[_Looked]) -> int:
     ends = [x for x in looked if x.tensor.name in (tensor_rules.HEAD, tensor_rules.EMBEDDING)]
     saved = [x.stored[name].nbytes - dense_nbytes(x.tensor, "q6_k") for x in ends if not x.stored[name].is_sparse]
     return int(sum(n for n in saved if 0 < n < float("inf")))
+
+
+def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
+    """Bytes that no GPU gets: llama.cpp looks up embeddings on the CPU, and only a model without a head multiplies with
+    a copy of them."""
+    stored = {x.tensor.name: x.stored[name] for x in looked}
+    embedding = stored.get(tensor_rules.EMBEDDING)
+    return 0 if embedding is None or embedding.is_sparse or tensor_rules.HEAD not in stored else embedding.nbytes
 
 
 def _gpu_nbytes(name: str, sparse: int, is_lossy: bool, looked: Sequence[_Looked]) -> int:

@@ -440,7 +440,7 @@ class PackedCodec(Codec):
         return {"packed": (Choice(self),), LOSSLESS: self.automatic(), **lossy}
 
     def automatic(self) -> tuple[Choice, ...]:
-        return (Choice(self, None, TYPE_CODED), Choice(self))
+        return (Choice(self, None, TYPE_CODED),)
 
     def version(self, value_type: int) -> int:
         return {TYPE_Q5_0: 4, TYPE_Q4_NL: 5, TYPE_CODED: 6}.get(value_type, 3)
@@ -466,6 +466,16 @@ class PackedCodec(Codec):
         is_coded = candidate.value_type == TYPE_CODED
         plain = values_nbytes(source.type, source.type, n_values(source.count.nnz)) if is_coded else values.nbytes
         return plain + sum(part.nbytes for part in places)
+
+    def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
+        """Values that were to be coded are plain where that is not larger: the index beside them is the same."""
+        if choice.value_type != TYPE_CODED:
+            return super().plan(source, choice, settings)
+        coded_values = super().plan(source, choice, settings)
+        plain_nbytes = values_nbytes(source.type, source.type, n_values(source.count.nnz))
+        if coded_values.components[0].nbytes < plain_nbytes:
+            return coded_values
+        return super().plan(source, Choice(self, choice.bits), settings)
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:
         kind = source.type if value_type is None else value_type

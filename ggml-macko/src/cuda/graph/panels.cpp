@@ -152,14 +152,18 @@ panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) 
     }
 }
 
+// the panels of one matrix of w, whose first row is `first`
+void panel_pipeline::append_panels(std::vector<panel> & panels, const ggml_tensor * w, int64_t first, int64_t rows) {
+    for (int64_t row = 0; row < w->ne[1]; row += rows) {
+        panels.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
+    }
+}
+
 void panel_pipeline::add_panels(const ggml_tensor * node) {
     const ggml_tensor * w    = node->src[0];
     const int64_t       rows = panel_rows(ctx, w);
     for_each_batch(node, [&](int64_t i2, int64_t i3) {
-        const int64_t first = first_row_of_batch(node, i2, i3);
-        for (int64_t row = 0; row < w->ne[1]; row += rows) {
-            panels_.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
-        }
+        append_panels(panels_, w, first_row_of_batch(node, i2, i3), rows);
         return cudaSuccess;
     });
 }
@@ -222,15 +226,14 @@ template <typename F> cudaError_t panel_pipeline::use_panel(F && multiply) {
     return cudaEventRecord(b.used[at], ctx.stream);
 }
 
-// all panels of batch (i2, i3) of a MUL_MAT
-cudaError_t panel_pipeline::enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16) {
-    const ggml_tensor * w    = node->src[0];
-    const int64_t       rows = panel_rows(ctx, w);
-    const op_tensor     x = batch_operand(node->src[1], i2, i3), y = batch_operand(node, i2, i3);
+// y = W x for one matrix of w, of which all panels come next
+cudaError_t panel_pipeline::enqueue_panels(const ggml_tensor * w, const op_tensor & x, const char * x16,
+                                           const op_tensor & y, char * scratch) {
+    const int64_t rows = panel_rows(ctx, w);
     for (int64_t row = 0; row < w->ne[1]; row += rows) {
         CUDA_TRY(use_panel([&](char * panel) {
             const int64_t n = std::min(rows, w->ne[1] - row);
-            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch_of(ctx, node));
+            return op_mul_mat_16(ctx, panel_type(w), panel, panel_ld(w), n, x, x16, y, row, scratch);
         }));
     }
     return cudaSuccess;
@@ -274,10 +277,9 @@ void panel_pipeline::set_panels_by_expert(const ggml_tensor * node, int max_spar
     const int64_t       rows = panel_rows(ctx, w);
     std::vector<panel>  made;
     for (int64_t expert = 0; expert < w->ne[2]; expert++) {
-        const auto    i     = static_cast<size_t>(expert);
-        const int64_t first = expert * w->ne[1];
-        for (int64_t row = 0; row < w->ne[1] && expert_begin_[i + 1] - expert_begin_[i] > max_sparse; row += rows) {
-            made.push_back({ w, first + row, first + std::min(row + rows, w->ne[1]) });
+        const auto i = static_cast<size_t>(expert);
+        if (expert_begin_[i + 1] - expert_begin_[i] > max_sparse) {
+            append_panels(made, w, expert * w->ne[1], rows);
         }
     }
     const auto at = panels_.begin() + static_cast<std::ptrdiff_t>(n_used_);
@@ -290,8 +292,8 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
     const op_tensor     x = operand(node->src[1]), ids = operand(node->src[2]), y = operand(node);
     const expert_places at    = expert_memory(node);
     char * const        lists = scratch_of(ctx, node);
-    const int64_t       ld = op_expert_rows_ld(w->ne[0]), rows = panel_rows(ctx, w);
-    const int max_sparse = stored(w) ? static_cast<int>(cuda_sparse_mul_mat_max_n(stored(w)->matrix, false)) : 0;
+    const int64_t       ld    = op_expert_rows_ld(w->ne[0]);
+    const int max_sparse      = stored(w) ? static_cast<int>(cuda_sparse_mul_mat_max_n(stored(w)->matrix, false)) : 0;
     forget_x16();
     CUDA_TRY(op_mul_mat_id_sort(ctx, w->ne[2], ids, lists));
     CUDA_TRY(read_expert_begin(node->src[2], w->ne[2], lists));
@@ -302,7 +304,10 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
                       n      = expert_begin_[static_cast<size_t>(expert) + 1] - begin;
         char * const  x_rows = lists + at.x + begin * ld * 4;
         float * const y_rows = reinterpret_cast<float *>(lists + at.y) + begin * w->ne[1];
-        if (n > 0 && n <= max_sparse) {
+        if (n == 0) {
+            continue;
+        }
+        if (n <= max_sparse) {
             cuda_sparse_mul_mat_params p =
                 sparse_mul_mat_params(ctx, *stored(w), reinterpret_cast<float *>(x_rows), y_rows, ld, w->ne[1], n);
             p.row_begin[0] = expert * w->ne[1];
@@ -315,12 +320,7 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
                                 TYPE_F32,
                                 { w->ne[1], n, 1, 1 },
                                 { 4, w->ne[1] * 4, n * w->ne[1] * 4, n * w->ne[1] * 4 } };
-        for (int64_t row = 0; n > 0 && row < w->ne[1]; row += rows) {
-            CUDA_TRY(use_panel([&](char * panel) {
-                return op_mul_mat_16(ctx, type, panel, panel_ld(w), std::min(rows, w->ne[1] - row), x16, x_rows, out,
-                                     row, lists);
-            }));
-        }
+        CUDA_TRY(enqueue_panels(w, x16, x_rows, out, lists));
     }
     return op_scatter_expert_rows(ctx, lists + at.y, ids, w->ne[2], lists, y);
 }
@@ -344,12 +344,14 @@ cudaError_t panel_pipeline::enqueue_densified(ggml_tensor * node) {
         if (!is_made) {
             CUDA_TRY(op_mul_mat_x16(ctx, type, operand(x), x16));
         }
-        return enqueue_panels(node, 0, 0, x16);
+        return enqueue_panels(node->src[0], operand(x), x16, operand(node), scratch_of(ctx, node));
     }
     forget_x16();
     return for_each_batch(node, [&](int64_t i2, int64_t i3) {
-        CUDA_TRY(op_mul_mat_x16(ctx, type, batch_operand(x, i2, i3), scratch_of(ctx, node)));
-        return enqueue_panels(node, i2, i3, scratch_of(ctx, node));
+        const op_tensor batch = batch_operand(x, i2, i3);
+        char * const    x16   = scratch_of(ctx, node);
+        CUDA_TRY(op_mul_mat_x16(ctx, type, batch, x16));
+        return enqueue_panels(node->src[0], batch, x16, batch_operand(node, i2, i3), x16);
     });
 }
 

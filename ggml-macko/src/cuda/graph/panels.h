@@ -55,13 +55,15 @@ private:
     std::vector<int>    expert_begin_;         // in the lists of tokens by expert, and behind the last
     const ggml_tensor * expert_ids_ = nullptr; // of those
 
+    static void append_panels(std::vector<panel> & panels, const ggml_tensor * w, int64_t first, int64_t rows);
     void        add_panels(const ggml_tensor * node);
     void        add_panels_of_experts(const ggml_tensor * node);
     void        set_panels_by_expert(const ggml_tensor * node, int max_sparse);
     cudaError_t read_expert_begin(const ggml_tensor * ids, int64_t n_experts, const char * lists);
     cudaError_t make_panel(const panel & p, char * memory);
     cudaError_t make_panels();
-    cudaError_t enqueue_panels(ggml_tensor * node, int64_t i2, int64_t i3, const char * x16);
+    cudaError_t enqueue_panels(const ggml_tensor * w, const op_tensor & x, const char * x16, const op_tensor & y,
+                               char * scratch);
     char *      shared_x16(ggml_tensor * node, tensor_type type, bool * is_made);
 
     template <typename F> cudaError_t use_panel(F && multiply);

@@ -132,6 +132,10 @@ bool enqueue_eagerly(backend_context & ctx, const ggml_cgraph * graph) {
 
 // false: the graph cannot be captured, and nothing was queued
 bool make_capture(backend_context & ctx, const ggml_cgraph * graph, captured_graph & c) {
+    if (graph_multiplies_by_expert(ctx.ops, graph)) {
+        c.failed = true;
+        return false;
+    }
     const ggml_tensor * failed = nullptr;
     cudaGraph_t         made   = nullptr;
     ctx.ops.stream             = ctx.capture_stream;
@@ -161,8 +165,7 @@ bool compute(backend_context & ctx, const ggml_cgraph * graph) {
         ctx.shared->panels.n_threads = device.n_threads;
     }
     // threads of the host take part in products with weights in its memory
-    if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph) ||
-        graph_multiplies_by_expert(ctx.ops, graph)) {
+    if (!ctx.use_graphs || !is_worth_capturing(graph) || graph_has_host_weights(graph)) {
         return enqueue_eagerly(ctx, graph);
     }
     if (ctx.buffers_freed != device.buffers_freed) { // addresses in captured graphs may mean something else now

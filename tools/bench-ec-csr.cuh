@@ -119,15 +119,8 @@ struct ec_csr_bench {
     std::optional<reference> want;
 
     void report(const char * name, const bench_matrix & w, const gpu_times & model) {
-        cuda_sparse_mul_mat_params p = {};
-        p.n_matrices                 = 1;
-        p.y[0]                       = y;
-        p.ldy[0]                     = rows;
-        p.row_end[0]                 = rows;
-        p.x                          = x;
-        p.ldx                        = cols;
-        p.n                          = 1;
-        const auto run               = [&](int i) {
+        cuda_sparse_mul_mat_params p   = product_of(rows, cols, 1, x, y);
+        const auto                 run = [&](int i) {
             p.w[0] = &w.copies[static_cast<size_t>(i)];
             CHECKED(cuda_sparse_mul_mat(p, stream));
         };

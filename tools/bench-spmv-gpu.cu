@@ -260,6 +260,19 @@ reference reference_of(const random_matrix & m, const float * x) {
 
 // ---- a matrix as the file has it, and as the device gets it ----
 
+// a product with n columns of x, all of them side by side, of a matrix that w[0] is set to
+cuda_sparse_mul_mat_params product_of(int64_t rows, int64_t cols, int64_t n, const float * x, float * y) {
+    cuda_sparse_mul_mat_params p = {};
+    p.n_matrices                 = 1;
+    p.y[0]                       = y;
+    p.ldy[0]                     = rows;
+    p.row_end[0]                 = rows;
+    p.x                          = x;
+    p.ldx                        = cols;
+    p.n                          = n;
+    return p;
+}
+
 // a layout that is asked for (enum cuda_sparse_layout), and runs per row
 struct layout_choice {
     int32_t layout, lanes;
@@ -964,14 +977,7 @@ struct spmv_bench {
 
         // of a matrix that params.w[0] is set to
         cuda_sparse_mul_mat_params params() const {
-            cuda_sparse_mul_mat_params p = {};
-            p.n_matrices                 = 1;
-            p.y[0]                       = y;
-            p.ldy[0]                     = rows;
-            p.row_end[0]                 = rows;
-            p.x                          = x;
-            p.ldx                        = cols;
-            p.n                          = n;
+            cuda_sparse_mul_mat_params p = product_of(rows, cols, n, x, y);
             p.x16                        = x16;
             return p;
         }

@@ -419,6 +419,11 @@ def _encode_in_c(bits: Array, type_id: int, value_type: int, index_bits: int | N
     return PackedMatrix.from_encoded(native_codec.encode("packed", bits, type_id, options, n_threads))
 
 
+def _plain_nbytes(source: Source) -> int:
+    """Of values as they are in the source."""
+    return values_nbytes(source.type, source.type, n_values(source.count.nnz))
+
+
 # ---- codec ----
 
 
@@ -463,18 +468,14 @@ class PackedCodec(Codec):
 
     def nbytes_expanded(self, candidate: Candidate, source: Source) -> int:
         values, *places = candidate.components
-        is_coded = candidate.value_type == TYPE_CODED
-        plain = values_nbytes(source.type, source.type, n_values(source.count.nnz)) if is_coded else values.nbytes
+        plain = _plain_nbytes(source) if candidate.value_type == TYPE_CODED else values.nbytes
         return plain + sum(part.nbytes for part in places)
 
     def plan(self, source: Source, choice: Choice, settings: Settings) -> Candidate:
         """Values that were to be coded are plain where that is not larger: the index beside them is the same."""
-        if choice.value_type != TYPE_CODED:
-            return super().plan(source, choice, settings)
-        coded_values = super().plan(source, choice, settings)
-        plain_nbytes = values_nbytes(source.type, source.type, n_values(source.count.nnz))
-        if coded_values.components[0].nbytes < plain_nbytes:
-            return coded_values
+        found = super().plan(source, choice, settings)
+        if found.value_type != TYPE_CODED or found.components[0].nbytes < _plain_nbytes(source):
+            return found
         return super().plan(source, Choice(self, choice.bits), settings)
 
     def encode(self, source: Source, bits: int | None, value_type: int | None, settings: Settings) -> EncodedMatrix:

@@ -22,14 +22,22 @@ namespace macko::cuda {
 
 namespace {
 
-constexpr int TILE_MIN_TOKENS = 9; // of fewer, a tile would be mostly empty
-
 constexpr int TILE          = 64;  // positions
 constexpr int GROUP_THREADS = 128; // 4 warps
 constexpr int TILE_BLOCKS   = 128; // with fewer, positions are split; a constant, so that results are the same anywhere
 constexpr int CLASS_THREADS = 256;
 constexpr int CLASS_POSITIONS = 256; // of a block: 8 of a lane
 constexpr int CONVERT_THREADS = 256;
+
+// Of fewer tokens a tile is mostly empty. Where each query head has a K and V of its own, so that the kernel for few
+// tokens reads those again for every pair of tokens, tiles are faster from fewer on, if there are many positions
+// (measured on an H100).
+bool fills_tiles(const attention_params & p) {
+    constexpr int64_t MIN_TOKENS = 9, FEW_TOKENS = 3, DEEP = 4096;
+    const int64_t     tokens = p.q.ne[1], positions = p.k.ne[1];
+    const bool        own_heads = p.q.ne[2] == p.k.ne[2] && p.k.type == TYPE_F16;
+    return tokens >= MIN_TOKENS || (own_heads && tokens >= FEW_TOKENS && positions * (tokens - FEW_TOKENS + 1) >= DEEP);
+}
 
 enum tile_class : unsigned char {
     TILE_HIDDEN, // no token sees a position
@@ -60,8 +68,12 @@ template <int HEAD_DIM> struct tile_config {
     static constexpr int shared_nbytes(int groups) { return (TOKENS + groups * 2 * TILE) * STRIDE * 2; }
 };
 
-__device__ __forceinline__ void sync_group(int group) { // 0 is __syncthreads()
-    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory");
+__device__ __forceinline__ void sync_group(int group) { // barrier 0 is __syncthreads()
+    if (group == 0) {
+        asm volatile("bar.sync 1, %0;" ::"n"(GROUP_THREADS) : "memory");
+    } else {
+        asm volatile("bar.sync 2, %0;" ::"n"(GROUP_THREADS) : "memory");
+    }
 }
 
 // A group of threads copies rows of K or V to shared memory, each thread a chunk of every so many rows; complete after
@@ -151,17 +163,7 @@ __global__ void __launch_bounds__(CLASS_THREADS)
 template <int HEAD_DIM, int THREADS>
 __device__ __forceinline__ void combine_tile_splits(const attention_args & p, int token0, int n_rows, int head,
                                                     int64_t first_row, unsigned * counter, bool * is_last) {
-    __syncthreads();
-    if (threadIdx.x == 0) { // with the barriers, it releases and acquires what the other blocks wrote
-        unsigned before;
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        *is_last = before == static_cast<unsigned>(p.n_splits - 1);
-        if (*is_last) {
-            *counter = 0;
-        }
-    }
-    __syncthreads();
-    if (!*is_last) {
+    if (!is_last_split(counter, p.n_splits, is_last)) {
         return;
     }
     constexpr int LD   = HEAD_DIM + 2;
@@ -592,7 +594,7 @@ bool attention_tile_supported(const attention_params & p) {
     // the mask is read in pairs of positions
     const bool mask_ok =
         !p.mask || (p.k.ne[1] % 2 == 0 && is_aligned(*p.mask, 4) && p.mask->ne[2] * p.mask->ne[3] <= 65535);
-    return p.q.ne[1] >= TILE_MIN_TOKENS && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] && mask_ok &&
+    return fills_tiles(p) && type_ok && p.k.type == p.v.type && p.k.ne[0] == p.v.ne[0] && mask_ok &&
            tile_tokens(p.k.ne[0]) != 0;
 }
 

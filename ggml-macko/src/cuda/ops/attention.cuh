@@ -123,6 +123,22 @@ static __device__ __forceinline__ void put_sum(const sum_places & p, int head_di
     p.dst[row * head_dim + e] = divided(sum, max, weight, p.sinks ? p.sinks + head : nullptr);
 }
 
+// Called by all threads of a block that has written its split of some rows: whether it is the last of n_splits, which
+// then reads what the others wrote. counter: 0 before the first and after the last; is_last: in shared memory.
+static __device__ __forceinline__ bool is_last_split(unsigned * counter, int n_splits, bool * is_last) {
+    __syncthreads();
+    if (threadIdx.x == 0) { // with the barriers, it releases and acquires what the other blocks wrote
+        unsigned before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+        *is_last = before == static_cast<unsigned>(n_splits - 1);
+        if (*is_last) {
+            *counter = 0;
+        }
+    }
+    __syncthreads();
+    return *is_last;
+}
+
 // Called by all threads of a block after put_sum. The block of these rows that comes last combines their splits in
 // order, so the result does not depend on which block that is.
 static __device__ __forceinline__ void combine_splits(const attention_args & p, int64_t row0, int head0, int n_rows) {
@@ -131,18 +147,7 @@ static __device__ __forceinline__ void combine_splits(const attention_args & p, 
     if (p.n_splits == 1) {
         return;
     }
-    __syncthreads();
-    if (threadIdx.x == 0) { // with the barriers, it releases and acquires what the other blocks wrote
-        unsigned * counter = p.counters + blockIdx.z * gridDim.y + blockIdx.y;
-        unsigned   before;
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-        is_last = before == static_cast<unsigned>(p.n_splits - 1);
-        if (is_last) {
-            *counter = 0;
-        }
-    }
-    __syncthreads();
-    if (!is_last) {
+    if (!is_last_split(p.counters + blockIdx.z * gridDim.y + blockIdx.y, p.n_splits, &is_last)) {
         return;
     }
     const int head_dim = static_cast<int>(p.dst.ne[0]), ld = head_dim + 2, n = p.n_splits;

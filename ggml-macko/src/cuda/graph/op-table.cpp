@@ -140,9 +140,13 @@ bool mul_mat_id_supported(const ggml_tensor * op) {
     return op_mul_mat_id_supported(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]), operand(op));
 }
 size_t mul_mat_id_scratch_nbytes(const ggml_tensor * op) {
-    return op_mul_mat_id_scratch_nbytes(operand(op->src[0]), operand(op->src[1]), operand(op->src[2]));
+    return std::max(op_mul_mat_id_scratch_nbytes(operand(op->src[0]), operand(op->src[1]), operand(op->src[2])),
+                    by_expert_scratch_nbytes(op));
 }
 cudaError_t enqueue_mul_mat_id(panel_pipeline & panels, ggml_tensor * node) {
+    if (multiplies_by_expert(panels.ctx, node)) {
+        return panels.enqueue_by_expert(node);
+    }
     return op_mul_mat_id(panels.ctx, operand(node->src[0]), operand(node->src[1]), operand(node->src[2]), operand(node),
                          scratch_of(panels.ctx, node));
 }
@@ -163,9 +167,6 @@ cudaError_t enqueue_sparse(panel_pipeline & panels, ggml_tensor * node) {
 
 bool sparse_id_supported(const ggml_tensor * op) {
     return sparse_mul_mat_supported(op) && op->src[2]->type == GGML_TYPE_I32;
-}
-size_t sparse_id_scratch_nbytes(const ggml_tensor * op) {
-    return std::max(mul_mat_id_scratch_nbytes(op), by_expert_scratch_nbytes(op));
 }
 cudaError_t enqueue_sparse_id(panel_pipeline & panels, ggml_tensor * node) {
     if (multiplies_by_expert(panels.ctx, node)) {
@@ -211,7 +212,7 @@ const op_row OP_TABLE[] = {
     { GGML_OP_MUL_MAT,        DENSE,  2,  mul_mat_supported,        mul_mat_scratch_nbytes,    enqueue_mul_mat   },
     { GGML_OP_MUL_MAT,        SPARSE, 2,  sparse_mul_mat_supported, sparse_scratch_nbytes,     enqueue_sparse    },
     { GGML_OP_MUL_MAT_ID,     DENSE,  3,  mul_mat_id_supported,     mul_mat_id_scratch_nbytes, enqueue_mul_mat_id},
-    { GGML_OP_MUL_MAT_ID,     SPARSE, 3,  sparse_id_supported,      sparse_id_scratch_nbytes,  enqueue_sparse_id },
+    { GGML_OP_MUL_MAT_ID,     SPARSE, 3,  sparse_id_supported,      mul_mat_id_scratch_nbytes, enqueue_sparse_id },
 };
 // clang-format on
 

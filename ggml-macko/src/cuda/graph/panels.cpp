@@ -51,6 +51,12 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
            has_expert_products(ctx, node);
 }
 
+// dense rows in 16 bits that are multiplied where they are, as those of a panel
+bool is_dense_panel(const ggml_tensor * w) {
+    const bool has_16_bits = w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
+    return !is_sparse(w) && has_16_bits && w->nb[0] == 2 && w->nb[1] % 16 == 0;
+}
+
 // Worth a launch for each expert, and enough tokens for the experts to have several.
 bool is_large_experts(const ggml_tensor * node) {
     constexpr int64_t   LARGE = int64_t(1) << 22; // weights
@@ -103,8 +109,11 @@ bool densifies(const op_context & ctx, const ggml_tensor * node) {
 }
 
 bool multiplies_by_expert(const op_context & ctx, const ggml_tensor * node) {
-    return op_of(node) == GGML_OP_MUL_MAT_ID && is_sparse(node->src[0]) && is_large_experts(node) && ctx.panels &&
-           fits_panels(node->src[0], panel_nbytes(ctx)) && has_expert_products(ctx, node);
+    if (op_of(node) != GGML_OP_MUL_MAT_ID || !is_large_experts(node) || !has_expert_products(ctx, node)) {
+        return false;
+    }
+    const ggml_tensor * w = node->src[0];
+    return is_sparse(w) ? ctx.panels && fits_panels(w, panel_nbytes(ctx)) : is_dense_panel(w);
 }
 
 size_t by_expert_scratch_nbytes(const ggml_tensor * node) {
@@ -138,7 +147,9 @@ panel_pipeline::panel_pipeline(const op_context & c, const ggml_cgraph * graph) 
     for (int i = 0; i < graph->n_nodes; i++) {
         const ggml_tensor * node = graph->nodes[i];
         if (computes(node) && multiplies_by_expert(ctx, node)) {
-            panels_.push_back({ nullptr, 0, 0 });
+            if (is_sparse(node->src[0])) {
+                panels_.push_back({ nullptr, 0, 0 });
+            }
             continue;
         }
         if (!computes(node) || !densifies(ctx, node)) {
@@ -297,7 +308,9 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
     forget_x16();
     CUDA_TRY(op_mul_mat_id_sort(ctx, w->ne[2], ids, lists));
     CUDA_TRY(read_expert_begin(node->src[2], w->ne[2], lists));
-    set_panels_by_expert(node, max_sparse);
+    if (is_sparse(w)) {
+        set_panels_by_expert(node, max_sparse);
+    }
     CUDA_TRY(op_gather_expert_rows(ctx, type, x, ids, w->ne[2], lists, max_sparse, lists + at.x));
     for (int64_t expert = 0; expert < w->ne[2]; expert++) {
         const int64_t begin  = expert_begin_[static_cast<size_t>(expert)],
@@ -320,7 +333,13 @@ cudaError_t panel_pipeline::enqueue_by_expert(ggml_tensor * node) {
                                 TYPE_F32,
                                 { w->ne[1], n, 1, 1 },
                                 { 4, w->ne[1] * 4, n * w->ne[1] * 4, n * w->ne[1] * 4 } };
-        CUDA_TRY(enqueue_panels(w, x16, x_rows, out, lists));
+        if (is_sparse(w)) {
+            CUDA_TRY(enqueue_panels(w, x16, x_rows, out, lists));
+        } else {
+            char * const rows = static_cast<char *>(w->data) + expert * static_cast<int64_t>(w->nb[2]);
+            CUDA_TRY(op_mul_mat_16(ctx, type, rows, static_cast<int64_t>(w->nb[1]) / 2, w->ne[1], x16, x_rows, out, 0,
+                                   lists));
+        }
     }
     return op_scatter_expert_rows(ctx, lists + at.y, ids, w->ne[2], lists, y);
 }

@@ -109,6 +109,33 @@ void test_a_computed_norm_weight_is_not_read_early() {
     check_launches("computed norm weight", b.graph, { "unary", "rms_norm+mul", "sparse q" });
 }
 
+// RELU and SQR in front of a weight that is kept by columns, for one token
+void test_a_squared_relu_is_part_of_a_product_by_columns() {
+    struct {
+        const char *             name;
+        bool                     by_columns;
+        int64_t                  n_tokens;
+        std::vector<std::string> launches;
+    } const cases[] = {
+        { "by columns", true, 1, { "sparse up", "sparse down bias square_relu" } },
+        { "by rows", false, 1, { "sparse up", "unary", "unary", "sparse down bias" } },
+        { "two tokens", true, 2, { "sparse up", "unary", "unary", "sparse down residual" } },
+    };
+    for (const auto & c : cases) {
+        graph_builder b;
+        cuda_columns  columns = {};
+        ggml_tensor * x       = b.input(GGML_TYPE_F32, 256, c.n_tokens);
+        ggml_tensor * down    = b.sparse_weight("down", 512, 256);
+        if (c.by_columns) {
+            const_cast<stored_matrix *>(stored(down))->matrix.columns = &columns;
+        }
+        ggml_tensor * up = ggml_mul_mat(b.ctx, b.sparse_weight("up", 256, 512), x);
+        ggml_tensor * y  = ggml_mul_mat(b.ctx, down, ggml_sqr(b.ctx, ggml_relu(b.ctx, up)));
+        finish(b, ggml_add(b.ctx, y, x));
+        check_launches(c.name, b.graph, c.launches);
+    }
+}
+
 void test_a_part_in_another_layout_takes_no_norm() {
     graph_builder b;
     projections   p(b);
@@ -545,6 +572,17 @@ void test_large_experts_are_products_of_their_own() {
     panels.nbytes = size_t(1) << 20;
 }
 
+// Dense experts are multiplied where they are, and none that has no token.
+void test_large_dense_experts_need_no_panels() {
+    graph_builder b;
+    ggml_tensor * x = b.input(GGML_TYPE_F32, 2048, 1, 40), *ids = b.input(GGML_TYPE_I32, 2, 40);
+    finish(b, ggml_mul_mat_id(b.ctx, b.dense_weight(GGML_TYPE_F16, 2048, 2048, 4), x, ids));
+    fake::expert_begin = { 0, 0, 5, 45, 80 };
+    check_launches("dense experts with several tokens", b.graph,
+                   { "mul_mat_id_sort", "read", "synchronize", "gather_expert_rows", "mul_mat_16", "mul_mat_16",
+                     "mul_mat_16", "scatter_expert_rows" });
+}
+
 // llama.cpp marks products with a Hadamard matrix
 void test_a_hint_makes_a_product_a_transform() {
     for (const bool marked : { false, true }) {
@@ -636,6 +674,7 @@ int main() {
     test_a_norm_with_another_use_is_stored();
     test_an_output_is_stored();
     test_a_computed_norm_weight_is_not_read_early();
+    test_a_squared_relu_is_part_of_a_product_by_columns();
     test_a_part_in_another_layout_takes_no_norm();
     test_many_columns_are_densified_and_share_x16();
     test_bias_and_residual_join_their_product();
@@ -666,6 +705,7 @@ int main() {
     test_operands_of_a_launch_live_until_its_last_node();
     test_experts_are_one_launch_per_slot_or_token();
     test_large_experts_are_products_of_their_own();
+    test_large_dense_experts_need_no_panels();
     test_a_hint_makes_a_product_a_transform();
     test_a_sparse_weight_is_for_products_only();
     test_no_op_writes_into_memory_of_another_device();

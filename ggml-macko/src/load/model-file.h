@@ -25,6 +25,9 @@ struct sparse_tensor_info {
     std::shared_ptr<const std::vector<int32_t>> row_ptr = nullptr; // as counted, if it is encoded on load (compress.h)
     int64_t                                     n_negative_zeros = 0; // that become +0.0 when it is encoded on load
     int64_t nbytes_values = 0; // of its first component on file; 0 if it is encoded on load
+    // A model is loaded, and multiplies this by vectors with many zeros (zero-inputs.h): a device is to keep it by
+    // columns, too. Never with GGML_MACKO_NO_COLUMNS, for whom memory matters more.
+    bool by_columns = false;
 
     bool is_encoded_on_load() const { return row_ptr != nullptr; }
     // as a format's checks take it; component_tensors: its n_tensors tensors, or nullptr for a description without

@@ -6,6 +6,7 @@
 #include "cuda/sparse/upload-registry.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace macko::cuda {
 
@@ -76,11 +77,31 @@ int64_t rows_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
                          : cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
 }
 
+// Bytes to reserve for the matrix by rows; what is kept by columns lies behind them.
+int64_t by_rows_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
+    const int64_t own = own_nbytes(device, matrix);
+    return cuda_sparse_aligned(own ? own : rows_nbytes(device, matrix));
+}
+
+bool has_columns(const sparse_tensor_info & matrix) {
+    return matrix.by_columns && cuda_columns_supported(matrix.desc, matrix.value_type);
+}
+
+int make_columns(gpu & device, const sparse_tensor_info & matrix, char * memory, stored_matrix * m) {
+    if (const int status =
+            cuda_columns_make(m->matrix, matrix.desc, m->rows_per_matrix, memory, device.stream, &m->columns)) {
+        return status;
+    }
+    m->columns.skips  = !getenv("GGML_MACKO_NO_SKIP");
+    m->matrix.columns = &m->columns;
+    return GGML_MACKO_STATUS_OK;
+}
+
 } // namespace
 
 size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    const int64_t own = own_nbytes(device, matrix);
-    return static_cast<size_t>(own ? own : rows_nbytes(device, matrix));
+    const int64_t columns = has_columns(matrix) ? cuda_columns_nbytes(matrix.desc, matrix.ne[1]) : 0;
+    return static_cast<size_t>(by_rows_nbytes(device, matrix) + columns);
 }
 
 int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix, void * dst,
@@ -98,6 +119,12 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
     }
     if (!consumer.finished) {
         if (const int status = uploader.finish(&m->matrix, &m->outgrown)) {
+            return status;
+        }
+    }
+    if (has_columns(matrix)) {
+        char * const behind = static_cast<char *>(dst) + by_rows_nbytes(device, matrix);
+        if (const int status = make_columns(device, matrix, behind, m.get())) {
             return status;
         }
     }

@@ -112,6 +112,8 @@ struct cuda_sparse_matrix {
     int64_t                      nbytes;   // from the first part to the end of the last
     // Elements that are kept in a layout of another codec (mul-mat.cuh), owned by the owner of the matrix; or null.
     const class matrix_part * part;
+    // The same matrix by columns, too (columns.h), owned likewise; or null.
+    const struct cuda_columns * columns;
 };
 
 // Columns of x per bank of shared memory: column c is at position (c % 32) * W + c / 32, so c = 32 * position mod (32 *

@@ -1,0 +1,45 @@
+// A sparse matrix by columns, beside its rows: for products with one x of which most elements are zero, as behind a
+// ReLU. Only the values that meet no zero are read.
+//
+//   strip     32 rows, one for each lane of a warp
+//   masks     one word for each column of a strip: bit r is row r of the strip. 32 columns are a round; the last round
+//             of a strip is filled up with empty columns.
+//   begins    for each round of a strip the number of its first value
+//   values    16 bits each, strip by strip, in each column by column, in each by rows
+//
+// Experts follow each other. Plain C++ but for cuda_columns_make() and cuda_columns_mul_mat(). No ggml.
+#pragma once
+
+#include "cuda/sparse/mul-mat.cuh"
+
+namespace macko::cuda {
+
+struct cuda_columns {
+    int64_t    rows, cols, n_matrices; // rows and columns of each matrix
+    int32_t    type;                   // F16 or BF16
+    bool       skips;                  // whether values that meet a zero are left out: the result is the same
+    uint32_t * masks;
+    uint32_t * begins;
+    uint16_t * values;
+
+    static constexpr int64_t STRIP = 32, ROUND = 32;
+    constexpr int64_t        n_strips() const { return (rows + STRIP - 1) / STRIP; }
+    constexpr int64_t        n_rounds() const { return (cols + ROUND - 1) / ROUND; }
+};
+
+// Whether a matrix can be kept so: 16-bit values that are not quantized, and fewer than 2^32 of them.
+bool cuda_columns_supported(const macko_desc & desc, int32_t value_type);
+// Bytes for the columns of desc.rows / rows_per_matrix matrices, known from the header; of device memory that is
+// aligned to CUDA_SPARSE_ALIGNMENT.
+int64_t cuda_columns_nbytes(const macko_desc & desc, int64_t rows_per_matrix);
+
+// Makes the columns of w in so many bytes of device memory. Synchronizes; needs up to 16 MB more until it returns.
+// Returns a ggml_macko_status.
+[[nodiscard]] int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int64_t rows_per_matrix,
+                                    void * memory, cudaStream_t stream, cuda_columns * out);
+
+// Whether this product, of a matrix with columns, reads those: one x, or one for each expert.
+bool        cuda_columns_serve(const cuda_sparse_mul_mat_params & params);
+cudaError_t cuda_columns_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
+
+} // namespace macko::cuda

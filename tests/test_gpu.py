@@ -17,6 +17,7 @@ import pytest
 import generators
 import gguf_bytes
 import lora_files
+import test_relu_gates
 import tiny_models
 from ggml_macko.benchmark import bench_gpu, tuning
 from ggml_macko.native import devices
@@ -91,6 +92,17 @@ def experts(tmp_path_factory, request):
     run_macko("convert", folder / "dense.gguf", folder / "sparse.gguf", "macko")
     run_macko("convert", folder / "dense.gguf", folder / "macko-q8_0.gguf", "macko-q8_0")
     return {kind: folder / f"{kind}.gguf" for kind in ("dense", "sparse", "macko-q8_0")}
+
+
+@pytest.fixture(scope="module", params=["macko", "sparse-lossless"])
+def squared_relu(tmp_path_factory, request):
+    """Paths of a random model whose activations are zero nine times of ten: dense and sparse."""
+    folder = tmp_path_factory.mktemp("relu")
+    dense, sparse = folder / "dense.gguf", folder / "sparse.gguf"
+    shape = "--layers 3 --embd 320 --ff 1100 --heads 5 --kv-heads 5 --vocab 1000 --density 0.5 --relu-zeros 0.9"
+    subprocess.run([sys.executable, str(MAKE), *shape.split(), str(dense)], check=True, capture_output=True)
+    run_macko("convert", dense, sparse, request.param)
+    return dense, sparse
 
 
 def open_model(path, n_gpu_layers=-1, **kwargs):
@@ -519,3 +531,31 @@ def test_bench_writes_a_tuning_report(tmp_path, macko):
     assert all((r["tiles_us"] > 0) == (r["n"] > 8) for r in columns)
     assert all(r["chosen"] in tuning.ways(r) for r in columns)
     assert "lanes per row" in " ".join(report["summary"]) and tuning.report(report["tuning"], "0").startswith("# Tu")
+
+
+def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, monkeypatch):
+    dense, sparse = squared_relu
+    tokens = [int(t) for t in np.random.default_rng(8).integers(3, 900, 24)]
+    skipping = logits_one_by_one(open_model(sparse), tokens)
+    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
+    np.testing.assert_array_equal(logits_one_by_one(open_model(sparse), tokens), skipping)
+    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    by_rows = logits_one_by_one(open_model(sparse), tokens)
+    assert (by_rows != skipping).any()  # sums in another order: columns were read
+    assert nmse(skipping, by_rows) < 1e-9
+    assert nmse(skipping, logits_one_by_one(open_model(dense, 0), tokens)) < NMSE
+    whole_prompt = logits(open_model(sparse, logits_all=True), tokens)
+    assert nmse(skipping, whole_prompt) < NMSE
+
+
+@pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
+def test_experts_behind_a_relu_leave_columns_out_without_a_change(tmp_path, monkeypatch, kind):
+    path = tmp_path / "sparse.gguf"
+    run_macko("convert", test_relu_gates.smallthinker(tmp_path / "dense.gguf", 0.01), path, kind)
+    skipping = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
+    np.testing.assert_array_equal(logits_one_by_one(open_model(path), test_relu_gates.TOKENS), skipping)
+    monkeypatch.setenv("GGML_MACKO_NO_COLUMNS", "1")
+    by_rows = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
+    assert (by_rows != skipping).any() == (kind == "macko")  # quantized values are read by rows
+    assert nmse(skipping, by_rows) < 1e-9

@@ -3,9 +3,11 @@
 
 Weights are normally distributed with standard deviation 1/sqrt(fan-in), so that logits stay in range. Zeros are at
 independent random places of the block matrices, or at the smallest magnitudes. Memory holds 4 M weights at a time. The
-vocabulary is a valid SentencePiece vocabulary with byte fallback.
+vocabulary is a valid SentencePiece vocabulary with byte fallback. With --relu-zeros the architecture is Arcee's: the
+feed-forward part is down(relu(up x)^2), and up has a mean that makes about the share of activations zero.
 
     Llama 1B:    --layers 16 --embd 2048 --ff 8192 --heads 32 --kv-heads 8 --vocab 32000 --tied --density 0.5 OUT
+    ReLU, 7B:    --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --density 0.5 --relu-zeros 0.9 OUT
     Llama 2 7B:  --layers 32 --embd 4096 --ff 11008 --heads 32 --kv-heads 32 --vocab 32000 --density 0.5 OUT
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import string
 import sys
 from collections.abc import Iterator
@@ -25,6 +28,9 @@ import numpy.typing as npt
 
 BLOCK = 1 << 22
 """Weights that are made at a time."""
+
+EMBEDDED = 8.0
+"""Mean of embeddings with --relu-zeros."""
 
 TYPES = {
     "f16": gguf.GGMLQuantizationType.F16,
@@ -66,6 +72,7 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=4096, help="context length in the metadata")
     parser.add_argument("--experts", type=int, default=0, help="experts per layer; 0: dense feed-forward part")
     parser.add_argument("--experts-used", type=int, default=2, help="experts per token")
+    parser.add_argument("--relu-zeros", type=float, metavar="SHARE", help="of activations of a ReLU, above 0.5")
     parser.add_argument("--tied", action="store_true", help="output head shares the token embeddings")
     parser.add_argument("--density", type=float, default=1.0, help="non-zeros in block matrices")
     parser.add_argument(
@@ -84,6 +91,8 @@ def main() -> int:
         parser.error("--vocab must be at least 300, --density from 0 to 1")
     if args.smallest and (args.density == 0 or args.alike > 1):
         parser.error("--smallest: needs a density above 0, and no --alike")
+    if args.relu_zeros is not None and (args.experts or not 0.5 < args.relu_zeros < 1):
+        parser.error("--relu-zeros must be above 0.5 and below 1, and has no --experts")
     write(args)
     return 0
 
@@ -91,7 +100,7 @@ def main() -> int:
 def write(args: argparse.Namespace) -> None:
     """Writes the file that parsed arguments describe."""
     head_dim = args.embd // args.heads
-    writer = gguf.GGUFWriter(args.output, "llama")
+    writer = gguf.GGUFWriter(args.output, "llama" if args.relu_zeros is None else "arcee")
     writer.add_name(f"random llama {args.layers}x{args.embd}x{args.ff}, density {args.density:g}, seed {args.seed}")
     writer.add_block_count(args.layers)
     writer.add_context_length(args.ctx)
@@ -134,9 +143,10 @@ def write(args: argparse.Namespace) -> None:
         )
         if args.experts:
             shapes[f"blk.{i}.ffn_gate_inp"] = (args.experts, args.embd)
+        if args.relu_zeros is None:
+            shapes[f"blk.{i}.ffn_gate{suffix}"] = (*experts, args.ff, args.embd)
         shapes.update(
             {
-                f"blk.{i}.ffn_gate{suffix}": (*experts, args.ff, args.embd),
                 f"blk.{i}.ffn_up{suffix}": (*experts, args.ff, args.embd),
                 f"blk.{i}.ffn_down{suffix}": (*experts, args.embd, args.ff),
             }
@@ -181,6 +191,21 @@ def copy(out: BinaryIO, begin: int, end: int) -> None:
             out.write(written.read(min(BLOCK, end - at)))
 
 
+def mean_of(name: str, args: argparse.Namespace) -> float:
+    """The mean of a tensor's weights that makes so many activations negative.
+
+    Embeddings have one that outweighs what the layers add to the hidden states, whose elements are then about EMBEDDED
+    times as large as their deviation; so a mean of up moves all activations by as much.
+    """
+    if args.relu_zeros is None:
+        return 0.0
+    if name == "token_embd":
+        return EMBEDDED
+    if name.endswith("ffn_up"):
+        return -NormalDist().inv_cdf(args.relu_zeros) / (args.embd * math.sqrt(args.density))
+    return 0.0
+
+
 def weights(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], args: argparse.Namespace
 ) -> Iterator[npt.NDArray[np.float32]]:
@@ -190,7 +215,7 @@ def weights(
         yield np.ones(shape, dtype=np.float32)
         return
     n = int(np.prod(shape))
-    scale = np.float32(shape[-1] ** -0.5)
+    scale, mean = np.float32(shape[-1] ** -0.5), np.float32(mean_of(name, args))
     sparse = name.startswith("blk.") and "_inp" not in name and density < 1
     mask = None
     if sparse and alike > 1:
@@ -198,7 +223,7 @@ def weights(
         patterns = rng.random((-(-rows // alike), cols), dtype=np.float32) >= density
         mask = np.repeat(patterns, alike, axis=0)[:rows].reshape(-1)
     for begin in range(0, n, BLOCK):
-        block = rng.standard_normal(min(BLOCK, n - begin), dtype=np.float32) * scale
+        block = rng.standard_normal(min(BLOCK, n - begin), dtype=np.float32) * scale + mean
         if sparse and args.smallest:
             block[np.abs(block) < scale * NormalDist().inv_cdf(1 - density / 2)] = 0
         elif mask is not None:

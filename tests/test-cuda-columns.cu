@@ -1,7 +1,7 @@
 // Products that read a matrix by columns, on the GPU: against float64, element by element, with any share of zeros in
 // x. Exit code 77 (skipped) without a GPU.
 #include "codec/macko/encode.h"
-#include "cuda/sparse/columns.h"
+#include "cuda/sparse/columns.cuh"
 #include "test-cuda.h"
 
 namespace {

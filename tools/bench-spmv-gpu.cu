@@ -27,7 +27,7 @@
 #include "cuda/lib/common.cuh"
 #include "cuda/lib/cublas.h"
 #include "cuda/ops/ops.h"
-#include "cuda/sparse/columns.h"
+#include "cuda/sparse/columns.cuh"
 #include "cuda/sparse/ec-csr/upload.h"
 #include "cuda/sparse/mul-mat.cuh"
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/sparse/columns.h"
+#include "cuda/sparse/mul-mat.cuh"
 
 #include "ggml.h"
 

@@ -1,8 +1,9 @@
 #include "cuda/device/upload.h"
 
-#include "codec/packed/coded.h"
 #include "codec/team.h"
 
+#include "cuda/sparse/columns.cuh"
+#include "cuda/sparse/reserved.h"
 #include "cuda/sparse/upload-registry.h"
 
 #include <algorithm>
@@ -11,18 +12,6 @@
 namespace macko::cuda {
 
 namespace {
-
-// The row of the matrix's format, if this GPU keeps it in a layout of its own; else null, and it arrives as MACKO rows.
-const upload_row * own_layout(const gpu & device, const sparse_tensor_info & matrix) {
-    const upload_row * row = find_upload(matrix.format->name());
-    return row && row->takes(matrix.desc, matrix.value_type, matrix.bits, device.shared_nbytes) ? row : nullptr;
-}
-
-// Bytes to reserve for a layout of the format's own; 0: those of MACKO rows.
-int64_t own_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    const upload_row * row = own_layout(device, matrix);
-    return row ? row->reserved_nbytes(matrix.desc, matrix.value_type, matrix.bits, device.shared_nbytes) : 0;
-}
 
 // Gives each encoding of a payload to the uploader's function for it.
 struct upload_consumer : payload_consumer {
@@ -38,7 +27,7 @@ struct upload_consumer : payload_consumer {
         : uploader(u), device(d), matrix(m), dst(to), stored(out) {}
 
     int  consume(const macko_view & rows, int64_t) override { return uploader.rows(rows); }
-    bool takes(const codec &) const override { return own_layout(device, matrix) != nullptr; }
+    bool takes(const codec &) const override { return cuda_keeps_own_layout(matrix, device.shared_nbytes); }
     int  consume_matrix(const codec_view & view) override {
         finished = true;
         whole_upload to{ uploader };
@@ -50,7 +39,7 @@ struct upload_consumer : payload_consumer {
         to.out           = &stored.matrix;
         to.part          = &stored.part;
         to.outgrown      = &stored.outgrown;
-        return own_layout(device, matrix)->upload(view, to);
+        return find_upload(matrix.format->name())->upload(view, to);
     }
 };
 
@@ -68,25 +57,6 @@ cuda_sparse_uploader * uploader_of(load_session & current, gpu & device) {
     return static_cast<cuda_sparse_uploader *>(slot.get());
 }
 
-// Bytes to reserve for MACKO rows.
-int64_t rows_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    const int64_t outliers = matrix.value_type == GGML_MACKO_TYPE_CODED
-                                 ? max_short_outliers(matrix.desc.nnz, matrix.desc.type, matrix.nbytes_values)
-                                 : -1;
-    return outliers >= 0 ? cuda_sparse_nbytes(matrix.desc, matrix.n_padded, outliers, device.shared_nbytes)
-                         : cuda_sparse_nbytes(matrix.desc, matrix.n_padded);
-}
-
-// Bytes to reserve for the matrix by rows; what is kept by columns lies behind them.
-int64_t by_rows_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    const int64_t own = own_nbytes(device, matrix);
-    return cuda_sparse_aligned(own ? own : rows_nbytes(device, matrix));
-}
-
-bool has_columns(const sparse_tensor_info & matrix) {
-    return matrix.by_columns && cuda_columns_supported(matrix.desc, matrix.value_type);
-}
-
 int make_columns(gpu & device, const sparse_tensor_info & matrix, char * memory, stored_matrix * m) {
     if (const int status =
             cuda_columns_make(m->matrix, matrix.desc, m->rows_per_matrix, memory, device.stream, &m->columns)) {
@@ -100,8 +70,7 @@ int make_columns(gpu & device, const sparse_tensor_info & matrix, char * memory,
 } // namespace
 
 size_t matrix_nbytes(const gpu & device, const sparse_tensor_info & matrix) {
-    const int64_t columns = has_columns(matrix) ? cuda_columns_nbytes(matrix.desc, matrix.ne[1]) : 0;
-    return static_cast<size_t>(by_rows_nbytes(device, matrix) + columns);
+    return static_cast<size_t>(cuda_reserved_nbytes(matrix, device.shared_nbytes));
 }
 
 int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_tensor_info & matrix, void * dst,
@@ -109,8 +78,9 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
     auto m             = std::make_unique<stored_matrix>();
     m->rows_per_matrix = matrix.ne[1];
     upload_consumer consumer(uploader, device, matrix, dst, *m);
-    if (own_nbytes(device, matrix) == 0) {
-        if (const int status = uploader.begin(matrix.desc, matrix.n_padded, dst, rows_nbytes(device, matrix))) {
+    if (cuda_own_nbytes(matrix, device.shared_nbytes) == 0) {
+        if (const int status =
+                uploader.begin(matrix.desc, matrix.n_padded, dst, cuda_rows_nbytes(matrix, device.shared_nbytes))) {
             return status;
         }
     }
@@ -122,8 +92,8 @@ int upload_matrix(gpu & device, cuda_sparse_uploader & uploader, const sparse_te
             return status;
         }
     }
-    if (has_columns(matrix)) {
-        char * const behind = static_cast<char *>(dst) + by_rows_nbytes(device, matrix);
+    if (cuda_keeps_columns(matrix)) {
+        char * const behind = static_cast<char *>(dst) + cuda_by_rows_nbytes(matrix, device.shared_nbytes);
         if (const int status = make_columns(device, matrix, behind, m.get())) {
             return status;
         }

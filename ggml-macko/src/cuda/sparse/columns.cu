@@ -1,5 +1,5 @@
-// Makes a matrix by columns from its rows, and multiplies by it (columns.h).
-#include "cuda/sparse/columns.h"
+// Makes a matrix by columns from its rows, and multiplies by it (columns.cuh).
+#include "cuda/sparse/columns.cuh"
 
 #include "cuda/lib/common.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
@@ -9,43 +9,11 @@
 
 namespace macko::cuda {
 
-// ---- sizes ----
+// ---- from rows to columns ----
 
 namespace {
 
 constexpr int64_t STRIP = cuda_columns::STRIP, ROUND = cuda_columns::ROUND;
-
-cuda_columns bind(const macko_desc & desc, int64_t rows_per_matrix, void * memory, int64_t * nbytes) {
-    cuda_columns c             = {};
-    c.rows                     = rows_per_matrix;
-    c.cols                     = desc.cols;
-    c.n_matrices               = desc.rows / rows_per_matrix;
-    c.type                     = desc.type;
-    const int64_t     n_rounds = c.n_matrices * c.n_strips() * c.n_rounds();
-    cuda_sparse_parts parts(memory);
-    parts.take(&c.masks, n_rounds * ROUND);
-    parts.take(&c.begins, n_rounds);
-    parts.take(&c.values, desc.nnz);
-    *nbytes = parts.nbytes();
-    return c;
-}
-
-} // namespace
-
-bool cuda_columns_supported(const macko_desc & desc, int32_t value_type) {
-    const bool has_16_bits = desc.type == GGML_MACKO_TYPE_F16 || desc.type == GGML_MACKO_TYPE_BF16;
-    return has_16_bits && (value_type == desc.type || value_type == GGML_MACKO_TYPE_CODED) && desc.nnz <= UINT32_MAX;
-}
-
-int64_t cuda_columns_nbytes(const macko_desc & desc, int64_t rows_per_matrix) {
-    int64_t nbytes;
-    bind(desc, rows_per_matrix, nullptr, &nbytes);
-    return nbytes;
-}
-
-// ---- from rows to columns ----
-
-namespace {
 
 // Dense rows of some strips of one matrix, from which both kernels below are fed: a warp per round.
 struct dense_strips {
@@ -122,12 +90,11 @@ cudaError_t for_each_strips(const cuda_sparse_matrix & w, const cuda_columns & c
 int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int64_t rows_per_matrix, void * memory,
                       cudaStream_t stream, cuda_columns * out) {
     constexpr int64_t MOST_DENSE = int64_t(16) << 20; // bytes
-    int64_t           nbytes;
-    cuda_columns      c        = bind(desc, rows_per_matrix, memory, &nbytes);
-    const int64_t     ld       = (c.cols + 7) / 8 * 8;
-    const int64_t     strips   = std::clamp<int64_t>(MOST_DENSE / (STRIP * ld * 2), 1, c.n_strips());
-    const int64_t     n_rounds = c.n_matrices * c.n_strips() * c.n_rounds();
-    void *            dense    = nullptr;
+    cuda_columns      c          = cuda_columns_bind(desc, rows_per_matrix, memory);
+    const int64_t     ld         = (c.cols + 7) / 8 * 8;
+    const int64_t     strips     = std::clamp<int64_t>(MOST_DENSE / (STRIP * ld * 2), 1, c.n_strips());
+    const int64_t     n_rounds   = c.n_matrices * c.n_strips() * c.n_rounds();
+    void *            dense      = nullptr;
     CUDA_OK(cudaMalloc(&dense, static_cast<size_t>(strips * STRIP * ld * 2)));
     const cuda_memory owner(dense);
     const auto        each = [&](auto && f) {

@@ -7,10 +7,10 @@
 //   begins    for each round of a strip the number of its first value
 //   values    16 bits each, strip by strip, in each column by column, in each by rows
 //
-// Experts follow each other. Plain C++ but for cuda_columns_make() and cuda_columns_mul_mat(). No ggml.
+// Experts follow each other. Plain C++: sizes and addresses only. No ggml.
 #pragma once
 
-#include "cuda/sparse/mul-mat.cuh"
+#include "cuda/sparse/layout.h"
 
 namespace macko::cuda {
 
@@ -33,13 +33,7 @@ bool cuda_columns_supported(const macko_desc & desc, int32_t value_type);
 // aligned to CUDA_SPARSE_ALIGNMENT.
 int64_t cuda_columns_nbytes(const macko_desc & desc, int64_t rows_per_matrix);
 
-// Makes the columns of w in so many bytes of device memory. Synchronizes; needs up to 16 MB more until it returns.
-// Returns a ggml_macko_status.
-[[nodiscard]] int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int64_t rows_per_matrix,
-                                    void * memory, cudaStream_t stream, cuda_columns * out);
-
-// Whether this product, of a matrix with columns, reads those: one x, or one for each expert.
-bool        cuda_columns_serve(const cuda_sparse_mul_mat_params & params);
-cudaError_t cuda_columns_mul_mat(const cuda_sparse_mul_mat_params & params, cudaStream_t stream);
+// The parts of such columns in memory; null: offsets
+cuda_columns cuda_columns_bind(const macko_desc & desc, int64_t rows_per_matrix, void * memory);
 
 } // namespace macko::cuda

@@ -1,6 +1,6 @@
 // Chooses and launches the kernels of a product, and has the one for layout FILE, which takes any matrix of any type
 // and width.
-#include "cuda/sparse/columns.h"
+#include "cuda/sparse/columns.cuh"
 #include "cuda/sparse/groups.cuh"
 #include "cuda/sparse/mul-mat-params.cuh"
 

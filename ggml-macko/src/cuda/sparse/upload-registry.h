@@ -1,5 +1,6 @@
-// The formats that a GPU keeps in a layout of their own: one row each, in upload-registry.cpp, the only file outside
-// their folders that names them. Matrices of all other formats arrive as MACKO rows. No ggml.
+// How matrices of the formats that a GPU keeps in a layout of their own come there: one row each, in
+// upload-registry.cpp. It and reserved.cpp, which says which matrices these are and how many bytes they get, are the only
+// files outside the formats' folders that name them. Matrices of all other formats arrive as MACKO rows. No ggml.
 #pragma once
 
 #include "codec/codec.h"
@@ -22,10 +23,6 @@ struct whole_upload {
 
 struct upload_row {
     const char * format; // codec::name()
-    // Bytes to reserve for a matrix, from its header alone. 0: those of MACKO rows, cuda_sparse_nbytes().
-    int64_t (*reserved_nbytes)(const macko_desc & desc, int32_t value_type, int32_t bits, int64_t shared_nbytes);
-    // Whether this device keeps a matrix of this header in a layout of its own.
-    bool (*takes)(const macko_desc & desc, int32_t value_type, int32_t bits, int64_t shared_nbytes);
     // view has passed all checks of its codec; returns a ggml_macko_status
     int (*upload)(const codec_view & view, const whole_upload & to);
 };

@@ -49,7 +49,7 @@ CPLUSPLUS = {
     "host": {"codec", "gguf", "load"},
     "cpu": {"codec", "gguf", "load", "host"},
     "cuda": {"codec", "gguf", "load", "host"},
-    "capi": {"codec", "gguf", "load", "host", "cpu"},
+    "capi": {"codec", "gguf", "load", "host", "cpu", "cuda"},
     "plugin": {"codec", "gguf", "load", "host", "cpu", "cuda", "capi"},
 }
 

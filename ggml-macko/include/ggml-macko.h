@@ -203,6 +203,12 @@ GGML_MACKO_API int ggml_macko_measure_error(const struct ggml_macko_matrix * m, 
 GGML_MACKO_API int ggml_macko_gpu_cost(const struct ggml_macko_matrix * m, int n_threads, double * own_us,
                                        double * rows_us);
 
+// Bytes of an NVIDIA GPU's memory that the plugin reserves for a matrix, which its header on file decides: data of the
+// arrays is not read and may be NULL; their types and sizes are what the file has, or will have. shared_nbytes: shared
+// memory that a block may use on the GPU (sharedMemPerBlockOptin of cudaDeviceProp). A matrix of unusual structure gets
+// memory of its own beside it when it is loaded. Needs no GPU.
+GGML_MACKO_API int ggml_macko_gpu_nbytes(const struct ggml_macko_matrix * m, int64_t shared_nbytes, int64_t * nbytes);
+
 // elements of MACKO's values, and bytes of its deltas, for n_stored entries (non-zeros and fillers)
 GGML_MACKO_API int64_t ggml_macko_n_padded(int64_t n_stored);
 GGML_MACKO_API int64_t ggml_macko_deltas_nbytes(int64_t n_stored, int32_t delta_bits);

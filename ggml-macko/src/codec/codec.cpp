@@ -54,7 +54,7 @@ int encode_matrix(const codec & format, const void * dense, const macko_desc & d
     return format.encode(dense, desc, values.data(), n_threads, out);
 }
 
-int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) {
+int check_header(const codec & format, const ggml_macko_matrix & m) {
     const size_t n = format.components().size();
     if (m.n_arrays != static_cast<int32_t>(n)) {
         return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%d arrays, but format '%s' has %zu", m.n_arrays, format.name(), n);
@@ -67,8 +67,8 @@ int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads
     for (size_t i = 0; i < n; i++) {
         const ggml_macko_array & a    = m.arrays[i];
         const char *             name = format.components()[i] + 1; // without its dot
-        if (!a.data || a.nbytes < 0) {
-            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: null pointer or negative size", name);
+        if (a.nbytes < 0) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: negative size", name);
         }
         if (a.type != rules[i].type) {
             return fail(GGML_MACKO_STATUS_BAD_COMPONENT, "%s has the wrong type (%d vs %d)", name, a.type,
@@ -82,6 +82,18 @@ int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads
     if (m.value_type != format.value_type_of(m.type, m.arrays[0].type)) {
         return fail(GGML_MACKO_STATUS_BAD_FORMAT, "value type %d does not fit type %d in format '%s'", m.value_type,
                     m.type, format.name());
+    }
+    return GGML_MACKO_STATUS_OK;
+}
+
+int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads, std::unique_ptr<codec_view> * view) {
+    if (const int status = check_header(format, m)) {
+        return status;
+    }
+    for (size_t i = 0; i < format.components().size(); i++) {
+        if (!m.arrays[i].data) {
+            return fail(GGML_MACKO_STATUS_BAD_ARGUMENT, "%s: null pointer", format.components()[i] + 1);
+        }
     }
     return format.open(m, n_threads, view);
 }

@@ -173,7 +173,9 @@ constexpr int32_t int32_option(int64_t value) {
 [[nodiscard]] int encode_matrix(const codec & format, const void * dense, const macko_desc & desc,
                                 const ggml_macko_option * options, int n_options, int n_threads,
                                 std::unique_ptr<encoded_matrix> * out);
-// Checks the number, presence and types of m's arrays, then opens it.
+// Checks what m says without its data: shape, number and types of its arrays.
+[[nodiscard]] int check_header(const codec & format, const ggml_macko_matrix & m);
+// The same, and that the arrays are there, then opens it.
 [[nodiscard]] int open_matrix(const codec & format, const ggml_macko_matrix & m, int n_threads,
                               std::unique_ptr<codec_view> * view);
 

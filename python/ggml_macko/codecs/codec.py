@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from ..native import codec as native_codec
-from ..native.codec import EncodedMatrix, MatrixError
+from ..native.codec import EncodedMatrix, MatrixError, MatrixHeader
 from ..values import TYPE_BF16, TYPE_F16, TYPE_F32, TYPE_I8, TYPE_I16, TYPE_I32, Array
 
 _DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not listed is bytes
@@ -25,6 +25,9 @@ _DTYPES: dict[int, type[np.generic]] = {  # of a component's array; what is not 
     TYPE_I32: np.int32,
     TYPE_I8: np.uint8,
 }
+
+
+_BLOCK = 32  # elements that take whole bytes, whatever their type
 
 
 def component_dtype(type_id: int) -> type[np.generic]:
@@ -254,6 +257,32 @@ class Codec(ABC):
         only is plain there.
         """
         return sum(part.nbytes for part in candidate.components)
+
+    def header(self, candidate: Candidate, source: Source, rows: int) -> MatrixHeader:
+        """What a file would say of a matrix of so many rows, of which `source` is all or a sample."""
+        scale = rows / source.rows
+        nnz = round(source.count.nnz * scale)
+        parts = candidate.components if rows == source.rows else self.enlarged(candidate, source, nnz, scale)
+        return MatrixHeader(
+            format=self.name,
+            rows=rows,
+            cols=source.cols,
+            type=source.type,
+            value_type=candidate.value_type,
+            bits=candidate.bits,
+            nnz=nnz,
+            types=tuple(part.type for part in parts),
+            nbytes=tuple(part.nbytes for part in parts),
+        )
+
+    def enlarged(self, candidate: Candidate, source: Source, nnz: int, scale: float) -> tuple[Component, ...]:
+        """The components of a matrix of nnz non-zeros, `scale` times as large as source: about so, in whole blocks."""
+
+        def part(c: Component) -> Component:
+            n = int(c.n_elements * scale) // _BLOCK * _BLOCK
+            return Component(c.type, n, n * c.nbytes // c.n_elements)
+
+        return tuple(part(c) for c in candidate.components)
 
     def components_of(self, m: EncodedMatrix) -> tuple[Component, ...]:
         return tuple(Component(t, self.n_elements(m, i), m.arrays[i].nbytes) for i, t in enumerate(m.types))

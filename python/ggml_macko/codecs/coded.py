@@ -49,6 +49,12 @@ def coding_of(words: Array) -> Coding:
     return Coding(Widths(header & 255, header >> 8 & 255, header >> 16), n_outliers)
 
 
+def n_words(coding: Coding, type_id: int, n: int) -> int:
+    """Of n values of a dense type."""
+    outliers = -(-coding.n_outliers * value_bits(type_id) // 32)
+    return HEADER_WORDS + _n_places(n) // BLOCK * coding.widths.bits + outliers
+
+
 def widths_of_type(type_id: int) -> list[tuple[int, int]]:
     """(mantissa bits, exponent bits) that values of a dense type may have."""
     return [(m, e) for m in MANTISSA_BITS for e in EXPONENT_BITS if m == 7 or type_id != TYPE_BF16]

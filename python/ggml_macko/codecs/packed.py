@@ -30,7 +30,7 @@ from ..values import (
     value_bits,
 )
 from . import coded, exact_blocks, ggml_quants, quantize
-from .codec import Candidate, Choice, Codec, Settings, Source, StoredArrays, ValueCoding
+from .codec import Candidate, Choice, Codec, Component, Settings, Source, StoredArrays, ValueCoding
 from .value_types import (
     BLOCK,
     BLOCK_NBYTES,
@@ -494,6 +494,16 @@ class PackedCodec(Codec):
     def n_elements(self, m: EncodedMatrix, i: int) -> int:
         """Of quantized values ggml counts values; the blocks of types that it does not have are bytes or words."""
         return n_values(m.nnz) if i == 0 and m.value_type not in _FILE_TYPES else len(m.arrays[i])
+
+    def enlarged(self, candidate: Candidate, source: Source, nnz: int, scale: float) -> tuple[Component, ...]:
+        _, *places = super().enlarged(candidate, source, nnz, scale)
+        n, type_id = n_values(nnz), candidate.components[0].type
+        if candidate.value_type == TYPE_CODED and candidate.matrix is not None:
+            found = coded.coding_of(candidate.matrix.arrays[0])
+            coding = coded.Coding(found.widths, round(found.n_outliers * scale))
+            words = coded.n_words(coding, source.type, nnz)
+            return (Component(type_id, words, 4 * words), *places)
+        return (Component(type_id, n, values_nbytes(source.type, candidate.value_type, n)), *places)
 
     def n_stored(self, stored: StoredArrays) -> int:
         return stored.last_number(2)

@@ -66,7 +66,7 @@ class TypePlan:
     n_sparse: int  # tensors that would be stored sparse
     nbytes: int  # of all tensors
     nbytes_q6_k: int  # the same with embeddings and head in Q6_K, which stay as they are otherwise
-    nbytes_gpu: int  # in GPU memory; for quantized sparse types an upper bound
+    nbytes_gpu: int  # in GPU memory, as the plugin reserves it
     nbytes_cpu: int  # in memory of the process
     bits_per_weight: float
     below: Mapping[str, float]  # dense type -> density below which block weights are smaller than in it
@@ -184,12 +184,13 @@ class _Stored:
     nbytes: int
     is_sparse: bool
     nbytes_memory: int  # where the CPU multiplies with it
+    nbytes_gpu: int  # that are reserved where a GPU does
     name: str = ""  # of what is stored, such as packed-d0
     coding: ValueCoding | None = None
 
 
 def _dense(nbytes: int) -> _Stored:
-    return _Stored(nbytes, False, nbytes)
+    return _Stored(nbytes, False, nbytes, nbytes)
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,10 @@ def _stored(
     if twin <= nbytes:
         return _dense(align(int(twin), alignment))
     expanded = max(nbytes, round(chosen.codec.nbytes_expanded(chosen, source) * scale))
-    return _Stored(nbytes, True, expanded, chosen.name, _coding(chosen, scale)) if expanded < stays.nbytes else stays
+    if expanded >= stays.nbytes:
+        return stays
+    on_gpu = native_codec.gpu_nbytes(chosen.codec.header(chosen, source, t.rows))
+    return _Stored(nbytes, True, expanded, on_gpu, chosen.name, _coding(chosen, scale))
 
 
 def _coding(c: Candidate, scale: float) -> ValueCoding | None:
@@ -350,11 +354,6 @@ def _coding_of_group(members: Sequence[_Looked]) -> tuple[float | None, float | 
     return sum(c.value_bits * c.n_values for c in found) / n, 1 - sum(c.n_outliers for c in found) / n
 
 
-# bytes in GPU memory over those in the file, at most (docs/guide/performance.md): quantized values; values in ten bits
-# in rows of so many columns
-_GPU_GROWTH, _GPU_GROWTH_OF_TEN_BITS, _GPU_WIDE = 1.5, 1.25, 2048
-
-
 def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan:
     nbytes = sum(x.stored[name].nbytes for x in looked)
     n_parameters = sum(x.tensor.n_elements for x in looked)
@@ -371,7 +370,7 @@ def _type_plan(name: str, looked: Sequence[_Looked], n_threads: int) -> TypePlan
         n_sparse=sum(x.stored[name].is_sparse for x in looked),
         nbytes=nbytes,
         nbytes_q6_k=nbytes - _saved_by_q6_k(name, looked),
-        nbytes_gpu=dense - _host_nbytes(name, looked) + _gpu_nbytes(name, sparse, is_lossy, looked),
+        nbytes_gpu=sum(x.stored[name].nbytes_gpu for x in looked) - _host_nbytes(name, looked),
         nbytes_cpu=dense + sparse,
         bits_per_weight=nbytes * 8 / n_parameters if n_parameters else 0.0,
         below=_break_evens(choices, looked, n_threads),
@@ -392,28 +391,6 @@ def _host_nbytes(name: str, looked: Sequence[_Looked]) -> int:
     stored = {x.tensor.name: x.stored[name] for x in looked}
     embedding = stored.get(tensor_rules.EMBEDDING)
     return 0 if embedding is None or embedding.is_sparse or tensor_rules.HEAD not in stored else embedding.nbytes
-
-
-def _gpu_nbytes(name: str, sparse: int, is_lossy: bool, looked: Sequence[_Looked]) -> int:
-    """Plain values are recoded to MACKO rows; quantized ones stay quantized, Q5_0 and Q4_NL as Q8_0. Values that are
-    coded in ten bits stay so where rows are wide (docs/design/gpu-layouts.md)."""
-    if is_lossy:
-        wide = "sparse-q8_0" if name in ("sparse-q5_0", "sparse-q4_nl") else name
-        known = [x.stored[wide].nbytes for x in looked if wide in x.stored and x.stored[name].is_sparse]
-        return round(_GPU_GROWTH * (sum(known) if known else sparse))
-    return round(sum(_lossless_gpu_nbytes(x, x.stored[name]) for x in looked if x.stored[name].is_sparse))
-
-
-_ROWS = next(c.name for c in registry.CODECS if c.keeps_rows)  # the TYPE whose rows a GPU keeps
-
-
-def _lossless_gpu_nbytes(x: _Looked, stored: _Stored) -> float:
-    rows = x.stored.get(_ROWS, stored)
-    nbytes, coding = max(stored.nbytes_memory, rows.nbytes), stored.coding
-    in_ten_bits = coding is not None and (coding.mantissa_bits, coding.exponents) == (7, 3)
-    if in_ten_bits and x.tensor.cols >= _GPU_WIDE:
-        return min(nbytes, _GPU_GROWTH_OF_TEN_BITS * stored.nbytes)
-    return nbytes
 
 
 def _break_evens(choices: Sequence[Choice], looked: Sequence[_Looked], n_threads: int) -> dict[str, float]:

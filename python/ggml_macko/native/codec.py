@@ -177,6 +177,42 @@ def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
     return float(own[0]), float(rows[0])
 
 
+@dataclass(frozen=True)
+class MatrixHeader:
+    """What the header of a file says of a matrix."""
+
+    format: str
+    rows: int
+    cols: int
+    type: int  # ggml type of the dense matrix
+    value_type: int
+    bits: int
+    nnz: int
+    types: tuple[int, ...]  # ggml type of each component
+    nbytes: tuple[int, ...]  # of each component
+
+
+GPU_SHARED_NBYTES = 99 << 10
+"""Shared memory that a block may use on GeForce cards since the 30 series; the data centre's have more."""
+
+
+def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
+    """Bytes of a GPU's memory that are reserved for a matrix, as its header decides. Needs no GPU. Raises MackoError
+    for a header that no file may have.
+    """
+    c = ffi().new("struct ggml_macko_matrix *")
+    if len(m.types) != len(m.nbytes) or len(m.types) > len(c.arrays):
+        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.types)} types and {len(m.nbytes)} sizes of arrays")
+    name = ffi().new("char[]", m.format.encode())
+    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
+    c.format, c.n_arrays = name, len(m.types)
+    for i, (type_id, nbytes) in enumerate(zip(m.types, m.nbytes)):
+        c.arrays[i].type, c.arrays[i].nbytes = type_id, nbytes
+    out = ffi().new("int64_t *")
+    check(lib().ggml_macko_gpu_nbytes(c, shared_nbytes, out))
+    return int(out[0])
+
+
 def drop_negative_zeros(bits: Array, type_id: int, n_threads: int = 0) -> int:
     """Sets each -0.0 in a contiguous array of bit patterns, of any shape, to +0.0; returns how many there were."""
     dtype = np.dtype(_BITS_DTYPES[type_id])

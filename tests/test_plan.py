@@ -4,8 +4,10 @@ measured.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -17,8 +19,12 @@ import gguf_bytes
 import tiny_models
 from ggml_macko import console
 from ggml_macko.benchmark import forms
+from ggml_macko.codecs import coded
+from ggml_macko.codecs.packed import TYPE_CODED
 from ggml_macko.conversion import advice, measured_speed, model_memory
-from ggml_macko.gguf.files import Model
+from ggml_macko.gguf.files import Model, make_key
+from ggml_macko.native import bindings
+from ggml_macko.values import TYPE_BF16, TYPE_I8, TYPE_I32
 
 MIB = 2**20
 
@@ -133,7 +139,7 @@ def test_every_architecture_has_a_memory_estimate(tmp_path, arch):
 def test_what_does_not_fit_the_gpu_is_left_out(pruned, monkeypatch):
     plain = by_type(ggml_macko.plan(pruned, types=["packed", "sparse-q4_0"], n_ctx=256))
     context = ggml_macko.plan(pruned, types=["packed"], n_ctx=256).context
-    between = context.kv_cache + context.compute + plain["packed"].nbytes_gpu - 1
+    between = context.kv_cache + context.compute + context.gpu + plain["packed"].nbytes_gpu - 1
     monkeypatch.setattr(model_memory, "gpu_memory", lambda: [model_memory.DeviceMemory("GPU", between, between)])
     found = ggml_macko.plan(pruned, types=["packed", "sparse-q4_0"], n_ctx=256)
     (line,) = (line for line in found.advice if line.startswith("GPU has"))
@@ -154,17 +160,160 @@ def test_embeddings_take_no_gpu_memory_beside_a_head_of_their_own(tmp_path):
         assert on_host == pytest.approx(0 if shared else weights.nbytes, abs=block.nbytes), names
 
 
-def test_values_in_ten_bits_stay_so_on_a_gpu_where_rows_are_wide(tmp_path):
-    rng = np.random.default_rng(5)
-    growth = {}
-    for cols in (1024, 2048):
-        w = rng.normal(size=(256, cols)).astype(np.float32)
-        w[np.abs(w) < np.median(np.abs(w))] = 0
-        bits = (w.view(np.uint32) >> 16).astype(np.uint16)  # BF16
-        path = generators.write_gguf(tmp_path / f"{cols}.gguf", {"blk.0.attn_q.weight": (bits, 30)})
-        found = by_type(ggml_macko.plan(path, types=["sparse-lossless"]))["sparse-lossless"]
-        growth[cols] = found.nbytes_gpu / found.nbytes
-    assert growth[2048] <= 1.25 < 1.4 < growth[1024]
+GPU_TYPES = ("macko", "packed", "sparse-lossless", "sparse-q8_0", "sparse-q4_0", "sparse-q5_0", "ec-csr")
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory):
+    """A model of matrices that a GPU keeps in different layouts: wide and narrow, F16, BF16 and F32, three densities,
+    experts, rows of equal length, and one that is not pruned.
+    """
+    rng = np.random.default_rng(11)
+    tensors = {}
+    for i, (rows, cols, type_id, density) in enumerate(
+        [(96, 4096, 30, 0.5), (192, 2048, 30, 0.3), (128, 2048, 1, 0.5), (160, 512, 1, 0.1), (64, 4096, 0, 0.4)]
+    ):
+        w = rng.normal(size=(rows, cols)).astype(np.float32)
+        w[np.abs(w) < np.quantile(np.abs(w), 1 - density)] = 0
+        bits = {0: w.view(np.uint32), 1: w.astype(np.float16).view(np.uint16)}.get(type_id)
+        tensors[f"blk.{i}.attn_q.weight"] = (
+            (w.view(np.uint32) >> 16).astype(np.uint16) if bits is None else bits,
+            type_id,
+        )
+    w = rng.normal(size=(4, 32, 2048)).astype(np.float16)
+    w[..., ::2] = 0
+    tensors["blk.0.ffn_up_exps.weight"] = (w.view(np.uint16), 1)
+    tensors["blk.0.ffn_down.weight"] = (rng.normal(size=(64, 256)).astype(np.float16).view(np.uint16), 1)
+    return generators.write_gguf(tmp_path_factory.mktemp("shapes") / "shapes.gguf", tensors)
+
+
+def reserved(path):
+    """GPU memory of the tensors of a file, sparse ones as the library reserves it from their headers."""
+    with bindings.File(path) as file:
+        tensors, sparse = file.tensors(), file.sparse()
+    total = sum(t.nbytes for t in tensors if t.sparse_index < 0)
+    for s in sparse:
+        parts = [tensors[i] for i in s.tensor_index]
+        rows = int(np.prod(s.ne[1:]))
+        total += bindings.gpu_nbytes(
+            bindings.MatrixHeader(
+                s.format,
+                rows,
+                s.ne[0],
+                s.type,
+                s.value_type,
+                s.bits,
+                s.nnz,
+                tuple(t.type for t in parts),
+                tuple(t.nbytes for t in parts),
+            )  # fmt: skip
+        )
+    return total
+
+
+@pytest.mark.parametrize("type_name", GPU_TYPES)
+def test_gpu_memory_of_weights_is_what_the_library_reserves(shapes, tmp_path, type_name):
+    found = by_type(ggml_macko.plan(shapes, types=[type_name]))[type_name]
+    with console.quiet():
+        done = ggml_macko.convert(shapes, tmp_path / "out.gguf", type_name)
+    assert found.n_sparse == done.n_sparse > 0
+    assert found.nbytes_gpu == pytest.approx(reserved(tmp_path / "out.gguf"), abs=32 * len(done.tensors))
+
+
+@pytest.mark.parametrize("type_name", [name for name in GPU_TYPES if name != "ec-csr"])
+def test_gpu_memory_from_a_sample_of_rows_is_nearly_the_same(shapes, monkeypatch, type_name):
+    exact = by_type(ggml_macko.plan(shapes, types=[type_name]))[type_name]
+    monkeypatch.setattr(advice, "SAMPLE_WEIGHTS", 1 << 16)
+    sampled = ggml_macko.plan(shapes, types=[type_name])
+    assert sampled.sampled < 0.8
+    assert by_type(sampled)[type_name].nbytes_gpu == pytest.approx(exact.nbytes_gpu, rel=0.02)
+
+
+def coded_header(rows, cols, nnz, n_outliers):
+    """Of a packed matrix of BF16 values in ten bits."""
+    words = coded.n_words(coded.Coding(coded.Widths(7, 2, 0), n_outliers), TYPE_BF16, nnz)
+    sizes = (4 * words, rows * cols // 8, 4 * (rows + 1))
+    types = (TYPE_I32, TYPE_I8, TYPE_I32)
+    return bindings.MatrixHeader("packed", rows, cols, TYPE_BF16, TYPE_CODED, 0, nnz, types, sizes)
+
+
+class EightBillion:
+    """What a plan needs to know of a Llama3-8B shape with 32,000 tokens."""
+
+    layer = {
+        "attn_q": (4096, 4096), "attn_k": (1024, 4096), "attn_v": (1024, 4096), "attn_output": (4096, 4096),
+        "ffn_gate": (14336, 4096), "ffn_up": (14336, 4096), "ffn_down": (4096, 14336),
+    }  # fmt: skip
+    n_layer = 32
+
+    def __init__(self):
+        names = {f"blk.{i}.{name}.weight": shape for i in range(self.n_layer) for name, shape in self.layer.items()}
+        names.update({"token_embd.weight": (32000, 4096), "output.weight": (32000, 4096)})
+        self.tensors = [
+            SimpleNamespace(name=n, ne=(cols, rows), rows=rows, cols=cols) for n, (rows, cols) in names.items()
+        ]
+        self.keys = [make_key("general.architecture", "str", "llama")] + [
+            make_key(f"llama.{name}", "u32", value)
+            for name, value in {
+                "block_count": self.n_layer,
+                "embedding_length": 4096,
+                "feed_forward_length": 14336,
+                "attention.head_count": 32,
+                "attention.head_count_kv": 8,
+                "context_length": 8192,
+            }.items()
+        ]
+
+
+def test_eight_billion_weights_take_what_was_measured():
+    """H100, driver 580.159: BF16, half of the weights zero by magnitude, `sparse-lossless`, a file of 5,499.8 MiB.
+    llama.cpp printed the model's buffer and the cache's, nvidia-smi what was used in all.
+    """
+    model = EightBillion()
+    headers = [coded_header(r, c, r * c // 2, r * c // 20000) for r, c in model.layer.values()]
+    dense = 32000 * 4096 * 2
+    stored = model.n_layer * sum(sum(h.nbytes) for h in headers) + 2 * dense
+    assert stored / MIB == pytest.approx(5499.8, rel=1e-3)
+    weights = model.n_layer * sum(bindings.gpu_nbytes(h) for h in headers) + dense
+    assert weights / MIB == pytest.approx(5980.4, rel=1e-3)
+    context = model_memory.context_memory(model, 4096)
+    assert context.kv_cache == 512 * MIB
+    used = weights + context.kv_cache + context.compute + context.gpu
+    assert used / MIB == pytest.approx(7489, rel=0.03)
+
+
+@pytest.mark.parametrize("shared_nbytes", [64 << 10, 99 << 10, 227 << 10])
+def test_rows_that_do_not_fit_shared_memory_take_more(shared_nbytes):
+    """Values in ten bits stay so if x, a quarter longer, fits."""
+    for cols in (4096, 28672):
+        header = coded_header(64, cols, 32 * cols, 0)
+        growth = bindings.gpu_nbytes(header, shared_nbytes) / sum(header.nbytes)
+        assert (growth < 1.25) == (1.25 * cols + 1024 < shared_nbytes / 4), (cols, growth)
+
+
+def test_buffers_for_prompts_are_as_large_as_the_plugin_makes_them():
+    ops = (generators.ROOT / "ggml-macko/src/cuda/ops/ops.h").read_text()
+    most, share = re.search(r"MOST = size_t\((\d+)\) << 20, SHARE = (\d+);", ops).groups()
+    assert (int(most) * MIB, int(share)) == (model_memory.MAX_PANEL_NBYTES, model_memory.PANEL_SHARE)
+    cublas = (generators.ROOT / "ggml-macko/src/cuda/lib/cublas.h").read_text()
+    (workspace,) = re.search(r"CUBLAS_WORKSPACE_NBYTES = size_t\((\d+)\) << 20;", cublas).groups()
+    assert int(workspace) * MIB == model_memory.CUBLAS_WORKSPACE_NBYTES
+
+
+def test_header_that_no_file_may_have_is_refused():
+    good = coded_header(64, 4096, 64 * 2048, 0)
+    for change in (
+        {"format": "csr"},
+        {"rows": -1},
+        {"nnz": 64 * 4096 + 1},
+        {"types": good.types[:2], "nbytes": good.nbytes[:2]},
+        {"types": (TYPE_I8, *good.types[1:])},
+        {"nbytes": (-4, *good.nbytes[1:])},
+        {"nbytes": (1 << 60, *good.nbytes[1:])},
+        {"value_type": TYPE_BF16},
+    ):
+        with pytest.raises(ggml_macko.MackoError):
+            bindings.gpu_nbytes(dataclasses.replace(good, **change))
 
 
 # ---- advice ----

@@ -81,7 +81,8 @@ def sections(p: ModelPlan) -> Iterator[str]:
         types = " and ".join(dict.fromkeys((p.context.type_k.upper(), p.context.type_v.upper())))
         yield (
             f"memory: weights, {console.size(p.context.kv_cache)} of keys and values ({types}, {p.context.n_ctx} "
-            f"tokens) and about {console.size(p.context.compute)} to compute in"
+            f"tokens) and about {console.size(p.context.compute)} to compute in; on a GPU also about "
+            f"{console.size(p.context.gpu)}, CUDA's own among it"
         )
     if p.advice:
         yield "\n" + "\n".join(f"* {line}" for line in p.advice)
@@ -121,7 +122,7 @@ def _group_rows(p: ModelPlan) -> Iterator[list[object]]:
 
 
 def _type_rows(p: ModelPlan) -> Iterator[list[object]]:
-    rest = 0 if p.context is None else p.context.kv_cache + p.context.compute
+    rest, on_gpu = (0, 0) if p.context is None else (p.context.kv_cache + p.context.compute, p.context.gpu)
     for t in p.types:
         yield [
             t.type,
@@ -132,7 +133,7 @@ def _type_rows(p: ModelPlan) -> Iterator[list[object]]:
             round(t.nbytes / p.nbytes, 2),
             round(t.nbytes_q6_k / console.MIB, 2) if t.is_sparse else "",
             round((t.nbytes_cpu + rest) / console.MIB),
-            round((t.nbytes_gpu + rest) / console.MIB),
+            round((t.nbytes_gpu + rest + on_gpu) / console.MIB),
             *(_below(t.below.get(name)) for name in ("Q8_0", "Q4_K_M")),
         ]
 

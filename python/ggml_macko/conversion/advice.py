@@ -66,7 +66,7 @@ class TypePlan:
     n_sparse: int  # tensors that would be stored sparse
     nbytes: int  # of all tensors
     nbytes_q6_k: int  # the same with embeddings and head in Q6_K, which stay as they are otherwise
-    nbytes_gpu: int  # in GPU memory, as the plugin reserves it
+    nbytes_gpu: int  # of the tensors in GPU memory, as the plugin reserves it
     nbytes_cpu: int  # in memory of the process
     bits_per_weight: float
     below: Mapping[str, float]  # dense type -> density below which block weights are smaller than in it
@@ -122,7 +122,9 @@ def plan(
             _look(t, names, frame, all_rows, n_threads)
             for t in console.tracked(file.tensors, "looking at weights", lambda t: t.nbytes_stored, "B")
         ]
-        context = model_memory.context_memory(file, n_ctx, cache_type_k, cache_type_v)
+        gpus = model_memory.gpu_memory()
+        smallest = min((gpu.total for gpu in gpus), default=None)
+        context = model_memory.context_memory(file, n_ctx, cache_type_k, cache_type_v, smallest)
         found = ModelPlan(
             path=str(file.path),
             n_parameters=sum(x.tensor.n_elements for x in looked),
@@ -134,7 +136,7 @@ def plan(
             groups=tuple(_groups(looked)),
             types=tuple(_type_plan(name, looked, n_threads) for name in (*names, Q8_0, Q4_K_M)),
             context=context,
-            gpus=tuple(model_memory.gpu_memory()),
+            gpus=tuple(gpus),
             host=model_memory.host_memory(),
             advice=(),
         )
@@ -528,7 +530,7 @@ def _memory_advice(p: ModelPlan) -> Iterator[str]:
         return
     rest = p.context.kv_cache + p.context.compute
     for device in p.gpus:
-        fits = [t.type for t in p.types if t.nbytes_gpu + rest <= device.free]
+        fits = [t.type for t in p.types if t.nbytes_gpu + rest + p.context.gpu <= device.free]
         yield (
             f"{device.name} has {console.size(device.free)} free; with a context of {p.context.n_ctx} tokens "
             + (f"these fit: {', '.join(fits)}." if fits else "nothing fits.")

@@ -11,11 +11,18 @@ from typing import Any
 import gguf
 
 from .. import errors, system
+from ..gguf import tensor_rules
 from ..gguf.files import Model
 from ..native import devices
 
 CTX_STEP = 256  # llama.cpp rounds the context up to a multiple of this
 UBATCH = 512  # tokens of a matrix product, llama.cpp's default
+CUDA_NBYTES = 617 << 20  # CUDA's own: context, kernels and cuBLAS, of an H100 with driver 580; others may need less
+CUBLAS_WORKSPACE_NBYTES = 32 << 20
+N_PANELS, MAX_PANEL_NBYTES, PANEL_SHARE = 2, 96 << 20, 512
+"""Buffers in which the plugin makes weights dense for prompts, the most bytes of one, and the share of the GPU's memory
+that one may take.
+"""
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 """What llama.cpp can keep keys and values in."""
 
@@ -29,6 +36,7 @@ class ContextMemory:
     type_v: str
     kv_cache: int  # at most, where the model's attention has windows
     compute: int  # an estimate
+    gpu: int  # beside these on a GPU, for a sparse model: an estimate
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,12 @@ def _cache_nbytes(n_elements: int, name: str) -> int:
     return int(-(-n_elements // block) * nbytes)
 
 
-def context_memory(model: Model, n_ctx: int, type_k: str = "f16", type_v: str = "f16") -> ContextMemory | None:
+def context_memory(
+    model: Model, n_ctx: int, type_k: str = "f16", type_v: str = "f16", gpu_total: int | None = None
+) -> ContextMemory | None:
     """Of a context of n_ctx tokens; 0: 4096, or what the model was trained with if that is less. type_k, type_v: of the
-    cache. None if the metadata do not tell. Raises MackoError for a type that a cache cannot have.
+    cache. gpu_total: bytes of the GPU's memory; None: as much as an H100 has. None if the metadata do not tell. Raises
+    MackoError for a type that a cache cannot have.
     """
     keys = {k.name: k for k in model.keys}
 
@@ -89,7 +100,15 @@ def context_memory(model: Model, n_ctx: int, type_k: str = "f16", type_v: str = 
     n_vocab = next((t.rows for t in model.tensors if t.name in ("output.weight", "token_embd.weight")), 0)
     # logits of a micro-batch or the inner results of a block, whichever is more, and the mask of attention
     compute = UBATCH * (4 * max(n_vocab + n_embd, 2 * n_ff + 3 * n_embd) + 4 * n_ctx)
-    return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute)
+    return ContextMemory(n_ctx, type_k, type_v, kv_cache, compute, _gpu_nbytes(model, gpu_total))
+
+
+def _gpu_nbytes(model: Model, total: int | None) -> int:
+    """CUDA's own memory, and what products with many columns need."""
+    multiplied = [t for t in model.tensors if tensor_rules.is_multiplied(t.name, len(t.ne))]
+    largest = max((2 * t.cols * t.ne[1] for t in multiplied), default=0)
+    most = MAX_PANEL_NBYTES if total is None else min(MAX_PANEL_NBYTES, total // PANEL_SHARE)
+    return CUDA_NBYTES + CUBLAS_WORKSPACE_NBYTES + N_PANELS * min(most, largest)
 
 
 def _per_layer(value: Any, n_layer: int) -> Sequence[int] | None:

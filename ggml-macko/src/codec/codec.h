@@ -1,6 +1,6 @@
 // What a file format of sparse matrices has to provide, so that everything else works with it: the loader, the C API,
 // the tools. One object per format, listed in the registry (registry.h); nothing outside a format's folder, the
-// registry and a device's own table of upload functions names a format. No ggml, no CUDA.
+// registry and a device's own tables of layouts names a format. No ggml, no CUDA.
 #pragma once
 
 #include "codec/macko/macko.h"

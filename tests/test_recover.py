@@ -29,7 +29,7 @@ from ggml_macko.values import NEGATIVE_ZERO
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not HAS_TORCH, reason="no PyTorch: pip install 'ggml-macko[train]'")
 HAS_GPU = HAS_TORCH and importlib.import_module("torch").cuda.is_available()
-SUPPORTED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
+SUPPORTED = ("llama", "arcee", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs."""
+"""Random models of a few kilobytes, one for each supported architecture, that llama.cpp loads and runs; arcee, too,
+whose feed-forward parts have no gate.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ def _feed_forward(t: _Tensors, arch: str, moe: bool, blk: str) -> None:
         t.matrix(blk + "ffn_up.weight", N_EMBD, 2 * N_FF)
         t.matrix(blk + "ffn_down.weight", N_FF, N_EMBD)
     else:
-        t.matrix(blk + "ffn_gate.weight", N_EMBD, N_FF)
+        if arch != "arcee":
+            t.matrix(blk + "ffn_gate.weight", N_EMBD, N_FF)
         t.matrix(blk + "ffn_up.weight", N_EMBD, N_FF)
         t.matrix(blk + "ffn_down.weight", N_FF, N_EMBD)
 

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Trains the non-zeros of a pruned GGUF on a text, so that it behaves like the dense model that it was made "
         "from, and writes a dense GGUF with the same zeros; then use `macko convert`. Needs PyTorch (pip install "
         "'ggml-macko[train]'); uses a GPU where PyTorch finds one. Block matrices, norms and biases are trained, "
-        "embeddings and head are not. Models: llama, qwen2, qwen3, gemma2, gemma3 without experts. An interrupted run "
-        "leaves OUT.checkpoint; the same command continues from there."
+        "embeddings and head are not. Models: llama, arcee, qwen2, qwen3, gemma2, gemma3 without experts. An "
+        "interrupted run leaves OUT.checkpoint; the same command continues from there."
     )
     parser.add_argument("input", metavar="IN", help="pruned GGUF, dense or sparse; the first file of a split one")
     parser.add_argument("output", metavar="OUT", help="GGUF to write")

@@ -1,8 +1,8 @@
 """The forward pass of llama-family models in PyTorch, with the tensors of a GGUF under their own names.
 
-Architectures: llama (and what llama.cpp loads as such: Mistral, ...), qwen2, qwen3, gemma2, gemma3; dense feed-forward
-parts only. What these do not have, such as experts or YaRN, is refused; who uses this module compares the logits with
-those of llama.cpp first. Shapes: hidden states (chunks, tokens, n_embd).
+Architectures: llama (and what llama.cpp loads as such: Mistral, ...), arcee, qwen2, qwen3, gemma2, gemma3; dense
+feed-forward parts only. What these do not have, such as experts or YaRN, is refused; who uses this module compares the
+logits with those of llama.cpp first. Shapes: hidden states (chunks, tokens, n_embd).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEOX = {"qwen2", "qwen3", "gemma2", "gemma3"}
 
 _GEMMA = {"gemma2", "gemma3"}
 _WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}  # every so many layers one sees the whole context
-_ARCHITECTURES = ("llama", *sorted(_NEOX))
+_ARCHITECTURES = ("llama", "arcee", *sorted(_NEOX))
 
 _GLOBAL_TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
 _BLOCK_TENSOR = re.compile(
@@ -289,8 +289,12 @@ class Transformer:
     def _feed_forward(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         prefix = f"blk.{layer}."
         h = self._norm(x, f"{prefix}ffn_norm.weight")
-        gate = self._linear(h, f"{prefix}ffn_gate")
-        gate = F.gelu(gate, approximate="tanh") if self.shape.arch in _GEMMA else F.silu(gate)
-        out = self._linear(gate * self._linear(h, f"{prefix}ffn_up"), f"{prefix}ffn_down")
+        up = self._linear(h, f"{prefix}ffn_up")
+        if self.shape.arch == "arcee":  # without a gate
+            neurons = F.relu(up).square()
+        else:
+            gate = self._linear(h, f"{prefix}ffn_gate")
+            neurons = up * (F.gelu(gate, approximate="tanh") if self.shape.arch in _GEMMA else F.silu(gate))
+        out = self._linear(neurons, f"{prefix}ffn_down")
         post = f"{prefix}post_ffw_norm.weight"
         return self._norm(out, post) if post in self.weights else out

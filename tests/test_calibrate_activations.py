@@ -60,7 +60,7 @@ def test_thresholds_on_file_are_quantiles_of_numpy_scores(tmp_path, monkeypatch,
         taps.append(Recorder())
         return taps[-1]
 
-    monkeypatch.setattr(skipping, "GatedTap", make_tap)
+    monkeypatch.setattr(skipping, "FeedForwardTap", make_tap)
     path = DEMO
     if name != "docs-4m":
         path = tmp_path / f"{name}.gguf"

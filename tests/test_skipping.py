@@ -18,7 +18,7 @@ import gguf_bytes
 import tiny_models
 from bad_input import SAMPLE, one_line
 from ggml_macko import errors
-from ggml_macko.evaluation import gated_parts, skipping
+from ggml_macko.evaluation import feed_forward_parts, skipping
 from ggml_macko.evaluation.activations import Tensor, weight_name
 from ggml_macko.evaluation.perplexity import SkipOptions, perplexity, skipped_perplexity
 
@@ -26,7 +26,7 @@ DEMO = generators.DEMO
 FFN = ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")
 
 
-class Recorder(gated_parts.GatedTap):
+class Recorder(feed_forward_parts.FeedForwardTap):
     """Also keeps the inputs and results of the products with feed-forward weights: name -> (input, result)."""
 
     def __init__(self):
@@ -81,7 +81,7 @@ def model_of(tmp_path_factory):
 @pytest.fixture
 def recorded(monkeypatch):
     """Makes a SkippingModel of small chunks whose tap is a Recorder."""
-    monkeypatch.setattr(skipping, "GatedTap", Recorder)
+    monkeypatch.setattr(skipping, "FeedForwardTap", Recorder)
 
     def make(path, score):
         return skipping.SkippingModel(path, score, n_ctx=64, n_batch=64, n_threads=2)

@@ -1,8 +1,8 @@
 """Activation sparsity: what a model loses if neurons that matter little for a token are skipped.
 
-In a gated feed-forward part (gated_parts.py) a neuron is skipped for a token if its score is below the threshold of its
-part: then its element of act(gate) * up is set to zero before the product with down, which is exactly what a kernel
-that does not read its weights would compute. Nothing is faster here: this measures quality.
+In a gated feed-forward part (feed_forward_parts.py) a neuron is skipped for a token if its score is below the threshold
+of its part: then its element of act(gate) * up is set to zero before the product with down, which is exactly what a
+kernel that does not read its weights would compute. Nothing is faster here: this measures quality.
 
 Scores of neuron j:
   cats     |act(gate_j)|                            arXiv 2404.08763; known before up is computed
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import console, errors
-from ..evaluation.gated_parts import GatedPart, GatedTap, Rows
+from ..evaluation.feed_forward_parts import FeedForwardPart, FeedForwardTap, Rows
 from ..evaluation.text_model import Chunks, Logits, TextModel, spread
 from ..gguf.activation_keys import PartRule, SkipRule
 from ..gguf.files import Model, Tensor
@@ -122,7 +122,7 @@ def column_norms(t: Tensor) -> npt.NDArray[np.float32]:
 class Scorer:
     """Scores the neurons of parts: float32 (tokens, neurons), not negative."""
 
-    def __init__(self, score: str, model: str | os.PathLike[str], parts: Sequence[GatedPart]) -> None:
+    def __init__(self, score: str, model: str | os.PathLike[str], parts: Sequence[FeedForwardPart]) -> None:
         """Raises MackoError for a part that cannot be scored in this way."""
         self._score = score
         self._norms: dict[str, npt.NDArray[np.float32]] = {}
@@ -138,7 +138,7 @@ class Scorer:
             with Model(model) as file:
                 self._norms = {t.name: column_norms(t) for t in file.tensors if t.name in downs}
 
-    def __call__(self, part: GatedPart, gate: Rows, product: Rows) -> Rows:
+    def __call__(self, part: FeedForwardPart, gate: Rows, product: Rows) -> Rows:
         """gate: before its activation function. Raises MackoError (NOT_FINITE)."""
         with np.errstate(over="ignore", invalid="ignore"):  # exp() of a large number: x / inf is the right 0
             scores = np.abs(ACTIVATIONS[part.kind](gate) if self._score == "cats" else product)
@@ -275,7 +275,7 @@ class SkippingModel:
     """
 
     def __init__(self, path: str | os.PathLike[str], score: str, **options: Any) -> None:
-        self._tap = GatedTap()
+        self._tap = FeedForwardTap()
         self.model = TextModel(path, tap=self._tap, **options)
         self._score = score
         self._collects = False
@@ -286,7 +286,7 @@ class SkippingModel:
         self.distributions: dict[str, Distribution] = {}  # by node
 
     @property
-    def parts(self) -> list[GatedPart]:
+    def parts(self) -> list[FeedForwardPart]:
         """In the order of the graph, once the model has been calibrated."""
         return list(self._tap.parts.values())
 
@@ -368,7 +368,7 @@ class SkippingModel:
             if part.node in self._shares
         ]
 
-    def _zeros(self, part: GatedPart) -> float | None:
+    def _zeros(self, part: FeedForwardPart) -> float | None:
         found = self.distributions.get(part.node)
         return None if found is None else found.n_zeros / found.n
 
@@ -406,7 +406,7 @@ class SkippingModel:
         self.skip({})
         return {node: [s / len(chunks) for s in found] for node, found in sums.items()}
 
-    def _on_part(self, part: GatedPart, gate: Rows, product: Rows) -> None:
+    def _on_part(self, part: FeedForwardPart, gate: Rows, product: Rows) -> None:
         if product.size == 0 or not (self._collects or part.node in self._thresholds):
             return  # the last block has no tokens where no logits are asked for
         scores = self._scorer(part, gate, product)

@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.float32]
 """Activations (tokens, neurons) of a part."""
 
 
-class GatedPart(NamedTuple):
+class FeedForwardPart(NamedTuple):
     """A gated feed-forward part."""
 
     node: str  # name of act(gate) * up in llama.cpp's graph
@@ -29,13 +29,13 @@ class GatedPart(NamedTuple):
     n_neurons: int
 
 
-OnPart = Callable[[GatedPart, Rows, Rows], None]
+OnPart = Callable[[FeedForwardPart, Rows, Rows], None]
 """Takes a part, gate before its activation function, and act(gate) * up, which may be changed in place; both are valid
 during the call only.
 """
 
 
-class GatedTap(Tap):
+class FeedForwardTap(Tap):
     """Finds the gated parts while on_part is None, then calls on_part for each of them in every micro-batch.
 
     Where experts are routed, their neurons are counted in n_routed (GLU nodes) and left alone.
@@ -44,7 +44,7 @@ class GatedTap(Tap):
     def __init__(self) -> None:
         super().__init__()
         self.on_part: OnPart | None = None
-        self.parts: dict[str, GatedPart] = {}  # by node
+        self.parts: dict[str, FeedForwardPart] = {}  # by node
         self.n_routed = 0
         self._kinds: dict[str, str] = {}  # node -> operation, of all GLU nodes
 
@@ -68,7 +68,7 @@ class GatedTap(Tap):
             return
         if x.ne[2] * x.ne[3] * weight.ne[2] * weight.ne[3] != 1 or self.parts.get(name, (name, down))[1] != down:
             raise errors.error(errors.LIMIT, f"{down}: a gated part of this shape is not supported")
-        self.parts[name] = GatedPart(name, down, self._kinds[name], x.ne[0])
+        self.parts[name] = FeedForwardPart(name, down, self._kinds[name], x.ne[0])
 
     def take(self, address: int, node: Tensor) -> bool:
         part = self.parts[weight_name(node.name)]

@@ -298,7 +298,10 @@ def test_part_that_is_none_of_the_model_is_refused(calibrated, tmp_path, macko):
     for other, message in (
         (b"blk.9.ffn_down.weight", "element 2 is 'blk.9.ffn_down.weight' (a matrix of the model)"),
         (b"blk.0.attn_norm.weight", "element 2 is 'blk.0.attn_norm.weight' (a matrix of the model)"),
-        (b"blk.0.ffn_up.weight", "has 'blk.0.ffn_up.weight', which no gated part of the model is multiplied with"),
+        (
+            b"blk.0.ffn_up.weight",
+            "has 'blk.0.ffn_up.weight', which no feed-forward part of the model is multiplied with",
+        ),
     ):
         file = gb.read(calibrated.read_bytes())
         file.key("macko.act.part.down").value[2] = other
@@ -328,11 +331,13 @@ def test_every_score_and_allocation_is_one_of_the_format(calibrated, tmp_path):
             assert word in (rule.score, rule.allocation)
 
 
-def test_model_without_gated_parts_is_refused(tmp_path):
+def test_model_without_gates_and_relus_is_refused(tmp_path):
     import architectures
 
     path = tmp_path / "starcoder2.gguf"
     path.write_bytes(gb.write(architectures.make("starcoder2", False)))
-    with pytest.raises(errors.MackoError, match="no feed-forward part is gated: there are no neurons to skip"):
+    with pytest.raises(
+        errors.MackoError, match="no feed-forward part has a gate or a ReLU: there are no neurons to skip"
+    ):
         calibrate_activations(path, tmp_path / "out.gguf", SkipOptions(0.5, SAMPLE, n_chunks=1), **OPTIONS)
     assert os.listdir(tmp_path) == ["starcoder2.gguf"]

@@ -4,6 +4,7 @@ nothing; bad input.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -39,7 +40,7 @@ class Recorder(feed_forward_parts.FeedForwardTap):
         return wanted or (self.on_part is not None and is_ffn)
 
     def take(self, address, node):
-        if node.op == self.ggml.glu:
+        if weight_name(node.name) in self.parts:
             return super().take(address, node)
         name = weight_name(Tensor.from_address(node.src[0]).name)
         self.products[name] = tuple(self.array(a, np.float32)[0, 0].copy() for a in (node.src[1], address))
@@ -54,8 +55,18 @@ def gelu(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-# file -> (activation function, whether gate and up are the halves of one product)
-MODELS = {"docs-4m": (silu, False), "qwen3": (silu, False), "gemma2": (gelu, False), "phi3": (silu, True)}
+def squared_relu(x):
+    return np.maximum(x, 0) ** 2
+
+
+# file -> (activation function, where its argument is: in a product with gate, in that with up before up, or all of it)
+MODELS = {
+    "docs-4m": (silu, "gate"),
+    "qwen3": (silu, "gate"),
+    "gemma2": (gelu, "gate"),
+    "phi3": (silu, "halves"),
+    "arcee": (squared_relu, "up"),
+}
 SCORES = {
     "cats": lambda activated, up, norms: np.abs(activated),
     "product": lambda activated, up, norms: np.abs(activated * up),
@@ -90,21 +101,24 @@ def recorded(monkeypatch):
 
 
 def reference(name, weights, products, layer):
-    """Activated gate, up and the norms of the columns of down, float64, from the products that llama.cpp computed."""
-    act, halves = MODELS[name]
+    """Activated gate, up and the norms of the columns of down, float64, from the products that llama.cpp computed.
+    Where there is no gate: activated up, and ones.
+    """
+    act, place = MODELS[name]
     up = products[f"blk.{layer}.ffn_up.weight"][1].astype(np.float64)
-    if halves:
+    if place == "halves":
         gate, up = np.split(up, 2, axis=1)
+    elif place == "up":
+        gate, up = up, np.ones_like(up)
     else:
         gate = products[f"blk.{layer}.ffn_gate.weight"][1].astype(np.float64)
     down = weights[f"blk.{layer}.ffn_down.weight"]
     return act(gate), up, np.sqrt((down**2).sum(axis=0))
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, score", sorted({*itertools.product(MODELS, SCORES)} - {("arcee", "cats")}))
 def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, score):
-    path, share = model_of(name), 0.4
+    path, share = model_of(name), 0.7 if name == "arcee" else 0.4  # half of arcee's are zero as they are
     weights = {t.name: np.asarray(t.data, np.float64) for t in gguf.GGUFReader(path).tensors if t.name.endswith(FFN)}
     with recorded(path, score) as m:
         chunks = m.model.read_chunks(SAMPLE, 2)
@@ -122,6 +136,7 @@ def test_masks_outputs_and_thresholds_equal_numpy(model_of, recorded, name, scor
         # ggml takes GELU from a table of F16 values
         np.testing.assert_allclose(dense[part.down][0], np.multiply(*reference(name, weights, dense, layer)[:2]),
                                    rtol=1e-3, atol=1e-4)  # fmt: skip
+        assert part.zeros == (dense[part.down][0] == 0).mean() and (0.3 < part.zeros < 0.6) == (name == "arcee")
 
         activated, up, norms = reference(name, weights, products, layer)
         scores = SCORES[score](activated, up, norms)
@@ -303,6 +318,17 @@ def test_json_says_what_was_skipped_in_each_layer(macko):
     assert second.startswith("skipped: ") and second.endswith("% of the neurons in 4 layers (wanted: 50.00%)")
 
 
+def test_json_says_how_many_neurons_without_a_gate_are_zero(model_of, macko):
+    args = ["-m", model_of("arcee"), "-f", SAMPLE, "-ngl", 0, "-c", 64, "--chunks", 2, "--json", "--skip-text", SAMPLE]
+    plain = json.loads(macko("perplexity", *args[:-2]).out)
+    done = macko("perplexity", *args, "--skip", 0.3, "--skip-score", "product", "--skip-chunks", 2)
+    assert done.code == 0
+    found = json.loads(done.out)
+    assert found["ppl"] == plain["ppl"]  # all that is skipped is zero
+    for part in found["skip"]["parts"]:  # of the same chunks; the last layer's measured share is of their second halves
+        assert 0.3 < part["zeros"] < 0.6 and part["measured"] == pytest.approx(part["zeros"], abs=0.02)
+
+
 # ---- bad input ----
 
 
@@ -342,17 +368,17 @@ def test_calibration_text_that_is_too_short_is_refused(tmp_path):
         skipped_perplexity(tmp_path / "none.gguf", SAMPLE, SkipOptions(0.5, tmp_path / "none.txt"))
 
 
-def test_model_whose_experts_alone_are_gated_is_refused(model_of):
+def test_model_whose_experts_alone_have_gates_is_refused(model_of):
     message = refused(model_of("qwen3moe"))
-    assert message.endswith("qwen3moe.gguf: only experts have gated parts: there are no neurons to skip")
+    assert message.endswith("qwen3moe.gguf: only experts have a gate or a ReLU: there are no neurons to skip")
 
 
-def test_model_without_gated_parts_is_refused(tmp_path):
+def test_model_without_gates_and_relus_is_refused(tmp_path):
     import architectures
 
     path = tmp_path / "starcoder2.gguf"
     path.write_bytes(gguf_bytes.write(architectures.make("starcoder2", False)))
-    assert "no feed-forward part is gated: there are no neurons to skip" in refused(path)
+    assert "no feed-forward part has a gate or a ReLU: there are no neurons to skip" in refused(path)
 
 
 def test_infinite_or_nan_activations_are_refused(tmp_path, model_of):
@@ -372,6 +398,11 @@ def test_activations_outside_host_memory_are_refused(monkeypatch):
         monkeypatch.setattr(m._tap.ggml, "is_host", lambda buffer: False)
         with pytest.raises(errors.MackoError, match="ffn_down.weight: its inputs are not .* in host memory; .* -ngl 0"):
             m.calibrate(m.model.read_chunks(SAMPLE, 1))
+
+
+def test_score_of_a_gate_is_refused_where_there_is_none(model_of):
+    message = refused(model_of("arcee"), "cats")
+    assert message.endswith("blk.0.ffn_down.weight: its part has no gate to score; other scores need none")
 
 
 def test_gate_with_an_unknown_activation_is_refused_for_cats_only(monkeypatch):

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Perplexity of a GGUF model, dense or sparse, on a text: the figure of llama-perplexity. With "
         "--kl-divergence-base it also writes the model's log-probabilities to a file; with --kl-divergence it compares "
         "the model with those of such a file, which holds the text too. The file is llama-perplexity's. "
-        "With --skip it measures what the model loses if the neurons of its gated feed-forward parts that matter least "
-        "for a token are skipped: quality only, on the CPU; nothing is faster. `--skip file` takes the thresholds "
-        "of the model file (macko calibrate --activations)."
+        "With --skip it measures what the model loses if the neurons of its feed-forward parts (with a gate, or with a "
+        "ReLU and without one) that matter least for a token are skipped: quality only, on the CPU; nothing is faster. "
+        "`--skip file` takes the thresholds of the model file (macko calibrate --activations)."
     )
     add_text_arguments(parser, N_BATCH, file_required=False)
     parser.add_argument(

@@ -75,6 +75,8 @@ class Tensor(ctypes.Structure):
 
 _OBJECT_NBYTES = 32  # struct ggml_object, which ggml_tensor_overhead() counts too
 
+_OPS = {b"MUL_MAT", b"MUL_MAT_ID", b"GLU", b"UNARY", b"SQR"}
+
 
 class Ggml:
     """The functions of libggml-base that are needed here, and the ids of some operations.
@@ -89,6 +91,8 @@ class Ggml:
         lib.ggml_op_name.argtypes = [ctypes.c_int]
         self.glu_op_name = lib.ggml_glu_op_name
         self.glu_op_name.restype, self.glu_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
+        self.unary_op_name = lib.ggml_unary_op_name
+        self.unary_op_name.restype, self.unary_op_name.argtypes = ctypes.c_char_p, [ctypes.c_int]
         self.nbytes = lib.ggml_nbytes
         self.nbytes.restype, self.nbytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
         self.is_host = lib.ggml_backend_buffer_is_host
@@ -96,13 +100,14 @@ class Ggml:
         self.get = lib.ggml_backend_tensor_get
         self.get.restype, self.get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         ops: dict[bytes, int] = {}
-        while len(ops) < 1024 and not (b"MUL_MAT_ID" in ops and b"GLU" in ops):
+        while len(ops) < 1024 and not ops.keys() >= _OPS:
             ops[lib.ggml_op_name(len(ops))] = len(ops)
-        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_NBYTES or b"GLU" not in ops:
+        if lib.ggml_tensor_overhead() != ctypes.sizeof(Tensor) + _OBJECT_NBYTES or not ops.keys() >= _OPS:
             raise errors.error(
                 errors.VERSION_MISMATCH, "this ggml's tensors are not those that ggml-macko was built for"
             )
         self.mul_mat, self.mul_mat_id, self.glu = ops[b"MUL_MAT"], ops[b"MUL_MAT_ID"], ops[b"GLU"]
+        self.unary, self.sqr = ops[b"UNARY"], ops[b"SQR"]
 
 
 @functools.cache

@@ -47,8 +47,8 @@ def calibrate_activations(
     becomes one file. n_ctx: tokens of a chunk, at least 16. force: replace output if it exists. The other parameters
     are those of calibrate().
 
-    Raises MackoError (as calibrate() does; a model without gated feed-forward parts, or one in the memory of a GPU) or
-    OSError.
+    Raises MackoError (as calibrate() does; a model without feed-forward parts that have a gate or a ReLU, or one in the
+    memory of a GPU) or OSError.
     """
     if n_ctx < MIN_ROWS:
         raise errors.usage_error(f"-c {n_ctx}: at least {MIN_ROWS}")

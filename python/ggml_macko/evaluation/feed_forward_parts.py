@@ -1,13 +1,14 @@
-"""The gated feed-forward parts of a model while llama.cpp evaluates a text: down(act(gate(h)) * up(h)).
+"""The feed-forward parts of a model while llama.cpp evaluates a text: with a gate, down(act(gate(h)) * up(h)), or
+without one and with a ReLU, down(relu(up(h))) and down(relu(up(h))^2).
 
-A part is a GLU node of llama.cpp's graph whose result is the input of one matrix product, so that each of its elements
-is a neuron: a row of gate and of up, and a column of down. Its gate can be read, and its result changed in place before
-the product with down is computed.
+A part is a node of llama.cpp's graph (GLU, RELU or SQR of RELU) whose result is the input of one matrix product, so
+that each of its elements is a neuron: a row of gate and of up, and a column of down. Its gate can be read, and its
+result changed in place before the product with down is computed.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +22,30 @@ Rows = npt.NDArray[np.float32]
 
 
 class FeedForwardPart(NamedTuple):
-    """A gated feed-forward part."""
+    """A feed-forward part."""
 
-    node: str  # name of act(gate) * up in llama.cpp's graph
+    node: str  # name of the input of down in llama.cpp's graph
     down: str  # name of the weight that it is multiplied with, as in the model file
-    kind: str  # ggml's name of the operation, such as SWIGLU
+    kind: str  # ggml's name of the gated operation, such as SWIGLU; without a gate RELU or RELU_SQR
     n_neurons: int
 
+    @property
+    def has_gate(self) -> bool:
+        return self.kind not in _WITHOUT_GATE
 
-OnPart = Callable[[FeedForwardPart, Rows, Rows], None]
-"""Takes a part, gate before its activation function, and act(gate) * up, which may be changed in place; both are valid
-during the call only.
+
+_WITHOUT_GATE = ("RELU", "RELU_SQR")
+
+OnPart = Callable[[FeedForwardPart, Optional[Rows], Rows], None]
+"""Takes a part, gate before its activation function (None if there is no gate), and the input of down, which may be
+changed in place; both are valid during the call only.
 """
 
 
 class FeedForwardTap(Tap):
-    """Finds the gated parts while on_part is None, then calls on_part for each of them in every micro-batch.
+    """Finds the feed-forward parts while on_part is None, then calls on_part for each of them in every micro-batch.
 
-    Where experts are routed, their neurons are counted in n_routed (GLU nodes) and left alone.
+    Where experts are routed, their neurons are counted in n_routed (nodes) and left alone.
     """
 
     def __init__(self) -> None:
@@ -46,16 +53,29 @@ class FeedForwardTap(Tap):
         self.on_part: OnPart | None = None
         self.parts: dict[str, FeedForwardPart] = {}  # by node
         self.n_routed = 0
-        self._kinds: dict[str, str] = {}  # node -> operation, of all GLU nodes
+        self._kinds: dict[str, str] = {}  # node -> kind, of all nodes that may be parts
 
     def wants(self, node: Tensor) -> bool:
         if self.on_part is not None:
-            return node.op == self.ggml.glu and weight_name(node.name) in self.parts
-        if node.op == self.ggml.glu and node.type == TYPE_F32:
-            self._kinds[weight_name(node.name)] = self.ggml.glu_op_name(node.op_params[0]).decode()
-        elif node.op in (self.ggml.mul_mat, self.ggml.mul_mat_id):
+            may_be_part = node.op in (self.ggml.glu, self.ggml.unary, self.ggml.sqr)
+            return may_be_part and weight_name(node.name) in self.parts
+        if node.op in (self.ggml.mul_mat, self.ggml.mul_mat_id):
             self._find(node)
+        elif node.type == TYPE_F32 and (kind := self._kind(node)) is not None:
+            self._kinds[weight_name(node.name)] = kind
         return False
+
+    def _kind(self, node: Tensor) -> str | None:
+        """Of a node that is a part if its result is the input of a matrix product; None: it is no such node."""
+        ggml = self.ggml
+        if node.op == ggml.glu:
+            name: bytes = ggml.glu_op_name(node.op_params[0])
+            return name.decode()
+        if node.op == ggml.unary and ggml.unary_op_name(node.op_params[0]) == b"RELU":
+            return "RELU"
+        if node.op == ggml.sqr and self._kinds.get(weight_name(Tensor.from_address(node.src[0]).name)) == "RELU":
+            return "RELU_SQR"
+        return None
 
     def _find(self, product: Tensor) -> None:
         """Adds the part whose result is the input of a matrix product, if it is one."""
@@ -67,7 +87,7 @@ class FeedForwardTap(Tap):
             self.n_routed += 1
             return
         if x.ne[2] * x.ne[3] * weight.ne[2] * weight.ne[3] != 1 or self.parts.get(name, (name, down))[1] != down:
-            raise errors.error(errors.LIMIT, f"{down}: a gated part of this shape is not supported")
+            raise errors.error(errors.LIMIT, f"{down}: a feed-forward part of this shape is not supported")
         self.parts[name] = FeedForwardPart(name, down, self._kinds[name], x.ne[0])
 
     def take(self, address: int, node: Tensor) -> bool:
@@ -81,10 +101,12 @@ class FeedForwardTap(Tap):
                 )
         product = self._rows(address)
         product.flags.writeable = True
-        gate = self._rows(node.src[0])
-        if len(operands) == 1:  # the halves of one tensor
-            swapped = node.op_params[1] != 0
-            gate = gate[:, part.n_neurons :] if swapped else gate[:, : part.n_neurons]
+        gate = None
+        if part.has_gate:
+            gate = self._rows(node.src[0])
+            if len(operands) == 1:  # the halves of one tensor
+                swapped = node.op_params[1] != 0
+                gate = gate[:, part.n_neurons :] if swapped else gate[:, : part.n_neurons]
         assert self.on_part is not None
         self.on_part(part, gate, product)
         return True

@@ -85,7 +85,7 @@ def perplexity(
 
 @dataclass(frozen=True)
 class SkippedPerplexity:
-    """Perplexity of a model whose neurons are skipped, and what was skipped in each of its gated parts."""
+    """Perplexity of a model whose neurons are skipped, and what was skipped in each of its feed-forward parts."""
 
     estimate: Estimate
     skip: SkipOptions  # as asked for, or as the file says
@@ -114,8 +114,9 @@ def skipped_perplexity(
     for share 0 that of perplexity(), which explains the other parameters. skip=None: those that the file's keys
     (calibrate_activations()) say.
 
-    Measures quality on the CPU; nothing is faster. Raises MackoError (as perplexity() does; a model without gated
-    feed-forward parts, without the keys or with keys that do not fit it, or one in the memory of a GPU) or OSError.
+    Measures quality on the CPU; nothing is faster. Raises MackoError (as perplexity() does; a model without
+    feed-forward parts that have a gate or a ReLU, without the keys or with keys that do not fit it, or one in the
+    memory of a GPU) or OSError.
     """
     _check_context(n_ctx)
     _check_chunks(n_chunks)

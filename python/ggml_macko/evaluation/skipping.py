@@ -1,13 +1,16 @@
 """Activation sparsity: what a model loses if neurons that matter little for a token are skipped.
 
-In a gated feed-forward part (feed_forward_parts.py) a neuron is skipped for a token if its score is below the threshold
-of its part: then its element of act(gate) * up is set to zero before the product with down, which is exactly what a
-kernel that does not read its weights would compute. Nothing is faster here: this measures quality.
+In a feed-forward part (feed_forward_parts.py) a neuron is skipped for a token if its score is below the threshold of
+its part: then its element of the input of down, act(gate) * up, is set to zero before the product, which is exactly
+what a kernel that does not read its weights would compute. Nothing is faster here: this measures quality.
 
 Scores of neuron j:
   cats     |act(gate_j)|                            arXiv 2404.08763; known before up is computed
   product  |act(gate_j) * up_j|                     known once up is computed
   wina     |act(gate_j) * up_j| * ||down[:, j]||_2  arXiv 2505.19427; known once up is computed
+
+Where a ReLU takes the place of a gate, relu(up_j) or its square takes that of act(gate_j) * up_j, and `cats` is not
+defined.
 
 Thresholds are quantiles of the scores on a calibration text, per part (CATS, section 4.1), fixed from then on. The
 wanted share of skipped neurons is the same in each part (uniform), or is given to the parts where it costs least
@@ -128,6 +131,10 @@ class Scorer:
         self._norms: dict[str, npt.NDArray[np.float32]] = {}
         if score == "cats":
             for part in parts:
+                if not part.has_gate:
+                    raise errors.error(
+                        errors.LIMIT, f"{model}: {part.down}: its part has no gate to score; other scores need none"
+                    )
                 if part.kind not in ACTIVATIONS:
                     raise errors.error(
                         errors.LIMIT,
@@ -138,10 +145,14 @@ class Scorer:
             with Model(model) as file:
                 self._norms = {t.name: column_norms(t) for t in file.tensors if t.name in downs}
 
-    def __call__(self, part: FeedForwardPart, gate: Rows, product: Rows) -> Rows:
-        """gate: before its activation function. Raises MackoError (NOT_FINITE)."""
-        with np.errstate(over="ignore", invalid="ignore"):  # exp() of a large number: x / inf is the right 0
-            scores = np.abs(ACTIVATIONS[part.kind](gate) if self._score == "cats" else product)
+    def __call__(self, part: FeedForwardPart, gate: Rows | None, product: Rows) -> Rows:
+        """gate: before its activation function, where there is one. Raises MackoError (NOT_FINITE)."""
+        scored = product
+        if self._score == "cats":
+            assert gate is not None  # the constructor refuses a part without
+            with np.errstate(over="ignore", invalid="ignore"):  # exp() of a large number: x / inf is the right 0
+                scored = ACTIVATIONS[part.kind](gate)
+        scores = np.abs(scored)
         if self._score == "wina":
             scores *= self._norms[part.down]
         if not np.isfinite(scores.max()):
@@ -271,7 +282,7 @@ def skipped_share(parts: Sequence[SkippedPart]) -> float:
 class SkippingModel:
     """A model whose neurons are skipped while it evaluates texts, on the CPU.
 
-    options: of TextModel. Raises MackoError (a model without gated parts, scores that are not finite) or OSError.
+    options: of TextModel. Raises MackoError (a model without such parts, scores that are not finite) or OSError.
     """
 
     def __init__(self, path: str | os.PathLike[str], score: str, **options: Any) -> None:
@@ -291,20 +302,22 @@ class SkippingModel:
         return list(self._tap.parts.values())
 
     def find_parts(self, chunks: Chunks) -> None:
-        """Finds the gated parts. chunks: (1, n_ctx) of any text."""
+        """Finds the feed-forward parts. chunks: (1, n_ctx) of any text."""
         model, tap = self.model, self._tap
         tap.on_part = None
         model.evaluate(chunks)
         if not tap.parts:
-            what = "only experts have gated parts" if tap.n_routed else "no feed-forward part is gated"
-            raise errors.error(errors.LIMIT, f"{model.path}: {what}: there are no neurons to skip")
+            what = "only experts have" if tap.n_routed else "no feed-forward part has"
+            raise errors.error(errors.LIMIT, f"{model.path}: {what} a gate or a ReLU: there are no neurons to skip")
         if tap.n_routed:
             console.log(f"{model.path}: the neurons of {tap.n_routed} parts with experts are not skipped")
         self._scorer = Scorer(self._score, model.path, self.parts)
         tap.on_part = self._on_part
 
     def calibrate(self, chunks: Chunks) -> None:
-        """Finds the gated parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a text."""
+        """Finds the feed-forward parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a
+        text.
+        """
         self.find_parts(chunks[:1])
         self.distributions = {part.node: Distribution() for part in self.parts}
         self._collects = True
@@ -325,8 +338,8 @@ class SkippingModel:
             if part.down not in node_of:
                 raise errors.error(
                     errors.BAD_KEY_VALUE,
-                    f"{self.model.path}: key macko.act.part.down has {part.down!r}, which no gated part of the model "
-                    "is multiplied with",
+                    f"{self.model.path}: key macko.act.part.down has {part.down!r}, which no feed-forward part of "
+                    "the model is multiplied with",
                 )
         self._skip(
             {node_of[part.down]: part.share for part in rule.parts},
@@ -406,7 +419,7 @@ class SkippingModel:
         self.skip({})
         return {node: [s / len(chunks) for s in found] for node, found in sums.items()}
 
-    def _on_part(self, part: FeedForwardPart, gate: Rows, product: Rows) -> None:
+    def _on_part(self, part: FeedForwardPart, gate: Rows | None, product: Rows) -> None:
         if product.size == 0 or not (self._collects or part.node in self._thresholds):
             return  # the last block has no tokens where no logits are asked for
         scores = self._scorer(part, gate, product)

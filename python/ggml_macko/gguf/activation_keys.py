@@ -17,7 +17,7 @@ _PREFIX = "macko.act."
 
 @dataclass(frozen=True)
 class PartRule:
-    """What may be skipped in one gated feed-forward part."""
+    """What may be skipped in one feed-forward part."""
 
     down: str  # name of the weight
     share: float  # of the part's neurons, as it was wanted

@@ -48,11 +48,13 @@ def command(teacher, out, text, **shape):
 
 
 @needs_torch
-def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, files, monkeypatch):
+@pytest.mark.parametrize("arch", ["llama", "arcee"])
+def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, files, monkeypatch, arch):
     teacher, text = files
     start, out, base = (tmp_path / name for name in ("start.gguf", "out.gguf", "base.kld"))
-    tool.write_random(start, teacher, tool.Size(*SHAPE.values()), 0)
-    monkeypatch.setattr(sys, "argv", [*command(teacher, out, text), "--epochs", "3", "--learning-rate", "3e-3"])
+    tool.write_start(start, teacher, tool.Size(*SHAPE.values()), 0, arch=arch)
+    options = ["--arch", arch, "--epochs", "3", "--learning-rate", "3e-3"]
+    monkeypatch.setattr(sys, "argv", [*command(teacher, out, text), *options])
     assert tool.main() == 0
     assert macko("perplexity", "-m", teacher, "-f", text, "-c", 32, "--kl-divergence-base", base).code == 0
 
@@ -65,7 +67,9 @@ def test_model_of_another_shape_learns_from_the_teacher(tmp_path, macko, tool, f
         tokens = [{k.name: k.record for k in m.keys if k.name.startswith("tokenizer.")} for m in (wanted, found)]
         assert tokens[0] == tokens[1] and "tokenizer.ggml.tokens" in tokens[0]
         keys = {key.name: key.value() for key in found.keys}
-        assert (keys["llama.block_count"], keys["llama.embedding_length"]) == (3, 96)
+        assert keys["general.architecture"] == arch
+        assert (keys[f"{arch}.block_count"], keys[f"{arch}.embedding_length"]) == (3, 96)
+        assert any("ffn_gate" in t.name for t in found.tensors) == (arch == "llama")
         for a, b in zip(before.tensors, found.tensors):
             assert (a.name, a.ne) == (b.name, b.ne)
             # embeddings, head and norms are trained, too
@@ -76,13 +80,39 @@ def test_same_seed_makes_the_same_weights_of_the_stated_deviation(tmp_path, tool
     a, b, c = (tmp_path / f"{name}.gguf" for name in "abc")
     size = tool.Size(*SHAPE.values())
     for path, seed in ((a, 5), (b, 5), (c, 6)):
-        tool.write_random(path, files[0], size, seed)
+        tool.write_start(path, files[0], size, seed)
     assert a.read_bytes() == b.read_bytes() != c.read_bytes()
     with Model(a) as model:
         found = {t.name: t.read_bits().view(np.float16).astype(np.float64) for t in model.tensors if len(t.ne) == 2}
     assert abs(found["blk.1.ffn_up.weight"].std() * np.sqrt(3 * 96) - 1) < 0.05
     assert abs(found["blk.1.ffn_down.weight"].std() * np.sqrt(3 * 160 * 6) - 1) < 0.05
     assert abs(found["output.weight"].std() / 0.02 - 1) < 0.05
+
+
+def test_start_from_the_teacher_has_its_tensors_of_the_same_shape(tmp_path, tool, files):
+    start = tmp_path / "start.gguf"
+    shape = {"layers": 3, "embd": tiny_models.N_EMBD, "ff": 160, "heads": tiny_models.N_HEAD, "kv_heads": 2}
+    tool.write_start(start, files[0], tool.Size(**shape), 0, arch="arcee", from_teacher=True)
+    with Model(files[0]) as teacher, Model(start) as model:
+        given = {t.name: t for t in teacher.tensors}
+        equal = {
+            t.name for t in model.tensors if t.name in given and t.read().tobytes() == given[t.name].read().tobytes()
+        }
+        others = {t.name for t in model.tensors} - equal
+    of_feed_forward = {f"blk.{i}.ffn_{which}.weight" for i in range(2) for which in ("up", "down")}
+    assert others - of_feed_forward == {name for name in others if name.startswith("blk.2.")}
+    assert of_feed_forward < others and "output.weight" in equal and "blk.1.attn_k.weight" in equal
+
+
+def test_head_of_a_teacher_that_has_none_is_its_embeddings(tmp_path, tool):
+    teacher, start = tmp_path / "teacher.gguf", tmp_path / "start.gguf"
+    file = tiny_models.make("llama")
+    file.tensors = [t for t in file.tensors if t.name != b"output.weight"]
+    teacher.write_bytes(gguf_bytes.write(file))
+    tool.write_start(start, teacher, tool.Size(2, tiny_models.N_EMBD, 160, 4, 2), 0, from_teacher=True)
+    with Model(start) as model:
+        found = {t.name: t.read_bits() for t in model.tensors}
+    np.testing.assert_array_equal(found["output.weight"], found["token_embd.weight"])
 
 
 @needs_torch
@@ -92,7 +122,7 @@ def test_teacher_with_another_vocabulary_is_refused(tmp_path, tool, files):
     data = gguf_bytes.write(tiny_models.make("llama"))
     assert b"<s>" in data
     other.write_bytes(data.replace(b"<s>", b"<t>", 1))
-    tool.write_random(start, other, tool.Size(*SHAPE.values()), 0)
+    tool.write_start(start, other, tool.Size(*SHAPE.values()), 0)
     options = RecoverOptions(text=str(text), n_ctx=32)
     with pytest.raises(errors.MackoError, match="another vocabulary"):
         recover.imitate(start, tmp_path / "out.gguf", teacher=teacher, options=options)

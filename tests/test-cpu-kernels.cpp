@@ -1,7 +1,7 @@
 // Compares the CPU kernels with float64, element by element: each kernel set that this CPU supports, value type and
 // layout of x, with odd shapes and extreme values. All memory ends at a page without access, so that a kernel that
 // reads or writes past its arrays crashes. `test-cpu-kernels --bench` prints speeds instead, beside those of a dense
-// F16 kernel.
+// F16 kernel, and `--bench-columns` those of rows and columns where x has zeros.
 #include "codec/macko/encode.h"
 #include "cpu/dispatch.h"
 #include "cpu/matrix-packer.h"
@@ -254,8 +254,9 @@ struct problem {
     std::vector<double> want, bound;   // [n][rows]
     std::vector<double> integer_bound; // quantized weights: where x may be rounded to 16 bits
 
+    // zeros: share of zeros in x, of either sign
     problem(rng & random, const matrix & m, const bitmap_matrix & w, int64_t row_begin, int64_t row_end, int64_t n,
-            bool round_x)
+            bool round_x, double zeros = 0)
         : m(m), w(w), row_begin(row_begin), row_end(row_end), n(n), round_x(round_x), x(n * m.desc.cols * 4) {
         const int64_t                   cols = m.desc.cols;
         const int64_t                   rows = row_end - row_begin;
@@ -270,6 +271,9 @@ struct problem {
                     case 2:  v = -0.0f; break;
                     case 3:  v = std::ldexp(std::nearbyint(v * 1024) * 2 + 1, -12); break; // a tie of F16 values
                     default: break;
+                }
+                if (random.unit() < zeros) {
+                    v = std::copysign(0.0f, v);
                 }
                 x.floats()[i * cols + c]           = v;
                 rx[static_cast<size_t>(c * n + i)] = round_x ? rounded(v, m.desc.type) : v;
@@ -353,14 +357,14 @@ struct output {
 enum class how { dispatched, rows16, rows, panels, planes };
 
 static void multiply(const kernel_set & set, const problem & p, how with, int n_threads, output & out,
-                     const float * gate = nullptr) {
+                     const float * gate = nullptr, const bitmap_matrix & columns = {}, bool skip_zeros = true) {
     const guarded              scratch(mul_mat_scratch_nbytes(p.m.desc.cols, p.n));
     std::vector<const float *> x;
     for (int64_t i = 0; i < p.n; i++) {
         x.push_back(p.x.floats() + i * p.m.desc.cols);
     }
-    const mul_mat_params params = { p.w,          p.row_begin, p.row_end,    p.n,     x.data(),
-                                    out.y.data(), p.round_x,   scratch.data, nullptr, gate };
+    const mul_mat_params params = { p.w,       p.row_begin,  p.row_end, p.n,  x.data(), out.y.data(),
+                                    p.round_x, scratch.data, nullptr,   gate, columns,  skip_zeros };
     if (with == how::dispatched) {
 #pragma omp parallel num_threads(n_threads)
         mul_mat_thread_with(set, params, omp_get_thread_num(), omp_get_num_threads());
@@ -994,6 +998,181 @@ static void test_finite_x_beside_nonfinite_x_is_right() {
     }
 }
 
+// ---- columns ----
+
+// the matrices of w, which have so many rows each, by columns
+struct columns_of {
+    int64_t       rows, cols; // of a matrix
+    guarded       memory;
+    bitmap_matrix all;
+
+    columns_of(const macko_desc & desc, const bitmap_matrix & w, int64_t rows, int n_threads = 2)
+        : rows(rows),
+          cols(desc.cols),
+          memory(bitmap_nbytes(columns_desc(desc, rows), { desc.type })),
+          all(bitmap_bind(columns_desc(desc, rows), { desc.type }, memory.data)) {
+        columns_pack(w, n_threads, all);
+        CHECK(memory.intact(), "packing wrote outside");
+    }
+    bitmap_matrix of(int64_t matrix) const { return columns_of_matrix(all, matrix, cols); }
+};
+
+static void check_columns(const matrix & m, const bitmap_matrix & w, int64_t rows) {
+    const columns_of one(m.desc, w, rows, 1), c(m.desc, w, rows, 3);
+    const int64_t    cols = m.desc.cols, size = value_nbytes(m.desc.type);
+    const guarded    dense(m.desc.rows * cols * size);
+    bitmap_densify(c.all, m.desc.type, 0, c.all.rows, dense.data);
+    for (int64_t row = 0; row < m.desc.rows; row++) {
+        for (int64_t col = 0; col < cols; col++) {
+            const int64_t at = (row / rows * cols + col) * rows + row % rows;
+            CHECK(memcmp(dense.data + at * size, &m.dense[static_cast<size_t>((row * cols + col) * size)],
+                         static_cast<size_t>(size)) == 0,
+                  "row %ld, column %ld", (long)row, (long)col);
+        }
+    }
+    const uint8_t * end = c.all.values + m.desc.nnz * size;
+    CHECK(c.all.row_off[c.all.rows] == m.desc.nnz &&
+              std::all_of(end, end + VALUES_SLACK, [](uint8_t b) { return b == 0; }),
+          "zeros behind the values");
+    CHECK(memcmp(one.all.row_off, c.all.row_off, static_cast<size_t>(c.all.rows + 1) * 4) == 0 &&
+              memcmp(one.all.masks, c.all.masks, static_cast<size_t>(c.all.rows * mask_words(rows) * 8)) == 0 &&
+              memcmp(one.all.values, c.all.values, static_cast<size_t>(m.desc.nnz * size)) == 0,
+          "the number of threads makes a difference");
+}
+
+static void test_columns_have_the_values_of_the_rows() {
+    rng random(31);
+    int n_coded = 0;
+    for (const int32_t type : all_types) {
+        for (const int64_t rows : { 64, 65, 127, 128, 300, 1025 }) {
+            for (const int64_t cols : { 1, 63, 64, 65, 200 }) {
+                for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.5, 1.0 }) {
+                    const int64_t n_matrices = random.range(1, 3);
+                    const bool    bundles    = has_bundles(type) && random.bits() & 1;
+                    const matrix  m          = random_matrix(random, type, rows * n_matrices, cols, density);
+                    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type, bundles }));
+                    check_columns(m, pack(m, 4, m.desc.rows, memory, bundles), rows);
+                    const coded_matrix coded(short_matrix(random, type, rows, cols, density, 0.02), -1, 2);
+                    if (coded.kept) {
+                        check_columns(coded.m, coded.w, rows);
+                        n_coded++;
+                    }
+                }
+            }
+        }
+    }
+    CHECK(n_coded > 20, "%d coded matrices", n_coded);
+}
+
+// the set, with columns used from a share of zeros on
+static kernel_set with_columns_from(const kernel_set & set, float zeros) {
+    kernel_set changed         = set;
+    changed.costs.columns_from = zeros;
+    return changed;
+}
+
+// Columns against float64, for matrix `number` of the tensor; the same bits for any number of threads, and the same
+// numbers if no column is left out.
+static void check_columns_product(rng & random, const matrix & m, const bitmap_matrix & w, const columns_of & columns,
+                                  int64_t number, double zeros) {
+    const int64_t begin = number * columns.rows, end = begin + columns.rows;
+    const problem p(random, m, w, begin, end, 1, random.bits() & 1, zeros);
+    for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+        const kernel_set always = with_columns_from(*set, 0);
+        output           one(1, columns.rows);
+        multiply(always, p, how::dispatched, 1, one, nullptr, columns.of(number));
+        check_result(*set, p, "columns", one);
+        for (int n_threads = 2; n_threads <= 5; n_threads++) {
+            output more(1, columns.rows);
+            multiply(always, p, how::dispatched, n_threads, more, nullptr, columns.of(number));
+            CHECK(one.same(more), "%s: %d threads give other bits than one (%ldx%ld)", set->name, n_threads,
+                  (long)columns.rows, (long)m.desc.cols);
+        }
+        output all(1, columns.rows);
+        multiply(always, p, how::dispatched, 2, all, nullptr, columns.of(number), false);
+        CHECK(std::equal(all.y[0], all.y[0] + columns.rows, one.y[0]), "%s: zeros make a difference (%ldx%ld)",
+              set->name, (long)columns.rows, (long)m.desc.cols);
+    }
+}
+
+static void test_columns_are_within_the_error_bound() {
+    rng random(32);
+    for (const int32_t type : all_types) {
+        for (const auto & shape : { std::pair<int64_t, int64_t>{ 64, 1 },
+                                    { 65, 7 },
+                                    { 127, 64 },
+                                    { 200, 65 },
+                                    { 256, 333 },
+                                    { 777, 130 },
+                                    { 2500, 600 },
+                                    { 100, 4500 } }) {
+            for (const double density : { 0.0, ONE_ELEMENT, 0.05, 0.5, 1.0 }) {
+                const int64_t       n_matrices = random.range(1, 2);
+                const matrix        m = random_matrix(random, type, shape.first * n_matrices, shape.second, density);
+                const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
+                const bitmap_matrix w = pack(m, 4, m.desc.rows, memory);
+                const columns_of    columns(m.desc, w, shape.first);
+                for (const double zeros : { 0.0, 0.6, 0.97, 1.0 }) {
+                    check_columns_product(random, m, w, columns, random.range(0, n_matrices - 1), zeros);
+                }
+            }
+        }
+    }
+}
+
+// The columns given are those of another matrix, so that the result tells whether they were read.
+static void test_columns_are_read_where_enough_of_x_is_zero() {
+    rng          random(33);
+    const matrix m = random_matrix(random, GGML_MACKO_TYPE_F16, 128, 200, 0.5);
+    const matrix other(GGML_MACKO_TYPE_F16, 128, 200);
+    matrix       zeros = other;
+    zeros.finish();
+    const guarded memory(bitmap_nbytes(m.desc, { m.desc.type })), none(bitmap_nbytes(zeros.desc, { zeros.desc.type }));
+    const bitmap_matrix w = pack(m, 4, 128, memory);
+    const columns_of    columns(zeros.desc, pack(zeros, 4, 128, none), 128);
+    for (const int64_t n : { 1, 2 }) {
+        problem p(random, m, w, 0, 128, n, true);
+        for (int64_t n_zeros = 0; n_zeros <= 200; n_zeros++) {
+            for (int64_t k = 0; k < n; k++) {
+                std::fill_n(p.x.floats() + k * 200, n_zeros, 0.0f);
+            }
+            for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+                output out(n, 128), rows(n, 128);
+                multiply(*set, p, how::dispatched, 1, out, nullptr, columns.all);
+                multiply(*set, p, how::dispatched, 1, rows);
+                const auto found    = std::count(p.x.floats(), p.x.floats() + 200, 0.0f);
+                const bool expected = n == 1 && static_cast<float>(found) >= 200 * set->costs.columns_from;
+                const bool read     = std::all_of(out.y[0], out.y[0] + 128, [](float y) { return y == 0; });
+                const bool nothing  = std::all_of(p.x.floats(), p.x.floats() + 200, [](float v) { return v == 0; });
+                CHECK(read == (expected || nothing), "%s: %ld of 200 zeros, n %ld", set->name, (long)n_zeros, (long)n);
+                CHECK(expected || out.same(rows), "%s: rows with columns beside them", set->name);
+            }
+        }
+    }
+}
+
+static void test_nan_in_x_reaches_every_row_that_meets_it() {
+    rng                 random(34);
+    const matrix        m = random_matrix(random, GGML_MACKO_TYPE_BF16, 300, 100, 0.5);
+    const guarded       memory(bitmap_nbytes(m.desc, { m.desc.type }));
+    const bitmap_matrix w = pack(m, 4, 300, memory);
+    const columns_of    columns(m.desc, w, 300);
+    const problem       p(random, m, w, 0, 300, 1, true, 0.9);
+    for (int64_t c = 0; c < 100; c++) {
+        const float kept = p.x.floats()[c];
+        p.x.floats()[c]  = NAN;
+        for (int i = 0; const kernel_set * set = supported_kernel_set(i); i++) {
+            output out(1, 300);
+            multiply(with_columns_from(*set, 0), p, how::dispatched, 1, out, nullptr, columns.all);
+            for (int64_t r = 0; r < 300; r++) {
+                CHECK(m.bits[static_cast<size_t>(r * 100 + c)] == 0 || std::isnan(out.y[0][r]), "%s: row %ld",
+                      set->name, (long)r);
+            }
+        }
+        p.x.floats()[c] = kept;
+    }
+}
+
 // ---- choice of the kernel set ----
 
 // "status name-or-message" of select_kernels() in a child process, since the environment is read once.
@@ -1137,6 +1316,85 @@ template <typename F> static double timed(int n_matrices, F && f) {
         sum += t;
     }
     return sum / n_matrices;
+}
+
+// Prints, for shares of zeros in one x, the time with rows and with columns, and how many times as fast the columns are.
+static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols, double density, int32_t type,
+                             int n_threads, int copies) {
+    struct copy {
+        std::unique_ptr<guarded>      memory;
+        std::unique_ptr<coded_matrix> coded;
+        bitmap_matrix                 w;
+        std::unique_ptr<columns_of>   columns;
+    };
+    rng               random(77);
+    const bool        coded = type == GGML_MACKO_TYPE_CODED;
+    const matrix      m     = coded ? short_matrix(random, GGML_MACKO_TYPE_F16, rows, cols, density, 0)
+                                    : random_matrix(random, type, rows, cols, density);
+    std::vector<copy> all(static_cast<size_t>(copies));
+    for (copy & c : all) {
+        if (coded) {
+            c.coded = std::make_unique<coded_matrix>(m, -1, 1);
+            c.w     = c.coded->w;
+        } else {
+            const bitmap_form form = form_in_memory_with(set, m.desc, type, 0);
+            c.memory               = std::make_unique<guarded>(bitmap_nbytes(m.desc, form));
+            c.w                    = pack(m, 4, rows, *c.memory, form.bundles);
+        }
+        const double start = seconds();
+        c.columns          = std::make_unique<columns_of>(m.desc, c.w, rows, n_threads);
+        fastest_pack       = std::min(fastest_pack, seconds() - start);
+    }
+    const guarded    scratch(mul_mat_scratch_nbytes(cols, 1));
+    const kernel_set always = with_columns_from(set, 0);
+    for (const int percent : { 0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95 }) {
+        std::vector<float> x(static_cast<size_t>(cols)), y(static_cast<size_t>(rows));
+        for (float & v : x) {
+            v = random.unit() * 100 < percent ? 0 : static_cast<float>(random.unit() - 0.5);
+        }
+        double time[2];
+        for (int pass = 0; pass < 2; pass++) { // the first pass warms up
+            std::vector<double> best[2];
+            best[0].assign(all.size(), INFINITY);
+            best[1].assign(all.size(), INFINITY);
+            for (int round = 0; round < (pass == 0 ? 1 : 15); round++) {
+                for (int with = 0; with < 2; with++) {
+                    for (size_t i = 0; i < all.size(); i++) {
+                        const float *  px     = x.data();
+                        float *        py     = y.data();
+                        mul_mat_params params = { all[i].w, 0, rows, 1, &px, &py, true, scratch.data };
+                        params.columns        = with ? all[i].columns->all : bitmap_matrix{};
+                        const double start    = seconds();
+#pragma omp parallel num_threads(n_threads)
+                        mul_mat_thread_with(always, params, omp_get_thread_num(), omp_get_num_threads());
+                        best[with][i] = std::min(best[with][i], seconds() - start);
+                    }
+                }
+            }
+            for (int with = 0; with < 2; with++) {
+                std::sort(best[with].begin(), best[with].end());
+                time[with] = best[with][all.size() / 2];
+            }
+        }
+        printf("%-13s %5.2f %5ldx%-5ld %d threads %3d %% zeros | rows %8.1f us | columns %8.1f us | %5.2f\n", set.name,
+               density, (long)rows, (long)cols, n_threads, percent, time[0] * 1e6, time[1] * 1e6, time[0] / time[1]);
+        fflush(stdout);
+    }
+}
+
+// usage: --bench-columns [rows] [cols] [density] [threads] [copies] [type, as in ggml-macko.h]
+static void bench_columns(int argc, char ** argv) {
+    const auto   number = [&](int i, double fallback) { return argc > i ? strtod(argv[i], nullptr) : fallback; };
+    const char * only   = getenv("GGML_MACKO_FORCE");
+    for (int s = 0; const kernel_set * set = supported_kernel_set(s); s++) {
+        const auto type = static_cast<int32_t>(number(7, 1));
+        if ((only ? strcmp(only, set->name) == 0 : set != &kernels_portable) &&
+            (type != GGML_MACKO_TYPE_CODED || has_coded(*set))) {
+            bench_columns_of(*set, static_cast<int64_t>(number(2, 2048)), static_cast<int64_t>(number(3, 8192)),
+                             number(4, 0.5), type, static_cast<int>(number(5, 1)), static_cast<int>(number(6, 6)));
+        }
+    }
+    printf("columns packed in %.1f ms\n", fastest_pack * 1e3);
 }
 
 struct bench_options {
@@ -1288,6 +1546,10 @@ int main(int argc, char ** argv) {
         bench(argc, argv);
         return 0;
     }
+    if (argc > 1 && strcmp(argv[1], "--bench-columns") == 0) {
+        bench_columns(argc, argv);
+        return 0;
+    }
     test_forced_kernel_set_is_the_one_in_use(); // forks: before OpenMP has threads
     test_packed_rows_turn_back_into_the_same_bytes();
     test_every_set_makes_the_same_bundles();
@@ -1306,6 +1568,10 @@ int main(int argc, char ** argv) {
     test_rounding_of_x_is_exact();
     test_x_beyond_f16_rounds_to_infinity();
     test_finite_x_beside_nonfinite_x_is_right();
+    test_columns_have_the_values_of_the_rows();
+    test_columns_are_within_the_error_bound();
+    test_columns_are_read_where_enough_of_x_is_zero();
+    test_nan_in_x_reaches_every_row_that_meets_it();
     test_mul_mat_thread_runs_the_selected_set();
     return test_summary("test-cpu-kernels");
 }

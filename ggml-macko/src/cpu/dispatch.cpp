@@ -162,7 +162,25 @@ bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc,
 // With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
 static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
+static int64_t n_zeros(const mul_mat_params & p) {
+    const float * x = p.x[0];
+    int           n = 0;
+    for (int64_t c = 0; c < p.w.cols; c++) {
+        n += x[c] == 0;
+    }
+    return n;
+}
+
+// Whether enough of x is zero for the columns. Each thread counts by itself, which is faster than a barrier.
+static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
+    return p.columns.masks && p.n == 1 &&
+           static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
+}
+
 static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) {
+    if (takes_columns(set, p)) {
+        return x_layout::columns;
+    }
     const kernel_costs &  cost    = set.costs;
     const bitmap_matrix & w       = p.w;
     const float           density = static_cast<float>(w.row_off[p.row_end] - w.row_off[p.row_begin]) /
@@ -246,11 +264,44 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
     }
 }
 
+// How many parts of the columns have sums of their own: as many as have some columns to read each, and as there is room
+// for behind x. The number decides the order in which y is added up, so that it may depend on p alone.
+static int64_t n_column_parts(const mul_mat_params & p) {
+    constexpr int64_t most = 16, least_columns = 32;
+    const int64_t     sums = mask_words(p.columns.cols) * 64, x = mask_words(p.w.cols) * 64;
+    const int64_t     room = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float)) - x;
+    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room / sums), 1, most);
+}
+
+// Threads take whole columns, since memory is read faster in long pieces: with half of the rows each, two threads took
+// as long as one. So each part has sums for all rows; y is the sum of these, in the order of the parts.
+static void multiply_columns(const kernel_set & set, const mul_mat_params & p, int * counter, int ith, int nth) {
+    const int64_t parts = n_column_parts(p), words = mask_words(p.w.cols), stride = mask_words(p.columns.cols) * 64;
+    float *       sums = static_cast<float *>(p.scratch) + words * 64;
+    for (int64_t part; (part = __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED)) < parts;) {
+        set.add_columns(p, words * part / parts * 64, std::min(words * (part + 1) / parts * 64, p.w.cols),
+                        sums + part * stride);
+    }
+    wait_for_all(p);
+    const int64_t rows = p.columns.cols, begin = rows * ith / nth, end = rows * (ith + 1) / nth;
+    float *       y = p.y[0];
+    std::copy(sums + begin, sums + end, y + begin);
+    for (int64_t part = 1; part < parts; part++) {
+        const float * more = sums + part * stride;
+        for (int64_t r = begin; r < end; r++) {
+            y[r] += more[r];
+        }
+    }
+}
+
 // There are more parts than threads, and each thread takes the next when it has finished one: cores are not equally
 // fast, and rows have different numbers of non-zeros. A part reads all panels once, so with panels parts are larger. A
 // small matrix has few parts, since handing them out would take longer than computing them.
-static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int nth) {
-    const x_layout    layout      = choose_layout(set, p);
+static void multiply_with(const kernel_set & set, const mul_mat_params & p, int number, int ith, int nth) {
+    const x_layout layout = choose_layout(set, p);
+    if (layout == x_layout::columns) {
+        return multiply_columns(set, p, part_counters(p) + number, ith, nth);
+    }
     const bool        only_open   = leaves_rows_out(p);
     int *             counter     = part_counters(p) + number;
     constexpr int64_t part_nbytes = 16384;
@@ -275,7 +326,7 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     }
     prepare_with(set, p, ith, nth);
     wait_for_all(p);
-    multiply_with(set, p, 0, nth);
+    multiply_with(set, p, 0, ith, nth);
     wait_for_all(p);
 }
 
@@ -297,17 +348,18 @@ void mul_mat_prepare(const mul_mat_params & p, int ith, int nth) {
     }
 }
 
-void mul_mat_multiply(const mul_mat_params & p, int number, int nth) {
+void mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth) {
     if (!is_nothing(p)) {
-        multiply_with(set_in_use(), p, number, nth);
+        multiply_with(set_in_use(), p, number, ith, nth);
     }
 }
 
-// Values of different types may have x rounded differently, and each layout is another copy.
+// Values of different types may have x rounded differently, and each layout is another copy. Behind x for columns are
+// the sums of one product.
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q) {
-    return p.w.type == q.w.type && p.w.dense_type == q.w.dense_type && p.w.cols == q.w.cols && p.n == q.n &&
-           p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) && !is_nothing(p) && !is_nothing(q) &&
-           choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
+    return !p.columns.masks && !q.columns.masks && p.w.type == q.w.type && p.w.dense_type == q.w.dense_type &&
+           p.w.cols == q.w.cols && p.n == q.n && p.round_x == q.round_x && std::equal(p.x, p.x + p.n, q.x) &&
+           !is_nothing(p) && !is_nothing(q) && choose_layout(set_in_use(), p) == choose_layout(set_in_use(), q);
 }
 
 const row_ops & row_ops_in_use() { return set_in_use().rows; }

@@ -9,10 +9,11 @@ namespace macko::cpu {
 
 // How x lies in the scratch memory, and with it the kernel that reads it; kernels-impl.h has pictures.
 enum class x_layout {
-    rows16, // one x of 16-bit numbers: of the value type, or integers for quantized weights. Needs n = 1 and round_x.
-    rows,   // n rows of floats
-    panels, // tiles of tokens, each [columns][tokens of the tile] of floats
-    planes, // of a matrix in bundles, n at most MAX_PLANES: 16-bit numbers, as bytes. Needs round_x.
+    rows16,  // one x of 16-bit numbers: of the value type, or integers for quantized weights. Needs n = 1 and round_x.
+    rows,    // n rows of floats
+    panels,  // tiles of tokens, each [columns][tokens of the tile] of floats
+    planes,  // of a matrix in bundles, n at most MAX_PLANES: 16-bit numbers, as bytes. Needs round_x.
+    columns, // as rows, n = 1, for add_columns()
 };
 
 constexpr int64_t MAX_PLANES = 8;
@@ -47,6 +48,8 @@ struct kernel_costs {
     float vector;     //         each non-zero and vector of tokens
     // density from which coded values are multiplied faster than expanded ones at n = 1; 2: there is no kernel for them
     float coded_from = 2.0f;
+    // share of zeros in x from which columns are faster than rows
+    float columns_from = 0.5f;
 };
 
 constexpr int64_t SHORT_ROW = 1024;
@@ -57,6 +60,9 @@ struct kernel_set {
     void (*prepare)(const mul_mat_params & p, x_layout layout, int ith, int nth);
     // computes rows row_begin ... row_end-1 of y, numbered as in p.w, from the scratch memory that all threads prepared
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
+    // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, col_begin a multiple
+    // of 64, and of p.scratch's x: a float for each of their rows, and for others up to a multiple of 64.
+    void (*add_columns)(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums);
     kernel_costs costs;
     row_ops      rows;
     bool         bundles       = false; // it multiplies with bundles

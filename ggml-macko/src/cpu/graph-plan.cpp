@@ -354,7 +354,9 @@ mul_mat_params graph_plan::params_of(const step & s) const {
              s.m->desc.type != GGML_MACKO_TYPE_F32,
              scratch.get(),
              nullptr,
-             s.gate };
+             s.gate,
+             columns_of_matrix(s.m->columns(), s.matrix, s.m->desc.cols),
+             skips };
 }
 
 // Products that follow each other and have the same x, as those of query, key and value, are computed together. What
@@ -375,7 +377,7 @@ void graph_plan::run_thread(int ith, int nth) const {
                 mul_mat_prepare(p, alone ? 0 : ith, alone ? 1 : nth);
             }
             barrier.begin(false, ith);
-            mul_mat_multiply(p, 0, nth);
+            mul_mat_multiply(p, 0, ith, nth);
             for (int number = 1; number < MAX_SAME_X && i < n_steps && !steps[i].row_op; number++, i++) {
                 const mul_mat_params q = params_of(steps[i]);
                 if (!same_prepared_x(p, q)) {
@@ -384,7 +386,7 @@ void graph_plan::run_thread(int ith, int nth) const {
                 if (q.gate && !steps[i - 1].gate) {
                     barrier.begin(false, ith);
                 }
-                mul_mat_multiply(q, number, nth);
+                mul_mat_multiply(q, number, ith, nth);
             }
         }
     }

@@ -42,8 +42,9 @@ template <typename F> bool is_near_product(const ggml_tensor * op, const F & is_
 
 class graph_plan {
 public:
-    int  n_threads = omp_get_max_threads();
-    bool skips     = true; // whether skip_closed_rows() does anything
+    int n_threads = omp_get_max_threads();
+    // whether skip_closed_rows() does anything, and products leave out the columns that zeros meet
+    bool skips = true;
 
     void clear() {
         n_steps          = 0;

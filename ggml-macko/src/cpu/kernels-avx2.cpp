@@ -56,6 +56,9 @@ struct simd : compress_avx2, bundles_avx2 {
         s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
         return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
     }
+    static uint32_t nonzeros(vec v) {
+        return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(v, zero(), _CMP_NEQ_UQ)));
+    }
     static void zip(vec a, vec b, vec & lo, vec & hi) {
         const vec l = _mm256_unpacklo_ps(a, b);
         const vec h = _mm256_unpackhi_ps(a, b);
@@ -170,6 +173,7 @@ struct simd : compress_avx2, bundles_avx2 {
 const macko::cpu::kernel_set macko::cpu::kernels_avx2 = { "avx2",
                                                           prepare,
                                                           multiply,
+                                                          add_columns,
                                                           { true, 0.17f, 8, 0.03f, 0.068f, 0.22f, 0.42f, 0.38f },
                                                           macko::cpu::ROW_OPS,
                                                           true,

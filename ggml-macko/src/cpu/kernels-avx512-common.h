@@ -28,19 +28,20 @@ struct avx512 : plain_mask_bits {
     // With several x, each vector of x is loaded once for two rows.
     template <int NX> static constexpr int rows_per_pass = NX == 1 ? 1 : 2;
 
-    static vec   zero() { return _mm512_setzero_ps(); }
-    static vec   set1(float a) { return _mm512_set1_ps(a); }
-    static vec   load(const float * p) { return _mm512_loadu_ps(p); }
-    static void  store(float * p, vec v) { _mm512_storeu_ps(p, v); }
-    static vec   add(vec a, vec b) { return _mm512_add_ps(a, b); }
-    static vec   fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-    static float sum(vec v) { return _mm512_reduce_add_ps(v); }
-    static vec   max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
-    static float largest(vec v) { return _mm512_reduce_max_ps(v); }
-    static void  zip(vec a, vec b, vec & lo, vec & hi) {
+    static vec      zero() { return _mm512_setzero_ps(); }
+    static vec      set1(float a) { return _mm512_set1_ps(a); }
+    static vec      load(const float * p) { return _mm512_loadu_ps(p); }
+    static void     store(float * p, vec v) { _mm512_storeu_ps(p, v); }
+    static vec      add(vec a, vec b) { return _mm512_add_ps(a, b); }
+    static vec      fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+    static float    sum(vec v) { return _mm512_reduce_add_ps(v); }
+    static uint32_t nonzeros(vec v) { return _cvtmask16_u32(_mm512_cmp_ps_mask(v, zero(), _CMP_NEQ_UQ)); }
+    static vec      max_magnitude(vec a, vec v) { return _mm512_max_ps(a, _mm512_abs_ps(v)); }
+    static float    largest(vec v) { return _mm512_reduce_max_ps(v); }
+    static void     zip(vec a, vec b, vec & lo, vec & hi) {
         lo = _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
         hi = _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31),
-                                     b);
+                                        b);
     }
 
     static vec round_f16(vec v) {

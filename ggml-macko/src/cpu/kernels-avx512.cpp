@@ -28,6 +28,7 @@ struct simd : avx512, compress_avx2, bundles_avx2 {
 const macko::cpu::kernel_set macko::cpu::kernels_avx512 = { "avx512",
                                                             prepare,
                                                             multiply,
+                                                            add_columns,
                                                             { true, 0.0f, 16, 0.04f, 0.032f, 0.12f, 0.5f, 0.46f },
                                                             macko::cpu::ROW_OPS,
                                                             true,

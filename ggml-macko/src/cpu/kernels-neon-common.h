@@ -48,14 +48,18 @@ struct neon : plain_mask_bits {
 
     static constexpr int segment_nonzeros = 512; // as for AVX2 and for the same reasons
 
-    static vec   zero() { return vdupq_n_f32(0); }
-    static vec   set1(float a) { return vdupq_n_f32(a); }
-    static vec   load(const float * p) { return vld1q_f32(p); }
-    static void  store(float * p, vec v) { vst1q_f32(p, v); }
-    static vec   add(vec a, vec b) { return vaddq_f32(a, b); }
-    static vec   fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
-    static float sum(vec v) { return vaddvq_f32(v); }
-    static void  zip(vec a, vec b, vec & lo, vec & hi) {
+    static vec      zero() { return vdupq_n_f32(0); }
+    static vec      set1(float a) { return vdupq_n_f32(a); }
+    static vec      load(const float * p) { return vld1q_f32(p); }
+    static void     store(float * p, vec v) { vst1q_f32(p, v); }
+    static vec      add(vec a, vec b) { return vaddq_f32(a, b); }
+    static vec      fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
+    static float    sum(vec v) { return vaddvq_f32(v); }
+    static uint32_t nonzeros(vec v) {
+        const uint32x4_t bit = { 1, 2, 4, 8 };
+        return vaddvq_u32(vbicq_u32(bit, vceqzq_f32(v)));
+    }
+    static void zip(vec a, vec b, vec & lo, vec & hi) {
         lo = vzip1q_f32(a, b);
         hi = vzip2q_f32(a, b);
     }

@@ -12,5 +12,6 @@ struct simd : neon {};
 #include "cpu/kernels-impl.h"
 #include "cpu/row-ops-impl.h"
 
-const macko::cpu::kernel_set macko::cpu::kernels_neon = { "neon", prepare, multiply, macko::cpu::NEON_COSTS,
-                                                          macko::cpu::ROW_OPS };
+const macko::cpu::kernel_set macko::cpu::kernels_neon = {
+    "neon", prepare, multiply, add_columns, macko::cpu::NEON_COSTS, macko::cpu::ROW_OPS
+};

@@ -27,6 +27,15 @@ struct simd : plain_mask_bits {
     static vec   fma(vec a, vec b, vec c) { return a * b + c; }
     static float sum(vec v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
+    // a bit for each element that is not zero; NaN is not
+    static uint32_t nonzeros(vec v) {
+        uint32_t bits = 0;
+        for (int i = 0; i < width; i++) {
+            bits |= static_cast<uint32_t>(v[i] != 0) << i;
+        }
+        return bits;
+    }
+
     // lo = a0 b0 a1 b1, hi = a2 b2 a3 b3
     static void zip(vec a, vec b, vec & lo, vec & hi) {
         lo = vec{ a[0], b[0], a[1], b[1] };
@@ -138,5 +147,5 @@ struct simd : plain_mask_bits {
 #include "cpu/row-ops-impl.h"
 
 const macko::cpu::kernel_set macko::cpu::kernels_portable = {
-    "portable", prepare, multiply, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
+    "portable", prepare, multiply, add_columns, { false, 0.0f, 4, 3.5f, 0.1f, 1.7f, 4.0f, 0.25f }, macko::cpu::ROW_OPS
 };

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codec/team.h"
-#include "cpu/bitmap.h"
+#include "cpu/columns.h"
 
 namespace macko::cpu {
 
@@ -23,6 +23,11 @@ struct mul_mat_params {
     team_barrier * barrier = nullptr;
     // null, or with n = 1 a float for each of these rows: y may be 0 where it is not positive
     const float * gate = nullptr;
+    // The columns of w's rows row_begin ... row_end - 1, as rows (columns.h), or no masks. Used with n = 1 where so much
+    // of x is zero that reading only the other columns is faster.
+    bitmap_matrix columns = {};
+    // Whether the columns of zeros are left out. If not, y is the same but for the sign of a zero.
+    bool skip_zeros = true;
 };
 
 int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n);
@@ -35,9 +40,9 @@ void mul_mat_thread(const mul_mat_params & p, int ith, int nth);
 //
 // Copies x to p.scratch. All nth threads call this, or one of them does it for all with ith = 0 and nth = 1.
 void mul_mat_prepare(const mul_mat_params & p, int ith, int nth);
-// Computes y from what was prepared for p, or for another product whose x also serves p. All nth threads call this;
-// `number` is the product's among those that are computed between two barriers, below MAX_SAME_X.
-void          mul_mat_multiply(const mul_mat_params & p, int number, int nth);
+// Computes y from what was prepared for p, or for another product whose x also serves p. All nth threads call this, and
+// it may have barriers; `number` is the product's among those that are computed between two barriers, below MAX_SAME_X.
+void          mul_mat_multiply(const mul_mat_params & p, int number, int ith, int nth);
 constexpr int MAX_SAME_X = 8;
 // whether what is prepared for p serves q, which has the same x and the same scratch memory
 bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);

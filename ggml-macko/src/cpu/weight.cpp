@@ -13,8 +13,15 @@ static bitmap_form form_of(const sparse_tensor_info & matrix) {
     return form_in_memory(matrix.desc, matrix.value_type, matrix.nbytes_values);
 }
 
+static int64_t columns_nbytes_of(const sparse_tensor_info & matrix) {
+    return matrix.by_columns && columns_can_hold(matrix.ne[1], matrix.value_type)
+               ? bitmap_nbytes(columns_desc(matrix.desc, matrix.ne[1]), { matrix.desc.type })
+               : 0;
+}
+
 size_t weight_nbytes(const sparse_tensor_info & matrix) {
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(matrix.desc, form_of(matrix)));
+    return sizeof(weight) +
+           static_cast<size_t>(columns_nbytes_of(matrix) + bitmap_nbytes(matrix.desc, form_of(matrix)));
 }
 
 size_t weight_used_nbytes(const weight & m) {
@@ -23,11 +30,15 @@ size_t weight_used_nbytes(const weight & m) {
         const uint8_t * end = w.bundles + w.group_off[n_bundle_groups(w.rows)];
         return static_cast<size_t>(end - reinterpret_cast<const uint8_t *>(&m));
     }
-    return sizeof(weight) + static_cast<size_t>(bitmap_nbytes(m.desc, m.form));
+    return sizeof(weight) + static_cast<size_t>(m.columns_nbytes + bitmap_nbytes(m.desc, m.form));
 }
 
 void weight_init(weight * m, const sparse_tensor_info & matrix) {
-    *m = { 0, matrix.desc, form_of(matrix), matrix.ne[1] };
+    m->magic           = 0;
+    m->desc            = matrix.desc;
+    m->form            = form_of(matrix);
+    m->rows_per_matrix = matrix.ne[1];
+    m->columns_nbytes  = columns_nbytes_of(matrix);
 }
 
 void weight_densify_rows(const weight & m, int64_t row_begin, int64_t row_end, void * dense) {
@@ -51,6 +62,16 @@ void weight_densify(const weight & m, size_t offset, void * data, size_t size) {
 int weight_packer::consume(const macko_view & view, int64_t first_value) {
     packer_->pack(view, first_value);
     return GGML_MACKO_STATUS_OK;
+}
+
+bool weight_packer::end() {
+    if (packer_ && !packer_->finish()) {
+        return false;
+    }
+    if (const bitmap_matrix columns = weight_.columns(); columns.masks) {
+        columns_pack(weight_.bitmap(), threads_for(0, weight_.desc.rows * weight_.desc.cols), columns);
+    }
+    return true;
 }
 
 bool weight_packer::takes(const codec & format) const { return cpu_takes(format); }

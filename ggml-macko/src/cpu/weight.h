@@ -1,4 +1,5 @@
-// What tensor->data of a sparse weight points to on the CPU device: a header, and the memory of a bitmap_matrix.
+// What tensor->data of a sparse weight points to on the CPU device: a header, the memory of its columns (columns.h) where
+// they are kept, too, and that of its rows, both as a bitmap_matrix.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -16,8 +17,17 @@ struct alignas(BITMAP_ALIGNMENT) weight {
     macko_desc  desc;
     bitmap_form form;
     int64_t     rows_per_matrix; // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
+    int64_t     columns_nbytes;  // 0: it is not kept by columns
 
-    bitmap_matrix bitmap() const { return bitmap_bind(desc, form, const_cast<weight *>(this) + 1); }
+    bitmap_matrix bitmap() const { return bitmap_bind(desc, form, memory() + columns_nbytes); }
+    // of all matrices (columns.h); no masks if there are none
+    bitmap_matrix columns() const {
+        return columns_nbytes > 0 ? bitmap_bind(columns_desc(desc, rows_per_matrix), { desc.type }, memory())
+                                  : bitmap_matrix{};
+    }
+
+private:
+    uint8_t * memory() const { return reinterpret_cast<uint8_t *>(const_cast<weight *>(this) + 1); }
 };
 constexpr uint64_t WEIGHT_MAGIC = 0x78697274616d6b6dull;
 
@@ -48,7 +58,7 @@ class weight_packer : public payload_consumer {
 public:
     explicit weight_packer(const weight & m) : weight_(m) {}
     void    begin() override { packer_.emplace(weight_.bitmap()); }
-    bool    end() override { return !packer_ || packer_->finish(); }
+    bool    end() override;
     int     consume(const macko_view & view, int64_t first_value) override;
     bool    wants_first_value() const override { return !packer_->makes_bundles(); }
     int64_t rows_of_blocks() const override { return packer_->makes_bundles() ? BUNDLE_ROWS : 1; }

@@ -2,9 +2,12 @@
 #include "host/log.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
+#include "load/zero-inputs.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdarg>
+#include <cstdlib>
 #include <cstring>
 
 namespace macko {
@@ -128,6 +131,10 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     if (s->file_->sparse[0].is_encoded_on_load() && !no_alloc) {
         log_compressed(*s->file_);
     }
+    // asked once, so that all sizes of this load agree
+    for (sparse_tensor_info & m : s->file_->sparse) {
+        m.by_columns = has_zero_inputs(s->file_->arch, m.name) && !getenv("GGML_MACKO_NO_COLUMNS");
+    }
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;
 }
@@ -136,7 +143,10 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
 static void log_no_cache() { log_warn("ggml-macko: no cache: %s\n", ggml_macko_last_error()); }
 
 void load_session::open_cache(const char * cache_for) {
-    if (c_boundary([&] { return weight_cache::open(*file_, cache_for, &cache_); })) {
+    const bool by_columns =
+        std::any_of(matrices().begin(), matrices().end(), [](const sparse_tensor_info & m) { return m.by_columns; });
+    const auto made_for = [&] { return cache_for + std::string(by_columns ? ", columns" : ""); };
+    if (c_boundary([&] { return weight_cache::open(*file_, made_for(), &cache_); })) {
         log_no_cache();
     }
 }

@@ -3,11 +3,9 @@
 #include "load/model-file.h"
 #include "gguf/model-keys.h"
 #include "load/compress.h"
-#include "load/zero-inputs.h"
 
 #include <algorithm>
 #include <cinttypes>
-#include <cstdlib>
 #include <string_view>
 
 namespace macko {
@@ -124,9 +122,6 @@ int model_file_open_sparse(const char * path, compression how, bool strict, std:
     if (status != GGML_MACKO_STATUS_OK) {
         prefix_error(path);
         return ours ? status : GGML_MACKO_STATUS_NOT_SPARSE;
-    }
-    for (sparse_tensor_info & m : file->sparse) {
-        m.by_columns = has_zero_inputs(file->arch, m.name) && !getenv("GGML_MACKO_NO_COLUMNS");
     }
     *out = std::move(file);
     return GGML_MACKO_STATUS_OK;

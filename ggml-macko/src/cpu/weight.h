@@ -16,8 +16,8 @@ struct alignas(BITMAP_ALIGNMENT) weight {
     uint64_t    magic; // WEIGHT_MAGIC when the whole payload has been read
     macko_desc  desc;
     bitmap_form form;
-    int64_t     rows_per_matrix; // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
-    int64_t     columns_nbytes;  // 0: it is not kept by columns
+    int64_t     rows_per_matrix;    // ne[1]; the ne[2] * ne[3] matrices of the tensor follow each other
+    int64_t     columns_nbytes = 0; // 0: it is not kept by columns
 
     bitmap_matrix bitmap() const { return bitmap_bind(desc, form, memory() + columns_nbytes); }
     // of all matrices (columns.h); no masks if there are none

@@ -614,17 +614,22 @@ INLINE void list_columns(const mul_mat_params & p, int64_t begin, int64_t end, c
     }
 }
 
+INLINE const uint64_t * column_mask(const bitmap_matrix & m, uint32_t col) {
+    return m.masks + static_cast<int64_t>(col) * words_of(m.cols);
+}
+template <int TYPE> INLINE const uint8_t * column_values(const bitmap_matrix & m, uint32_t col) {
+    return m.values + static_cast<int64_t>(m.row_off[col]) * value_size<TYPE>;
+}
+
 // Adds NC columns times their x to the sums. Meanwhile it fetches the columns that come COLUMNS_PER_PASS later, a cache
 // line of values or more for each mask word: gaps between columns are what a CPU's own prefetchers do not foresee. The
 // result does not depend on NC: each sum meets one column after the other.
 template <int TYPE, int NC>
-INLINE void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t lines, float * sums) {
-    constexpr int         STEP      = simd::step<TYPE>;
-    constexpr int         VECS      = STEP / W;
-    const bitmap_matrix & m         = p.columns;
-    const int64_t         words     = words_of(m.cols);
-    const auto            values_of = [&](uint32_t c) { return m.values + int64_t(m.row_off[c]) * value_size<TYPE>; };
-    const auto            mask_of   = [&](uint32_t c) { return m.masks + int64_t(c) * words; };
+void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64_t lines, float * sums) {
+    constexpr int         STEP  = simd::step<TYPE>;
+    constexpr int         VECS  = STEP / W;
+    const bitmap_matrix & m     = p.columns;
+    const int64_t         words = words_of(m.cols);
     const uint64_t *      mask[NC];
     const uint64_t *      mask_ahead[NC];
     const uint8_t *       at[NC];
@@ -632,10 +637,10 @@ INLINE void add_columns_of(const mul_mat_params & p, const uint32_t * col, int64
     vec                   x[NC];
 #pragma GCC unroll 4
     for (int i = 0; i < NC; i++) {
-        mask[i]       = mask_of(col[i]);
-        mask_ahead[i] = mask_of(col[i + COLUMNS_PER_PASS]);
-        at[i]         = values_of(col[i]);
-        ahead[i]      = values_of(col[i + COLUMNS_PER_PASS]);
+        mask[i]       = column_mask(m, col[i]);
+        mask_ahead[i] = column_mask(m, col[i + COLUMNS_PER_PASS]);
+        at[i]         = column_values<TYPE>(m, col[i]);
+        ahead[i]      = column_values<TYPE>(m, col[i + COLUMNS_PER_PASS]);
         x[i]          = simd::set1(static_cast<const float *>(p.scratch)[col[i]]);
         __builtin_prefetch(m.row_off + col[i + PREFETCHED]);
     }

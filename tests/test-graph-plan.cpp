@@ -236,6 +236,23 @@ void test_experts_are_products_of_their_own() {
     }
 }
 
+// up, ReLU, its square and down, as Arcee and Nemotron have them
+void test_squared_relu_is_computed_between_products() {
+    graph_builder b(9);
+    ggml_tensor * up   = b.product(b.inputs(2));
+    ggml_tensor * relu = ggml_relu(b.ctx, up);
+    ggml_tensor * sqr  = ggml_sqr(b.ctx, relu);
+    b.add(sqr);
+    CHECK(is_row_op(relu) && is_row_op(sqr) && !is_row_op(ggml_gelu(b.ctx, up)), "row operations");
+    for (int n_threads = 1; n_threads <= 3; n_threads++) {
+        compute(b.graph, true, n_threads);
+        const std::vector<float> x = contents(up), found = contents(sqr);
+        for (size_t i = 0; i < x.size(); i++) {
+            CHECK(found[i] == (x[i] > 0 ? x[i] * x[i] : 0), "element %zu", i);
+        }
+    }
+}
+
 } // namespace
 
 int main() {
@@ -247,5 +264,6 @@ int main() {
     test_operands_that_are_no_two_products_are_computed();
     test_inputs_that_are_not_finite_give_the_same();
     test_experts_are_products_of_their_own();
+    test_squared_relu_is_computed_between_products();
     return test_summary("test-graph-plan");
 }

@@ -77,6 +77,12 @@ static void test_rows_are_within_the_error_bound(rng & r, const kernel_set & set
     check(
         r, set, "relu_mul", n, EPSILON, 1e-45, [&](rows & m) { set.rows.relu_mul(m.a.floats(), m.b.floats(), m.y, n); },
         [&](const rows & m, int64_t i) { return a(m, i) > 0 ? a(m, i) * b(m, i) : 0; });
+    check(
+        r, set, "relu", n, 0, 0, [&](rows & m) { set.rows.relu(m.a.floats(), m.y, n); },
+        [&](const rows & m, int64_t i) { return a(m, i) > 0 ? a(m, i) : 0; });
+    check(
+        r, set, "sqr", n, EPSILON, 1e-45, [&](rows & m) { set.rows.sqr(m.a.floats(), m.y, n); },
+        [&](const rows & m, int64_t i) { return a(m, i) * a(m, i); });
     const float eps = 1e-5f;
     check(
         r, set, "rms_norm", n, 3 * EPSILON, 1e-45, [&](rows & m) { set.rows.rms_norm(m.a.floats(), m.y, n, eps); },
@@ -129,6 +135,13 @@ static void test_closed_gate_gives_zero(const kernel_set & set) {
     float y = 0;
     set.rows.relu_mul(&inf, &nan, &y, 1);
     CHECK(std::isnan(y), "%s relu(inf) * NaN: %g", set.name, y);
+    for (const float x : { -0.0f, -1.0f, -inf, nan }) {
+        y = -1;
+        set.rows.relu(&x, &y, 1);
+        CHECK(y == 0 && !std::signbit(y), "%s relu(%g): %g", set.name, x, y);
+    }
+    set.rows.sqr(&nan, &y, 1);
+    CHECK(std::isnan(y), "%s square of NaN: %g", set.name, y);
 }
 
 // The angle is the product of i + 3 rounded factors, and the error of sine and cosine is at most that of the angle and

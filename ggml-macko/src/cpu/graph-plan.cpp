@@ -43,7 +43,9 @@ void row_op(const row_ops & ops, const ggml_tensor * dst, const float * a, const
             (ggml_get_glu_op(dst) == GGML_GLU_OP_REGLU ? ops.relu_mul : ops.silu_mul)(a + begin, b + begin, y + begin,
                                                                                       n);
             break;
-        default: { // RMS_NORM, always of a whole row
+        case GGML_OP_UNARY: ops.relu(a + begin, y + begin, n); break;
+        case GGML_OP_SQR:   ops.sqr(a + begin, y + begin, n); break;
+        default:            { // RMS_NORM, always of a whole row
             float eps;
             memcpy(&eps, dst->op_params, sizeof(eps));
             ops.rms_norm(a, y, n, eps);
@@ -164,7 +166,9 @@ bool is_row_op(const ggml_tensor * op) {
     if (number == GGML_OP_GET_ROWS) {
         return is_plain_get_rows(op);
     }
-    if (number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_RMS_NORM && number != GGML_OP_GLU) {
+    const bool has_one_operand = number == GGML_OP_RMS_NORM || number == GGML_OP_SQR ||
+                                 (number == GGML_OP_UNARY && ggml_get_unary_op(op) == GGML_UNARY_OP_RELU);
+    if (!has_one_operand && number != GGML_OP_ADD && number != GGML_OP_MUL && number != GGML_OP_GLU) {
         return false;
     }
     const ggml_tensor * a = op->src[0];
@@ -172,7 +176,7 @@ bool is_row_op(const ggml_tensor * op) {
     if (!a || !has_plain_rows(op) || !has_plain_rows(a) || !ggml_are_same_shape(a, op)) {
         return false;
     }
-    if (op_of(op) == GGML_OP_RMS_NORM) {
+    if (has_one_operand) {
         return true;
     }
     return b && has_plain_rows(b) && b->ne[0] == a->ne[0] && ggml_can_repeat(b, a) &&

@@ -63,6 +63,14 @@ void relu_mul_rows(const float * a, const float * b, float * y, int64_t n) {
     map(a, b, y, n, [](vec p, vec q) { return p > simd::zero() ? p * q : simd::zero(); });
 }
 
+void relu_row(const float * x, float * y, int64_t n) {
+    map(x, x, y, n, [](vec p, vec) { return p > simd::zero() ? p : simd::zero(); });
+}
+
+void sqr_row(const float * x, float * y, int64_t n) {
+    map(x, x, y, n, [](vec p, vec) { return p * p; });
+}
+
 void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
     double  sums[8] = {};
     int64_t i       = 0;
@@ -81,7 +89,7 @@ void rms_norm_row(const float * x, float * y, int64_t n, float eps) {
     map(x, x, y, n, [s](vec p, vec) { return p * s; });
 }
 
-constexpr row_ops ROW_OPS = { add_rows, mul_rows, silu_mul_rows, relu_mul_rows, rms_norm_row };
+constexpr row_ops ROW_OPS = { add_rows, mul_rows, silu_mul_rows, relu_mul_rows, relu_row, sqr_row, rms_norm_row };
 
 } // namespace
 } // namespace macko::cpu

@@ -11,6 +11,8 @@ struct row_ops {
     void (*mul)(const float * a, const float * b, float * y, int64_t n);
     void (*silu_mul)(const float * a, const float * b, float * y, int64_t n); // y = a / (1 + e^-a) * b
     void (*relu_mul)(const float * a, const float * b, float * y, int64_t n); // y = a > 0 ? a * b : 0
+    void (*relu)(const float * x, float * y, int64_t n);                      // y = x > 0 ? x : 0
+    void (*sqr)(const float * x, float * y, int64_t n);                       // y = x * x
     // y = x / sqrt(mean(x^2) + eps); the sum is a double
     void (*rms_norm)(const float * x, float * y, int64_t n, float eps);
 };

@@ -162,6 +162,15 @@ bitmap_form form_in_memory_with(const kernel_set & set, const macko_desc & desc,
 // With more x, products with bundles are faster by panels; those of F16 and BF16 may be so only beyond MAX_PLANES.
 static int64_t most_planes(int32_t type) { return is_quant_type(type) ? 5 : MAX_PLANES; }
 
+constexpr int64_t COUNTER_NBYTES = 64;
+static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
+
+int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
+    constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
+    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
+           COUNTER_NBYTES;
+}
+
 static int64_t n_zeros(const mul_mat_params & p) {
     const float * x = p.x[0];
     int           n = 0;
@@ -171,9 +180,15 @@ static int64_t n_zeros(const mul_mat_params & p) {
     return n;
 }
 
+// for how many parts of the columns there are sums in the scratch memory, behind x
+static int64_t room_for_parts(const mul_mat_params & p) {
+    const int64_t floats = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float));
+    return (floats - mask_words(p.w.cols) * 64) / (mask_words(p.columns.cols) * 64);
+}
+
 // Whether enough of x is zero for the columns. Each thread counts by itself, which is faster than a barrier.
 static bool takes_columns(const kernel_set & set, const mul_mat_params & p) {
-    return p.columns.masks && p.n == 1 &&
+    return p.columns.masks && p.n == 1 && room_for_parts(p) > 0 &&
            static_cast<float>(n_zeros(p)) >= static_cast<float>(p.w.cols) * set.costs.columns_from;
 }
 
@@ -197,15 +212,6 @@ static x_layout choose_layout(const kernel_set & set, const mul_mat_params & p) 
     const float rows    = groups * cost.x_batch + static_cast<float>(p.n) * cost.x;
     const float panels  = cost.column + density * (cost.entry + vectors * cost.vector);
     return rows <= panels ? x_layout::rows : x_layout::panels;
-}
-
-constexpr int64_t COUNTER_NBYTES = 64;
-static_assert(MAX_SAME_X * sizeof(int) <= COUNTER_NBYTES, "a counter for each product");
-
-int64_t mul_mat_scratch_nbytes(int64_t cols, int64_t n) {
-    constexpr int64_t widest = 16; // floats in the widest vector; panels have whole vectors of tokens
-    return mask_words(cols) * 64 * ((n + widest - 1) / widest * widest) * static_cast<int64_t>(sizeof(float)) +
-           COUNTER_NBYTES;
 }
 
 // For each of the products that have the same x, the next part of rows to be computed, which all threads share. At the
@@ -265,12 +271,10 @@ static void multiply_open_rows(const kernel_set & set, const mul_mat_params & p,
 }
 
 // How many parts of the columns have sums of their own: as many as have some columns to read each, and as there is room
-// for behind x. The number decides the order in which y is added up, so that it may depend on p alone.
+// for. The number decides the order in which y is added up, so that it may depend on p alone.
 static int64_t n_column_parts(const mul_mat_params & p) {
     constexpr int64_t most = 16, least_columns = 32;
-    const int64_t     sums = mask_words(p.columns.cols) * 64, x = mask_words(p.w.cols) * 64;
-    const int64_t     room = (mul_mat_scratch_nbytes(p.w.cols, 1) - COUNTER_NBYTES) / int64_t(sizeof(float)) - x;
-    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room / sums), 1, most);
+    return std::clamp<int64_t>(std::min((p.w.cols - n_zeros(p)) / least_columns, room_for_parts(p)), 1, most);
 }
 
 // Threads take whole columns, since memory is read faster in long pieces: with half of the rows each, two threads took

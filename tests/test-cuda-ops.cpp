@@ -1293,7 +1293,8 @@ struct attention_case {
     // largest error of head h of token t, in units of its bound
     double worst(int64_t t, int64_t h, int64_t s) const {
         // tiles: q, K and weights are F16, so a score of size s moves by s * 2^-10, and its weight by as much
-        const double              u      = tokens >= 9 ? 4 * U_F16 : 0x1p-20;
+        const bool                tiles  = tokens >= 9 || (group == 1 && tokens >= 3 && n_kv * (tokens - 2) >= 4096);
+        const double              u      = tiles ? 4 * U_F16 : 0x1p-20;
         double                    spread = 0, result = 0;
         const std::vector<double> weight = weights(t, h, s, &spread);
         for (int64_t e = 0; e < head_dim; e++) {

@@ -27,7 +27,8 @@ struct sparse_tensor_info {
     int64_t nbytes_values = 0; // of its first component on file; 0 if it is encoded on load
     // A model is loaded, and multiplies this by vectors with many zeros (zero-inputs.h): a device is to keep it by
     // columns, too. Never with GGML_MACKO_NO_COLUMNS, for whom memory matters more.
-    bool by_columns = false;
+    bool  by_columns = false;
+    float zeros      = 0; // their share in those vectors, as macko.act.part.zeros says; 0 if nothing says it
 
     bool is_encoded_on_load() const { return row_ptr != nullptr; }
     // as a format's checks take it; component_tensors: its n_tensors tensors, or nullptr for a description without

@@ -535,6 +535,7 @@ def test_bench_writes_a_tuning_report(tmp_path, macko):
 
 def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, monkeypatch):
     dense, sparse = squared_relu
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
     tokens = [int(t) for t in np.random.default_rng(8).integers(3, 900, 24)]
     skipping = logits_one_by_one(open_model(sparse), tokens)
     monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
@@ -551,7 +552,8 @@ def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, mon
 @pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])
 def test_experts_behind_a_relu_leave_columns_out_without_a_change(tmp_path, monkeypatch, kind):
     path = tmp_path / "sparse.gguf"
-    run_macko("convert", test_relu_gates.smallthinker(tmp_path / "dense.gguf", 0.01), path, kind)
+    run_macko("convert", test_relu_gates.relu_model("smallthinker", tmp_path / "dense.gguf", 0.01), path, kind)
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
     skipping = logits_one_by_one(open_model(path), test_relu_gates.TOKENS)
     monkeypatch.setenv("GGML_MACKO_NO_SKIP", "1")
     np.testing.assert_array_equal(logits_one_by_one(open_model(path), test_relu_gates.TOKENS), skipping)

@@ -25,7 +25,7 @@ struct columns_bench {
                 if (i) {
                     CHECKED(
                         cudaMemcpy(memory + nbytes * i, memory, static_cast<size_t>(nbytes), cudaMemcpyDeviceToDevice));
-                    move(c.masks, nbytes), move(c.begins, nbytes), move(c.values, nbytes);
+                    move(c.places, nbytes), move(c.values, nbytes);
                 }
                 columns.push_back(c);
             }
@@ -35,11 +35,11 @@ struct columns_bench {
         int count() const { return static_cast<int>(columns.size()); }
     };
 
-    // what a product reads of the weights if so many of the columns meet a zero
+    // bytes of the weights' places and values that a product needs if so many of the columns meet a zero
     static double read_nbytes(const macko_desc & desc, double zeros) {
-        const cuda_columns c      = { desc.rows, desc.cols, 1, desc.type, true, nullptr, nullptr, nullptr };
-        const auto         rounds = static_cast<double>(c.n_strips() * c.n_rounds());
-        return rounds * 4 * (cuda_columns::ROUND + 1) + (1 - zeros) * static_cast<double>(desc.nnz) * 2;
+        const cuda_columns c      = { desc.rows, desc.cols, 1, desc.type, true, nullptr, nullptr };
+        const auto         places = static_cast<double>(c.n_places()) * sizeof(column_place);
+        return (1 - zeros) * (places + static_cast<double>(desc.nnz) * 2);
     }
 
     void time_shape(shape s, double density, const value_type & values) {

@@ -134,6 +134,7 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     // asked once, so that all sizes of this load agree
     for (sparse_tensor_info & m : s->file_->sparse) {
         m.by_columns = has_zero_inputs(s->file_->arch, m.name) && !getenv("GGML_MACKO_NO_COLUMNS");
+        m.zeros      = getenv("GGML_MACKO_COLUMNS") ? 1.0f : 0.0f; // to test and to measure
     }
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;

@@ -13,60 +13,49 @@ namespace macko::cuda {
 
 namespace {
 
-constexpr int64_t STRIP = cuda_columns::STRIP, ROUND = cuda_columns::ROUND;
+constexpr int64_t STRIP = cuda_columns::STRIP;
 
-// Dense rows of some strips of one matrix, from which both kernels below are fed: a warp per round.
+// Dense rows of some strips of one matrix. Both kernels below have a thread for each column of a strip.
 struct dense_strips {
     const uint16_t * rows;
     int64_t          ld; // elements
     int64_t          n_rows, cols;
-    int64_t          first;    // the first of these strips' rounds among all
-    int64_t          n_rounds; // of a strip
+    int64_t          first; // the first of these strips among all
 };
 
-constexpr int MAKE_WARPS = 8; // of a block
+constexpr int MAKE_THREADS = 256;
 
-__device__ __forceinline__ bool is_nonzero(uint16_t bits) { return (bits & 0x7fff) != 0; }
-
-__device__ __forceinline__ int64_t round_of_warp() {
-    return static_cast<int64_t>(blockIdx.x) * MAKE_WARPS + threadIdx.x / 32;
+__device__ __forceinline__ int64_t column_of_thread() {
+    return static_cast<int64_t>(blockIdx.x) * MAKE_THREADS + threadIdx.x;
 }
 
-// the masks, and in place of begins the number of values of each round
-__global__ void __launch_bounds__(MAKE_WARPS * 32) mark_columns(dense_strips d, uint32_t * masks, uint32_t * counts) {
-    const int64_t round = round_of_warp(), lane = threadIdx.x % 32, column = round * ROUND + lane;
-    if (round >= d.n_rounds) {
+// the masks, and in place of the first values their numbers
+__global__ void __launch_bounds__(MAKE_THREADS) mark_columns(dense_strips d, column_place * places) {
+    const int64_t column = column_of_thread(), first_row = blockIdx.y * STRIP;
+    if (column >= d.cols) {
         return;
     }
-    const int64_t first_row = blockIdx.y * STRIP;
-    uint32_t      mask      = 0;
-    for (int64_t r = 0; r < STRIP && first_row + r < d.n_rows && column < d.cols; r++) {
-        mask |= static_cast<uint32_t>(is_nonzero(d.rows[(first_row + r) * d.ld + column])) << r;
+    uint32_t mask = 0;
+    for (int64_t r = 0; r < STRIP && first_row + r < d.n_rows; r++) {
+        mask |= static_cast<uint32_t>((d.rows[(first_row + r) * d.ld + column] & 0x7fff) != 0) << r;
     }
-    const int64_t at         = d.first + blockIdx.y * d.n_rounds + round;
-    masks[at * ROUND + lane] = mask;
-    const int through        = warp_prefix_sum(__popc(mask));
-    if (lane == 31) {
-        counts[at] = static_cast<uint32_t>(through);
-    }
+    places[(d.first + blockIdx.y) * d.cols + column] = { mask, static_cast<uint32_t>(__popc(mask)) };
 }
 
-__global__ void __launch_bounds__(MAKE_WARPS * 32)
-    fill_columns(dense_strips d, const uint32_t * masks, const uint32_t * begins, uint16_t * values) {
-    const int64_t round = round_of_warp(), lane = threadIdx.x % 32, column = round * ROUND + lane;
-    if (round >= d.n_rounds) {
+__global__ void __launch_bounds__(MAKE_THREADS)
+    fill_columns(dense_strips d, const column_place * places, uint16_t * values) {
+    const int64_t column = column_of_thread();
+    if (column >= d.cols) {
         return;
     }
-    const int64_t at    = d.first + blockIdx.y * d.n_rounds + round;
-    uint32_t      mask  = masks[at * ROUND + lane];
-    const int     count = __popc(mask);
-    uint16_t *    to    = values + begins[at] + static_cast<uint32_t>(warp_prefix_sum(count) - count);
-    for (; mask != 0; mask &= mask - 1) {
+    const column_place place = places[(d.first + blockIdx.y) * d.cols + column];
+    uint16_t *         to    = values + place.first;
+    for (uint32_t mask = place.mask; mask != 0; mask &= mask - 1) {
         *to++ = d.rows[(blockIdx.y * STRIP + (__ffs(static_cast<int>(mask)) - 1)) * d.ld + column];
     }
 }
 
-// f(dense_strips, strips) for all strips of all matrices, some at a time
+// f(dense_strips, grid) for all strips of all matrices, some at a time
 template <typename F>
 cudaError_t for_each_strips(const cuda_sparse_matrix & w, const cuda_columns & c, uint16_t * dense, int64_t ld,
                             int64_t strips_at_once, cudaStream_t stream, F && f) {
@@ -76,9 +65,8 @@ cudaError_t for_each_strips(const cuda_sparse_matrix & w, const cuda_columns & c
             const int64_t n_rows    = std::min(n * STRIP, c.rows - strip * STRIP);
             const int64_t first_row = matrix * c.rows + strip * STRIP;
             CUDA_TRY(cuda_sparse_densify(w, first_row, first_row + n_rows, dense, ld, stream));
-            const int64_t first = (matrix * c.n_strips() + strip) * c.n_rounds();
-            f(dense_strips{ dense, ld, n_rows, c.cols, first, c.n_rounds() },
-              dim3(static_cast<unsigned>((c.n_rounds() + MAKE_WARPS - 1) / MAKE_WARPS), static_cast<unsigned>(n)));
+            f(dense_strips{ dense, ld, n_rows, c.cols, matrix * c.n_strips() + strip },
+              dim3(static_cast<unsigned>((c.cols + MAKE_THREADS - 1) / MAKE_THREADS), static_cast<unsigned>(n)));
             CUDA_TRY(cudaGetLastError());
         }
     }
@@ -93,7 +81,6 @@ int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int
     cuda_columns      c          = cuda_columns_bind(desc, rows_per_matrix, memory);
     const int64_t     ld         = (c.cols + 7) / 8 * 8;
     const int64_t     strips     = std::clamp<int64_t>(MOST_DENSE / (STRIP * ld * 2), 1, c.n_strips());
-    const int64_t     n_rounds   = c.n_matrices * c.n_strips() * c.n_rounds();
     void *            dense      = nullptr;
     CUDA_OK(cudaMalloc(&dense, static_cast<size_t>(strips * STRIP * ld * 2)));
     const cuda_memory owner(dense);
@@ -101,26 +88,26 @@ int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int
         return for_each_strips(w, c, static_cast<uint16_t *>(dense), ld, strips, stream, f);
     };
 
-    CUDA_OK(each([&](const dense_strips & d, dim3 grid) {
-        mark_columns<<<grid, MAKE_WARPS * 32, 0, stream>>>(d, c.masks, c.begins);
-    }));
-    std::vector<uint32_t> begins(static_cast<size_t>(n_rounds));
-    const size_t          begins_nbytes = begins.size() * sizeof(uint32_t);
-    CUDA_OK(cudaMemcpyAsync(begins.data(), c.begins, begins_nbytes, cudaMemcpyDeviceToHost, stream));
+    CUDA_OK(
+        each([&](const dense_strips & d, dim3 grid) { mark_columns<<<grid, MAKE_THREADS, 0, stream>>>(d, c.places); }));
+    std::vector<column_place> places(static_cast<size_t>(c.n_places()));
+    const size_t              places_nbytes = places.size() * sizeof(column_place);
+    CUDA_OK(cudaMemcpyAsync(places.data(), c.places, places_nbytes, cudaMemcpyDeviceToHost, stream));
     CUDA_OK(cudaStreamSynchronize(stream));
     int64_t nnz = 0;
-    for (uint32_t & begin : begins) {
-        const uint32_t count = begin;
-        begin                = static_cast<uint32_t>(nnz);
+    for (column_place & place : places) {
+        const uint32_t count = place.first;
+        place.first          = static_cast<uint32_t>(nnz);
         nnz += count;
     }
     if (nnz > desc.nnz) {
         return fail(GGML_MACKO_STATUS_LOAD_FAILED, "%lld non-zeros by columns, %lld by rows",
                     static_cast<long long>(nnz), static_cast<long long>(desc.nnz));
     }
-    CUDA_OK(cudaMemcpyAsync(c.begins, begins.data(), begins_nbytes, cudaMemcpyHostToDevice, stream));
+    CUDA_OK(cudaMemcpyAsync(c.places, places.data(), places_nbytes, cudaMemcpyHostToDevice, stream));
+    CUDA_OK(cudaMemsetAsync(c.values, 0, static_cast<size_t>((desc.nnz + 1) * 2), stream));
     CUDA_OK(each([&](const dense_strips & d, dim3 grid) {
-        fill_columns<<<grid, MAKE_WARPS * 32, 0, stream>>>(d, c.masks, c.begins, c.values);
+        fill_columns<<<grid, MAKE_THREADS, 0, stream>>>(d, c.places, c.values);
     }));
     CUDA_OK(cudaStreamSynchronize(stream));
     c.skips = true;
@@ -133,121 +120,126 @@ int cuda_columns_make(const cuda_sparse_matrix & w, const macko_desc & desc, int
 namespace {
 
 constexpr int WARPS = 32; // of a block, which has a strip
-constexpr int AHEAD = 4;  // rounds that are fetched at once
-constexpr int BATCH = 16; // columns whose values are fetched at once
-constexpr int MOST  = 64; // columns in a warp's list, and BATCH empty ones behind them
+constexpr int ROUND = 32; // columns
+constexpr int AHEAD = 4;  // rounds whose x are fetched at once
+constexpr int CHUNK = 32; // columns whose places are fetched at once
+constexpr int BATCH = 8;  // columns whose values are fetched at once
 
 struct columns_launch {
-    const uint32_t * masks;
-    const uint32_t * begins;
-    const uint16_t * values;
-    const float *    x;
-    float *          y;
-    const float *    residual;
-    const float *    bias;
-    const int32_t *  expert_ids;
-    int64_t          ldx, ldy, expert_ids_stride;
-    int32_t          matrix, n_matrices; // matrix: unless there are expert_ids
-    int32_t          rows, cols, n_strips, n_rounds;
-    bool             skips, square_relu;
+    const column_place * places;
+    const uint16_t *     values;
+    const float *        x;
+    float *              y;
+    const float *        residual;
+    const float *        bias;
+    const int32_t *      expert_ids;
+    int64_t              ldx, ldy, expert_ids_stride;
+    int32_t              matrix, n_matrices; // matrix: unless there are expert_ids
+    int32_t              rows, cols, n_strips;
+    bool                 skips, square_relu;
 };
 
-// One round of a strip, as a lane has it: a column.
-struct lane_column {
-    uint32_t mask;
-    uint32_t begin; // of the round
-    float    x;
-};
+// a column that a warp adds, as shared memory holds it: mask and first value of its place, the bits of x
+using active_column = uint4;
 
-// A column of a warp's list.
-struct __align__(16) listed_column {
-    uint32_t mask;
-    uint32_t first; // value
-    float    x;
-    uint32_t unused;
-};
-
-// What the columns of a list add to the sum of a lane's row. Behind the last there are empty ones up to a whole batch.
+// What `n` columns, rounded up to whole batches, add to the sum of a lane's row. Columns without a mask add nothing. A
+// value is fetched whether the row has one there or not, so that no fetch waits for a decision.
 template <typename T>
-__device__ __forceinline__ float add_columns(float sum, const listed_column * list, int n, const T * values,
+__device__ __forceinline__ float add_columns(float sum, const active_column * columns, int n, const T * values,
                                              unsigned lane) {
     const unsigned rows_before = (1u << lane) - 1;
     for (int k = 0; k < n; k += BATCH) {
-        float value[BATCH], x[BATCH];
+        T     value[BATCH];
+        float x[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            const listed_column c  = list[k + i];
-            const bool          is = c.mask >> lane & 1;
-            // an infinite x meets no value that is not there
-            x[i]     = is ? c.x : 0.0f;
-            value[i] = is ? to_f32(values[c.first + static_cast<uint32_t>(__popc(c.mask & rows_before))]) : 0.0f;
+            const active_column c = columns[k + i];
+            value[i]              = values[c.y + static_cast<uint32_t>(__popc(c.x & rows_before))];
+            x[i]                  = c.x >> lane & 1 ? __uint_as_float(c.z) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            sum = fmaf(value[i], x[i], sum);
+            sum = fmaf(to_f32(value[i]), x[i], sum);
         }
     }
     return sum;
 }
 
-// A warp takes every WARPS-th round. It lists the columns that count, and goes through them one after the other; a lane
-// has a row. So the order of a row's terms does not depend on which columns are left out, and adding the product with a
-// zero changes no bit of a sum.
+// A warp has every WARPS-th round of columns. It lists those that count, fetches their places, one for each lane, and
+// adds one column after the other; a lane has a row. So the order of a row's terms does not depend on which columns are
+// left out, and adding the product with a zero changes no bit of a sum.
 template <typename T>
 __global__ void __launch_bounds__(WARPS * 32, 1) columns_kernel(const __grid_constant__ columns_launch p) {
-    __shared__ listed_column lists[WARPS][MOST + BATCH];
+    __shared__ uint16_t      lists[WARPS][AHEAD * ROUND + CHUNK];
+    __shared__ active_column chunks[WARPS][CHUNK];
     __shared__ float         sums[WARPS][STRIP];
-    const unsigned           lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes_before = (1u << lane) - 1;
+    const unsigned           lane = threadIdx.x % 32, lanes_before = (1u << lane) - 1;
+    const int                warp  = static_cast<int>(threadIdx.x) / 32;
     const int                strip = static_cast<int>(blockIdx.x), column = static_cast<int>(blockIdx.y);
     cuda_wait_for_previous();
     cuda_allow_next();
     const int  matrix   = p.expert_ids ? p.expert_ids[column * p.expert_ids_stride] : p.matrix;
     const bool is_there = matrix >= 0 && matrix < p.n_matrices;
-    const int  n_rounds = is_there ? p.n_rounds : 0;
+    const int  cols     = is_there ? p.cols : 0;
 
-    const int64_t   first = (static_cast<int64_t>(is_there ? matrix : 0) * p.n_strips + strip) * p.n_rounds;
-    const float *   x     = p.x + column * p.ldx;
-    listed_column * list  = lists[warp];
-    const auto      fetch = [&](int round) {
-        lane_column c  = {};
-        const int   at = round * static_cast<int>(ROUND) + static_cast<int>(lane);
-        if (round < n_rounds) {
-            c.mask  = load_streaming(p.masks + (first + round) * ROUND + lane);
-            c.begin = p.begins[first + round];
-            c.x     = at < p.cols ? x[at] : 0.0f;
-            c.x     = p.square_relu ? fmaxf(c.x, 0.0f) * fmaxf(c.x, 0.0f) : c.x;
+    const column_place * places =
+        p.places + (static_cast<int64_t>(is_there ? matrix : 0) * p.n_strips + strip) * p.cols;
+    const float *   x         = p.x + column * p.ldx;
+    uint16_t *      list      = lists[warp];
+    active_column * chunk     = chunks[warp];
+    const auto      value_at  = [&](int at) { return p.square_relu ? fmaxf(x[at], 0.0f) * fmaxf(x[at], 0.0f) : x[at]; };
+    const auto      column_of = [&](int round) { return round * ROUND + static_cast<int>(lane); };
+    const auto      fetch     = [&](int i, int end) { // the lane's of the columns from i on in the list
+        active_column c = {};
+        if (i + static_cast<int>(lane) < end) {
+            const int   at    = list[i + static_cast<int>(lane)];
+            const uint2 place = __ldg(reinterpret_cast<const uint2 *>(places + at));
+            c                 = make_uint4(place.x, place.y, __float_as_uint(value_at(at)), 0);
         }
         return c;
     };
-    float sum = 0;
-    int   n   = 0; // columns in the list
-    for (int round = static_cast<int>(warp); round < n_rounds; round += AHEAD * WARPS) {
-        lane_column fetched[AHEAD];
+    float      sum = 0;
+    int        n   = 0; // columns in the list
+    float      next[AHEAD];
+    const auto fetch_x = [&](int round) {
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            fetched[i] = fetch(round + i * WARPS);
+            const int at = column_of(round + i * WARPS);
+            next[i]      = at < cols ? value_at(at) : 0.0f;
+        }
+    };
+    fetch_x(warp);
+    for (int round = warp; round * ROUND < cols; round += AHEAD * WARPS) {
+        bool counts[AHEAD]; // NaN counts
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            counts[i] = next[i] != 0 || (!p.skips && column_of(round + i * WARPS) < cols);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            const lane_column c      = fetched[i];
-            const int         count  = __popc(c.mask);
-            const bool        counts = c.mask != 0 && (c.x != 0 || !p.skips); // NaN counts
-            const unsigned    found  = __ballot_sync(FULL_WARP, counts);
-            const uint32_t    value  = c.begin + static_cast<uint32_t>(warp_prefix_sum(count) - count);
-            if (counts) {
-                list[n + __popc(found & lanes_before)] = { c.mask, value, c.x, 0 };
+            const unsigned found = __ballot_sync(FULL_WARP, counts[i]);
+            if (counts[i]) {
+                list[n + __popc(found & lanes_before)] = static_cast<uint16_t>(column_of(round + i * WARPS));
             }
             n += __popc(found);
-            if (n > MOST - static_cast<int>(ROUND) || (i == AHEAD - 1 && round + AHEAD * WARPS >= n_rounds)) {
-                if (lane < BATCH) {
-                    list[n + static_cast<int>(lane)].mask = 0;
-                }
-                __syncwarp();
-                sum = add_columns(sum, list, n, reinterpret_cast<const T *>(p.values), lane);
-                n   = 0;
-                __syncwarp();
-            }
         }
+        fetch_x(round + AHEAD * WARPS);
+        __syncwarp();
+        const bool    is_last = (round + AHEAD * WARPS) * ROUND >= cols;
+        const int     end     = is_last ? n : n / CHUNK * CHUNK; // the others wait for more
+        active_column mine    = fetch(0, end);
+        for (int i = 0; i < end; i += CHUNK) {
+            chunk[lane] = mine;
+            mine        = fetch(i + CHUNK, end);
+            __syncwarp();
+            sum = add_columns(sum, chunk, min(CHUNK, end - i), reinterpret_cast<const T *>(p.values), lane);
+            __syncwarp();
+        }
+        n -= end;
+        const uint16_t waiting = static_cast<int>(lane) < n ? list[end + static_cast<int>(lane)] : uint16_t(0);
+        __syncwarp();
+        list[lane] = waiting;
+        __syncwarp();
     }
     sums[warp][lane] = sum;
     __syncthreads();
@@ -278,7 +270,7 @@ bool cuda_columns_serve(const cuda_sparse_mul_mat_params & a) {
 cudaError_t cuda_columns_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStream_t stream) {
     const cuda_columns & c = *a.w[0]->columns;
     columns_launch       p = {};
-    p.masks = c.masks, p.begins = c.begins, p.values = c.values;
+    p.places = c.places, p.values = c.values;
     p.x = a.x, p.ldx = a.ldx;
     p.y = a.y[0], p.ldy = a.ldy[0];
     p.residual = a.residual[0], p.bias = a.bias[0];
@@ -286,7 +278,7 @@ cudaError_t cuda_columns_mul_mat(const cuda_sparse_mul_mat_params & a, cudaStrea
     p.matrix     = static_cast<int32_t>(a.row_begin[0] / c.rows);
     p.n_matrices = static_cast<int32_t>(c.n_matrices);
     p.rows = static_cast<int32_t>(c.rows), p.cols = static_cast<int32_t>(c.cols);
-    p.n_strips = static_cast<int32_t>(c.n_strips()), p.n_rounds = static_cast<int32_t>(c.n_rounds());
+    p.n_strips = static_cast<int32_t>(c.n_strips());
     p.skips = c.skips, p.square_relu = a.square_relu;
     const dim3 grid(static_cast<unsigned>(c.n_strips()), static_cast<unsigned>(a.n));
     return c.type == GGML_MACKO_TYPE_F16

@@ -17,7 +17,7 @@ int64_t cuda_own_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes
 int64_t cuda_rows_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
 // Either of them, aligned: where what is kept by columns begins.
 int64_t cuda_by_rows_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);
-// Whether the device keeps the matrix by columns (columns.h), too.
+// Whether the device keeps the matrix by columns (columns.h), too: where enough of what it is multiplied by is zero.
 bool cuda_keeps_columns(const sparse_tensor_info & matrix);
 // Bytes to reserve.
 int64_t cuda_reserved_nbytes(const sparse_tensor_info & matrix, int64_t shared_nbytes);

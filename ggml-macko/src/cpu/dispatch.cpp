@@ -33,6 +33,26 @@ static bool cpu_has_f16c() {
 }
 #endif
 
+// Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: with these kernels bundles are faster
+// than expanded rows at all densities that they are for, and than coded values (docs/lab/kernels-cpu.md).
+static bool cpu_is_zen4() {
+#if defined(__x86_64__)
+    constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended
+    unsigned           eax, ebx, ecx, edx;
+    char               vendor[12];
+    if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) {
+        return false;
+    }
+    memcpy(vendor, &ebx, 4), memcpy(vendor + 4, &edx, 4), memcpy(vendor + 8, &ecx, 4);
+    if (memcmp(vendor, "AuthenticAMD", 12) != 0 || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) {
+        return false;
+    }
+    return (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == FAMILY_25 && __builtin_cpu_supports("avx512vbmi2");
+#else
+    return false;
+#endif
+}
+
 static const candidate * candidates(int * n) {
 #if defined(__x86_64__)
     static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c() &&
@@ -336,8 +356,16 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
 
 // After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.
 static const kernel_set & set_in_use() {
-    const kernel_set * set = select_once().set;
-    return set ? *set : kernels_portable;
+    static const kernel_set set = [] {
+        const kernel_set * selected = select_once().set;
+        kernel_set         tuned    = selected ? *selected : kernels_portable;
+        if (has_coded(tuned) && cpu_is_zen4()) {
+            tuned.bundles_below    = tuned.short_bundles_below;
+            tuned.costs.coded_from = 1.0f; // those of F32 stay coded, since there are no bundles of them
+        }
+        return tuned;
+    }();
+    return set;
 }
 
 bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {

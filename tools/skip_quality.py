@@ -150,8 +150,8 @@ class Sweep:
             out.append(
                 f"### {model}\n\n{console.table(rows, headers, '')}\n\n{own['tokens']} tokens; standard error of the "
                 f"0 % column {own['error']:.2f}. Share measured on them minus the wanted one: {min(off):+.1f} to "
-                f"{max(off):+.1f} percentage points. Scores that are exactly 0 on the calibration text: at most "
-                f"{max(zeros):.2g} of a layer's.\n"
+                f"{max(off):+.1f} percentage points. Inputs of down that are exactly 0 on the calibration text: at "
+                f"most {max(zeros):.2g} of a layer's.\n"
             )
         return "\n".join(out)
 

@@ -174,7 +174,6 @@ class Distribution:
 
     def __init__(self) -> None:
         self.counts = np.zeros(_N_BINS, dtype=np.int64)
-        self.n_zeros = 0
 
     @property
     def n(self) -> int:
@@ -184,7 +183,6 @@ class Distribution:
         """scores: finite, not negative."""
         bins = np.ascontiguousarray(scores).view(np.uint32).ravel() >> _BIN_SHIFT
         self.counts += np.bincount(bins, minlength=_N_BINS)
-        self.n_zeros += scores.size - int(np.count_nonzero(scores))
 
     def threshold(self, share: float) -> float:
         """The upper end of the bin of the smallest score t with at least this share of the scores <= t; 0 for share 0.
@@ -271,7 +269,7 @@ class SkippedPart:
     threshold: float
     wanted: float  # share of the neurons
     measured: float  # share of the neurons of all tokens that were evaluated
-    zeros: float | None  # share of the scores that are exactly 0 on the calibration text, if there was one
+    zeros: float | None  # share of the input of down that is 0 on the calibration text, if there was one
 
 
 def skipped_share(parts: Sequence[SkippedPart]) -> float:
@@ -292,9 +290,11 @@ class SkippingModel:
         self._collects = False
         self._shares: dict[str, float] = {}  # node -> share; neurons of other parts are not skipped
         self._thresholds: dict[str, float] = {}
+        self._n_zeros: dict[str, int] = {}
         self._n_scored: dict[str, int] = {}
         self._n_skipped: dict[str, int] = {}
         self.distributions: dict[str, Distribution] = {}  # by node
+        self._zeros: dict[str, float] = {}  # node -> share of the input of down that is 0 on the calibration text
 
     @property
     def parts(self) -> list[FeedForwardPart]:
@@ -315,17 +315,19 @@ class SkippingModel:
         tap.on_part = self._on_part
 
     def calibrate(self, chunks: Chunks) -> None:
-        """Finds the feed-forward parts, and takes the distributions of their scores on chunks (chunks, n_ctx) of a
-        text.
+        """Finds the feed-forward parts, takes the distributions of their scores on chunks (chunks, n_ctx) of a text,
+        and counts the zeros in the inputs of their downs.
         """
         self.find_parts(chunks[:1])
         self.distributions = {part.node: Distribution() for part in self.parts}
+        self._n_zeros = dict.fromkeys(self.distributions, 0)
         self._collects = True
         try:
             for _, batch in self.model.batches(chunks):
                 self.model.evaluate(batch)
         finally:
             self._collects = False
+        self._zeros = {node: n / self.distributions[node].n for node, n in self._n_zeros.items()}
 
     def skip(self, shares: Mapping[str, float]) -> None:
         """Skips these shares of parts (node -> share) from now on. Counting starts anew."""
@@ -375,15 +377,11 @@ class SkippingModel:
                 threshold=self._thresholds[part.node],
                 wanted=self._shares[part.node],
                 measured=self._n_skipped[part.node] / max(1, self._n_scored[part.node]),
-                zeros=self._zeros(part),
+                zeros=self._zeros.get(part.node),
             )
             for part in self.parts
             if part.node in self._shares
         ]
-
-    def _zeros(self, part: FeedForwardPart) -> float | None:
-        found = self.distributions.get(part.node)
-        return None if found is None else found.n_zeros / found.n
 
     def uniform(self, share: float) -> dict[str, float]:
         """The same share of each part."""
@@ -425,6 +423,7 @@ class SkippingModel:
         scores = self._scorer(part, gate, product)
         if self._collects:
             self.distributions[part.node].add(scores)
+            self._n_zeros[part.node] += product.size - int(np.count_nonzero(product))
             return
         mask = scores < np.float32(self._thresholds[part.node])
         product[mask] = 0

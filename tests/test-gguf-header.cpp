@@ -344,9 +344,9 @@ static void lie_of_activations(const char * what, int expected, const file_lie &
 
 static void test_false_activation_keys_are_refused() {
     lie("activation keys", S(OK), [](file & f) { set_activation_keys(&f); });
-    for (const char * name :
-         { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text", "macko.act.chunks",
-           "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share", "macko.act.part.threshold" }) {
+    for (const char * name : { "macko.act.kind", "macko.act.share", "macko.act.allocation", "macko.act.text",
+                               "macko.act.chunks", "macko.act.n_ctx", "macko.act.part.down", "macko.act.part.share",
+                               "macko.act.part.threshold", "macko.act.part.zeros" }) {
         lie_of_activations(name, S(MISSING_KEY), [name](file & f) { f.drop(name); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(scalar<int32_t>(name, I32, 1)); });
         lie_of_activations(name, S(BAD_KEY_TYPE), [name](file & f) { f.set(array<uint64_t>(name, U64, { 1, 1 })); });
@@ -361,8 +361,10 @@ static void test_false_activation_keys_are_refused() {
     for (const float value : { -FLT_TRUE_MIN, beyond_one, NAN, INFINITY, -INFINITY }) {
         lie_of_activations("share", S(BAD_KEY_VALUE),
                            [&](file & f) { f.set(scalar<float>("macko.act.share", F32, value)); });
-        lie_of_activations("share of a part", S(BAD_KEY_VALUE),
-                           [&](file & f) { f.set(array<float>("macko.act.part.share", F32, { 0.5f, value })); });
+        for (const char * name : { "macko.act.part.share", "macko.act.part.zeros" }) {
+            lie_of_activations(name, S(BAD_KEY_VALUE),
+                               [&](file & f) { f.set(array<float>(name, F32, { 0.5f, value })); });
+        }
         lie_of_activations("threshold", value == beyond_one ? S(OK) : S(BAD_KEY_VALUE),
                            [&](file & f) { f.set(array<float>("macko.act.part.threshold", F32, { value, 1 })); });
     }
@@ -370,7 +372,7 @@ static void test_false_activation_keys_are_refused() {
         lie_of_activations(name, S(BAD_KEY_VALUE), [name](file & f) { f.set(scalar<uint32_t>(name, U32, 0)); });
     }
     for (const size_t n : { 0, 1, 3 }) {
-        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold" }) {
+        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold", "macko.act.part.zeros" }) {
             lie_of_activations(name, S(BAD_KEY_VALUE),
                                [&](file & f) { f.set(array<float>(name, F32, std::vector<float>(n, 0.5f))); });
         }
@@ -385,8 +387,9 @@ static void test_false_activation_keys_are_refused() {
             names.push_back(std::to_string(i));
         }
         f.set(texts("macko.act.part.down", names));
-        f.set(array<float>("macko.act.part.share", F32, std::vector<float>(names.size())));
-        f.set(array<float>("macko.act.part.threshold", F32, std::vector<float>(names.size())));
+        for (const char * name : { "macko.act.part.share", "macko.act.part.threshold", "macko.act.part.zeros" }) {
+            f.set(array<float>(name, F32, std::vector<float>(names.size())));
+        }
     });
     lie_of_activations("part twice", S(BAD_KEY_VALUE), [](file & f) {
         f.set(texts("macko.act.part.down", { "blk.1.ffn_down.weight", "blk.1.ffn_down.weight" }));

@@ -269,7 +269,7 @@ class SkippedPart:
     threshold: float
     wanted: float  # share of the neurons
     measured: float  # share of the neurons of all tokens that were evaluated
-    zeros: float | None  # share of the input of down that is 0 on the calibration text, if there was one
+    zeros: float  # share of the input of down that is exactly 0 on the calibration text, with nothing skipped
 
 
 def skipped_share(parts: Sequence[SkippedPart]) -> float:
@@ -347,6 +347,7 @@ class SkippingModel:
             {node_of[part.down]: part.share for part in rule.parts},
             {node_of[part.down]: part.threshold for part in rule.parts},
         )
+        self._zeros = {node_of[part.down]: part.zeros for part in rule.parts}
 
     def _skip(self, shares: Mapping[str, float], thresholds: Mapping[str, float]) -> None:
         self._shares, self._thresholds = dict(shares), dict(thresholds)
@@ -363,7 +364,12 @@ class SkippingModel:
             n_chunks=n_chunks,
             n_ctx=self.model.n_ctx,
             parts=tuple(
-                PartRule(part.down, _as_float32(self._shares[part.node]), self._thresholds[part.node])
+                PartRule(
+                    part.down,
+                    share=_as_float32(self._shares[part.node]),
+                    threshold=self._thresholds[part.node],
+                    zeros=_as_float32(self._zeros[part.node]),
+                )
                 for part in self.parts
             ),
         )
@@ -377,7 +383,7 @@ class SkippingModel:
                 threshold=self._thresholds[part.node],
                 wanted=self._shares[part.node],
                 measured=self._n_skipped[part.node] / max(1, self._n_scored[part.node]),
-                zeros=self._zeros.get(part.node),
+                zeros=self._zeros[part.node],
             )
             for part in self.parts
             if part.node in self._shares

@@ -3,6 +3,7 @@
 // is compared with a dense file that was written without the library.
 #include "gguf-builder.h"
 #include "gguf/model-keys.h"
+#include "load/activation-keys.h"
 #include "load/dense-stream.h"
 #include "load/payload.h"
 #include "test.h"
@@ -403,6 +404,26 @@ static void test_false_activation_keys_are_refused() {
     for (const size_t n : { 0, 1024, 1025 }) {
         lie_of_activations("name of a text", n == 1024 ? S(OK) : S(BAD_KEY_VALUE),
                            [n](file & f) { f.set(text("macko.act.text", std::string(n, 'x'))); });
+    }
+}
+
+// Of the downs that the keys name; of anything else, and without the keys, none are known.
+static void test_zeros_of_a_down_are_read() {
+    const builder::model m         = builder::tiny_llama(512, 2, 31);
+    file                 with_keys = builder::sparse_file(m);
+    set_activation_keys(&with_keys);
+    for (const bool has_keys : { true, false }) {
+        const bytes         b = builder::serialize(has_keys ? with_keys : builder::sparse_file(m));
+        macko::model_file   file;
+        const memory_source source(b.data(), b.size());
+        CHECK(macko::read_gguf_header(source, &file.header) == S(OK), "%s", ggml_macko_last_error());
+        CHECK(macko::check_sparse_tensors(&file) == S(OK), "%s", ggml_macko_last_error());
+        const auto zeros = [&](const char * down) { return macko::activation_zeros(file.header, down); };
+        CHECK(zeros("blk.0.ffn_down.weight") == (has_keys ? 0.125f : 0), "%g", zeros("blk.0.ffn_down.weight"));
+        CHECK(zeros("blk.1.ffn_down.weight") == (has_keys ? 1.0f : 0), "%g", zeros("blk.1.ffn_down.weight"));
+        for (const char * other : { "", "blk.0.ffn_down.weigh", "blk.0.ffn_down.weight ", "blk.0.ffn_up.weight" }) {
+            CHECK(zeros(other) == 0, "'%s': %g", other, zeros(other));
+        }
     }
 }
 
@@ -2212,6 +2233,7 @@ int main() {
     test_false_tensor_is_refused();
     test_false_format_version_is_refused();
     test_false_activation_keys_are_refused();
+    test_zeros_of_a_down_are_read();
     test_false_sparse_keys_are_refused();
     test_false_sparse_format_is_refused();
     test_false_sparse_shape_is_refused();

@@ -1,6 +1,7 @@
 // Headers of model files: structure, keys, and the description of sparse tensors. An input is a header, and the number
 // of bytes of its data, which are not stored, in its last four bytes.
 #include "gguf.h"
+#include "load/activation-keys.h"
 #include "model-check.h"
 
 using namespace fuzz;
@@ -25,6 +26,10 @@ static bool run(const uint8_t * data, size_t size) {
         return false;
     }
     check_dense_header(file);
+    for (const macko::sparse_tensor_info & m : file.sparse) {
+        const float zeros = macko::activation_zeros(file.header, m.name);
+        FUZZ_CHECK(zeros >= 0 && zeros <= 1, "%s: %g zeros", m.name.c_str(), static_cast<double>(zeros));
+    }
     return true;
 }
 

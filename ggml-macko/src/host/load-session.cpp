@@ -1,5 +1,6 @@
 #include "host/load-session.h"
 #include "host/log.h"
+#include "load/activation-keys.h"
 #include "load/compress.h"
 #include "load/matrix-file.h"
 #include "load/zero-inputs.h"
@@ -134,7 +135,9 @@ int load_session::open(const char * path, compression how, bool strict, bool no_
     // asked once, so that all sizes of this load agree
     for (sparse_tensor_info & m : s->file_->sparse) {
         m.by_columns = has_zero_inputs(s->file_->arch, m.name) && !getenv("GGML_MACKO_NO_COLUMNS");
-        m.zeros      = getenv("GGML_MACKO_COLUMNS") ? 1.0f : 0.0f; // to test and to measure
+        if (m.by_columns) { // GGML_MACKO_COLUMNS: to test and to measure
+            m.zeros = getenv("GGML_MACKO_COLUMNS") ? 1.0f : activation_zeros(s->file_->header, m.name);
+        }
     }
     *out = std::move(s);
     return GGML_MACKO_STATUS_OK;

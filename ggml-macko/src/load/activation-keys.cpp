@@ -138,4 +138,15 @@ int check_activation_keys(const gguf_header & header) {
     return check_names(header);
 }
 
+float activation_zeros(const gguf_header & header, std::string_view down) {
+    const gguf_key * names = header.find("macko.act.part.down");
+    uint64_t         i     = 0;
+    double           zeros = 0;
+    if (names == nullptr || !header.find_string(*names, down, &i)) {
+        return 0;
+    }
+    header.get_float(*header.find("macko.act.part.zeros"), i, &zeros); // cannot fail, because the header was checked
+    return static_cast<float>(zeros);
+}
+
 } // namespace macko

@@ -20,6 +20,8 @@ import lora_files
 import test_relu_gates
 import tiny_models
 from ggml_macko.benchmark import bench_gpu, tuning
+from ggml_macko.evaluation.calibrate_activations import calibrate_activations
+from ggml_macko.evaluation.skipping import SkipOptions
 from ggml_macko.native import devices
 from llama_logits import logits, logits_one_by_one
 
@@ -96,10 +98,10 @@ def experts(tmp_path_factory, request):
 
 @pytest.fixture(scope="module", params=["macko", "sparse-lossless"])
 def squared_relu(tmp_path_factory, request):
-    """Paths of a random model whose activations are zero nine times of ten: dense and sparse."""
+    """Paths of a random model whose activations are nearly all zero: dense and sparse."""
     folder = tmp_path_factory.mktemp("relu")
     dense, sparse = folder / "dense.gguf", folder / "sparse.gguf"
-    shape = "--layers 3 --embd 320 --ff 1100 --heads 5 --kv-heads 5 --vocab 1000 --density 0.5 --relu-zeros 0.9"
+    shape = "--layers 3 --embd 320 --ff 1100 --heads 5 --kv-heads 5 --vocab 1000 --density 0.5 --relu-zeros 0.97"
     subprocess.run([sys.executable, str(MAKE), *shape.split(), str(dense)], check=True, capture_output=True)
     run_macko("convert", dense, sparse, request.param)
     return dense, sparse
@@ -547,6 +549,20 @@ def test_columns_that_meet_zeros_are_left_out_without_a_change(squared_relu, mon
     assert nmse(skipping, logits_one_by_one(open_model(dense, 0), tokens)) < NMSE
     whole_prompt = logits(open_model(sparse, logits_all=True), tokens)
     assert nmse(skipping, whole_prompt) < NMSE
+
+
+def test_a_models_keys_tell_which_weights_are_kept_by_columns(squared_relu, tmp_path, monkeypatch):
+    _, sparse = squared_relu
+    keyed = tmp_path / "keyed.gguf"
+    skip = SkipOptions(0.5, str(SAMPLE), "product", n_chunks=2)
+    found = calibrate_activations(sparse, keyed, skip, n_ctx=64, n_gpu_layers=0)
+    assert all(part.zeros > 0.9 for part in found.rule.parts)
+    tokens = [int(t) for t in np.random.default_rng(9).integers(3, 900, 8)]
+    with_keys = logits_one_by_one(open_model(keyed), tokens)
+    by_rows = logits_one_by_one(open_model(sparse), tokens)
+    monkeypatch.setenv("GGML_MACKO_COLUMNS", "1")
+    np.testing.assert_array_equal(with_keys, logits_one_by_one(open_model(sparse), tokens))
+    assert (with_keys != by_rows).any()
 
 
 @pytest.mark.parametrize("kind", ["macko", "sparse-q8_0"])

@@ -1319,7 +1319,7 @@ template <typename F> static double timed(int n_matrices, F && f) {
     return sum / n_matrices;
 }
 
-// Prints, for shares of zeros in one x, the time with rows and with columns, and how many times as fast the columns are.
+// Prints, for shares of zeros in one x, the time with rows and with columns, and how many times as fast columns are.
 static void bench_columns_of(const kernel_set & set, int64_t rows, int64_t cols, double density, int32_t type,
                              int n_threads, int copies) {
     struct copy {

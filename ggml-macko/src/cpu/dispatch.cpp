@@ -33,8 +33,8 @@ static bool cpu_has_f16c() {
 }
 #endif
 
-// Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: with these kernels bundles are faster
-// than expanded rows at all densities that they are for, and than coded values (docs/lab/kernels-cpu.md).
+// Zen 4, the only CPUs of AMD's family 25 with VBMI2, take 512 bits in two halves: there bundles are faster than
+// expanded rows at all densities that they are for, and than coded values (docs/lab/kernels-cpu.md).
 static bool cpu_is_zen4() {
 #if defined(__x86_64__)
     constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended

@@ -60,8 +60,8 @@ struct kernel_set {
     void (*prepare)(const mul_mat_params & p, x_layout layout, int ith, int nth);
     // computes rows row_begin ... row_end-1 of y, numbered as in p.w, from the scratch memory that all threads prepared
     void (*multiply)(const mul_mat_params & p, x_layout layout, int64_t row_begin, int64_t row_end);
-    // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, col_begin a multiple
-    // of 64, and of p.scratch's x: a float for each of their rows, and for others up to a multiple of 64.
+    // Writes the sum of x_c times column c over the columns col_begin ... col_end - 1 of p.columns, col_begin a
+    // multiple of 64, and of p.scratch's x: a float for each of their rows, and for others up to a multiple of 64.
     void (*add_columns)(const mul_mat_params & p, int64_t col_begin, int64_t col_end, float * sums);
     kernel_costs costs;
     row_ops      rows;

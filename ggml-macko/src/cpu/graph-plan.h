@@ -15,9 +15,9 @@ namespace macko::cpu {
 
 struct weight;
 
-// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU, REGLU), RELU, SQR, ROPE or GET_ROWS: F32, the elements of a
-// row contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first. False for any
-// other op.
+// Whether graph_plan can compute this ADD, MUL, RMS_NORM, GLU (SWIGLU, REGLU), RELU, SQR, ROPE or GET_ROWS: F32, the
+// elements of a row contiguous, and a second operand of ADD, MUL or GLU whose rows are as long as those of the first.
+// False for any other op.
 bool is_row_op(const ggml_tensor * op);
 // MUL_MAT or MUL_MAT_ID
 bool is_product(const ggml_tensor * op);

@@ -23,8 +23,8 @@ struct mul_mat_params {
     team_barrier * barrier = nullptr;
     // null, or with n = 1 a float for each of these rows: y may be 0 where it is not positive
     const float * gate = nullptr;
-    // The columns of w's rows row_begin ... row_end - 1, as rows (columns.h), or no masks. Used with n = 1 where so much
-    // of x is zero that reading only the other columns is faster.
+    // The columns of w's rows row_begin ... row_end - 1, as rows (columns.h), or no masks. Used with n = 1 where so
+    // much of x is zero that reading only the other columns is faster.
     bitmap_matrix columns = {};
     // Whether the columns of zeros are left out. If not, y is the same but for the sign of a zero.
     bool skip_zeros = true;

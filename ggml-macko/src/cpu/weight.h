@@ -1,5 +1,5 @@
-// What tensor->data of a sparse weight points to on the CPU device: a header, the memory of its columns (columns.h) where
-// they are kept, too, and that of its rows, both as a bitmap_matrix.
+// What tensor->data of a sparse weight points to on the CPU device: a header, the memory of its columns (columns.h)
+// where they are kept, too, and that of its rows, both as a bitmap_matrix.
 #pragma once
 
 #include "cpu/kernels.h"

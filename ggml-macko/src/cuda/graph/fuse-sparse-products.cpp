@@ -12,9 +12,9 @@
 //   [ADD residual]
 //
 // One launch per kind of matrix computes y_i = W_i * norm(x) + bias_i + residual_i, or silu(W_0 x) * (W_1 x). The
-// normalised x and the bare products are not stored. In front of one product of one token that reads columns
-// (cuda/sparse/columns.h), RELU and SQR may stand in place of the norm. GET_ROWS is only taken where it chooses the only row there is:
-// llama.cpp chooses so, in its last layer, which tokens give outputs.
+// normalised x and the bare products are not stored. GET_ROWS is only taken where it chooses the only row there is:
+// llama.cpp chooses so, in its last layer, which tokens give outputs. In front of one product of one token that reads
+// columns (cuda/sparse/columns.h), RELU and SQR may stand in place of the norm.
 #include "cuda/graph/fuse.h"
 #include "cuda/graph/panels.h"
 #include "cuda/graph/sparse-products.h"

@@ -14,8 +14,8 @@ namespace macko::cuda {
 bool densifies(const op_context & ctx, const ggml_tensor * node);
 
 // Products of large experts with several tokens: an ordinary product for each expert that has tokens. One of a sparse
-// weight is sparse or dense by how many it has; dense weights are F16 or BF16. The host waits for their numbers, once for all products that choose the same experts, so such a
-// graph cannot be captured.
+// weight is sparse or dense by how many it has; dense weights are F16 or BF16. The host waits for their numbers, once
+// for all products that choose the same experts, so such a graph cannot be captured.
 bool   multiplies_by_expert(const op_context & ctx, const ggml_tensor * node);
 size_t by_expert_scratch_nbytes(const ggml_tensor * node); // MUL_MAT_ID; what any such product needs
 

@@ -1,6 +1,6 @@
 // How matrices of the formats that a GPU keeps in a layout of their own come there: one row each, in
-// upload-registry.cpp. It and reserved.cpp, which says which matrices these are and how many bytes they get, are the only
-// files outside the formats' folders that name them. Matrices of all other formats arrive as MACKO rows. No ggml.
+// upload-registry.cpp. It and reserved.cpp, which says which matrices these are and how many bytes they get, are the
+// only files outside the formats' folders that name them. Matrices of all other formats arrive as MACKO rows. No ggml.
 #pragma once
 
 #include "codec/codec.h"

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -122,17 +123,24 @@ def test_rows_of_a_7b_model_take_a_third_less(type_id, density, limit):
     assert m.nbytes == pytest.approx(want + coding.n_outliers * values.value_bits(type_id) / 8, rel=0.01)
 
 
+def is_zen4():
+    """AMD's family 25 with AVX-512."""
+    info = Path("/proc/cpuinfo")
+    words = info.read_text() if info.exists() else ""
+    return "AuthenticAMD" in words and re.search(r"^cpu family\s*: 25$", words, re.MULTILINE) is not None
+
+
 @pytest.mark.parametrize("type_id", [TYPE_F16, TYPE_BF16, TYPE_F32])
 def test_values_stay_coded_in_the_memory_of_a_cpu_that_multiplies_with_them(type_id):
-    """With AVX-512 VBMI2: no more than 5 % above the file. Elsewhere they are expanded. The products are those of the
-    dense matrix in either case."""
+    """With AVX-512 VBMI2: no more than 5 % above the file. Elsewhere they are expanded, and on Zen 4 those of 16 bits. The
+    products are those of the dense matrix in either case."""
     rng = np.random.default_rng(23)
     x = (0.02 * rng.standard_normal((128, 2048))).astype(np.float32)
     x[np.abs(x) < np.quantile(np.abs(x), 0.5)] = 0
     x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
     m = native_codec.encode("packed", values.from_float(x, type_id), type_id, {"value_type": TYPE_CODED})
     cpu = CpuMatrix(m)
-    if cpu_kernels() == "avx512-vbmi2":
+    if cpu_kernels() == "avx512-vbmi2" and (type_id == TYPE_F32 or not is_zen4()):
         assert m.nbytes < cpu.nbytes <= 1.05 * m.nbytes + 4096
     else:
         assert cpu.nbytes >= np.count_nonzero(x) * values.value_bits(type_id) / 8 + x.size / 8

@@ -103,9 +103,9 @@ static int load_sparse(load_session & session, model_params params, int32_t flag
     if (const int status = cpu::select_kernels(&kernels)) {
         return status;
     }
-    // Bytes in memory depend on the kernels, and on what becomes of negative zeros.
+    // Bytes in memory depend on the kernels, on some CPUs, and on what becomes of negative zeros.
     const std::string cache_for =
-        std::string("kernels ") + kernels + ", flags " +
+        std::string("kernels ") + kernels + cpu::cpu_with_own_forms() + ", flags " +
         std::to_string(flags & (GGML_MACKO_LOAD_COMPRESS | GGML_MACKO_LOAD_KEEP_NEGATIVE_ZEROS));
     FILE * stream = nullptr;
     if (const int status = session.begin(flags & GGML_MACKO_LOAD_SPARSE_ONLY,

@@ -354,12 +354,14 @@ void mul_mat_thread_with(const kernel_set & set, const mul_mat_params & p, int i
     wait_for_all(p);
 }
 
+static bool has_own_forms(const kernel_set & set) { return has_coded(set) && cpu_is_zen4(); }
+
 // After a bad GGML_MACKO_FORCE, which the loading of a model reports, it is the portable set.
 static const kernel_set & set_in_use() {
     static const kernel_set set = [] {
         const kernel_set * selected = select_once().set;
         kernel_set         tuned    = selected ? *selected : kernels_portable;
-        if (has_coded(tuned) && cpu_is_zen4()) {
+        if (has_own_forms(tuned)) {
             tuned.bundles_below    = tuned.short_bundles_below;
             tuned.costs.coded_from = 1.0f; // those of F32 stay coded, since there are no bundles of them
         }
@@ -371,6 +373,8 @@ static const kernel_set & set_in_use() {
 bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes) {
     return form_in_memory_with(set_in_use(), desc, value_type, values_nbytes);
 }
+
+const char * cpu_with_own_forms() { return has_own_forms(set_in_use()) ? "Zen 4" : ""; }
 
 void mul_mat_thread(const mul_mat_params & p, int ith, int nth) { mul_mat_thread_with(set_in_use(), p, ith, nth); }
 

@@ -51,6 +51,8 @@ bool same_prepared_x(const mul_mat_params & p, const mul_mat_params & q);
 // there: coded values stay coded where these kernels multiply faster with them, and are expanded where not; quantized,
 // F16 and BF16 values become bundles where they multiply faster with those.
 bitmap_form form_in_memory(const macko_desc & desc, int32_t value_type, int64_t values_nbytes);
+// What that depends on besides the kernels' name: the CPU's, if it has forms of its own, else "".
+const char * cpu_with_own_forms();
 
 // The name of the kernel set in use: that of GGML_MACKO_FORCE, which is read once, or the fastest that this CPU
 // supports. Fails with BAD_ARGUMENT and a message if GGML_MACKO_FORCE names no set or one that this CPU does not

@@ -53,7 +53,7 @@ bool densifies_experts(const op_context & ctx, const ggml_tensor * node) {
 
 // dense rows in 16 bits that are multiplied where they are, as those of a panel
 bool is_dense_panel(const ggml_tensor * w) {
-    const bool has_16_bits = w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16;
+    const bool has_16_bits = static_cast<tensor_type>(w->type) == panel_type(w);
     return !is_sparse(w) && has_16_bits && w->nb[0] == 2 && w->nb[1] % 16 == 0;
 }
 

@@ -6,6 +6,7 @@
 // remaining ones is its own affair, as for a dense model. Tensor shapes are not checked here, because llama.cpp refuses
 // wrong shapes with an error.
 #include "gguf/model-keys.h"
+#include "gguf/names.h"
 #include "gguf/vocab-limits.h"
 
 #include <algorithm>
@@ -791,10 +792,6 @@ constexpr int32_t TYPE_I64 = 27; // of ggml
 static bool is_matrix_type(int32_t type) {
     constexpr int32_t no_dot_product[] = { 9, 15, 24, 25, 26, TYPE_I64, 28 }; // Q8_1, Q8_K, I8, I16, I32, I64, F64
     return std::find(std::begin(no_dot_product), std::end(no_dot_product), type) == std::end(no_dot_product);
-}
-
-static bool ends_with(std::string_view s, std::string_view suffix) {
-    return s.size() >= suffix.size() && s.substr(s.size() - suffix.size()) == suffix;
 }
 
 int check_model_tensors(const std::vector<gguf_tensor> & tensors, bool has_rules) {

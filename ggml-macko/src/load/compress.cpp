@@ -3,6 +3,7 @@
 #include "codec/negative-zeros.h"
 #include "codec/registry.h"
 #include "codec/team.h"
+#include "gguf/names.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -15,12 +16,6 @@ namespace macko {
 
 static bool is_word(char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_';
-}
-
-static bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
-
-static bool ends_with(std::string_view s, std::string_view suffix) {
-    return s.size() >= suffix.size() && s.substr(s.size() - suffix.size()) == suffix;
 }
 
 // Finds X in blk.N.X.weight; encoders and decoders of one model have a prefix of their own.

@@ -2,6 +2,7 @@
 // sections 1, 2 and 4). The codec of each format (codec/codec.h) decides which components a matrix has, and their types
 // and sizes.
 #include "codec/registry.h"
+#include "gguf/names.h"
 #include "load/activation-keys.h"
 #include "load/model-file.h"
 
@@ -28,8 +29,6 @@ ggml_macko_matrix sparse_tensor_info::matrix(const gguf_tensor * component_tenso
 }
 
 // ---- the macko.* keys ----
-
-static bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
 
 static int check_reserved_keys(const gguf_header & header, bool is_sparse) {
     static const char * const known[] = { "macko.version",           "macko.min_reader_version", "macko.tensor.name",

@@ -1,4 +1,5 @@
 #include "load/zero-inputs.h"
+#include "gguf/names.h"
 
 #include <algorithm>
 
@@ -8,10 +9,6 @@ namespace macko {
 static constexpr std::string_view ARCHITECTURES[] = { "arcee",          "jais2", "nemotron",    "nemotron_h",
                                                       "nemotron_h_moe", "plm",   "smallthinker" };
 static constexpr std::string_view WEIGHTS[] = { ".ffn_down.weight", ".ffn_down_exps.weight", ".ffn_down_shexp.weight" };
-
-static bool ends_with(std::string_view text, std::string_view end) {
-    return text.size() >= end.size() && text.substr(text.size() - end.size()) == end;
-}
 
 bool has_zero_inputs(std::string_view arch, std::string_view tensor_name) {
     return std::find(std::begin(ARCHITECTURES), std::end(ARCHITECTURES), arch) != std::end(ARCHITECTURES) &&

@@ -1,0 +1,14 @@
+// What names of keys and tensors begin and end with.
+#pragma once
+
+#include <string_view>
+
+namespace macko {
+
+inline bool starts_with(std::string_view s, std::string_view prefix) { return s.substr(0, prefix.size()) == prefix; }
+
+inline bool ends_with(std::string_view s, std::string_view suffix) {
+    return s.size() >= suffix.size() && s.substr(s.size() - suffix.size()) == suffix;
+}
+
+} // namespace macko

@@ -39,15 +39,8 @@ static bool cpu_is_zen4() {
 #if defined(__x86_64__)
     constexpr unsigned FAMILY_25 = 0xf + 0xa; // base and extended
     unsigned           eax, ebx, ecx, edx;
-    char               vendor[12];
-    if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) {
-        return false;
-    }
-    memcpy(vendor, &ebx, 4), memcpy(vendor + 4, &edx, 4), memcpy(vendor + 8, &ecx, 4);
-    if (memcmp(vendor, "AuthenticAMD", 12) != 0 || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) {
-        return false;
-    }
-    return (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == FAMILY_25 && __builtin_cpu_supports("avx512vbmi2");
+    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512vbmi2") && __get_cpuid(1, &eax, &ebx, &ecx, &edx) &&
+           (eax >> 8 & 0xf) + (eax >> 20 & 0xff) == FAMILY_25;
 #else
     return false;
 #endif

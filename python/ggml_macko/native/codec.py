@@ -50,6 +50,21 @@ def codecs() -> tuple[Codec, ...]:
 
 
 @dataclass(frozen=True)
+class MatrixHeader:
+    """What the header of a file says of a matrix."""
+
+    format: str
+    rows: int
+    cols: int
+    type: int  # ggml type of the dense matrix
+    value_type: int
+    bits: int
+    nnz: int
+    types: tuple[int, ...]  # ggml type of each component
+    nbytes: tuple[int, ...]  # of each component
+
+
+@dataclass(frozen=True)
 class EncodedMatrix:
     """A matrix in any format: what a file's header says of it, and its components."""
 
@@ -66,6 +81,13 @@ class EncodedMatrix:
     @property
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays)
+
+    @property
+    def header(self) -> MatrixHeader:
+        sizes = tuple(a.nbytes for a in self.arrays)
+        return MatrixHeader(
+            self.format, self.rows, self.cols, self.type, self.value_type, self.bits, self.nnz, self.types, sizes
+        )
 
 
 def dense_bits(dense: Array, type_id: int) -> Array:
@@ -136,22 +158,29 @@ def _copied(pointer: Any, nbytes: int, dtype: np.dtype[Any]) -> Array:
     return np.frombuffer(ffi().buffer(pointer, nbytes), dtype).copy()
 
 
+def _c_header(m: MatrixHeader) -> Any:
+    """The C struct of a matrix whose arrays have no data."""
+    c = ffi().new("struct ggml_macko_matrix *")
+    if len(m.nbytes) != len(m.types) or len(m.nbytes) > len(c.arrays):
+        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.nbytes)} arrays with {len(m.types)} types")
+    name = ffi().new("char[]", m.format.encode())
+    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
+    c.format, c.n_arrays = name, len(m.nbytes)
+    for i, (type_id, nbytes) in enumerate(zip(m.types, m.nbytes)):
+        c.arrays[i].type, c.arrays[i].nbytes = type_id, nbytes
+    return ffi().gc(c, lambda _: name)  # keeps the name alive as long as the struct
+
+
 def c_matrix(m: EncodedMatrix) -> Any:
     """The C struct of a matrix; it points into m's arrays, so m must live as long."""
     if m.type not in _BITS_DTYPES:
         raise errors.error(errors.BAD_ARGUMENT, f"dense type {m.type} is not F16, BF16 or F32")
-    c = ffi().new("struct ggml_macko_matrix *")
-    if len(m.arrays) != len(m.types) or len(m.arrays) > len(c.arrays):
-        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.arrays)} arrays with {len(m.types)} types")
-    name = ffi().new("char[]", m.format.encode())
-    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
-    c.format, c.n_arrays = name, len(m.arrays)
-    for i, (array, type_id) in enumerate(zip(m.arrays, m.types)):
+    c = _c_header(m.header)
+    for i, array in enumerate(m.arrays):
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise errors.error(errors.BAD_ARGUMENT, f"array {i} of {m.format}: expected a contiguous 1-D array")
         c.arrays[i].data = ffi().from_buffer("const void *", array)
-        c.arrays[i].nbytes, c.arrays[i].type = array.nbytes, type_id
-    return ffi().gc(c, lambda _: name)  # keeps the name alive as long as the struct
+    return c
 
 
 def validate(m: EncodedMatrix, n_threads: int = 0) -> None:
@@ -177,21 +206,6 @@ def gpu_cost(m: EncodedMatrix, n_threads: int = 0) -> tuple[float, float]:
     return float(own[0]), float(rows[0])
 
 
-@dataclass(frozen=True)
-class MatrixHeader:
-    """What the header of a file says of a matrix."""
-
-    format: str
-    rows: int
-    cols: int
-    type: int  # ggml type of the dense matrix
-    value_type: int
-    bits: int
-    nnz: int
-    types: tuple[int, ...]  # ggml type of each component
-    nbytes: tuple[int, ...]  # of each component
-
-
 GPU_SHARED_NBYTES = 99 << 10
 """Shared memory that a block may use on GeForce cards since the 30 series; the data centre's have more."""
 
@@ -200,16 +214,8 @@ def gpu_nbytes(m: MatrixHeader, shared_nbytes: int = GPU_SHARED_NBYTES) -> int:
     """Bytes of a GPU's memory that are reserved for a matrix, as its header decides. Needs no GPU. Raises MackoError
     for a header that no file may have.
     """
-    c = ffi().new("struct ggml_macko_matrix *")
-    if len(m.types) != len(m.nbytes) or len(m.types) > len(c.arrays):
-        raise errors.error(errors.BAD_ARGUMENT, f"{len(m.types)} types and {len(m.nbytes)} sizes of arrays")
-    name = ffi().new("char[]", m.format.encode())
-    c.rows, c.cols, c.type, c.value_type, c.bits, c.nnz = m.rows, m.cols, m.type, m.value_type, m.bits, m.nnz
-    c.format, c.n_arrays = name, len(m.types)
-    for i, (type_id, nbytes) in enumerate(zip(m.types, m.nbytes)):
-        c.arrays[i].type, c.arrays[i].nbytes = type_id, nbytes
     out = ffi().new("int64_t *")
-    check(lib().ggml_macko_gpu_nbytes(c, shared_nbytes, out))
+    check(lib().ggml_macko_gpu_nbytes(_c_header(m), shared_nbytes, out))
     return int(out[0])
 
 

@@ -24,6 +24,12 @@ __device__ __forceinline__ void round_to(float * to, float v) { *to = v; }
 __device__ __forceinline__ void round_to(__half * to, float v) { *to = __float2half_rn(saturate_f16(v)); }
 __device__ __forceinline__ void round_to(__nv_bfloat16 * to, float v) { *to = __float2bfloat16_rn(v); }
 
+template <typename T> __device__ __forceinline__ float rounded_to(float v) {
+    T rounded;
+    round_to(&rounded, v);
+    return to_f32(rounded);
+}
+
 // the K-th of eight
 template <int K> __device__ __forceinline__ uint16_t half_of(const uint4 & v) {
     const uint32_t w = K / 2 == 0 ? v.x : K / 2 == 1 ? v.y : K / 2 == 2 ? v.z : v.w;

@@ -11,6 +11,38 @@ namespace macko::cuda {
 
 // ---- layout FILE ----
 
+// eight values from an aligned place on
+template <typename T> __device__ __forceinline__ void load_eight(float (&v)[8], const uint8_t * values, int64_t k) {
+    const uint4 *  from = reinterpret_cast<const uint4 *>(values + k * static_cast<int64_t>(sizeof(T)));
+    const uint4    a    = load_streaming(from);
+    const uint32_t w[4] = { a.x, a.y, a.z, a.w };
+    if constexpr (sizeof(T) == 4) {
+        const uint4    b    = load_streaming(from + 1);
+        const uint32_t u[4] = { b.x, b.y, b.z, b.w };
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[i]     = __uint_as_float(w[i]);
+            v[i + 4] = __uint_as_float(u[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[2 * i]     = half_word<false>(T(), w[i]);
+            v[2 * i + 1] = half_word<true>(T(), w[i]);
+        }
+    }
+}
+// the deltas of eight entries, of which the first one's bits come first
+__device__ __forceinline__ uint64_t load_eight_deltas(const uint8_t * deltas, int64_t k, int delta_bits) {
+    const uint8_t * from = deltas + k / 8 * delta_bits;
+    switch (delta_bits) {
+        case 1:  return *from;
+        case 2:  return *reinterpret_cast<const uint16_t *>(from);
+        case 4:  return *reinterpret_cast<const uint32_t *>(from);
+        default: return *reinterpret_cast<const uint64_t *>(from);
+    }
+}
+
 // A warp per row. A lane has 8 consecutive entries, whose columns it finds by a prefix sum over the lanes. x stays in
 // global memory.
 template <typename T, int NX>
@@ -52,20 +84,25 @@ __global__ void __launch_bounds__(256) file_kernel(const __grid_constant__ spars
 
     float gate[NX] = {};
     for (int j = 0; first + (p.silu_mul ? j / 2 : j) * stride < p.n_warp_rows; j++) {
-        const sparse_task      t      = task_at<true, 1>(p, first, stride, 0, j);
-        const sparse_operand & m      = p.m[t.matrix];
-        const T *              values = reinterpret_cast<const T *>(m.values);
-        const int              row    = m.row_begin + row_offset + t.row;
+        const sparse_task      t   = task_at<true, 1>(p, first, stride, 0, j);
+        const sparse_operand & m   = p.m[t.matrix];
+        const int              row = m.row_begin + row_offset + t.row;
         const int begin = row_offset >= 0 ? m.row_ptr[row] : 0, end = row_offset >= 0 ? m.row_ptr[row + 1] : 0;
         float     sum[NX] = {};
         int       before  = -1; // column of the last entry so far
         for (int e = begin & ~7; e < end; e += 256) {
-            const int k0 = e + lane * 8;
-            int       step[8], total = 0;
+            const int k0        = e + lane * 8;
+            float     values[8] = {};
+            uint64_t  deltas    = 0;
+            if (k0 < end) { // the arrays are padded to multiples of eight entries
+                load_eight<T>(values, m.values, k0);
+                deltas = load_eight_deltas(m.deltas, k0, m.delta_bits);
+            }
+            int step[8], total = 0;
 #pragma unroll
             for (int k = 0; k < 8; k++) {
                 const bool here = k0 + k >= begin && k0 + k < end;
-                step[k]         = here ? 1 + file_delta(m.deltas, k0 + k, m.delta_bits) : 0;
+                step[k] = here ? 1 + static_cast<int>(deltas >> k * m.delta_bits & ((1u << m.delta_bits) - 1)) : 0;
                 total += step[k];
             }
             const int through = warp_prefix_sum(total);
@@ -75,11 +112,12 @@ __global__ void __launch_bounds__(256) file_kernel(const __grid_constant__ spars
             for (int k = 0; k < 8; k++) {
                 at += step[k];
                 if (step[k]) {
-                    const float value = to_f32(values[k0 + k]) * (p.norm_weight ? p.norm_weight[at] : 1.0f);
+                    const float weight = p.norm_weight ? p.norm_weight[at] : 1.0f;
 #pragma unroll
                     for (int c = 0; c < NX; c++) {
                         if (NX == 1 || column + c < p.n_columns) {
-                            sum[c] = fmaf(value, x[c * p.ldx + at], sum[c]);
+                            const float v = x[c * p.ldx + at] * scale[c] * weight;
+                            sum[c]        = fmaf(values[k], NX > 1 ? rounded_to<T>(v) : v, sum[c]);
                         }
                     }
                 }
@@ -87,7 +125,7 @@ __global__ void __launch_bounds__(256) file_kernel(const __grid_constant__ spars
         }
 #pragma unroll
         for (int c = 0; c < NX; c++) {
-            const float y = warp_sum(sum[c]) * scale[c];
+            const float y = warp_sum(sum[c]);
             if (p.silu_mul && t.matrix == 0) {
                 gate[c] = y;
             } else if (lane == 0 && column + c < p.n_columns) {

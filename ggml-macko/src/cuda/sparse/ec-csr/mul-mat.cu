@@ -153,11 +153,7 @@ template <typename T, int NX> __device__ __forceinline__ void fill_columns(float
 #pragma unroll
             for (int c = 0; c < NX; c++) {
                 v[c] = c < p.n_columns ? p.x[c * p.ldx + i] : 0.0f;
-                if (sizeof(T) == 2 && p.rounds) {
-                    T rounded;
-                    round_to(&rounded, v[c]);
-                    v[c] = to_f32(rounded);
-                }
+                v[c] = p.rounds ? rounded_to<T>(v[c]) : v[c];
             }
             reinterpret_cast<float4 *>(xs)[i] = make_float4(v[0], v[1], v[2], v[3]);
         }
